@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Literal, Protocol, get_args
@@ -12,7 +11,7 @@ from typing import Literal, Protocol, get_args
 from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.control.live_requests import LiveRequest, LiveRequests, num_bytes_of
 from gpupoold.domain import KEY_BYTES_SHARE, Priority
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import Drain, drain_of, first_token_in_s
@@ -66,8 +65,8 @@ def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
 class Overload:
     """Bounds of the queues, and the refusal of requests beyond the bounds.
 
-    ``limits`` may be replaced at any time. ``max_tokens`` returns the largest number of tokens of a
-    live request; ``on_refused`` gets the model and the reason of each refusal. Not thread-safe.
+    ``limits`` may be replaced at any time; ``on_refused`` gets the model and the reason of each
+    refusal. Not thread-safe.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Overload:
         live: LiveRequests,
         stats: dict[str, ModelStats],
         state: State,
-        max_tokens: Callable[[str], int | None],
         on_refused: Callable[[str, str], None],
         keys: KeyBounds | None = None,
     ) -> None:
@@ -86,20 +84,18 @@ class Overload:
         self._live = live
         self._stats = stats
         self._state = state
-        self._max_tokens = max_tokens
         self._on_refused = on_refused
         self._events = RefusalEvents(history)
         self._drains: dict[str, tuple[float, Drain]] = {}
         self._promised_s: dict[tuple[str, int], list[float]] = {}
 
     def admission(
-        self, message: m.AddRequest, *, is_routed: bool, is_warm: bool
+        self, message: m.AddRequest, now_s: float, *, is_routed: bool, is_warm: bool
     ) -> m.AdmissionAnswer:
         """Decide on a request; count a refusal.
 
         ``is_routed``: some worker has the model; ``is_warm``: the worker needs no snapshot first.
         """
-        now_s = time.monotonic()
         model = message.model
         if not is_routed:
             self._on_refused(model, "not_served")
@@ -202,6 +198,10 @@ class Overload:
         self._drains[key] = now_s, drain
         return drain
 
+    def _max_tokens(self, request_id: str) -> int | None:
+        request = self._live.get(request_id)
+        return None if request is None else request.order.max_tokens
+
     def _late(
         self, message: m.AddRequest, now_s: float, *, is_warm: bool
     ) -> tuple[RefusalReason, str, float] | None:
@@ -222,11 +222,6 @@ class Overload:
             f"more than its target of {format_duration(ttft_s)}."
         )
         return "too_late", text, max(wait_s - ttft_s, 0.0)
-
-
-def num_bytes_of(message: m.AddRequest) -> int:
-    """Return the bytes of a request in the encoding for workers."""
-    return sum(map(len, message.frames))
 
 
 class RefusalEvents:

@@ -1,4 +1,4 @@
-"""The shell around the scheduling core: messages become events, actions become messages."""
+"""The shell around the scheduling core: messages become events."""
 
 from __future__ import annotations
 
@@ -6,53 +6,46 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.rows import finish_reason
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn
+from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.state import State
 from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.wire import messages as m
 
 # What a measured bandwidth must differ by to be worth an event.
 _BANDWIDTH_STEP = 0.05
 
-SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
-OnSent = Callable[[str, int], None]
-OnMigrate = Callable[[str, int, int], None]
-OnRole = Callable[[int, Role], None]
-
 
 class Scheduler:
-    """Passes events to the core and carries out its actions.
+    """Passes events to the core and the core's actions to ``carry_out``.
 
-    ``send`` takes a worker's number and a message; ``on_sent`` a request's id and the number of its
-    worker; ``on_migrate`` a request's id and the numbers of source and target; ``on_role`` a
-    worker's new role. ``clock`` returns seconds of the monotonic clock. ``decisions`` has the
-    durations of the core's calls in seconds.
+    ``clock`` returns seconds of the monotonic clock. ``decisions`` has the durations of the core's
+    calls in seconds.
     """
 
     def __init__(
         self,
         policy: Policy,
-        send: SendTo,
-        on_sent: OnSent,
-        on_migrate: OnMigrate,
-        on_role: OnRole,
+        carry_out: Callable[[Action], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = RecordedCore(Core(policy))
         self.decisions = Buckets(WORK_BOUNDS_S)
-        self._send = send
-        self._on_sent = on_sent
-        self._on_migrate = on_migrate
-        self._on_role = on_role
+        self._carry_out = carry_out
         self._clock = clock
-        self._unsent: dict[str, m.AddRequest] = {}
+
+    @property
+    def state(self) -> State:
+        """The core's state, for reading."""
+        return self.core.state
 
     def add_model(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
@@ -72,7 +65,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise ``CannotServe`` when the policy cannot serve all the models there are."""
-        self.core.core.policy.check(self.core.core.state)
+        self.core.policy.check(self.state)
 
     def remove_model(self, name: str) -> None:
         """Remove a model, whose requests have ended before."""
@@ -106,7 +99,7 @@ class Scheduler:
 
     def set_bandwidth(self, number: int, bandwidth_bytes_per_s: float) -> None:
         """A worker's switches reach this by now; changes of a few per cent are ignored."""
-        device = self.core.core.state.devices.get(number)
+        device = self.state.devices.get(number)
         if device is None or not bandwidth_bytes_per_s > 0:
             return
         before = device.bandwidth_bytes_per_s
@@ -119,7 +112,7 @@ class Scheduler:
 
     def num_requests(self, number: int) -> int:
         """Return the number of live requests on a worker or assigned to it."""
-        device = self.core.core.state.devices.get(number)
+        device = self.state.devices.get(number)
         return 0 if device is None else device.num_requests
 
     def attached(self, request_id: str, num_tokens: int) -> None:
@@ -128,7 +121,7 @@ class Scheduler:
 
     def tick(self) -> None:
         """Time has passed: of interest while there are requests. To be called every second."""
-        if self.core.core.state.requests:
+        if self.state.requests:
             self._tell(e.Tick())
 
     def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
@@ -147,32 +140,34 @@ class Scheduler:
         """A worker can run a model no more."""
         self._tell(e.Unhosted(number, name))
 
-    def arrived(self, message: m.AddRequest) -> None:
+    def arrived(self, request: LiveRequest) -> None:
         """Schedule a request; the policy decides when its worker gets the request."""
-        self._unsent[message.request_id] = message
+        order = request.order
         self._tell(
             e.Arrived(
-                message.request_id,
-                message.model,
-                message.arrival_s,
-                message.num_prompt_tokens,
-                priority=message.priority,
-                num_tokens=len(message.output_token_ids),
-                max_tokens=message.max_tokens or None,
+                order.request_id,
+                order.model,
+                order.arrival_s,
+                order.num_prompt_tokens,
+                priority=order.priority,
+                num_tokens=len(request.output_token_ids),
+                max_tokens=order.max_tokens or None,
             )
         )
 
-    def ended(self, request_id: str) -> None:
-        """End a request without a complete answer: cancelled or failed."""
-        self._unsent.pop(request_id, None)
-        self._tell(e.Ended(request_id, is_complete=False))
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """End requests without a complete answer: cancelled or failed.
+
+        All in one call: between two calls the core would send other requests of the list.
+        """
+        ended = [e.Ended(request_id, is_complete=False) for request_id in request_ids]
+        if ended:
+            self._tell(*ended)
 
     def stepped(self, number: int, outputs: m.StepOutputs) -> None:
         """Record the tokens of a worker's step, and requests that ended with the step."""
-        ended = [one for one in outputs.progress if one.finish_reason is not None]
-        for one in ended:
-            self._unsent.pop(one.request_id, None)
-        self._tell(*_steps(number, outputs), *(_ended(one) for one in ended))
+        ended = [_ended(one) for one in outputs.progress if one.finish_reason is not None]
+        self._tell(*_steps(number, outputs), *ended)
 
     def turn_ended(self, number: int, message: m.TurnReport) -> None:
         changed = _memory_changed(number, message)
@@ -184,17 +179,17 @@ class Scheduler:
 
     def num_waiting_for_kv(self, number: int) -> int:
         """Return the number of requests held back because a worker's KV memory is full."""
-        device = self.core.core.state.devices.get(number)
+        device = self.state.devices.get(number)
         return 0 if device is None else device.num_waiting_for_kv
 
     def on_turn(self, number: int) -> str | None:
         """Return the model whose turn it is on a worker."""
-        device = self.core.core.state.devices.get(number)
+        device = self.state.devices.get(number)
         return device.turn.model if device is not None and device.turn is not None else None
 
     def check_state(self) -> None:
         """Raise AssertionError when the core's books disagree."""
-        check_state(self.core.core.state)
+        check_state(self.state)
 
     def _tell(self, *events: e.Event) -> None:
         started_s = time.perf_counter()
@@ -202,19 +197,6 @@ class Scheduler:
         self.decisions.add(time.perf_counter() - started_s)
         for action in actions:
             self._carry_out(action)
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Send():
-                message = self._unsent.pop(action.request_id)
-                self._on_sent(action.request_id, action.device)
-                self._send(action.device, message)
-            case StartTurn():
-                self._send(action.device, _order(action))
-            case Migrate():
-                self._on_migrate(action.request_id, action.source, action.target)
-            case ChangeRole():
-                self._on_role(action.device, action.role)
 
 
 def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
@@ -242,10 +224,3 @@ def _ended(item: m.RequestProgress) -> e.Ended:
 
 def _memory_changed(number: int, message: m.TurnReport | m.MemoryReport) -> e.MemoryChanged:
     return e.MemoryChanged(number, tuple(sorted(message.missing_bytes.items())))
-
-
-def _order(action: StartTurn) -> m.RunTurn:
-    turn = action.turn
-    if turn is None:
-        return m.RunTurn(0, None, 0.0)
-    return m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then, turn.chunk_tokens)

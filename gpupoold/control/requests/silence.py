@@ -8,21 +8,15 @@ from gpupoold.control.live_requests import LiveRequest
 
 
 def waits_for(
-    request: LiveRequest,
-    *,
-    is_cold: bool,
-    is_held: bool,
-    has_hosts: bool,
-    on_turn: Callable[[int], str | None],
+    request: LiveRequest, *, has_hosts: bool, on_turn: Callable[[int], str | None]
 ) -> str:
     """Return what a request waits for, in words.
 
-    ``is_cold``: for its model to be warm; ``is_held``: for a trial alone; ``has_hosts``: some
-    worker has its model; ``on_turn`` returns the present model of a worker.
+    ``has_hosts``: some worker has its model; ``on_turn`` returns the present model of a worker.
     """
-    if is_cold:
+    if request.is_cold:
         return f"{request.model} is not in host memory yet"
-    if is_held:
+    if request.is_held:
         return "it may have ended a worker, and is tried alone after others that may have"
     if not has_hosts:
         return f"no device has {request.model} now"

@@ -73,7 +73,7 @@ def ps(
 ) -> Values:
     """Return the values of ``Ps``; ``states`` are the models' states."""
     now_s = time.monotonic()
-    switches = dispatcher.switches
+    switches = dispatcher.accounts.switches
     memories = memories_of(workers)
     return {
         "devices": [raw(one) for one in devices(workers, dispatcher)],
@@ -170,13 +170,13 @@ def usage(
         total_bytes = max(total_bytes, held.weights_total_bytes)
         kv_bytes += held.kv_resident_bytes
         kv_host_bytes += held.kv_host_bytes
-    stats = dispatcher.stats.get(name) or ModelStats()
+    stats = dispatcher.accounts.stats.get(name) or ModelStats()
     now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.hour_percentiles()
     return {
         "name": name,
         "state": state,
         "num_live": dispatcher.live.num_of(name),
-        "num_waiting": dispatcher.num_waiting(name) + num_waiting,
+        "num_waiting": dispatcher.live.num_waiting(name) + num_waiting,
         "weights_resident_bytes": weights_bytes,
         "weights_total_bytes": total_bytes,
         "kv_resident_bytes": kv_bytes,

@@ -253,6 +253,13 @@ def test_an_adoption_of_nothing_is_ignored(box: Box) -> None:
     assert (box.migrations.num_migrated, core_phase(box)) == (0, ("MOVING", TARGET))
 
 
+def test_an_adoption_before_the_release_is_ignored(box: Box) -> None:
+    target = box.workers[TARGET]
+    target.outbox.append(m.RequestAttached(MODELS[0], "r1"))
+    box.hear(TARGET)
+    assert (box.migrations.num_migrated, core_phase(box)) == (0, ("MOVING", TARGET))
+
+
 class TestIntroductions:
     """A worker knows the host memory of those from which requests come to it, of no others."""
 

@@ -56,7 +56,7 @@ def test_key_of_a_request_is_charged() -> None:
     bench = Bench()
     bench.token(1.0)
     assert bench.charged == []
-    bench.request.order.key_id = "web"
+    bench.request.key_id = "web"
     bench.token(2.0)
     assert bench.charged == [("web", 1)]
 

@@ -64,9 +64,9 @@ class Migration:
 
 @dataclass(slots=True)
 class Suspect:
-    """The state of a request that may have crashed a worker.
+    """The state of a request under suspicion of a crash.
 
-    ``num_tokens`` is the number of tokens at the latest crash. A suspect is held until its trial,
+    ``num_tokens`` is the number of tokens at the latest crash. A suspect is held until a trial,
     which began at ``tried_since_s``.
     """
 
@@ -97,7 +97,7 @@ class LiveRequest:
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     num_in_time: int = 0
-    """Number of tokens that met their deadline, as fixed at arrival."""
+    """Number of tokens in time; all deadlines are fixed at arrival."""
     late_s: float = 0.0
     """Lateness of the latest token in seconds."""
     is_cold: bool = False
@@ -107,7 +107,7 @@ class LiveRequest:
     migration: Migration | None = None
     """The migration under way."""
     suspect: Suspect | None = None
-    """Set when the request may have crashed a worker."""
+    """None unless the request was a candidate for the cause of a crash."""
 
     request_id: str = field(init=False)
     model: str = field(init=False)
@@ -119,7 +119,7 @@ class LiveRequest:
     """Number of the frontend."""
 
     def __post_init__(self) -> None:
-        """Copy from the order what each token needs: attributes are faster than properties."""
+        """Copy fields of the order: each token needs some, and a property is slower."""
         order = self.order
         self.request_id, self.model, self.frontend = order.request_id, order.model, order.frontend
         self.arrival_s, self.num_prompt_tokens = order.arrival_s, order.num_prompt_tokens
@@ -127,7 +127,7 @@ class LiveRequest:
 
     @property
     def is_held(self) -> bool:
-        """True if the request waits for its trial as a suspect."""
+        """True if the request waits for a trial as a suspect."""
         return self.suspect is not None and self.suspect.is_held
 
     @property
@@ -136,7 +136,7 @@ class LiveRequest:
         return self.suspect is not None and self.suspect.is_isolated
 
     def order_now(self) -> m.AddRequest:
-        """Return the order for a worker to start the request, or to continue after its tokens."""
+        """Return the order to start the request, or to continue after the tokens so far."""
         return msgspec.structs.replace(
             self.order,
             output_token_ids=list(self.output_token_ids),
@@ -206,7 +206,7 @@ class LiveRequests:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Every live request, oldest first; none may come or go meanwhile."""
+        """Iterate over all requests, oldest first; the index must not change meanwhile."""
         return iter(self._requests.values())
 
     def __getitem__(self, request_id: str) -> LiveRequest:
@@ -240,16 +240,16 @@ class LiveRequests:
         return request
 
     def set_cold(self, request: LiveRequest, *, is_cold: bool) -> None:
-        """Record whether a live request waits until its model's weights are in host memory."""
+        """Record the begin or the end of a request's wait for weights in host memory."""
         self._num_cold_by_model[request.model] += is_cold - request.is_cold
         request.is_cold = is_cold
 
     def num_waiting(self, model: str) -> int:
-        """Return the number of requests that wait until their model is warm."""
+        """Return the number of requests that wait for the weights of a model."""
         return self._num_cold_by_model[model]
 
     def num_of(self, model: str) -> int:
-        """Live requests of a model."""
+        """Return the number of live requests of a model."""
         return self._num_by_model[model]
 
     def num_of_key(self, key_id: str) -> int:
@@ -266,7 +266,7 @@ class LiveRequests:
         return self._bytes_by_key[key_id]
 
     def of_model(self, model: str) -> list[LiveRequest]:
-        """A model's live requests, oldest first."""
+        """Return the live requests of a model, oldest first."""
         return [request for request in self._requests.values() if request.model == model]
 
     def of_frontend(self, number: int) -> list[LiveRequest]:
@@ -274,7 +274,7 @@ class LiveRequests:
         return [request for request in self._requests.values() if request.frontend == number]
 
     def on_device(self, device: int) -> list[LiveRequest]:
-        """The live requests on a worker, oldest first."""
+        """Return the live requests on a worker, oldest first."""
         return [request for request in self._requests.values() if request.device == device]
 
     def silent_since(self, before_s: float) -> list[LiveRequest]:
@@ -282,5 +282,5 @@ class LiveRequests:
         return [one for one in self._requests.values() if one.last_sign_s < before_s]
 
     def all(self) -> list[LiveRequest]:
-        """Every live request, oldest first."""
+        """Return all live requests, oldest first."""
         return list(self._requests.values())

@@ -49,14 +49,14 @@ class Accounts:
             self._keys.charge(key_id, num_tokens)
 
     def admitted(self, message: m.AddRequest, *, is_warm: bool) -> None:
-        """Count a request that begins; ``is_warm`` if its model is in host memory."""
+        """Count an admitted request; ``is_warm`` if the model is in host memory."""
         self.meters.arrived(message, is_warm=is_warm)
         self.stats.setdefault(message.model, ModelStats()).now.requests += 1
         if self._keys is not None:
             self._keys.used(message.key_id, num_requests=1)
 
     def ended(self, request: LiveRequest, reason: FinishReason, error: str) -> None:
-        """Count a request that has ended, and write its row."""
+        """Count the end of a request, and write a row of the history."""
         self.meters.model(request.model).finished[reason] += 1
         self.stats[request.model].end(reason)
         row = request_row(request, reason, error, self._clock(), self._wall_clock())
@@ -76,7 +76,7 @@ class Accounts:
         self.turns.ended(number, message)
 
     def switched(self, switch: m.SwitchRecord) -> None:
-        """Count a switch, and write its row."""
+        """Count a switch, and write a row of the history."""
         self.meters.switched(switch)
         self.switches.add(switch)
         self._tokens.switched(switch)
@@ -84,6 +84,6 @@ class Accounts:
         self._history.record_switch(switch_row(switch, self._clock(), self._wall_clock()))
 
     def worker_down(self, number: int) -> None:
-        """Record the end of a worker, which ends its turn."""
+        """Record the end of a worker and of the present turn."""
         self.meters.device(number).worker_ended()
         self.turns.worker_down(number)

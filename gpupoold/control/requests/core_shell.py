@@ -20,7 +20,7 @@ from gpupoold.scheduling.state import State
 from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.wire import messages as m
 
-# What a measured bandwidth must differ by to be worth an event.
+# Smallest relative change of a measured bandwidth for an event.
 _BANDWIDTH_STEP = 0.05
 
 
@@ -50,9 +50,7 @@ class Scheduler:
     def add_model(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
     ) -> None:
-        """Add a model, which can have requests once a worker hosts it; or change its
-        description.
-        """
+        """Add a model, for requests once a worker hosts the model; or change the description."""
         self._tell(
             e.ModelAdded(
                 loaded.name,
@@ -64,19 +62,19 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise ``CannotServe`` when the policy cannot serve all the models there are."""
+        """Raise ``CannotServe`` when the policy cannot serve all present models."""
         self.core.policy.check(self.state)
 
     def remove_model(self, name: str) -> None:
-        """Remove a model, whose requests have ended before."""
+        """Remove a model without live requests."""
         self._tell(e.ModelRemoved(name))
 
     def set_targets(self, name: str, targets: Targets) -> None:
-        """New targets, for requests under way too."""
+        """Change the targets, also for requests under way."""
         self._tell(e.TargetsChanged(name, targets))
 
     def device_up(self, number: int, ready: m.WorkerReady, role: Role, *, is_fixed: bool) -> None:
-        """A worker can serve, in this role."""
+        """Add a worker in this role."""
         self._tell(
             e.DeviceUp(
                 number,
@@ -94,11 +92,11 @@ class Scheduler:
         self._tell(e.RoleSet(number, role, is_fixed))
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
-        """A worker is to be emptied, or may have work again."""
+        """Drain a worker, or end the drain."""
         self._tell(e.DrainSet(number, is_draining))
 
     def set_bandwidth(self, number: int, bandwidth_bytes_per_s: float) -> None:
-        """A worker's switches reach this by now; changes of a few per cent are ignored."""
+        """Set the measured bandwidth of a worker; a change of a few per cent is ignored."""
         device = self.state.devices.get(number)
         if device is None or not bandwidth_bytes_per_s > 0:
             return
@@ -111,21 +109,21 @@ class Scheduler:
         self._tell(e.QuotaMaxSet(quota_max_s))
 
     def num_requests(self, number: int) -> int:
-        """Return the number of live requests on a worker or assigned to it."""
+        """Return the number of live requests on or assigned to a worker."""
         device = self.state.devices.get(number)
         return 0 if device is None else device.num_requests
 
     def attached(self, request_id: str, num_tokens: int) -> None:
-        """Let a migrated request continue, with ``num_tokens`` of its answer."""
+        """Continue a migrated request after ``num_tokens`` of the answer."""
         self._tell(e.Attached(request_id, num_tokens))
 
     def tick(self) -> None:
-        """Time has passed: of interest while there are requests. To be called every second."""
+        """Pass the time to the core if there are requests; to be called every second."""
         if self.state.requests:
             self._tell(e.Tick())
 
     def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
-        """Remove a worker and end its requests there.
+        """Remove a worker, and end the requests there.
 
         Both in one call: between two calls the core would send further requests to the worker.
         """
@@ -133,15 +131,15 @@ class Scheduler:
         self._tell(*ended, e.DeviceDown(number))
 
     def host(self, number: int, name: str, costs: ModelCosts | None = None) -> None:
-        """Add a model to a worker at these costs; None means the costs of its description."""
+        """Add a model to a worker at these costs; None means the costs of the description."""
         self._tell(e.Hosted(number, name, costs))
 
     def unhost(self, number: int, name: str) -> None:
-        """A worker can run a model no more."""
+        """Remove a model from a worker."""
         self._tell(e.Unhosted(number, name))
 
     def arrived(self, request: LiveRequest) -> None:
-        """Schedule a request; the policy decides when its worker gets the request."""
+        """Schedule a request; the policy decides the time of the action ``Send``."""
         order = request.order
         self._tell(
             e.Arrived(
@@ -165,7 +163,7 @@ class Scheduler:
             self._tell(*ended)
 
     def stepped(self, number: int, outputs: m.StepOutputs) -> None:
-        """Record the tokens of a worker's step, and requests that ended with the step."""
+        """Record the tokens of a worker's step, and the ends of requests in the step."""
         ended = [_ended(one) for one in outputs.progress if one.finish_reason is not None]
         self._tell(*_steps(number, outputs), *ended)
 
@@ -178,12 +176,12 @@ class Scheduler:
         self._tell(_memory_changed(number, message))
 
     def num_waiting_for_kv(self, number: int) -> int:
-        """Return the number of requests held back because a worker's KV memory is full."""
+        """Return the number of requests held back for lack of KV memory on a worker."""
         device = self.state.devices.get(number)
         return 0 if device is None else device.num_waiting_for_kv
 
     def on_turn(self, number: int) -> str | None:
-        """Return the model whose turn it is on a worker."""
+        """Return the model of the present turn on a worker."""
         device = self.state.devices.get(number)
         return device.turn.model if device is not None and device.turn is not None else None
 
@@ -208,7 +206,7 @@ def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
     model, step_s = outputs.model, outputs.step_s
     if len(by_count) <= 1:
         return [e.Stepped(number, model, tuple(ids), n, step_s) for n, ids in by_count.items()]
-    # The time first: it is compared with what was predicted before these tokens were counted.
+    # The time first, for comparison with the prediction before these tokens are counted.
     ran = tuple(request_id for ids in by_count.values() for request_id in ids)
     steps: list[e.Event] = [] if step_s is None else [e.Stepped(number, model, ran, 0, step_s)]
     return steps + [e.Stepped(number, model, tuple(ids), n) for n, ids in by_count.items()]

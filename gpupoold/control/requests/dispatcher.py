@@ -76,7 +76,7 @@ class Dispatcher:
         self.isolation = Isolation(live, history, self._orders)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
-        """A request or a cancellation."""
+        """Handle a request or a cancellation."""
         match message:
             case m.AddRequest():
                 self._add(message)
@@ -115,7 +115,7 @@ class Dispatcher:
                 self.accounts.switched(message.switch)
 
     def worker_up(self, worker: Worker) -> None:
-        """Add a worker, which can now have models and requests."""
+        """Add a worker for models and requests."""
         assert worker.ready is not None
         number = worker.number
         self._workers[number] = worker
@@ -128,7 +128,7 @@ class Dispatcher:
     def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
         """Set a worker's role; None leaves the choice to the policy.
 
-        A worker that only prefills migrates its answers. ``whose`` names the origin in the event.
+        A prefilling worker migrates all answers. ``whose`` names the origin in the event.
         """
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
@@ -152,7 +152,7 @@ class Dispatcher:
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, worker: Worker
     ) -> None:
-        """Route a model's requests to a worker that has loaded the model."""
+        """Route a model's requests to a worker with the loaded model."""
         name = loaded.name
         self.targets[name] = targets
         self.scheduler.add_model(targets, loaded, costs)
@@ -169,30 +169,30 @@ class Dispatcher:
             self.scheduler.unhost(worker.number, name)
 
     def go_on(self, name: str) -> None:
-        """Schedule the requests that waited for a model to be warm."""
+        """Schedule the waiting requests of a model, which is warm now."""
         for request in self._cold(name):
             self.live.set_cold(request, is_cold=False)
             request.warmed_s = self._clock()
             self.scheduler.arrived(request)
 
     def fail_waiting(self, name: str, reason: str) -> None:
-        """Fail the requests that waited for a model that cannot be warmed."""
+        """Fail the waiting requests of a model after a failure to warm the model."""
         self._fail(self._cold(name), reason)
 
     def check_servable(self) -> None:
-        """Raise Refused when the policy cannot serve all the models there are."""
+        """Raise Refused when the policy cannot serve all present models."""
         try:
             self.scheduler.check()
         except CannotServe as error:
             raise Refused(str(error), "remove another model, or choose another policy") from error
 
     def set_targets(self, name: str, targets: Targets) -> None:
-        """New targets, for requests under way too."""
+        """Change the targets, also for requests under way."""
         self.targets[name] = targets
         self.scheduler.set_targets(name, targets)
 
     def forget(self, name: str) -> None:
-        """Remove a model, whose requests have ended before."""
+        """Remove a model without live requests."""
         self.routes.pop(name, None)
         self.targets.pop(name, None)
         self._overload.forget(name)
@@ -217,9 +217,9 @@ class Dispatcher:
         return request
 
     def worker_down(self, worker: Worker, reason: str, candidates: Candidates = NOBODY) -> None:
-        """Remove a worker and requeue its requests.
+        """Remove a worker, and restart the requests there.
 
-        The ``candidates``, which may have ended the worker, are retried one at a time.
+        The ``candidates`` for the cause are retried one at a time.
         """
         for workers in self.routes.values():
             if worker in workers:
@@ -247,7 +247,7 @@ class Dispatcher:
         self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
 
     def tick(self, now_s: float) -> None:
-        """End requests that are too late, if so configured; to be called every second."""
+        """End late requests if configured, and start trials; to be called every second."""
         late = self._overload.too_late(now_s)
         self._fail(late, "dropped: it had not begun when its first token was due")
         self._overload.tell(now_s)
@@ -258,12 +258,12 @@ class Dispatcher:
         """End the requests without a token for too long, whatever the cause."""
         limit_s = self.token_timeout_s
         silent = self.live.silent_since(now_s - limit_s)
-        # All are asked before one ends: those who wait for room get that of those who leave.
+        # All reasons before the first end, which may give other requests the missing memory.
         for request, reason in [(one, self._waits_for(one)) for one in silent]:
             self._stop([request], f"no token for {limit_s:g} s: {reason}")
 
     def frontend_down(self, number: int) -> None:
-        """Cancel the requests of an ended frontend, whose answers no client reads."""
+        """Cancel the requests of an ended frontend."""
         self._abandon(self.live.of_frontend(number))
 
     def _add(self, message: m.AddRequest) -> None:
@@ -300,13 +300,13 @@ class Dispatcher:
         self.scheduler.arrived(request)
 
     def _restart(self, request: LiveRequest) -> None:
-        """Schedule a request without a worker again, to continue after its tokens."""
+        """Schedule a request without a worker again, to continue after the tokens so far."""
         request.device = None
         self.accounts.meters.model(request.model).resumed += 1
         self._schedule(request, is_warm=self._is_warm(request.model))
 
     def _try_suspects(self, now_s: float) -> None:
-        """Start the trial of the next suspect, if its turn has come."""
+        """Start the next trial of a suspect unless a trial is under way."""
         while (request := self.isolation.next_trial(now_s)) is not None:
             self._restart(request)
 
@@ -327,19 +327,19 @@ class Dispatcher:
         self._try_suspects(self._clock())
 
     def _stop(self, requests: list[LiveRequest], reason: str) -> None:
-        """End requests with an error, also on their workers."""
+        """End requests with an error, also on the workers."""
         for request in requests:
             self._orders.abort(request)
         self._fail(requests, reason)
 
     def _abandon(self, requests: list[LiveRequest]) -> None:
-        """End requests whose clients have left."""
+        """End requests without a client."""
         for request in requests:
             self._orders.abort(request)
         self._end(requests, FinishReason.ABORT)
 
     def _fail(self, requests: list[LiveRequest], reason: str) -> None:
-        """End requests that no worker has with an error."""
+        """End requests with an error; no worker has any of the requests."""
         self.replies.failed(requests, reason)
         self._end(requests, FinishReason.ERROR, reason)
 
@@ -349,7 +349,7 @@ class Dispatcher:
             self._remove(request.request_id, reason, error)
 
     def _remove(self, request_id: str, reason: FinishReason, error: str = "") -> None:
-        """Remove the record of a request that the core does not have any more."""
+        """Remove the record of a request after the end in the core."""
         request = self.live.pop(request_id)
         if request is None:
             return

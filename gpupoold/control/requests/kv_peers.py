@@ -1,4 +1,4 @@
-"""Host memory for KV that workers read from each other: introductions and transfers."""
+"""KV in the host memory of other workers: introductions and transfers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gpupoold.wire import messages as m
 
 
 class KvPeers:
-    """Introduces workers to the host memory of other workers, and releases what was read.
+    """Introduces workers to the host memory of other workers, and releases KV after a read.
 
-    ``transfers`` has the source and the target of each KV transfer that a worker may read. A
-    transfer may outlive its request.
+    ``transfers`` has the source and the target of each readable KV transfer. A transfer may outlive
+    the request.
     """
 
     def __init__(self, workers: Mapping[int, Worker]) -> None:
@@ -21,7 +21,7 @@ class KvPeers:
         self.transfers: dict[str, tuple[int, int]] = {}
 
     def introduce(self, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Let each target read the host memory of each source, from which requests will come.
+        """Let each target read the host memory of each source of coming requests.
 
         Done once for each pair, and only where requests migrate: a GPU pins the whole host memory,
         0.1 s per GB, and takes requests without KV until then.
@@ -33,18 +33,18 @@ class KvPeers:
                     self._introduce(source, target)
 
     def lend(self, transfer: m.KvTransfer | None, source: int, target: int) -> None:
-        """Record the KV of a request that the target will read from the source."""
+        """Record the KV of a request for the target to read from the source."""
         if transfer is not None:
             self.transfers[transfer.transfer_id] = source, target
 
     def used(self, transfer_id: str) -> None:
-        """Release KV that the target has read or will not read."""
+        """Release KV without further use by the target."""
         source, _ = self.transfers.pop(transfer_id, (None, None))
         if source is not None:
             self._send(source, m.ReleaseKvTransfer(transfer_id))
 
     def worker_down(self, number: int) -> None:
-        """Release the KV of other workers that a dead worker was to read; drop its own KV."""
+        """Release the KV meant for a dead worker; forget the KV of the dead worker."""
         for transfer_id, (source, target) in list(self.transfers.items()):
             if number in (source, target):
                 del self.transfers[transfer_id]

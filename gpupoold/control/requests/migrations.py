@@ -3,7 +3,7 @@
 The *source* gets the order to release a request. The source answers when the copy of the KV to its
 host memory has begun, and the *target* gets the request with the place of the KV. From then on the
 source is not needed: if the source dies, the target recomputes missing KV. If the target dies, the
-request restarts from its tokens like any request of a dead worker.
+request restarts from the tokens so far like any request of a dead worker.
 
 :class:`gpupoold.control.live_requests.Migration` has the phases.
 """
@@ -22,7 +22,7 @@ from gpupoold.wire import messages as m
 
 
 class Migrations:
-    """Carries out migrations, whose states are in the records of the requests."""
+    """Carries out migrations; the records of the requests have the phases."""
 
     def __init__(
         self, workers: Mapping[int, Worker], live: LiveRequests, kv_peers: KvPeers
@@ -31,7 +31,7 @@ class Migrations:
         self._live = live
         self._kv_peers = kv_peers
         self.num_migrated = 0
-        self.num_unknown = 0  # requests that their source did not have when told to release them
+        self.num_unknown = 0  # orders to release a request unknown to the source
 
     def begin(self, request: LiveRequest, source: int, target: int) -> None:
         """Start migrating a request; :meth:`released` sends the request to the target."""
@@ -40,9 +40,9 @@ class Migrations:
         self._workers[source].send(m.MigrateOut(request.model, request.request_id))
 
     def released(self, worker: Worker, message: m.Migrated) -> LiveRequest | None:
-        """Handle a request's departure from its source, after all its tokens so far.
+        """Handle the departure of a request from the source, after all tokens so far.
 
-        Returns the request if its target has died, so that the request must restart.
+        Returns the request for a restart if the target has died.
         """
         self.num_unknown += not message.is_known
         fds = (worker.take_fd(),) if message.kv_transfer is not None else ()
@@ -53,7 +53,7 @@ class Migrations:
                 os.close(fd)
 
     def attached(self, request_id: str) -> LiveRequest | None:
-        """Return a request that can continue at its target, None if the request has ended."""
+        """Return the request to continue on the target, None after the end of the request."""
         request = self._live.get(request_id)
         migration = None if request is None else request.migration
         if request is None or migration is None or not migration.expects(MigrationEvent.ATTACHED):
@@ -63,7 +63,7 @@ class Migrations:
         return request
 
     def worker_down(self, number: int) -> list[LiveRequest]:
-        """Return the requests on the way to a dead worker that their source has not released.
+        """Return the requests on the way to a dead worker and not yet released by the source.
 
         Until the release no policy may schedule these requests.
         """
@@ -106,6 +106,6 @@ class Migrations:
         return None
 
     def _decline(self, source: Worker, message: m.Migrated) -> None:
-        """Release a KV transfer that no worker will read."""
+        """Release a KV transfer without a reader."""
         if message.kv_transfer is not None:
             source.send(m.ReleaseKvTransfer(message.kv_transfer.transfer_id))

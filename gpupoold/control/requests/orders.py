@@ -16,7 +16,7 @@ from gpupoold.wire import messages as m
 
 
 class Orders:
-    """Sends orders to workers, which are known by number, and records the requests' workers."""
+    """Sends orders to workers by number, and records the worker of each request."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Reasons why a request has had no token for long."""
+"""Reasons for a long time without a token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gpupoold.control.live_requests import LiveRequest
 def waits_for(
     request: LiveRequest, *, has_hosts: bool, on_turn: Callable[[int], str | None]
 ) -> str:
-    """Return what a request waits for, in words.
+    """Return the cause of a request's wait, in words.
 
-    ``has_hosts``: some worker has its model; ``on_turn`` returns the present model of a worker.
+    ``has_hosts``: a worker has the model; ``on_turn`` returns the present model of a worker.
     """
     if request.is_cold:
         return f"{request.model} is not in host memory yet"

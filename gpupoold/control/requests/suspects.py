@@ -1,10 +1,10 @@
 """Trials of requests that may have crashed a worker, one at a time. Pure.
 
-A crash makes *suspects* of all its candidate requests. A suspect is held back until its trial, in
-which the suspect shares no step with other requests. A suspect that gets past the point of the
-crash is cleared. A suspect whose trial crashes the worker, with no other candidate, is convicted
-and ends with an error. A request that is suspected again after it was cleared runs alone to its
-end, so that no combination of requests can crash workers for ever.
+A crash makes *suspects* of all candidate requests. A suspect is held back until a trial without
+other requests in the steps. A suspect beyond the point of the crash is cleared. A trial that
+crashes the worker, with no other candidate, convicts the suspect, which ends with an error. A
+request under suspicion a second time runs alone to the end, so that no combination of requests can
+crash workers for ever.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from gpupoold.control.live_requests import LiveRequest, Suspect
 from gpupoold.control.processes.crash_attribution import Candidates
 
 PASSED_TOKENS = 4
-"""So many tokens more than at the crash clear a suspect: more than steps are under way at once."""
+"""Tokens after the crash that clear a suspect: more than the steps under way at once."""
 _MAX_UNCLEAR_TRIALS = 3
 _MAX_CASES = 31
-# A suspect whose model has no turn for so long lets the next one be tried beside it.
+# After this time without an outcome the next trial begins beside the present trial.
 _TRIAL_S = 10.0
 
 
@@ -34,7 +34,7 @@ class _CrashCase:
 class Suspects:
     """All suspects of a daemon; instants in seconds of any one monotonic clock.
 
-    Each suspect's state is in the record of the request.
+    The record of each request has the state as a suspect.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Suspects:
         self._cases: list[_CrashCase] = []
 
     def __len__(self) -> int:
-        """Number of live requests that are or were suspected."""
+        """Number of live requests under suspicion now or before."""
         return len(self._queue)
 
     def crashed(self, candidates: Candidates, lost: Sequence[LiveRequest]) -> list[LiveRequest]:
@@ -75,10 +75,7 @@ class Suspects:
         return None
 
     def take_charges(self) -> list[str]:
-        """Return the models that turned out to have caused earlier crashes.
-
-        All other candidates of these crashes have been cleared.
-        """
+        """Return the models to blame for earlier crashes: all other candidates are cleared."""
         charges = [case.model for case in self._cases if not case.requests]
         self._cases = [case for case in self._cases if case.requests]
         return charges
@@ -101,7 +98,7 @@ class Suspects:
         return True
 
     def ended(self, request: LiveRequest) -> None:
-        """Record the end of a request; its unexplained crashes stay unexplained."""
+        """Record the end of a request; crashes with the request as a candidate stay unexplained."""
         if request.suspect is not None:
             request.suspect = None
             self._queue.remove(request)
@@ -113,7 +110,7 @@ class Suspects:
             request.suspect = Suspect(num_tokens)
             self._queue.append(request)
             return
-        known.num_crashes += known.is_cleared  # a trial that was unclear is made again
+        known.num_crashes += known.is_cleared  # an unclear trial is repeated
         known.num_tokens = num_tokens
         known.is_held, known.is_cleared, known.tried_since_s = True, False, None
 

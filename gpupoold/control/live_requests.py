@@ -61,6 +61,15 @@ class Migration:
         phase = MIGRATION_TRANSITIONS[self.phase, event]
         return None if phase is None else replace(self, phase=phase)
 
+    def without(self, worker: int) -> Migration | None:
+        """Return the migration after the death of a worker, None at the end of the migration."""
+        lost = {
+            self.source: MigrationEvent.SOURCE_LOST,
+            self.target: MigrationEvent.TARGET_LOST,
+        }
+        event = lost.get(worker)
+        return self.after(event) if event is not None and self.expects(event) else self
+
 
 @dataclass(slots=True)
 class Suspect:

@@ -328,14 +328,12 @@ class Dispatcher:
 
     def _stop(self, requests: list[LiveRequest], reason: str) -> None:
         """End requests with an error, also on the workers."""
-        for request in requests:
-            self._orders.abort(request)
+        self._orders.abort(requests)
         self._fail(requests, reason)
 
     def _abandon(self, requests: list[LiveRequest]) -> None:
         """End requests without a client."""
-        for request in requests:
-            self._orders.abort(request)
+        self._orders.abort(requests)
         self._end(requests, FinishReason.ABORT)
 
     def _fail(self, requests: list[LiveRequest], reason: str) -> None:

@@ -11,7 +11,7 @@ request restarts from the tokens so far like any request of a dead worker.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -69,21 +69,13 @@ class Migrations:
         """
         self._kv_peers.worker_down(number)
         waiting = []
-        for request, migration in self._of_worker(number):
-            event = MigrationEvent.SOURCE_LOST
-            if number == migration.target:
-                event = MigrationEvent.TARGET_LOST
-            if migration.expects(event):
-                request.migration = migration.after(event)
-                if event is MigrationEvent.TARGET_LOST and request.migration is not None:
-                    waiting.append(request)
-        return waiting
-
-    def _of_worker(self, number: int) -> Iterator[tuple[LiveRequest, Migration]]:
         for request in self._live:
             migration = request.migration
-            if migration is not None and number in (migration.source, migration.target):
-                yield request, migration
+            if migration is not None:
+                request.migration = migration.without(number)
+                if request.migration not in (None, migration):
+                    waiting.append(request)
+        return waiting
 
     def _pass_on(
         self, source: Worker, message: m.Migrated, fds: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gpupool_state import History
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
@@ -52,11 +52,11 @@ class Orders:
                 kind, device = "role_changed", str(action.device)
                 self._history.record_event("info", kind, device, action.role.value)
 
-    def abort(self, request: LiveRequest) -> None:
-        """Stop a request on its worker, if a worker has the request; the record stays."""
-        if request.device is not None:
-            message = m.AbortRequests(request.model, [request.request_id])
-            self._workers[request.device].send(message)
+    def abort(self, requests: Iterable[LiveRequest]) -> None:
+        """Stop requests on the workers; the records stay."""
+        for one in requests:
+            if one.device is not None:
+                self._workers[one.device].send(m.AbortRequests(one.model, [one.request_id]))
 
     def end_isolation(self, request: LiveRequest) -> None:
         """Let a request share steps again, if a worker has the request."""

@@ -22,7 +22,9 @@ def add_top_routes(app: FastAPI, pool: Pool) -> None:
 
     @app.get("/turns", response_model=list[TurnInfo])
     async def turns(after: Id = 0, limit: Limit = 1000) -> Response:
-        return _json(msgspec.json.encode(top_view.turns(pool.dispatcher.turns.after(after, limit))))
+        return _json(
+            msgspec.json.encode(top_view.turns(pool.dispatcher.accounts.turns.after(after, limit)))
+        )
 
     @app.get("/top", response_model=Top)
     async def top(

@@ -48,12 +48,12 @@ async def top(pool: Pool, limits: TopLimits) -> bytes:
             "devices": [views.raw(one) for one in pool.devices()],
             "models": _models(pool, rows, has_minutes=limits.has_minutes),
             "requests": [views.live_request(request, now_s) for request in live],
-            "turns": turns(dispatcher.turns.after(limits.turns_after, limits.num_turns)),
-            "last_turn_id": dispatcher.turns.last_id,
+            "turns": turns(dispatcher.accounts.turns.after(limits.turns_after, limits.num_turns)),
+            "last_turn_id": dispatcher.accounts.turns.last_id,
             "events": events,
             "last_event_id": history.last_event_id,
-            "num_switches": dispatcher.switches.count,
-            "switched_bytes": dispatcher.switches.moved_bytes,
+            "num_switches": dispatcher.accounts.switches.count,
+            "switched_bytes": dispatcher.accounts.switches.moved_bytes,
         }
     )
 

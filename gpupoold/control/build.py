@@ -101,7 +101,7 @@ def build_pool(
         ),
         policy=header,
         health=Health(dispatcher, supervisor),
-        minutes=Minutes(history, dispatcher.stats),
+        minutes=Minutes(history, dispatcher.accounts.stats),
         explainer=Explainer(registry, history, dispatcher, lifecycle, supervisor.workers, cache),
         keyring=keyring,
         http_url=_url(listener, settings),

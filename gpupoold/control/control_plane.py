@@ -186,7 +186,7 @@ class Pool:
             num_models=num_models,
             num_live_requests=len(self.dispatcher.live),
             num_refused_requests=sum(
-                one.so_far().refused for one in self.dispatcher.stats.values()
+                one.so_far().refused for one in self.dispatcher.accounts.stats.values()
             ),
             dropped_history_rows=self.history.dropped_rows,
             are_keys_required=self.keyring.are_required,

@@ -1,42 +1,156 @@
-"""Records of live requests. Pure bookkeeping."""
+"""The record of a live request, and the index of all records. Pure bookkeeping."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import msgspec
 
 from gpupoold.domain import Targets
+from gpupoold.wire import messages as m
+
+
+class MigrationPhase(Enum):
+    """The phase of a migration."""
+
+    REQUESTED = auto()  # the source has the request, and the order to release the request
+    LEFT = auto()  # the target has the request, whose KV is on the way
+    TARGET_LOST = auto()  # as REQUESTED, but the target is dead: the request restarts on release
+
+
+class MigrationEvent(Enum):
+    """A cause of a transition of a migration."""
+
+    RELEASED = auto()
+    ATTACHED = auto()
+    SOURCE_LOST = auto()
+    TARGET_LOST = auto()
+
+
+MIGRATION_TRANSITIONS: dict[tuple[MigrationPhase, MigrationEvent], MigrationPhase | None] = {
+    (MigrationPhase.REQUESTED, MigrationEvent.RELEASED): MigrationPhase.LEFT,
+    (MigrationPhase.REQUESTED, MigrationEvent.SOURCE_LOST): None,
+    (MigrationPhase.REQUESTED, MigrationEvent.TARGET_LOST): MigrationPhase.TARGET_LOST,
+    (MigrationPhase.LEFT, MigrationEvent.ATTACHED): None,
+    (MigrationPhase.LEFT, MigrationEvent.SOURCE_LOST): MigrationPhase.LEFT,
+    (MigrationPhase.LEFT, MigrationEvent.TARGET_LOST): None,
+    (MigrationPhase.TARGET_LOST, MigrationEvent.RELEASED): None,
+    (MigrationPhase.TARGET_LOST, MigrationEvent.SOURCE_LOST): None,
+}
+"""The phase after an event; None ends the migration. Other events are not expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """The migration of a request from worker ``source`` to worker ``target``."""
+
+    source: int
+    target: int
+    phase: MigrationPhase = MigrationPhase.REQUESTED
+
+    def expects(self, event: MigrationEvent) -> bool:
+        """Return whether the table has a transition for the event."""
+        return (self.phase, event) in MIGRATION_TRANSITIONS
+
+    def after(self, event: MigrationEvent) -> Migration | None:
+        """Return the migration after an expected event, None at the end of the migration."""
+        phase = MIGRATION_TRANSITIONS[self.phase, event]
+        return None if phase is None else replace(self, phase=phase)
+
+    def without(self, worker: int) -> Migration | None:
+        """Return the migration after the death of a worker, None at the end of the migration."""
+        lost = {
+            self.source: MigrationEvent.SOURCE_LOST,
+            self.target: MigrationEvent.TARGET_LOST,
+        }
+        event = lost.get(worker)
+        return self.after(event) if event is not None and self.expects(event) else self
 
 
 @dataclass(slots=True)
-class LiveRequest:
-    """A request from arrival to end; the record survives the engines.
+class Suspect:
+    """The state of a request under suspicion of a crash.
 
-    ``device`` is None until a worker has the request.
+    ``num_tokens`` is the number of tokens at the latest crash. A suspect is held until a trial,
+    which began at ``tried_since_s``.
     """
 
-    request_id: str
-    model: str
-    device: int | None
-    arrival_s: float
+    num_tokens: int
+    num_crashes: int = 1
+    num_unclear_trials: int = 0
+    tried_since_s: float | None = None
+    is_held: bool = True
+    is_cleared: bool = False
+
+    @property
+    def is_isolated(self) -> bool:
+        """True if the request may not share a step with other requests."""
+        return not self.is_cleared or self.num_crashes > 1
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request from arrival to end; the only record of the request outside the scheduling core.
+
+    ``order`` is the message that brought the request; ``device`` is None until a worker has the
+    request.
+    """
+
+    order: m.AddRequest
     targets: Targets
-    num_prompt_tokens: int
+    device: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     num_in_time: int = 0
-    """Number of tokens that met their deadline, as fixed at arrival."""
+    """Number of tokens in time; all deadlines are fixed at arrival."""
     late_s: float = 0.0
     """Lateness of the latest token in seconds."""
+    is_cold: bool = False
+    """True while the request waits for weights; set by :meth:`LiveRequests.set_cold`."""
     warmed_s: float | None = None
     """Time when the model was in host memory, if the request had to wait."""
-    key_id: str = ""
-    """Id of the API key."""
-    frontend: int = 0
+    migration: Migration | None = None
+    """The migration under way."""
+    suspect: Suspect | None = None
+    """None unless the request was a candidate for the cause of a crash."""
+
+    request_id: str = field(init=False)
+    model: str = field(init=False)
+    arrival_s: float = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    key_id: str = field(init=False)
+    """Id of the API key, "" without a key."""
+    frontend: int = field(init=False)
     """Number of the frontend."""
-    num_bytes: int = 0
-    """Bytes of the request in the encoding for workers."""
+
+    def __post_init__(self) -> None:
+        """Copy fields of the order: each token needs some, and a property is slower."""
+        order = self.order
+        self.request_id, self.model, self.frontend = order.request_id, order.model, order.frontend
+        self.arrival_s, self.num_prompt_tokens = order.arrival_s, order.num_prompt_tokens
+        self.key_id = order.key_id
+
+    @property
+    def is_held(self) -> bool:
+        """True if the request waits for a trial as a suspect."""
+        return self.suspect is not None and self.suspect.is_held
+
+    @property
+    def is_isolated(self) -> bool:
+        """True if the request may not share a step with other requests."""
+        return self.suspect is not None and self.suspect.is_isolated
+
+    def order_now(self) -> m.AddRequest:
+        """Return the order to start the request, or to continue after the tokens so far."""
+        return msgspec.structs.replace(
+            self.order,
+            output_token_ids=list(self.output_token_ids),
+            is_isolated=self.is_isolated,
+        )
 
     def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Add tokens sent at ``at_s``."""
@@ -71,6 +185,11 @@ class LiveRequest:
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
+def num_bytes_of(message: m.AddRequest) -> int:
+    """Return the bytes of a request in the encoding for workers."""
+    return sum(map(len, message.frames))
+
+
 _API_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -88,6 +207,7 @@ class LiveRequests:
     def __init__(self) -> None:
         self._requests: dict[str, LiveRequest] = {}
         self._num_by_model: Counter[str] = Counter()
+        self._num_cold_by_model: Counter[str] = Counter()
         self._num_by_key: Counter[str] = Counter()
         self._bytes_by_key: Counter[str] = Counter()
 
@@ -95,8 +215,11 @@ class LiveRequests:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Every live request, oldest first; none may come or go meanwhile."""
+        """Iterate over all requests, oldest first; the index must not change meanwhile."""
         return iter(self._requests.values())
+
+    def __getitem__(self, request_id: str) -> LiveRequest:
+        return self._requests[request_id]
 
     def add(self, request: LiveRequest) -> None:
         """Add a request.
@@ -109,7 +232,7 @@ class LiveRequests:
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
         self._num_by_key[request.key_id] += 1
-        self._bytes_by_key[request.key_id] += request.num_bytes
+        self._bytes_by_key[request.key_id] += num_bytes_of(request.order)
 
     def get(self, request_id: str) -> LiveRequest | None:
         """Return the request, None after its end."""
@@ -119,13 +242,23 @@ class LiveRequests:
         """Remove and return the request, None if it has ended before."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self.set_cold(request, is_cold=False)
             self._num_by_model[request.model] -= 1
             self._num_by_key[request.key_id] -= 1
-            self._bytes_by_key[request.key_id] -= request.num_bytes
+            self._bytes_by_key[request.key_id] -= num_bytes_of(request.order)
         return request
 
+    def set_cold(self, request: LiveRequest, *, is_cold: bool) -> None:
+        """Record the begin or the end of a request's wait for weights in host memory."""
+        self._num_cold_by_model[request.model] += is_cold - request.is_cold
+        request.is_cold = is_cold
+
+    def num_waiting(self, model: str) -> int:
+        """Return the number of requests that wait for the weights of a model."""
+        return self._num_cold_by_model[model]
+
     def num_of(self, model: str) -> int:
-        """Live requests of a model."""
+        """Return the number of live requests of a model."""
         return self._num_by_model[model]
 
     def num_of_key(self, key_id: str) -> int:
@@ -142,7 +275,7 @@ class LiveRequests:
         return self._bytes_by_key[key_id]
 
     def of_model(self, model: str) -> list[LiveRequest]:
-        """A model's live requests, oldest first."""
+        """Return the live requests of a model, oldest first."""
         return [request for request in self._requests.values() if request.model == model]
 
     def of_frontend(self, number: int) -> list[LiveRequest]:
@@ -150,7 +283,7 @@ class LiveRequests:
         return [request for request in self._requests.values() if request.frontend == number]
 
     def on_device(self, device: int) -> list[LiveRequest]:
-        """The live requests on a worker, oldest first."""
+        """Return the live requests on a worker, oldest first."""
         return [request for request in self._requests.values() if request.device == device]
 
     def silent_since(self, before_s: float) -> list[LiveRequest]:
@@ -158,5 +291,5 @@ class LiveRequests:
         return [one for one in self._requests.values() if one.last_sign_s < before_s]
 
     def all(self) -> list[LiveRequest]:
-        """Every live request, oldest first."""
+        """Return all live requests, oldest first."""
         return list(self._requests.values())

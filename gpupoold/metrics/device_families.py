@@ -195,7 +195,10 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
         "switch_seconds",
         "How long a switch took, all stages together, by kind.",
         ("kind",),
-        (((kind,), one) for kind, one in scrape.pool.dispatcher.meters.switch_seconds.items()),
+        (
+            ((kind,), one)
+            for kind, one in scrape.pool.dispatcher.accounts.meters.switch_seconds.items()
+        ),
     )
 
 

@@ -98,7 +98,7 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
 def _now(scrape: Scrape) -> Iterator[Family]:
     lifecycle, dispatcher = scrape.pool.lifecycle, scrape.pool.dispatcher
     states = {name: lifecycle.state_of(row) for name, row in scrape.rows.items()}
-    waiting = Counter({name: dispatcher.num_waiting(name) for name in scrape.rows})
+    waiting = Counter({name: dispatcher.live.num_waiting(name) for name in scrape.rows})
     for worker in scrape.workers:
         for held in memories(worker):
             waiting[held.model] += held.num_waiting

@@ -45,14 +45,14 @@ class Scrape:
             _logger.warning("metrics of the models known before: %s", error)
             rows = known
         else:
-            pool.dispatcher.meters.forget_others(rows.keys())
+            pool.dispatcher.accounts.meters.forget_others(rows.keys())
         try:
             saved_bytes = await pool.saved.used_bytes()
         except OSError as error:
             _logger.warning("the folder of saved snapshots cannot be read: %s", error)
             saved_bytes = None
         now_s = time.monotonic()
-        stats = {name: pool.dispatcher.stats.get(name, ModelStats()) for name in rows}
+        stats = {name: pool.dispatcher.accounts.stats.get(name, ModelStats()) for name in rows}
         return cls(
             pool,
             rows,
@@ -64,7 +64,7 @@ class Scrape:
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
         """Yield all registered models by name, with meters."""
         for name in self.rows:
-            yield name, self.pool.dispatcher.meters.model(name)
+            yield name, self.pool.dispatcher.accounts.meters.model(name)
 
     @property
     def workers(self) -> list[Worker]:
@@ -78,7 +78,7 @@ class Scrape:
     def meters(self) -> Iterator[tuple[str, DeviceMeter]]:
         """Yield the meters of all devices by number."""
         for number, worker in self.devices():
-            yield number, self.pool.dispatcher.meters.device(worker.number)
+            yield number, self.pool.dispatcher.accounts.meters.device(worker.number)
 
 
 def memories(worker: Worker) -> list[ModelMemory]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.state import State
 
 # Copies, which take some milliseconds with a thousand requests, are rare enough at this size.
 MAX_ENTRIES = 10_000
@@ -70,10 +72,20 @@ class RecordedCore:
         if max_entries < 2:
             raise ValueError(f"max_entries is {max_entries}, must be at least 2")
         state = core.state
-        self.core = core
+        self._core = core
         self._is_from_start = not (state.models or state.devices or state.requests)
         self._max_per_segment = max_entries // 2
         self._segments = [_new_segment(core)]
+
+    @property
+    def state(self) -> State:
+        """The core's state, for reading."""
+        return self._core.state
+
+    @property
+    def policy(self) -> Policy:
+        """The core's policy."""
+        return self._core.policy
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -96,7 +108,7 @@ class RecordedCore:
         if len(segment.entries) >= self._max_per_segment:
             segment = self._turn_over()
         try:
-            actions = self.core.handle(told, now_s)
+            actions = self._core.handle(told, now_s)
         except Exception as error:
             segment.entries.append(LogEntry(now_s, told, (), _described(error)))
             raise
@@ -105,7 +117,7 @@ class RecordedCore:
 
     def _turn_over(self) -> Segment:
         self._is_from_start = self._is_from_start and len(self._segments) == 1
-        self._segments = [self._segments[-1], _new_segment(self.core)]
+        self._segments = [self._segments[-1], _new_segment(self._core)]
         return self._segments[-1]
 
 

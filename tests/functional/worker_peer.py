@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.core_shell import Scheduler
+from gpupoold.control.requests.orders import run_turn
 from gpupoold.domain import Role, Targets
+from gpupoold.scheduling.actions import Action, Send, StartTurn
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
@@ -82,13 +85,8 @@ class WorkerPeer:
         self.status: m.WorkerStatus | None = None
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
-        self.scheduler = Scheduler(
-            policy,
-            lambda _, message: self.channel.send(message),
-            lambda *_: None,
-            lambda *_: None,
-            lambda *_: None,
-        )
+        self.scheduler = Scheduler(policy, self._carry_out)
+        self._unsent: dict[str, LiveRequest] = {}
         try:
             self.ready = self.wait(m.WorkerReady, _START_TIMEOUT_S)
         except BaseException:
@@ -159,18 +157,15 @@ class WorkerPeer:
         that has had ``output_token_ids``. It finds prefixes of others with its salt only."""
         frames = encode_request(request_id, prompt, cache_salt=cache_salt, **sampling)
         self.tokens[request_id] = []
-        arrival_s = time.monotonic()
-        self.scheduler.arrived(
-            m.AddRequest(
-                model, request_id, arrival_s, len(prompt), 0, frames, list(output_token_ids)
-            )
-        )
+        order = m.AddRequest(model, request_id, time.monotonic(), len(prompt), 0, frames)
+        request = LiveRequest(order, Targets(), output_token_ids=list(output_token_ids))
+        self._unsent[request_id] = request
+        self.scheduler.arrived(request)
 
     def abort(self, model: str, *request_ids: str) -> None:
         """Cancel requests."""
         self.channel.send(m.AbortRequests(model, list(request_ids)))
-        for request_id in request_ids:
-            self.scheduler.ended(request_id)
+        self.scheduler.ended(request_ids)
 
     def run_until_ended(self, *request_ids: str, timeout_s: float = 120.0) -> None:
         """Pump until the requests have ended."""
@@ -216,6 +211,13 @@ class WorkerPeer:
             for snapshot in self.snapshots.values():
                 os.close(snapshot.fd)
 
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send():
+                self.channel.send(self._unsent.pop(action.request_id).order_now())
+            case StartTurn():
+                self.channel.send(run_turn(action))
+
     def _note(self, message: m.FromWorker) -> None:
         if isinstance(message, m.StepOutputs):
             for item in message.progress:
@@ -231,8 +233,7 @@ class WorkerPeer:
             self.scheduler.check_state()
         elif isinstance(message, m.RequestsFailed):
             self.ended |= dict.fromkeys(message.request_ids, message.message)
-            for request_id in message.request_ids:
-                self.scheduler.ended(request_id)
+            self.scheduler.ended(message.request_ids)
         elif isinstance(message, m.Switched):
             self.switches.append(message.switch)
         elif isinstance(message, m.WrongAnswer):

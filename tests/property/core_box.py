@@ -75,7 +75,7 @@ class Box:
         self.num_prefill = num_prefill
         self.options = PolicyOptions(num_prefill)
         self.recorded = RecordedCore(Core(make_policy(policy, self.options)), 1_000_000)
-        self.state = self.recorded.core.state
+        self.state = self.recorded.state
         self.now_s = 0.0
         self.devices = [BoxDevice(number) for number in range(num_devices)]
         self.models: set[str] = set()

@@ -176,7 +176,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         device = self.devices[which % len(self.devices)]
         if device in self.down:
             return
-        turn = self.dispatcher.scheduler.core.core.state.devices[device.number].turn
+        turn = self.dispatcher.scheduler.state.devices[device.number].turn
         if turn is not None:
             self.dispatcher.from_worker(device, m.TurnReport(turn.turn_id))
 
@@ -252,8 +252,8 @@ class AdmissionMachine(RuleBasedStateMachine):
             del self.clients.open[request_id]
             self.dispatcher.from_frontend(m.AbortRequests(model, [request_id]))
         assert len(self.dispatcher.live) == 0
-        assert self.dispatcher.scheduler.core.core.state.requests == {}
-        assert not any(self.dispatcher.num_waiting(name) for name in MODELS)
+        assert self.dispatcher.scheduler.state.requests == {}
+        assert not any(self.dispatcher.live.num_waiting(name) for name in MODELS)
 
 
 class DroppingMachine(AdmissionMachine):

@@ -107,8 +107,8 @@ class Box:
         for request in here:
             if request.request_id not in self.was_added[number] and not self.add(number, request):
                 return
-        isolated = [one for one in here if self.is_isolated(one)]
-        others = [one for one in here if not self.is_isolated(one)]
+        isolated = [one for one in here if one.is_isolated]
+        others = [one for one in here if not one.is_isolated]
         was_isolated = self.was_isolated.get((number, model), False)
         is_isolated = bool(isolated) and not (was_isolated and others)
         self.was_isolated[number, model] = is_isolated
@@ -123,7 +123,7 @@ class Box:
 
     def end_turn(self, number: int) -> None:
         """Let the core choose whose turn it is next."""
-        turn = self.dispatcher.scheduler.core.core.state.devices[number].turn
+        turn = self.dispatcher.scheduler.state.devices[number].turn
         if turn is not None:
             now_s = time.monotonic()
             ended = m.TurnReport(turn.turn_id, {}, turn.model, now_s, now_s)
@@ -137,19 +137,16 @@ class Box:
             self.die(number, Activity(ThreadPhase.ADD_REQUEST, model, ids))
             return False
         if self.is_poison(request, ThreadPhase.GRAMMAR):
-            beside = [] if self.is_isolated(request) else self.steps_of_others(number, request)
+            beside = [] if request.is_isolated else self.steps_of_others(number, request)
             self.die(number, Activity(ThreadPhase.GRAMMAR, model, ids), *beside)
             return False
         return True
 
     def steps_of_others(self, number: int, but: LiveRequest) -> list[Activity]:
         here = self.dispatcher.live.on_device(number)
-        others = [one for one in here if one.model != but.model and not self.is_isolated(one)]
+        others = [one for one in here if one.model != but.model and not one.is_isolated]
         ids = frozenset(digest(one.request_id) for one in others)
         return [Activity(ThreadPhase.STEP, others[0].model, ids)] if others else []
-
-    def is_isolated(self, request: LiveRequest) -> bool:
-        return self.dispatcher.isolation.is_isolated(request.request_id)
 
     def is_poison(self, request: LiveRequest, phase: ThreadPhase) -> bool:
         poison = self.poisons.get(request.request_id)

@@ -96,7 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
         """Estimates are times, whatever the state is."""
         if not self.box.models:
             return
-        state, now_s = self.box.recorded.core.state, self.box.now_s
+        state, now_s = self.box.recorded.state, self.box.now_s
         model = state.models[self.model(which)]
         wait_s = first_token_in_s(state, model, prompt_tokens, now_s)
         assert (wait_s is None) == (not model.hosts)

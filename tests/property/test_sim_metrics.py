@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from hypothesis import given, strategies as st
 
-from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import Targets
 from gpupoold.sim.metrics import (
     RequestResult,
@@ -18,6 +17,7 @@ from gpupoold.sim.metrics import (
     summarise,
 )
 from gpupoold.sim.workloads import SimRequest
+from tests.unit.control.live import live_request
 
 # Eighths of a second: exact in binary, so that sums in any order are equal.
 EIGHTHS = st.integers(0, 80).map(lambda number: number / 8)
@@ -81,7 +81,7 @@ def test_more_of_an_unfinished_run_only_adds_misses(
 
 @given(results())
 def test_the_daemon_counts_the_same_tokens_in_time(result: RequestResult) -> None:
-    live = LiveRequest("r0", "m", 0, result.request.arrival_s, result.targets, 1)
+    live = live_request(arrival_s=result.request.arrival_s, targets=result.targets)
     for at_s in result.token_times_s:
         live.add_tokens([1], at_s)
     assert count_tokens(result).num_in_time == live.num_in_time

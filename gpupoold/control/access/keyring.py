@@ -41,17 +41,19 @@ class Keyring:
         history: History,
         required_because: str,
         host_names: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``required_because`` says why every request needs a key; empty: none does.
 
-        ``host_names``: see :class:`AccessRules`.
+        ``host_names``: see :class:`AccessRules`. ``clock`` and ``wall_clock`` return seconds.
         """
         self._store = store
         self._registry = registry
         self._history = history
         self._required_because = required_because
         self._host_names = host_names
+        self._clock = clock
         self._wall_clock = wall_clock
         self._refusals = RefusalEvents(history)
         self._rows: dict[str, KeyRow] = {}
@@ -82,7 +84,7 @@ class Keyring:
 
     def left(self, row: KeyRow) -> KeyLeft:
         """Return the remaining rates of a key."""
-        return self._rates.left(row.id, time.monotonic())
+        return self._rates.left(row.id, self._clock())
 
     @classmethod
     async def load(
@@ -92,6 +94,7 @@ class Keyring:
         history: History,
         required_because: str,
         host_names: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> Self:
         """A keyring with the keys of the database; warns if nobody can get in.
@@ -99,7 +102,7 @@ class Keyring:
         Raises:
             Failed: the database cannot be read.
         """
-        keyring = cls(store, registry, history, required_because, host_names, wall_clock)
+        keyring = cls(store, registry, history, required_because, host_names, clock, wall_clock)
         for row in await store.list():
             keyring._keep(row)
         keyring._warn_if_locked_out()
@@ -190,19 +193,17 @@ class Keyring:
 
     def begin(self, message: m.AskRate) -> m.RateAnswer:
         """Count an HTTP request of a key, unless the key's rates refuse the request."""
-        limit, wait_s = self._rates.begin(message.key_id, time.monotonic())
+        limit, wait_s = self._rates.begin(message.key_id, self._clock())
         return m.RateAnswer(message.call_id, limit, wait_s)
 
     def charge(self, key_id: str, num_tokens: int) -> None:
         """Count tokens of a prompt or an answer for the rate of a key."""
-        self._rates.charge(key_id, num_tokens, time.monotonic())
+        self._rates.charge(key_id, num_tokens, self._clock())
 
     def reported(self, message: m.AccessReport) -> None:
         """Add a frontend's count of requests without a valid key."""
         if message.num_unauthorised:
-            self._refusals.note(
-                "api", "no valid API key", time.monotonic(), message.num_unauthorised
-            )
+            self._refusals.note("api", "no valid API key", self._clock(), message.num_unauthorised)
 
     def tick(self, now_s: float) -> None:
         """Record the events that are due; to be called every second."""
@@ -248,7 +249,7 @@ class Keyring:
         self._warn_if_locked_out()
 
     def _keep(self, row: KeyRow) -> None:
-        powers, now_s = row.powers, time.monotonic()
+        powers, now_s = row.powers, self._clock()
         self._rows[row.id] = row
         self._rates.set(row.id, powers.requests_per_minute, powers.tokens_per_minute, now_s)
 

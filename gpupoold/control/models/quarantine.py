@@ -110,7 +110,7 @@ class Quarantine:
         """End the model's requests, and take the model off all workers."""
         text = self._with_time(model, reason)
         self._history.record_event("error", "model_quarantined", model, text)
-        self._dispatcher.meters.model(model).quarantines += 1
+        self._dispatcher.accounts.meters.model(model).quarantines += 1
         self._dispatcher.fail_model(model, f"{model} is in quarantine: it {reason}")
         self._dispatcher.forget(model)
         self._begin(self._take_off(model, reason))

@@ -74,7 +74,7 @@ class Warmer:
         model = message.model
         text = f"its self-check answered {list(message.answered)}, not {list(message.expected)}"
         self._history.record_event("error", "self_check_failed", model, text)
-        self._dispatcher.meters.model(model).self_check_failures += 1
+        self._dispatcher.accounts.meters.model(model).self_check_failures += 1
         self._dispatcher.fail_model(model, f"the weights of {model} were damaged; it is reloaded")
         self._begin(model, self._renew)
 
@@ -151,7 +151,9 @@ class Warmer:
         del self._tasks[model]
         _logger.info("%s is warm after %.2f s", model, time.monotonic() - started_s)
         if not was_cached:
-            self._dispatcher.meters.warmed(model, [one.number for one in self._hosts(model)])
+            self._dispatcher.accounts.meters.warmed(
+                model, [one.number for one in self._hosts(model)]
+            )
         self._dispatcher.go_on(model)
 
     async def _failed(self, model: str, error: GpupoolError) -> None:

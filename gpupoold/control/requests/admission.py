@@ -1,10 +1,9 @@
-"""Refusal of requests, and the time after which clients should retry."""
+"""Refusal of requests, and the time for clients to wait before a retry."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Literal, Protocol, get_args
@@ -12,18 +11,18 @@ from typing import Literal, Protocol, get_args
 from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.control.live_requests import LiveRequest, LiveRequests, num_bytes_of
 from gpupoold.domain import KEY_BYTES_SHARE, Priority
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import Drain, drain_of, first_token_in_s
 from gpupoold.units import format_duration
 from gpupoold.wire import messages as m
 
-# Estimates for a full queue hold for so long: in a flood they cost more than what they say.
+# Reuse of an estimate for a full queue: in a flood of requests estimates are expensive.
 _DRAIN_HOLDS_S = 1.0
-# So many times the bound of those who were told when to come are taken to come.
+# Refused clients counted as returning, as a multiple of the bound.
 _MAX_TURNS = 3
-# Where nothing is known of when it will be better.
+# Retry time without an estimate.
 _UNKNOWN_S = 5.0
 _UNROUTED_S = 1.0
 _EVENT_EVERY_S = 60.0
@@ -33,11 +32,11 @@ RefusalReason = Literal[
 ]
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
-# Of one model, or "" for all: an empty string is no model's name.
+# The key of all models in place of a model's name.
 _ALL = ""
 
-# Of each bound, what requests of higher priority find free. Nothing is kept for keys of high
-# priority where there are none; requests without a key have normal priority.
+# Shares of each bound reserved for requests of higher priority. Without keys of high priority
+# nothing is reserved for such keys; requests without a key have normal priority.
 _KEPT_FROM_LOW = 0.25
 _KEPT_FROM_NORMAL = 0.1
 
@@ -47,14 +46,14 @@ class KeyBounds(Protocol):
 
     @property
     def has_high(self) -> bool:
-        """True if anybody has a key of high priority."""
+        """True if a valid key has high priority."""
 
     def max_live(self, key_id: str) -> int | None:
         """Return the limit of a key's live requests, None for no limit."""
 
 
 def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
-    """Return the number of live requests at which this priority is refused; at least 1."""
+    """Return the number of live requests from which on this priority is refused; at least 1."""
     kept_share = 0.0
     if priority is Priority.LOW:
         kept_share = _KEPT_FROM_LOW
@@ -66,8 +65,8 @@ def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
 class Overload:
     """Bounds of the queues, and the refusal of requests beyond the bounds.
 
-    ``limits`` may be replaced at any time. ``max_tokens`` returns the largest number of tokens of a
-    live request; ``on_refused`` gets the model and the reason of each refusal. Not thread-safe.
+    ``limits`` may be replaced at any time; ``on_refused`` gets the model and the reason of each
+    refusal. Not thread-safe.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Overload:
         live: LiveRequests,
         stats: dict[str, ModelStats],
         state: State,
-        max_tokens: Callable[[str], int | None],
         on_refused: Callable[[str, str], None],
         keys: KeyBounds | None = None,
     ) -> None:
@@ -86,20 +84,18 @@ class Overload:
         self._live = live
         self._stats = stats
         self._state = state
-        self._max_tokens = max_tokens
         self._on_refused = on_refused
         self._events = RefusalEvents(history)
         self._drains: dict[str, tuple[float, Drain]] = {}
         self._promised_s: dict[tuple[str, int], list[float]] = {}
 
     def admission(
-        self, message: m.AddRequest, *, is_routed: bool, is_warm: bool
+        self, message: m.AddRequest, now_s: float, *, is_routed: bool, is_warm: bool
     ) -> m.AdmissionAnswer:
         """Decide on a request; count a refusal.
 
-        ``is_routed``: some worker has the model; ``is_warm``: the worker needs no snapshot first.
+        ``is_routed``: a worker has the model; ``is_warm``: the worker needs no snapshot first.
         """
-        now_s = time.monotonic()
         model = message.model
         if not is_routed:
             self._on_refused(model, "not_served")
@@ -115,7 +111,7 @@ class Overload:
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
     def too_late(self, now_s: float) -> list[LiveRequest]:
-        """Return requests to drop: no worker had the request when its first token was due.
+        """Return requests to drop: without a worker at the deadline of the first token.
 
         Empty unless ``[limits] drop_late`` is set. The requests are counted.
         """
@@ -131,7 +127,7 @@ class Overload:
         return late
 
     def tell(self, now_s: float) -> None:
-        """Record the events that are due."""
+        """Record due events."""
         self._events.tell(now_s)
 
     def forget(self, model: str) -> None:
@@ -140,7 +136,7 @@ class Overload:
             del self._promised_s[key]
 
     def _full(self, message: m.AddRequest, now_s: float) -> tuple[RefusalReason, str, float] | None:
-        """Return why the queue is full, as a word and a sentence, and the waiting time."""
+        """Return the reason for a full queue, as a word and a sentence, and the waiting time."""
         limits, model = self.limits, message.model
         num_live = self._live.num_of(model)
         bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
@@ -155,17 +151,17 @@ class Overload:
         return self._full_key(message.key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
-        """Return why a key's limit of live requests is reached, and the waiting time."""
+        """Return the refusal at a key's limit of live requests, and the waiting time."""
         bound = self._keys.max_live(key_id) if self._keys is not None and key_id else None
         num_live = self._live.num_of_key(key_id)
         if bound is None or num_live < bound:
             return None
         text = f"This API key already has {num_live} requests waiting or running."
-        # Those of one key are too few, and of too many models, for an estimate of their own.
+        # The requests of one key are too few, and of too many models, for an estimate.
         return "key_full", text, _UNKNOWN_S
 
     def _full_bytes(self, message: m.AddRequest) -> tuple[RefusalReason, str, float] | None:
-        """Return why the bytes of live requests leave no space for this request."""
+        """Return the refusal for lack of space in the bytes of live requests."""
         num_bytes, bound = num_bytes_of(message), self.limits.max_bytes_in_flight
         key_id = message.key_id
         if key_id and self._live.bytes_of_key(key_id) + num_bytes > bound * KEY_BYTES_SHARE:
@@ -178,10 +174,10 @@ class Overload:
         return "bytes_full", text, _UNKNOWN_S
 
     def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
-        """Return the seconds until a request has space after all clients told to retry before.
+        """Return the seconds until a request has space, behind all clients refused before.
 
-        The same time for all would bring all clients back at once, all but one in vain. Some
-        clients never return and others return early and are told again, so only a bounded number
+        The same time for all clients would bring all back at once, all but one in vain. Some
+        clients never return and some return early for another refusal, so only a bounded number
         counts.
         """
         promised_s = self._promised_s.setdefault((key, bound), [])
@@ -202,10 +198,14 @@ class Overload:
         self._drains[key] = now_s, drain
         return drain
 
+    def _max_tokens(self, request_id: str) -> int | None:
+        request = self._live.get(request_id)
+        return None if request is None else request.order.max_tokens
+
     def _late(
         self, message: m.AddRequest, now_s: float, *, is_warm: bool
     ) -> tuple[RefusalReason, str, float] | None:
-        """Return why the first token would be late, and when another request's would not.
+        """Return the reason to expect a late first token, and the seconds before a retry.
 
         The time to warm a model is unknown, so a request of a cold model may still be dropped
         later.
@@ -222,11 +222,6 @@ class Overload:
             f"more than its target of {format_duration(ttft_s)}."
         )
         return "too_late", text, max(wait_s - ttft_s, 0.0)
-
-
-def num_bytes_of(message: m.AddRequest) -> int:
-    """Return the bytes of a request in the encoding for workers."""
-    return sum(map(len, message.frames))
 
 
 class RefusalEvents:

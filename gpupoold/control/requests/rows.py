@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from gpupool_state import RequestRow
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import DeviceId, FinishReason, ModelName
@@ -18,18 +16,19 @@ def finish_reason(text: str) -> FinishReason:
         return FinishReason.STOP  # vLLM's newer reasons ("repetition") are kinds of stopping
 
 
-def _wall_clock(monotonic_s: float) -> float:
-    return time.time() - (time.monotonic() - monotonic_s)
+def request_row(
+    request: LiveRequest, reason: FinishReason, error: str, now_s: float, wall_now_s: float
+) -> RequestRow:
+    """Build the history row of a request that ends now. ``error``: the message for the client.
 
-
-def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> RequestRow:
-    """Build the history row of a finished request. ``error``: the message sent to the client."""
+    ``now_s`` is monotonic, ``wall_now_s`` the same instant in seconds since the epoch.
+    """
     gaps_s = request.gaps_s
     return RequestRow(
         request_id=request.request_id,
         model=ModelName(request.model),
         device=None if request.device is None else DeviceId(request.device),
-        arrived_at=_wall_clock(request.arrival_s),
+        arrived_at=wall_now_s - (now_s - request.arrival_s),
         ttft_s=request.ttft_s,
         tbt_p50_s=percentile(gaps_s, 0.5),
         tbt_p99_s=percentile(gaps_s, 0.99),
@@ -38,7 +37,7 @@ def request_row(request: LiveRequest, reason: FinishReason, error: str = "") -> 
         num_output_tokens=len(request.token_times_s),
         num_tokens_in_time=request.num_in_time,
         finish_reason=reason,
-        total_s=time.monotonic() - request.arrival_s,
+        total_s=now_s - request.arrival_s,
         error=error,
         api_key=request.key_id or None,
     )

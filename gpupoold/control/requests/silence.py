@@ -1,4 +1,4 @@
-"""Reasons why a request has had no token for long."""
+"""Reasons for a long time without a token."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from gpupoold.control.live_requests import LiveRequest
 
 
 def waits_for(
-    request: LiveRequest,
-    *,
-    is_cold: bool,
-    is_held: bool,
-    has_hosts: bool,
-    on_turn: Callable[[int], str | None],
+    request: LiveRequest, *, has_hosts: bool, on_turn: Callable[[int], str | None]
 ) -> str:
-    """Return what a request waits for, in words.
+    """Return the cause of a request's wait, in words.
 
-    ``is_cold``: for its model to be warm; ``is_held``: for a trial alone; ``has_hosts``: some
-    worker has its model; ``on_turn`` returns the present model of a worker.
+    ``has_hosts``: a worker has the model; ``on_turn`` returns the present model of a worker.
     """
-    if is_cold:
+    if request.is_cold:
         return f"{request.model} is not in host memory yet"
-    if is_held:
+    if request.is_held:
         return "it may have ended a worker, and is tried alone after others that may have"
     if not has_hosts:
         return f"no device has {request.model} now"

@@ -34,7 +34,7 @@ class TokenCounter:
         self._switches[switch.device] = switch
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
-        """A device has made tokens; the core has not been told yet."""
+        """Count the tokens of a step, before the core counts the tokens."""
         for item in message.progress:
             request = self._live.get(item.request_id)
             if request is None:

@@ -71,7 +71,7 @@ def ps(
 ) -> Values:
     """Return the values of ``Ps``; ``states`` are the models' states."""
     now_s = time.monotonic()
-    switches = dispatcher.switches
+    switches = dispatcher.accounts.switches
     memories = memories_of(workers)
     return {
         "devices": [raw(one) for one in devices(workers, dispatcher)],
@@ -158,13 +158,13 @@ def usage(
 ) -> Values:
     """Return the values of ``ModelUsage``; attainment by minute only if ``has_minutes``."""
     snapshot, held = cache.get(name), [one for _, one in memories_of.get(name, ())]
-    stats = dispatcher.stats.get(name) or ModelStats()
+    stats = dispatcher.accounts.stats.get(name) or ModelStats()
     now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.hour_percentiles()
     return {
         "name": name,
         "state": state,
         "num_live": dispatcher.live.num_of(name),
-        "num_waiting": dispatcher.num_waiting(name) + sum(one.num_waiting for one in held),
+        "num_waiting": dispatcher.live.num_waiting(name) + sum(one.num_waiting for one in held),
         **memory_bytes(held),
         "cached_bytes": snapshot.num_bytes if snapshot else 0,
         **{name: getattr(so_far, name) for name in _USAGE_COUNTS},

@@ -102,7 +102,7 @@ class Explainer:
         why = None if known is None else why_request(state, known, now_s)
         number = None if why is None else why.device
         rule = None if why is None else why.rule
-        standing = self._unscheduled(request) if why is None else why.standing.value
+        standing = _unscheduled(request) if why is None else why.standing.value
         return RequestWhy(
             request_id=request.request_id,
             model=request.model,
@@ -124,7 +124,7 @@ class Explainer:
     def model(self, row: ModelRow) -> ModelWhy:
         """A model, now and over the last hour."""
         name, now_s, targets = row.spec.name, time.monotonic(), row.spec.targets
-        stats = self._dispatcher.stats.get(name, ModelStats())
+        stats = self._dispatcher.accounts.stats.get(name, ModelStats())
         hour = stats.last_hour()
         devices = self._devices_of(name, now_s)
         known = self._state.models.get(name)
@@ -151,7 +151,7 @@ class Explainer:
 
     @property
     def _state(self) -> State:
-        return self._dispatcher.scheduler.core.core.state
+        return self._dispatcher.scheduler.state
 
     def _live(self, text: str) -> LiveRequest | None:
         exact = self._dispatcher.live.get(text)
@@ -166,7 +166,7 @@ class Explainer:
         return found[0] if found else None
 
     def _turns(self, number: int, now_s: float) -> DeviceTurns:
-        core = self._dispatcher.scheduler.core.core
+        core = self._dispatcher.scheduler.core
         device = core.state.devices[number]
         turns = turns_of(core.policy, core.state, device, now_s)
         return _turns_body(turns, device.num_waiting_for_kv)
@@ -189,15 +189,10 @@ class Explainer:
         for request in self._dispatcher.live.of_model(model):
             known = state.requests.get(request.request_id)
             if known is None:
-                standings[self._unscheduled(request)] += 1
+                standings[_unscheduled(request)] += 1
             else:
                 standings[standing_of(state, known).value] += 1
         return standings
-
-    def _unscheduled(self, request: LiveRequest) -> str:
-        """Return the standing of a request unknown to the scheduling core."""
-        is_held = self._dispatcher.isolation.is_held(request.request_id)
-        return _SUSPECT if is_held else _LOADING
 
     def _devices_of(self, model: str, now_s: float) -> list[ModelOnDevice]:
         hosts = self._dispatcher.routes.get(model, [])
@@ -223,7 +218,7 @@ class Explainer:
             return f"failed: {row.error or 'see `gpupool events`'}; try `gpupool cache warm {name}`"
         if state is not ModelState.READY:
             return f"{state.value}: it takes no requests"
-        if self._dispatcher.num_waiting(name):
+        if self._dispatcher.live.num_waiting(name):
             return "its requests wait until it is in host memory"
         if not self._dispatcher.routes.get(name):
             return "no device has it now"
@@ -262,6 +257,11 @@ def _ended_text(row: RequestRow) -> str:
         else (f"all {row.num_output_tokens} tokens were in time")
     )
     return f"{ended}, after {format_duration(row.total_s)}: {late}"
+
+
+def _unscheduled(request: LiveRequest) -> str:
+    """Return the standing of a request unknown to the scheduling core."""
+    return _SUSPECT if request.is_held else _LOADING
 
 
 def _memory_of(worker: Worker, model: str) -> ModelMemory | None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from gpupoold.control.health import Health
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.domain import Targets
+from tests.unit.control.live import live_request
 
 TOKEN_TIMEOUT_S = 600.0
 
@@ -20,7 +20,7 @@ def health(live: LiveRequests, routes: dict[str, list[object]] | None = None) ->
 
 
 def request(arrival_s: float) -> LiveRequest:
-    return LiveRequest("r1", "qwen", None, arrival_s, Targets(1.0, 0.1), 1)
+    return live_request("r1", "qwen", arrival_s=arrival_s, device=None)
 
 
 def test_rounds_have_to_be_made() -> None:

@@ -6,10 +6,13 @@ import pytest
 
 from gpupoold.control.live_requests import LiveRequest, LiveRequests, request_id_of
 from gpupoold.domain import Targets
+from tests.unit.control.live import live_request
 
 
 def request(request_id: str = "r", model: str = "m", device: int = 0) -> LiveRequest:
-    return LiveRequest(request_id, model, device, 100.0, Targets(2.0, 0.5), 3)
+    return live_request(
+        request_id, model, arrival_s=100.0, targets=Targets(2.0, 0.5), device=device
+    )
 
 
 def test_before_its_first_token() -> None:
@@ -84,9 +87,7 @@ def test_ids_are_unique() -> None:
 def test_bytes_per_key() -> None:
     live = LiveRequests()
     for number, key_id in enumerate(["k", "k", ""]):
-        one = request(f"r{number}")
-        one.key_id, one.num_bytes = key_id, 10**number
-        live.add(one)
+        live.add(live_request(f"r{number}", key_id=key_id, num_bytes=10**number))
     assert (live.num_bytes, live.bytes_of_key("k"), live.bytes_of_key("")) == (111, 11, 100)
     live.pop("r1")
     live.pop("r1")

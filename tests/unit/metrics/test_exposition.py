@@ -65,9 +65,9 @@ async def test_a_model_has_all_its_samples_from_the_first(pool: Pool) -> None:
 
 async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -> None:
     await add(pool)
-    exporter, meter = exporter_of(pool), pool.dispatcher.meters.model(MODEL)
+    exporter, meter = exporter_of(pool), pool.dispatcher.accounts.meters.model(MODEL)
     meter.refused["queue_full"] = 3
-    counts = pool.dispatcher.stats.setdefault(MODEL, ModelStats()).now
+    counts = pool.dispatcher.accounts.stats.setdefault(MODEL, ModelStats()).now
     counts.tokens, counts.tokens_in_time = 8, 6
     for seconds in (0.0015, 0.04, 1000.0):
         counts.tbt.add(seconds)
@@ -79,7 +79,7 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -
     assert {le: buckets[f"{le} {MODEL}"] for le in expected} == expected
     await pool.registry.remove(ModelName(MODEL))
     assert not [one for one in await samples(exporter) if "model" in one.labels]
-    assert pool.dispatcher.meters.models == {}
+    assert pool.dispatcher.accounts.meters.models == {}
 
 
 async def test_what_devices_tell(pool: Pool) -> None:

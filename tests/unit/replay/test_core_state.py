@@ -21,7 +21,7 @@ def serve(core: RecordedCore, start: int, end: int) -> None:
     for number in range(start, end):
         now_s = number / 3
         core.handle([e.Tick(), e.Arrived(f"r{number}", "abc"[number % 3], now_s, 50)], now_s)
-        for device in list(core.core.state.devices.values()):
+        for device in list(core.state.devices.values()):
             if device.turn is not None:
                 ids = tuple(device.batches[device.turn.model].requests)
                 stepped = e.Stepped(device.number, device.turn.model, ids, 3, 0.02)
@@ -36,11 +36,12 @@ def decoded(core: Core) -> list[Line]:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_core_from_its_lines_takes_the_same_actions(policy: str) -> None:
-    core = RecordedCore(Driver(make_policy(policy), num_devices=3).core, max_entries=100_000)
+    plain = Driver(make_policy(policy), num_devices=3).core
+    core = RecordedCore(plain, max_entries=100_000)
     serve(core, 0, 60)
-    assert core.core.state.requests
-    twin = core_of(decoded(core.core))
-    assert decoded(twin) == decoded(core.core)
+    assert core.state.requests
+    twin = core_of(decoded(plain))
+    assert decoded(twin) == decoded(plain)
     check_state(twin.state)
     before = len(core.entries())
     serve(core, 60, 90)
@@ -50,9 +51,9 @@ def test_a_core_from_its_lines_takes_the_same_actions(policy: str) -> None:
 
 
 def test_shared_objects_stay_shared() -> None:
-    core = RecordedCore(Driver(make_policy("gpupool")).core)
-    serve(core, 0, 5)
-    state = core_of(decoded(core.core)).state
+    plain = Driver(make_policy("gpupool")).core
+    serve(RecordedCore(plain), 0, 5)
+    state = core_of(decoded(plain)).state
     assert state.requests
     assert all(one.model is state.models[one.model.name] for one in state.requests.values())
 

@@ -90,7 +90,7 @@ def test_a_file_replays(tmp_path: Path, policy: str) -> None:
     for number in range(50):
         model = "abc"[number * number % 3]
         core.handle([e.Arrived(f"r{number}", model, number / 3, number)], number / 3)
-        for device in core.core.state.devices.values():
+        for device in core.state.devices.values():
             if device.turn is not None:
                 ids = tuple(device.batches[device.turn.model].requests)
                 stepped = e.Stepped(device.number, device.turn.model, ids, 1, 0.03)

@@ -15,17 +15,20 @@ from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import Driver
 
 
+def fresh(policy: str = "gpupool") -> Core:
+    return Driver(make_policy(policy), num_devices=2).core
+
+
 def recorded(policy: str = "gpupool", max_entries: int = 1000) -> RecordedCore:
-    driver = Driver(make_policy(policy), num_devices=2)
-    return RecordedCore(driver.core, max_entries)
+    return RecordedCore(fresh(policy), max_entries)
 
 
-def serve(core: RecordedCore, count: int, start: int = 0) -> None:
+def serve(core: Core | RecordedCore, count: int, start: int = 0) -> None:
     """A request at a time: it comes, has tokens, and most of them end."""
     for number in range(start, start + count):
         name, model = f"r{number}", "abc"[number % 3]
         core.handle([e.Arrived(name, model, float(number), 50)], float(number))
-        device = core.core.state.requests[name].device or 0
+        device = core.state.requests[name].device or 0
         core.handle([e.Stepped(device, model, (name,), 3, 0.02)], number + 0.5)
         if number % 4:
             core.handle([e.Ended(name)], number + 0.75)
@@ -42,7 +45,7 @@ def test_what_is_recorded_replays(policy: str) -> None:
 
 
 def test_actions_are_those_of_the_core() -> None:
-    core, twin = recorded(), recorded().core
+    core, twin = recorded(), fresh()
     event = e.Arrived("r", "a", 0.0, 5)
     assert core.handle(iter([event]), 0.0) == twin.handle([event], 0.0)
     [entry] = core.entries()
@@ -102,7 +105,7 @@ def test_an_error_is_recorded_and_replays() -> None:
 
 
 def test_recording_does_not_change_the_core() -> None:
-    core, plain = recorded(max_entries=2), recorded().core
+    core, plain = recorded(max_entries=2), fresh()
     for number in range(30):
         event = e.Arrived(f"r{number}", "abc"[number % 3], float(number), 50)
         assert core.handle([event], float(number)) == plain.handle([event], float(number))
@@ -116,11 +119,11 @@ def test_a_log_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_core_is_plain_data(policy: str) -> None:
     """A deep copy goes its own way, and the same way when told the same."""
-    core = recorded(policy)
+    core = fresh(policy)
     serve(core, 20)
-    twin = copy.deepcopy(core.core)
+    twin = copy.deepcopy(core)
     for number in range(20, 40):
         told: tuple[e.Event, ...] = (e.Arrived(f"r{number}", "abc"[number % 3], 0.0, 50),)
-        actions = tuple(core.core.handle(told, float(number)))
+        actions = tuple(core.handle(told, float(number)))
         again = tuple(twin.handle(told, float(number)))
         assert LogEntry(0.0, told, actions) == LogEntry(0.0, told, again)

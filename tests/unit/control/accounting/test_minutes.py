@@ -11,8 +11,8 @@ import pytest_asyncio
 from gpupool_state import DATABASE_NAME, Database, History
 from gpupoold.control.accounting.minutes import Minutes, minutes_of
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import FinishReason, Targets
+from gpupoold.domain import FinishReason
+from tests.unit.control.live import live_request
 
 pytestmark = pytest.mark.asyncio
 AT = 1_700_000_040  # a minute begins
@@ -41,7 +41,7 @@ class Bench:
     def serve(self, model: str, ttft_s: float, num_tokens: int = 1) -> None:
         stats = self.stats.setdefault(model, ModelStats())
         stats.now.requests += 1
-        live = LiveRequest("r", model, 0, 0.0, Targets(1.0, 0.5), 0)
+        live = live_request("r", model)
         stats.add_tokens(live, [1] * num_tokens, ttft_s)
         stats.end(FinishReason.STOP)
 

@@ -7,18 +7,14 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats, SwitchStats
-from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import FinishReason, Targets
+from gpupoold.domain import FinishReason
+from tests.unit.control.live import live_request
 from tests.unit.wire.samples import SWITCH
-
-
-def request() -> LiveRequest:
-    return LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), 0)
 
 
 def serve(model: ModelStats, *times_s: float) -> None:
     """A request that came at 0 and gets a token at each of these times."""
-    live = request()
+    live = live_request()
     for at_s in times_s:
         model.add_tokens(live, [1], at_s)
 
@@ -34,7 +30,7 @@ def test_nothing_yet() -> None:
 
 
 def test_tokens_count_when_they_go_out() -> None:
-    model, live = ModelStats(), request()
+    model, live = ModelStats(), live_request()
     model.add_tokens(live, [7], 0.5)
     model.add_tokens(live, [], 0.6)
     model.add_tokens(live, [8, 9], 1.75)  # due at 1.5 and at 2.0
@@ -49,7 +45,7 @@ def test_tokens_count_when_they_go_out() -> None:
 
 
 def test_percentiles_of_the_hour_are_counted_anew_when_a_hundredth_more_has_come() -> None:
-    model, live = ModelStats(), request()
+    model, live = ModelStats(), live_request()
     assert model.hour_percentiles() == (None, None, None, None)
     assert model.hour_attainment() is None
     for number in range(1, 201):

@@ -18,6 +18,7 @@ from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, Role, Targets
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
 from tests.unit.control.loaded import loaded
@@ -323,23 +324,27 @@ class Box:
     def check(self) -> None:
         """No request is lost or in two places, no token is lost or told twice."""
         self.dispatcher.scheduler.check_state()
-        unsent = self.dispatcher.scheduler._unsent
+        unsent = {
+            one.id
+            for one in self.dispatcher.scheduler.state.requests.values()
+            if one.phase in (RequestPhase.HELD, RequestPhase.QUEUED)
+        }
         for request in self.dispatcher.live.all():
             name = request.request_id
+            assert (request.device is None) == (name in unsent)
             assert request.output_token_ids == list(range(len(request.output_token_ids)))
             num_places = sum(one.num_places(name) for one in self.workers) + (name in unsent)
             assert num_places <= 1, f"{name} is in {num_places} places"
             is_told_of = any(one.tells_of(name) for one in self.workers)
             assert num_places or is_told_of, f"{name} is lost"
-        assert self.migrations._migrations.keys() <= set(self.live)
         there = {kv_transfer for one in self.workers for kv_transfer in one.kv_transfers}
-        assert self.migrations._kv_transfers.keys() <= there
+        assert self.dispatcher.kv_peers.transfers.keys() <= there
 
     def check_empty(self) -> None:
         """Nobody has a request, or anything that was for one."""
         assert self.live == []
-        assert (self.migrations._migrations, self.migrations._kv_transfers) == ({}, {})
-        assert self.dispatcher.scheduler.core.core.state.requests == {}
+        assert self.dispatcher.kv_peers.transfers == {}
+        assert self.dispatcher.scheduler.state.requests == {}
         for worker in self.workers:
             assert (worker.answers, worker.coming, worker.kv_transfers) == ({}, {}, set())
 

@@ -9,7 +9,7 @@ import pytest
 from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.requests.admission import Overload, RefusalEvents, bound_for
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
@@ -17,6 +17,7 @@ from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.wire import messages as m
+from tests.unit.control.live import live_request
 
 COSTS = ModelCosts(prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=0.1)
 TARGETS = Targets(1.0, 0.2)
@@ -50,7 +51,6 @@ class Queue:
             self.live,
             self.stats,
             self.core.state,
-            lambda _: 100,
             lambda model, reason: self.reasons.append(f"{model} {reason}"),
             self.keys,
         )
@@ -64,8 +64,14 @@ class Queue:
         num_bytes: int = 0,
     ) -> None:
         at_s = time.monotonic() if arrival_s is None else arrival_s
-        request = LiveRequest(
-            request_id, model, None, at_s, TARGETS, 1, key_id=key_id, num_bytes=num_bytes
+        request = live_request(
+            request_id,
+            model,
+            arrival_s=at_s,
+            targets=TARGETS,
+            device=None,
+            key_id=key_id,
+            num_bytes=num_bytes,
         )
         self.live.add(request)
         self._tell(e.Arrived(request_id, model, at_s, 1))
@@ -73,14 +79,15 @@ class Queue:
     def ask(
         self, model: str, *, is_routed: bool = True, is_warm: bool = True, late_s: float = 0.0
     ) -> m.AdmissionAnswer:
-        order = m.AddRequest(model, "new", time.monotonic() - late_s, 1, 100, [])
-        return self.overload.admission(order, is_routed=is_routed, is_warm=is_warm)
+        now_s = time.monotonic()
+        order = m.AddRequest(model, "new", now_s - late_s, 1, 100, [])
+        return self.overload.admission(order, now_s, is_routed=is_routed, is_warm=is_warm)
 
     def ask_as(self, priority: Priority, key_id: str = "") -> int:
         """The status of the answer to a request for ``a``."""
         order = m.AddRequest("a", "new", time.monotonic(), 1, 100, [])
         order.priority, order.key_id = priority, key_id
-        return self.overload.admission(order, is_routed=True, is_warm=True).status
+        return self.overload.admission(order, order.arrival_s, is_routed=True, is_warm=True).status
 
     def num_refused(self, model: str) -> int:
         return self.stats[model].now.refused if model in self.stats else 0
@@ -125,7 +132,7 @@ async def test_bound_of_bytes(history: History) -> None:
     def ask(key_id: str, num_bytes: int) -> m.AdmissionAnswer:
         order = m.AddRequest("a", "new", time.monotonic(), 1, 100, [b"x" * num_bytes])
         order.key_id = key_id
-        return queue.overload.admission(order, is_routed=True, is_warm=True)
+        return queue.overload.admission(order, order.arrival_s, is_routed=True, is_warm=True)
 
     queue.take("a", "a1", num_bytes=400, key_id="k")
     assert ask("k", 100).status == ask("", 600).status == ask("other", 500).status == 200
@@ -150,7 +157,7 @@ async def test_not_all_are_told_the_same_time(history: History) -> None:
 
 async def test_nothing_is_known_of_who_waits_for_an_snapshot(history: History) -> None:
     queue = Queue(history, max_live_requests_per_model=1)
-    queue.live.add(LiveRequest("a1", "a", None, time.monotonic(), TARGETS, 1))
+    queue.live.add(live_request("a1", "a", arrival_s=time.monotonic(), device=None))
     assert queue.ask("a", is_warm=False).retry_after_s == 5.0
 
 
@@ -268,7 +275,7 @@ async def test_low_priority_is_told_to_come_later(history: History) -> None:
     for number in range(4):
         queue.take("a", f"a{number}", time.monotonic() - 10.0 * number)
     order = m.AddRequest("a", "new", time.monotonic(), 1, 100, [], priority=Priority.LOW)
-    low = queue.overload.admission(order, is_routed=True, is_warm=True)
+    low = queue.overload.admission(order, order.arrival_s, is_routed=True, is_warm=True)
     assert low.status == 429
     assert low.retry_after_s >= queue.ask("a").retry_after_s
 

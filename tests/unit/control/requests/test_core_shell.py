@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.core_shell import Scheduler
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
@@ -18,22 +19,16 @@ READY = m.WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
 @pytest.fixture
 def scheduler() -> Scheduler:
     """With one worker that has a model."""
-    made = Scheduler(
-        make_policy("gpupool"),
-        lambda *_: None,
-        lambda *_: None,
-        lambda *_: None,
-        lambda *_: None,
-        clock=lambda: 5.0,
-    )
+    made = Scheduler(make_policy("gpupool"), lambda _: None, clock=lambda: 5.0)
     made.add_model(Targets(), loaded(NAME))
     made.device_up(0, READY, Role.MIXED, is_fixed=False)
     made.host(0, NAME)
     return made
 
 
-def add(request_id: str, max_tokens: int = 50, output_tokens: int = 0) -> m.AddRequest:
-    return m.AddRequest(NAME, request_id, 1.0, 7, max_tokens, [b""], list(range(output_tokens)))
+def add(request_id: str, max_tokens: int = 50, output_tokens: int = 0) -> LiveRequest:
+    order = m.AddRequest(NAME, request_id, 1.0, 7, max_tokens, [b""])
+    return LiveRequest(order, Targets(), output_token_ids=list(range(output_tokens)))
 
 
 def last_events(scheduler: Scheduler) -> tuple[e.Event, ...]:
@@ -77,7 +72,7 @@ def test_only_an_answer_that_ends_by_itself_or_by_its_limit_is_complete(
         e.Ended("c", is_complete=False),
         e.Ended("d", is_complete=False),
     )
-    scheduler.ended("e")
+    scheduler.ended(["e"])
     assert last_events(scheduler) == (e.Ended("e", is_complete=False),)
     scheduler.device_down(0, ["f"])
     assert last_events(scheduler) == (e.Ended("f", is_complete=False), e.DeviceDown(0))

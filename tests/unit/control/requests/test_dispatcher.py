@@ -97,7 +97,7 @@ class Bench:
     @property
     def scheduled(self) -> dict[str, Request]:
         """What the scheduling core knows."""
-        return self.dispatcher.scheduler.core.core.state.requests
+        return self.dispatcher.scheduler.state.requests
 
     def check(self) -> None:
         self.dispatcher.scheduler.check_state()
@@ -121,12 +121,12 @@ async def test_requests_wait_and_keep_their_arrival(bench: Bench) -> None:
     bench.ask("b")
     assert bench.cold.begun == [NAME, NAME]
     assert bench.scheduled == {}
-    assert bench.dispatcher.num_waiting(NAME) == bench.dispatcher.live.num_of(NAME) == 2
+    assert bench.dispatcher.live.num_waiting(NAME) == bench.dispatcher.live.num_of(NAME) == 2
     bench.cold.warm.add(NAME)
     bench.dispatcher.go_on(NAME)
     assert list(bench.scheduled) == ["a", "b"]
     assert bench.scheduled["a"].arrival_s == first_s
-    assert bench.dispatcher.num_waiting(NAME) == 0
+    assert bench.dispatcher.live.num_waiting(NAME) == 0
     bench.dispatcher.go_on(NAME)
     bench.check()
 
@@ -149,21 +149,21 @@ async def test_late_requests_end_before_they_begin(history: History) -> None:
     [failed] = bench.frontend.sent
     assert isinstance(failed, m.RequestsFailed)
     assert (failed.request_ids, failed.message[:8]) == (["late"], "dropped:")
-    assert bench.dispatcher.num_waiting(NAME) == len(bench.dispatcher.live) == 1
-    assert bench.dispatcher.stats[NAME].now.dropped == 1
+    assert bench.dispatcher.live.num_waiting(NAME) == len(bench.dispatcher.live) == 1
+    assert bench.dispatcher.accounts.stats[NAME].now.dropped == 1
 
 
 async def test_late_requests_wait_where_nobody_says_otherwise(bench: Bench) -> None:
     bench.ask("late", time.monotonic() - 1000.0)
     bench.dispatcher.tick(time.monotonic())
-    assert (bench.frontend.sent, bench.dispatcher.num_waiting(NAME)) == ([], 1)
+    assert (bench.frontend.sent, bench.dispatcher.live.num_waiting(NAME)) == ([], 1)
 
 
 async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:
     for request_id in ("a", "b"):
         bench.ask(request_id)
     bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
-    assert bench.dispatcher.num_waiting(NAME) == 1
+    assert bench.dispatcher.live.num_waiting(NAME) == 1
     assert bench.cold.uses[-1] == f"left {NAME}"
     bench.dispatcher.go_on(NAME)
     assert list(bench.scheduled) == ["b"]
@@ -176,7 +176,7 @@ async def test_cancelled_requests_leave(bench: Bench, history: History) -> None:
 async def test_a_frontend_that_dies_takes_them_along(bench: Bench) -> None:
     bench.ask("a")
     bench.dispatcher.frontend_down(0)
-    assert (bench.dispatcher.num_waiting(NAME), len(bench.dispatcher.live)) == (0, 0)
+    assert (bench.dispatcher.live.num_waiting(NAME), len(bench.dispatcher.live)) == (0, 0)
 
 
 async def test_a_frontend_that_dies_leaves_the_others_requests_alone(bench: Bench) -> None:
@@ -332,7 +332,7 @@ class TestDeadWorker:
         assert bench.frontend.sent == []
         again = {one.request_id: one.is_isolated for one in sent[2:]}
         assert again == {"a": True, "c": False}
-        assert bench.dispatcher.isolation.is_held("b")
+        assert bench.dispatcher.live["b"].is_held
         sent.clear()
         bench.dispatcher.worker_down(bench.worker, "died again", due_to("a"))
         bench.come_back()
@@ -414,7 +414,7 @@ class TestDeadWorker:
         self.give_tokens(bench, "a", 7)
         bench.cold.warm.clear()
         bench.dispatcher.worker_down(bench.worker, "died")
-        assert (bench.cold.begun, bench.dispatcher.num_waiting(NAME)) == ([NAME], 1)
+        assert (bench.cold.begun, bench.dispatcher.live.num_waiting(NAME)) == ([NAME], 1)
         bench.come_back()
         assert len(sent) == 1
         bench.cold.warm.add(NAME)
@@ -468,7 +468,7 @@ class TestBound:
         bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
         bench.ask("first", 100.0)
         bench.ask("second", 100.0)
-        turn = bench.dispatcher.scheduler.core.core.state.devices[0].turn
+        turn = bench.dispatcher.scheduler.state.devices[0].turn
         assert turn is not None
         bench.dispatcher.from_worker(bench.worker, m.TurnReport(turn.turn_id))
         bench.dispatcher.end_overdue(1000.0)

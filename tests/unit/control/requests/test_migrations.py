@@ -71,7 +71,7 @@ def bring_to(box: Box, stage: str, *, has_kv: bool = True) -> None:
 
 def core_phase(box: Box) -> tuple[str, int | None]:
     """What the core believes of the request."""
-    [request] = box.dispatcher.scheduler.core.core.state.requests.values()
+    [request] = box.dispatcher.scheduler.state.requests.values()
     return request.phase.name, request.device
 
 
@@ -104,7 +104,7 @@ def test_tokens_on_the_way_out_go_with_it(box: Box) -> None:
     bring_to(box, ATTACHED)
     [request] = box.dispatcher.live.all()
     assert request.output_token_ids == [0, 1]
-    [known] = box.dispatcher.scheduler.core.core.state.requests.values()
+    [known] = box.dispatcher.scheduler.state.requests.values()
     assert known.num_tokens == 2
 
 
@@ -123,7 +123,7 @@ def test_the_target_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.die(TARGET, num_heard=0)
     box.check()
     if stage in (TOLD, LET_GO):  # the source has it: nobody else may
-        assert box.dispatcher.scheduler.core.core.state.requests == {}
+        assert box.dispatcher.scheduler.state.requests == {}
         assert box.dispatcher.nums_of_requests([SOURCE])[0] == 1
     box.exchange()
     assert box.workers[SOURCE].kv_transfers == set()
@@ -140,9 +140,9 @@ def test_the_source_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.check()
     is_at_target = stage not in (TOLD, LET_GO)
     [request] = box.dispatcher.live.all()
-    num_resumed = box.dispatcher.meters.model(request.model).resumed
+    num_resumed = box.dispatcher.accounts.meters.model(request.model).resumed
     assert num_resumed == (not is_at_target)  # scheduled anew with its token
-    assert box.dispatcher.scheduler.core.core.state.requests["r1"].num_tokens == 1
+    assert box.dispatcher.scheduler.state.requests["r1"].num_tokens == 1
     box.exchange()
     box.check()
     if is_at_target:  # it has what had come, and computes the rest
@@ -159,7 +159,7 @@ def test_both_die(box: Box, stage: str, first: int, num_heard: int) -> None:
     for number in (first, SOURCE + TARGET - first):
         box.die(number, num_heard)
         box.check()
-    assert box.migrations._kv_transfers == {}
+    assert box.dispatcher.kv_peers.transfers == {}
     assert core_phase(box)[1] in (None, OTHER)
     [request] = box.dispatcher.live.all()
     assert request.device in (None, OTHER)
@@ -250,6 +250,13 @@ def test_an_adoption_of_nothing_is_ignored(box: Box) -> None:
     other = box.workers[OTHER]
     other.outbox.append(m.RequestAttached(MODELS[0], "nobody"))
     box.hear(OTHER)
+    assert (box.migrations.num_migrated, core_phase(box)) == (0, ("MOVING", TARGET))
+
+
+def test_an_adoption_before_the_release_is_ignored(box: Box) -> None:
+    target = box.workers[TARGET]
+    target.outbox.append(m.RequestAttached(MODELS[0], "r1"))
+    box.hear(TARGET)
     assert (box.migrations.num_migrated, core_phase(box)) == (0, ("MOVING", TARGET))
 
 

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.suspects import PASSED_TOKENS, Suspects
+from tests.unit.control.live import live_request
+
+
+class Trials:
+    """The suspects, and the requests that they are, by id."""
+
+    def __init__(self) -> None:
+        self._suspects = Suspects()
+        self._requests: dict[str, LiveRequest] = {}
+
+    def crashed(self, candidates: Candidates, num_tokens_of: Mapping[str, int]) -> list[str]:
+        """A worker with these requests crashes; ids of the convicted."""
+        lost = [self._with(name, num_tokens) for name, num_tokens in num_tokens_of.items()]
+        return [one.request_id for one in self._suspects.crashed(candidates, lost)]
+
+    def progressed(self, request_id: str, num_tokens: int) -> bool:
+        return self._suspects.progressed(self._with(request_id, num_tokens))
+
+    def next_trial(self, now_s: float) -> str | None:
+        request = self._suspects.next_trial(now_s)
+        return None if request is None else request.request_id
+
+    def take_charges(self) -> list[str]:
+        return self._suspects.take_charges()
+
+    def ended(self, request_id: str) -> None:
+        self._suspects.ended(self._requests.pop(request_id))
+
+    def is_held(self, request_id: str) -> bool:
+        return self._requests[request_id].is_held
+
+    def is_isolated(self, request_id: str) -> bool:
+        return self._requests[request_id].is_isolated
+
+    def _with(self, request_id: str, num_tokens: int) -> LiveRequest:
+        request = self._requests.setdefault(request_id, live_request(request_id))
+        request.output_token_ids = [0] * num_tokens
+        return request
 
 
 @pytest.fixture
-def suspects() -> Suspects:
-    return Suspects()
+def suspects() -> Trials:
+    return Trials()
 
 
 def due_to(*ids: str, models: tuple[str, ...] = (), has_unknown: bool = False) -> Candidates:
@@ -20,13 +61,13 @@ def due_to(*ids: str, models: tuple[str, ...] = (), has_unknown: bool = False) -
 THREE = {"a": 5, "b": 0, "c": 9}
 
 
-def test_candidates_are_held_and_others_are_not(suspects: Suspects) -> None:
+def test_candidates_are_held_and_others_are_not(suspects: Trials) -> None:
     assert suspects.crashed(due_to("a", "b"), THREE) == []
     assert [one for one in THREE if suspects.is_held(one)] == ["a", "b"]
     assert not suspects.is_isolated("c")
 
 
-def test_one_is_tried_after_the_other(suspects: Suspects) -> None:
+def test_one_is_tried_after_the_other(suspects: Trials) -> None:
     suspects.crashed(due_to("a", "b"), THREE)
     assert suspects.next_trial(0.0) == "a"
     assert suspects.is_isolated("a")
@@ -39,14 +80,14 @@ def test_one_is_tried_after_the_other(suspects: Suspects) -> None:
     assert suspects.next_trial(1.0) is None
 
 
-def test_who_is_tried_for_long_lets_others_go_on(suspects: Suspects) -> None:
+def test_who_is_tried_for_long_lets_others_go_on(suspects: Trials) -> None:
     suspects.crashed(due_to("a", "b"), THREE)
     assert suspects.next_trial(0.0) == "a"
     assert suspects.next_trial(9.9) is None
     assert suspects.next_trial(10.0) == "b"
 
 
-def test_a_crash_alone_convicts(suspects: Suspects) -> None:
+def test_a_crash_alone_convicts(suspects: Trials) -> None:
     suspects.crashed(due_to("a", "b"), THREE)
     suspects.next_trial(0.0)
     assert suspects.crashed(due_to("a"), {"a": 5, "d": 3}) == ["a"]
@@ -55,12 +96,12 @@ def test_a_crash_alone_convicts(suspects: Suspects) -> None:
     assert suspects.next_trial(0.1) == "b"
 
 
-def test_the_first_crash_never_convicts(suspects: Suspects) -> None:
+def test_the_first_crash_never_convicts(suspects: Trials) -> None:
     assert suspects.crashed(due_to("a"), THREE) == []
     assert suspects.is_held("a")
 
 
-def test_a_crash_that_may_be_due_to_others_convicts_nobody(suspects: Suspects) -> None:
+def test_a_crash_that_may_be_due_to_others_convicts_nobody(suspects: Trials) -> None:
     suspects.crashed(due_to("a"), THREE)
     suspects.next_trial(0.0)
     assert suspects.crashed(due_to("a", "d"), {"a": 5, "d": 0}) == []
@@ -73,7 +114,7 @@ def test_a_crash_that_may_be_due_to_others_convicts_nobody(suspects: Suspects) -
     assert suspects.crashed(due_to("a", has_unknown=True), {"a": 5}) == ["a"]
 
 
-def test_who_is_tried_when_another_crashes_the_worker(suspects: Suspects) -> None:
+def test_who_is_tried_when_another_crashes_the_worker(suspects: Trials) -> None:
     suspects.crashed(due_to("a"), THREE)
     suspects.next_trial(0.0)
     assert suspects.crashed(due_to("d"), {"a": 5, "d": 0}) == []
@@ -82,14 +123,14 @@ def test_who_is_tried_when_another_crashes_the_worker(suspects: Suspects) -> Non
     assert suspects.next_trial(2.0) == "d"
 
 
-def test_a_death_that_is_nobodys_fault(suspects: Suspects) -> None:
+def test_a_death_that_is_nobodys_fault(suspects: Trials) -> None:
     suspects.crashed(due_to("a"), THREE)
     suspects.next_trial(0.0)
     assert suspects.crashed(NOBODY, THREE) == []
     assert suspects.next_trial(0.0) == "a", "it is tried anew"
 
 
-def test_who_is_suspected_twice_stays_alone(suspects: Suspects) -> None:
+def test_who_is_suspected_twice_stays_alone(suspects: Trials) -> None:
     """No two requests that crash only together do so again and again."""
     for _ in range(2):
         suspects.crashed(due_to("a", "b"), THREE)
@@ -102,7 +143,7 @@ def test_who_is_suspected_twice_stays_alone(suspects: Suspects) -> None:
     assert suspects.crashed(due_to("b"), {"a": 60, "b": 60}) == ["b"]
 
 
-def test_a_model_is_charged_when_all_requests_are_cleared(suspects: Suspects) -> None:
+def test_a_model_is_charged_when_all_requests_are_cleared(suspects: Trials) -> None:
     suspects.crashed(due_to("a", "b", models=("llama",)), THREE)
     for request_id in ("a", "b"):
         assert suspects.take_charges() == []
@@ -112,7 +153,7 @@ def test_a_model_is_charged_when_all_requests_are_cleared(suspects: Suspects) ->
     assert suspects.take_charges() == []
 
 
-def test_a_model_is_not_charged_when_a_request_is_convicted(suspects: Suspects) -> None:
+def test_a_model_is_not_charged_when_a_request_is_convicted(suspects: Trials) -> None:
     suspects.crashed(due_to("a", "b", models=("llama",)), THREE)
     suspects.next_trial(0.0)
     suspects.crashed(due_to("a"), {"a": 5})

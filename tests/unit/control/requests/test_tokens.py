@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
-from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.requests.tokens import TokenCounter
-from gpupoold.domain import Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m
+from tests.unit.control.live import live_request
 from tests.unit.wire.samples import SWITCH
 
 
@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, turn_began_s: float = 4.0) -> None:
         device = DeviceState(0, 1, 1.0, turn=Turn(1, "m", 1.0), turn_began_s=turn_began_s)
         self.live = LiveRequests()
-        self.request = LiveRequest("r", "m", 0, 0.0, Targets(1.0, 0.5), 0)
+        self.request = live_request()
         self.live.add(self.request)
         self.stats = {"m": ModelStats()}
         self.charged: list[tuple[str, int]] = []

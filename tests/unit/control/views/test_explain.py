@@ -146,10 +146,10 @@ async def test_a_paused_requests_kv_is_found(told: Told) -> None:
     dispatcher, worker = told.bench.dispatcher, told.bench.worker
     progress = [m.RequestProgress("r", [1])]
     dispatcher.from_worker(worker, m.StepOutputs(NAME, time.monotonic(), [], progress))
-    core = dispatcher.scheduler.core.core
-    turn = core.state.devices[0].turn
+    state = dispatcher.scheduler.state
+    turn = state.devices[0].turn
     assert turn is not None
-    core.state.devices[0].turn = None
+    state.devices[0].turn = None
     request = (await told.explainer.why("r")).request
     assert request is not None
     assert request.text.endswith("its KV is on the device")

@@ -1,0 +1,89 @@
+"""Accounts of requests, turns and switches: counters, rows of the history, use of API keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gpupool_state import History
+from gpupoold.control.accounting.meters import Meters
+from gpupoold.control.accounting.model_stats import ModelStats, SwitchStats
+from gpupoold.control.accounting.turns import TurnLog
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.control.requests.ports import Keys
+from gpupoold.control.requests.rows import request_row
+from gpupoold.control.requests.tokens import TokenCounter
+from gpupoold.domain import FinishReason
+from gpupoold.scheduling.state import State
+from gpupoold.wire import messages as m
+
+
+class Accounts:
+    """All accounts of a daemon. ``clock`` and ``wall_clock`` return seconds.
+
+    A message of a worker is counted before the scheduling core gets the message.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        live: LiveRequests,
+        state: State,
+        keys: Keys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.stats: dict[str, ModelStats] = {}
+        self.switches = SwitchStats()
+        self.meters = Meters()
+        self.turns = TurnLog()
+        self._history = history
+        self._keys = keys
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._tokens = TokenCounter(live, self.stats, state, self.charge)
+
+    def charge(self, key_id: str, num_tokens: int) -> None:
+        """Count tokens for the rate of a key."""
+        if self._keys is not None:
+            self._keys.charge(key_id, num_tokens)
+
+    def admitted(self, message: m.AddRequest, *, is_warm: bool) -> None:
+        """Count an admitted request; ``is_warm`` if the model is in host memory."""
+        self.meters.arrived(message, is_warm=is_warm)
+        self.stats.setdefault(message.model, ModelStats()).now.requests += 1
+        if self._keys is not None:
+            self._keys.used(message.key_id, num_requests=1)
+
+    def ended(self, request: LiveRequest, reason: FinishReason, error: str) -> None:
+        """Count the end of a request, and write a row of the history."""
+        self.meters.model(request.model).finished[reason] += 1
+        self.stats[request.model].end(reason)
+        row = request_row(request, reason, error, self._clock(), self._wall_clock())
+        self._history.record_request(row)
+        if self._keys is not None:
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+            self._keys.used(request.key_id, num_tokens=num_tokens)
+
+    def stepped(self, number: int, message: m.StepOutputs) -> None:
+        """Count the tokens of a worker's step."""
+        self.turns.stepped(number, message)
+        self._tokens.stepped(number, message)
+
+    def turn_ended(self, number: int, message: m.TurnReport) -> None:
+        """Count a worker's turn."""
+        self.meters.turn_ended(number, message)
+        self.turns.ended(number, message)
+
+    def switched(self, switch: m.SwitchRecord) -> None:
+        """Count a switch, and write a row of the history."""
+        self.meters.switched(switch)
+        self.switches.add(switch)
+        self._tokens.switched(switch)
+        self.turns.switched(switch)
+        self._history.record_switch(switch)
+
+    def worker_down(self, number: int) -> None:
+        """Record the end of a worker and of the present turn."""
+        self.meters.device(number).worker_ended()
+        self.turns.worker_down(number)

@@ -1,0 +1,71 @@
+"""KV in the host memory of other workers: introductions and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from gpupoold.control.workers.worker import Worker
+from gpupoold.wire import messages as m
+
+
+class KvPeers:
+    """Introduces workers to the host memory of other workers, and releases KV after a read.
+
+    ``transfers`` has the source and the target of each readable KV transfer. A transfer may outlive
+    the request.
+    """
+
+    def __init__(self, workers: Mapping[int, Worker]) -> None:
+        self._workers = workers
+        self._introduced: set[tuple[int, int]] = set()  # source and target of each
+        self.transfers: dict[str, tuple[int, int]] = {}
+
+    def introduce(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Let each target read the host memory of each source of coming requests.
+
+        Done once for each pair, and only where requests migrate: a GPU pins the whole host memory,
+        0.1 s per GB, and takes requests without KV until then.
+        """
+        numbers = list(targets)
+        for source in sources:
+            for target in numbers:
+                if source != target and (source, target) not in self._introduced:
+                    self._introduce(source, target)
+
+    def lend(self, transfer: m.KvTransfer | None, source: int, target: int) -> None:
+        """Record the KV of a request for the target to read from the source."""
+        if transfer is not None:
+            self.transfers[transfer.transfer_id] = source, target
+
+    def used(self, transfer_id: str) -> None:
+        """Release KV without further use by the target."""
+        source, _ = self.transfers.pop(transfer_id, (None, None))
+        if source is not None:
+            self._send(source, m.ReleaseKvTransfer(transfer_id))
+
+    def worker_down(self, number: int) -> None:
+        """Release the KV meant for a dead worker; forget the KV of the dead worker."""
+        for transfer_id, (source, target) in list(self.transfers.items()):
+            if number in (source, target):
+                del self.transfers[transfer_id]
+            if number == target:
+                self._send(source, m.ReleaseKvTransfer(transfer_id))
+        for source, target in list(self._introduced):
+            if number in (source, target):
+                self._introduced.discard((source, target))
+            if number == source:
+                self._send(target, m.PeerDown(number))
+
+    def _introduce(self, source: int, target: int) -> None:
+        worker, to = self._workers.get(source), self._workers.get(target)
+        if worker is None or to is None or not (worker.is_ready and to.is_ready):
+            return
+        ready = worker.ready
+        if worker.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
+            to.send(m.PeerHost(source, ready.kv_host_bytes), (worker.kv_host_fd,))
+            self._introduced.add((source, target))
+
+    def _send(self, number: int, message: m.Message) -> None:
+        worker = self._workers.get(number)
+        if worker is not None:
+            worker.send(message)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from gpupoold.control.models.info import model_info
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.processes.watchdog import Watchdog
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -51,6 +52,7 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, Refused
 from gpupoold.stats.buckets import WORK_BOUNDS_S, Buckets
 from gpupoold.system.loop_lag import measure_lag
+from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 5.0
@@ -90,10 +92,15 @@ class Pool:
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def start(self) -> None:
-        """Start the workers and the frontends, which come up in the background."""
-        self.supervisor.start()
-        self.frontends.start()
+    def start(self, metrics_text: Callable[[], Awaitable[bytes]]) -> None:
+        """Start the workers and the frontends, which come up in the background.
+
+        ``metrics_text`` returns the text that the frontends serve as ``/metrics``.
+        """
+        of_worker, models = self.dispatcher.from_worker, self.lifecycle
+        self.supervisor.start(Handlers(of_worker, models.worker_up, models.worker_down))
+        of_frontend = Handlers(self._from_frontend, self._set_up, models.frontend_down)
+        self.frontends.start(of_frontend, metrics_text)
         self.gpu_readings.start()
         looks = (
             self._note_readings,
@@ -277,6 +284,20 @@ class Pool:
             Watchdog(supervisor.workers, supervisor.end, limits_s),
             Watchdog(self.frontends, Frontend.end, limits_s),
         )
+
+    def _from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
+        match message:
+            case m.AskRate():
+                frontend.send(self.keyring.begin(message))
+            case m.AccessReport():
+                self.keyring.reported(message)
+            case _:
+                self.dispatcher.from_frontend(message)
+
+    async def _set_up(self, frontend: Frontend) -> None:
+        """Send the rules of access before the models: a frontend without rules refuses requests."""
+        self.keyring.publish()
+        await self.lifecycle.frontend_up(frontend)
 
     def _note_readings(self, _: float) -> None:
         for worker in self.supervisor.workers:

@@ -43,7 +43,7 @@ class Daemon(Protocol):
     def frontend_up(self, frontend: Frontend) -> None:
         """Note that a frontend handles messages; ``set_up`` follows."""
 
-    def frontend_down(self, frontend: Frontend, death: Death) -> None:
+    async def frontend_down(self, frontend: Frontend, death: Death) -> None:
         """Note that a frontend and its connections have ended."""
 
     async def metrics_text(self) -> bytes:
@@ -188,9 +188,9 @@ class Frontend:
             self.end("it sent what could not be handled")
         # Its connections are gone already: nobody waits for the rest of its end.
         self.is_up = self.accepts = self.is_ready = False
-        return self._note_end(death_of(await child.ended(), self._ended_for))
+        return await self._note_end(death_of(await child.ended(), self._ended_for))
 
-    def _note_end(self, death: Death) -> bool:
+    async def _note_end(self, death: Death) -> bool:
         if self._setting_up is not None:
             self._setting_up.cancel()
         was_set_up, self._is_set_up = self._is_set_up, False
@@ -199,7 +199,7 @@ class Frontend:
         for future in self._serving.values():
             if not future.done():
                 future.set_result(False)
-        self._daemon.frontend_down(self, death)
+        await self._daemon.frontend_down(self, death)
         return was_set_up
 
     async def _set_up(self) -> None:

@@ -16,6 +16,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.processes.reconfigure import reconfigure
 from gpupoold.wire import messages as m
 
@@ -23,26 +24,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Frontends:
-    """All frontends by number; one object per daemon.
+    """All frontends by number; one object per daemon."""
 
-    ``metrics`` returns the text of ``/metrics`` for a frontend.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        forks: ForkServer,
-        listener: socket.socket,
-        on_message: Callable[[Frontend, m.FromFrontend], None],
-        on_up: Callable[[Frontend], Awaitable[None]],
-        on_down: Callable[[Frontend, Death], None],
-    ) -> None:
-        """``on_up`` sends the rules of access and mounts every model."""
+    def __init__(self, settings: Settings, forks: ForkServer, listener: socket.socket) -> None:
         self._settings = settings
-        self._on_message = on_message
-        self._on_up = on_up
-        self._on_down = on_down
-        self.metrics: Callable[[], Awaitable[bytes]] | None = None
+        self._handlers: Handlers[Frontend, m.FromFrontend] | None = None
+        self._metrics_text: Callable[[], Awaitable[bytes]] | None = None
         self._all = [
             Frontend(number, settings, forks, listener, self)
             for number in range(settings.server.frontends)
@@ -56,7 +43,13 @@ class Frontends:
         """True if any frontend accepts connections."""
         return any(one.is_ready for one in self._all)
 
-    def start(self) -> None:
+    def start(
+        self,
+        handlers: Handlers[Frontend, m.FromFrontend],
+        metrics_text: Callable[[], Awaitable[bytes]],
+    ) -> None:
+        """Start all processes; ``metrics_text`` returns the text for ``/metrics``."""
+        self._handlers, self._metrics_text = handlers, metrics_text
         for one in self._all:
             one.start()
 
@@ -106,11 +99,11 @@ class Frontends:
     # What a frontend's supervisor needs of the daemon, see ``frontend.Daemon``.
 
     def from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
-        self._on_message(frontend, message)
+        self._given.on_message(frontend, message)
 
     async def set_up(self, frontend: Frontend) -> None:
         """Send the rules of access to a frontend and mount every model."""
-        await self._on_up(frontend)
+        await self._given.on_up(frontend)
 
     def frontend_up(self, frontend: Frontend) -> None:
         """Ensure that some frontend accepts connections.
@@ -121,16 +114,20 @@ class Frontends:
         """
         self._open()
 
-    def frontend_down(self, frontend: Frontend, death: Death) -> None:
+    async def frontend_down(self, frontend: Frontend, death: Death) -> None:
         """Ensure that some frontend accepts connections; those of ``frontend`` are lost."""
         self._open()
-        self._on_down(frontend, death)
+        await self._given.on_down(frontend, death)
 
     async def metrics_text(self) -> bytes:
         """Return the text for ``/metrics``."""
-        if self.metrics is None:
-            raise RuntimeError("nobody makes the metrics")
-        return await self.metrics()
+        assert self._metrics_text is not None
+        return await self._metrics_text()
+
+    @property
+    def _given(self) -> Handlers[Frontend, m.FromFrontend]:
+        assert self._handlers is not None
+        return self._handlers
 
     def _open(self) -> None:
         if not any(one.accepts for one in self._all):

@@ -7,13 +7,13 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Child, execute
-from gpupoold.control.processes.crash_attribution import Death, death_of
+from gpupoold.control.processes.crash_attribution import death_of
 from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.processes.oom_kills import OomKills
 from gpupoold.control.processes.reconfigure import reconfigure
 from gpupoold.control.processes.restarts import keep_running
@@ -32,9 +32,6 @@ _READY_TIMEOUT_S = 120.0
 _READY_POLL_S = 0.05
 
 V = TypeVar("V")
-OnMessage = Callable[[Worker, m.FromWorker], None]
-OnUp = Callable[[Worker], Awaitable[None]]
-OnDown = Callable[[Worker, Death], Awaitable[None]]
 
 
 class WorkerEnded(Failed):
@@ -44,25 +41,15 @@ class WorkerEnded(Failed):
 class WorkerSupervisor:
     """Starts, watches and restarts the workers."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        forks: ForkServer,
-        on_message: OnMessage,
-        on_up: OnUp,
-        on_down: OnDown,
-    ) -> None:
-        """``forks`` starts emulated devices; ``on_down`` gets the cause of the end and the
-        activity.
+    def __init__(self, settings: Settings, forks: ForkServer) -> None:
+        """``forks`` starts emulated devices.
 
         A GPU's process is a program of its own, because the choice of the GPU must precede any use
         of CUDA.
         """
         self._settings = settings
         self._forks = forks
-        self._on_message = on_message
-        self._on_up = on_up
-        self._on_down = on_down
+        self._handlers: Handlers[Worker, m.FromWorker] | None = None
         self.workers = [Worker(i, device) for i, device in enumerate(settings.devices)]
         self._tasks: list[asyncio.Task[None]] = []
         self._next_call = 0
@@ -73,8 +60,9 @@ class WorkerSupervisor:
         """True if some worker can load and serve."""
         return any(worker.is_ready for worker in self.workers)
 
-    def start(self) -> None:
-        """Start every worker; ``on_up`` is called for each ready worker."""
+    def start(self, handlers: Handlers[Worker, m.FromWorker]) -> None:
+        """Start every worker; ``handlers.on_up`` is called for each ready worker."""
+        self._handlers = handlers
         self._tasks = [
             asyncio.create_task(
                 keep_running(f"worker {worker.number}", functools.partial(self._run_once, worker)),
@@ -302,7 +290,8 @@ class WorkerSupervisor:
         worker.num_restarts += 1
         self._forget(worker, f"worker {worker.number} ended ({death.reason})")
         _logger.error("worker %d ended (%s); see %s", worker.number, death.reason, log_path)
-        await self._on_down(worker, death)
+        assert self._handlers is not None
+        await self._handlers.on_down(worker, death)
         return worker.has_come_up and not death.is_at_fault
 
     def reconfigure(self) -> None:
@@ -318,8 +307,9 @@ class WorkerSupervisor:
             worker.child.kill()
 
     def _note(self, worker: Worker, message: m.FromWorker) -> None:
-        now_s, watch = time.monotonic(), worker.watch
+        now_s, watch, handlers = time.monotonic(), worker.watch, self._handlers
         assert watch is not None
+        assert handlers is not None
         watch.heard(now_s)
         match message:
             case m.WorkerReady():
@@ -328,7 +318,7 @@ class WorkerSupervisor:
                 if message.shares_kv_host:
                     worker.kv_host_fd = worker.take_fd()
                 worker.state, worker.has_come_up = "ready", True
-                task = asyncio.ensure_future(self._on_up(worker))
+                task = asyncio.ensure_future(handlers.on_up(worker))
                 worker.coming_up = task
                 self._tasks.append(task)
                 task.add_done_callback(self._tasks.remove)
@@ -359,7 +349,7 @@ class WorkerSupervisor:
                 )
                 watch.stepped(now_s, message.num_steps, has_work=has_work)
             case _:
-                self._on_message(worker, message)
+                handlers.on_message(worker, message)
 
     def _has_come_up(self, worker: Worker, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

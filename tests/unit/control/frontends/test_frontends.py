@@ -19,6 +19,7 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
@@ -108,16 +109,20 @@ class Box:
             cast(Settings, settings),
             cast(ForkServer, SimpleNamespace(fork=self._fork)),
             self.listener,
-            lambda one, message: self.heard.append((one.number, message)),
-            self._set_up,
-            lambda one, death: self.down.append((one.number, death)),
         )
+        self.handlers = Handlers(self._hear, self._set_up, self._note_end)
 
     async def _fork(self, launch: Launch) -> FakeProcess:
         process = FakeProcess(launch, lambda one: self.answers[one.number])
         self.num_started[process.number] += 1
         self.processes[process.number] = process
         return process
+
+    def _hear(self, one: Frontend, message: m.FromFrontend) -> None:
+        self.heard.append((one.number, message))
+
+    async def _note_end(self, one: Frontend, death: Death) -> None:
+        self.down.append((one.number, death))
 
     async def _set_up(self, one: Frontend) -> None:
         await self.may_mount[one.number].wait()
@@ -144,10 +149,14 @@ class Box:
         )
 
 
+async def metrics_text() -> bytes:
+    return b"up 1\n"
+
+
 @pytest.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
     box = Box(tmp_path)
-    box.frontends.start()
+    box.frontends.start(box.handlers, metrics_text)
     await box.until(lambda: all(one.is_up for one in box.frontends))
     yield box
     await box.frontends.stop()
@@ -262,11 +271,7 @@ async def test_messages_for_one_and_for_all(box: Box) -> None:
 
 
 async def test_metrics_go_to_whom_asked(box: Box) -> None:
-    async def text() -> bytes:
-        return b"up 1\n"
-
     await box.both_ready()
-    box.frontends.metrics = text
     box.processes[1].channel.send(m.AskMetrics(5))
     await box.until(lambda: m.MetricsText(5, b"up 1\n") in box.processes[1].received)
     assert not box.processes[0].has(m.MetricsText)

@@ -16,6 +16,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.workers import workers as module
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -64,9 +65,8 @@ class Rig:
         self.played: list[Played] = []
         self.downs: list[Death] = []
         self.on_up: Callable[[], None] = lambda: None
-        self.supervisor = WorkerSupervisor(
-            settings, ForkServer(settings, {}, ()), self._on_message, self._on_up, self._on_down
-        )
+        self.supervisor = WorkerSupervisor(settings, ForkServer(settings, {}, ()))
+        self.handlers = Handlers(self._on_message, self._on_up, self._on_down)
         [self.device] = self.supervisor.workers
 
     async def start(self, launch: Launch) -> Played:
@@ -111,7 +111,7 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     settings.paths.log_dir.mkdir()
     made = Rig(settings)
     monkeypatch.setattr(module, "execute", made.start)
-    made.supervisor.start()
+    made.supervisor.start(made.handlers)
     yield made
     await made.supervisor.stop()
 

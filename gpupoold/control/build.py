@@ -17,7 +17,6 @@ from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
-from gpupoold.control.processes.engine_environment import engine_environment
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.reload import Reloader, configured_roles
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -27,6 +26,7 @@ from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
+from gpupoold.control.workers.launch import engine_environment
 from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy

@@ -37,6 +37,7 @@ from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.supervised import Supervised
 from gpupoold.control.processes.watchdog import Watchdog
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -106,7 +107,7 @@ class Pool:
             self._note_readings,
             self.supervisor.oom_kills.look,
             self.frontends.look,
-            *(watchdog.look for watchdog in self._watchdogs()),
+            self._watchdog().look,
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
             self.lifecycle.quarantine.look,
@@ -274,16 +275,12 @@ class Pool:
             )
         return lines(self.policy, core.stimuli())
 
-    def _watchdogs(self) -> tuple[Watchdog[Worker], Watchdog[Frontend]]:
+    def _watchdog(self) -> Watchdog[Supervised[Any]]:
         def limits_s() -> tuple[float, float]:
             limits = self.settings.limits
             return limits.hang_timeout_s, limits.load_timeout_s
 
-        supervisor = self.supervisor
-        return (
-            Watchdog(supervisor.workers, supervisor.end, limits_s),
-            Watchdog(self.frontends, Frontend.end, limits_s),
-        )
+        return Watchdog((*self.supervisor.processes, *self.frontends), Supervised.end, limits_s)
 
     def _from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
         match message:

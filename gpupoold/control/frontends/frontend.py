@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -64,11 +63,6 @@ class Frontend(Supervised[m.FromFrontend]):
         self._is_set_up = False
         self.loop_lag = Buckets(WORK_BOUNDS_S)
 
-    def look(self) -> None:
-        """Ping the process; to be called every second."""
-        if self.is_up:
-            self.send(m.Ping())
-
     def accept(self) -> None:
         """Let the process accept connections, unless it already may."""
         if self.is_up and not self.accepts:
@@ -85,16 +79,14 @@ class Frontend(Supervised[m.FromFrontend]):
         """
         if not self.is_up:
             return False
-        call_id, future = self._serving.begin()
+        call_id = self._serving.next_id()
         self.send(m.ServeModel(call_id, model, loaded))
         try:
-            return await asyncio.wait_for(future, _SERVE_TIMEOUT_S)
+            return await self._serving.answer(call_id, _SERVE_TIMEOUT_S)
         except TimeoutError:
             raise Failed(
                 f"{model.name}: {self.name} did not mount its API within {_SERVE_TIMEOUT_S:g} s"
             ) from None
-        finally:
-            self._serving.forget(call_id)
 
     async def _launch(self) -> Child[m.FromFrontend]:
         settings, known = self._settings, reconfigure(self._settings)

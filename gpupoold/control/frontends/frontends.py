@@ -72,9 +72,10 @@ class Frontends:
         await asyncio.gather(*(one.stop() for one in self._all))
 
     def look(self, _: float) -> None:
-        """Ping all frontends; to be called every second."""
+        """Ping the frontends that are up; to be called every second."""
         for one in self._all:
-            one.look()
+            if one.is_up:
+                one.send(m.Ping())
 
     def send(self, message: m.Message) -> None:
         """Send to every frontend whose process runs."""

@@ -81,7 +81,7 @@ class ForkServer:
         server = self._server
         if server is None:
             raise OSError("the fork server has died")
-        call_id, asked = self._asked.begin()
+        call_id = self._asked.next_id()
         order = m.Fork(
             call_id,
             launch.module,
@@ -91,15 +91,12 @@ class ForkServer:
         )
         try:
             server.channel.send(order, (launch.log_fd, *launch.fd_options.values()))
-            async with asyncio.timeout(self.answer_timeout_s):
-                return await asked
+            return await self._asked.answer(call_id, self.answer_timeout_s)
         except TimeoutError:
             server.kill()
             raise OSError(
                 f"the fork server did not answer within {self.answer_timeout_s:g} s and is killed"
             ) from None
-        finally:
-            self._asked.forget(call_id)
 
     async def stop(self) -> None:
         """Stop the fork server and its children."""

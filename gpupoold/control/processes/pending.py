@@ -28,6 +28,19 @@ class Pending(Generic[K, V]):
         self._futures[key] = future
         return future
 
+    async def answer(self, key: K, limit_s: float) -> V:
+        """Return the answer to a request; to be called at once after the request is sent.
+
+        Raises:
+            TimeoutError: no answer came within ``limit_s`` seconds.
+        """
+        future = self.expect(key)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        finally:
+            self.forget(key)
+
     @property
     def oldest(self) -> K | None:
         """The key with the longest wait, None if no answer is awaited."""
@@ -76,10 +89,9 @@ class Calls(Pending[int, V]):
         super().__init__()
         self._numbers = itertools.count(1)
 
-    def begin(self) -> tuple[int, asyncio.Future[V]]:
-        """Return the number of a new call, and the future for its answer."""
-        number = next(self._numbers)
-        return number, self.expect(number)
+    def next_id(self) -> int:
+        """Return the number of a new call."""
+        return next(self._numbers)
 
     def answered(self, result: CallResult, value: V) -> None:
         """Resolve the call with ``value``, or reject the call with the error in ``result``."""

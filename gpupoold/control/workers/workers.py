@@ -11,6 +11,7 @@ from gpupoold.control.processes.child import Starter, execute
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.processes.oom_kills import OomKills
+from gpupoold.control.processes.pending import Pending
 from gpupoold.control.processes.restarts import REAL_TIME, Timing
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.process import WorkerProcess
@@ -21,6 +22,7 @@ from gpupoold.wire import messages as m
 _READY_TIMEOUT_S = 120.0
 _READY_POLL_S = 0.05
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 
@@ -112,7 +114,6 @@ class WorkerSupervisor:
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
         await worker.unloading.settled(model.name)
-        future = worker.loading.expect(model.name)
         worker.models.add(model.name)  # even if nobody waits for the end of the load
         if snapshot is None:
             worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
@@ -121,16 +122,13 @@ class WorkerSupervisor:
                 model, True, snapshot.digest, profiling_budget_s, snapshot.self_check
             )
             worker.send(order, (snapshot.fd,))
+        limit_s = self._settings.limits.load_timeout_s
         try:
-            async with asyncio.timeout(self._settings.limits.load_timeout_s):
-                loaded = await future
+            loaded = await worker.loading.answer(model.name, limit_s)
         except TimeoutError:
-            limit_s = self._settings.limits.load_timeout_s
             raise TimedOut(
                 f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
             ) from None
-        finally:
-            worker.loading.forget(model.name)
         return loaded, worker.snapshot_fds.pop(model.name, None)
 
     async def unload(self, worker: Worker, name: str) -> None:
@@ -142,16 +140,15 @@ class WorkerSupervisor:
         await worker.unloading.settled(name)
         if name not in worker.models:
             return
-        future = worker.unloading.expect(name)
         worker.models.discard(name)
         worker.layouts.pop(name, None)
         worker.snapshots.discard(name)
         worker.send(m.UnloadModel(name))
         try:
-            await self._in_time(worker, future, f"let go of {name}")
+            await self._answer(worker, worker.unloading, name, f"let go of {name}")
         finally:
-            worker.unloading.forget(name)
-            _close(worker.snapshot_fds.pop(name, None))
+            if (fd := worker.snapshot_fds.pop(name, None)) is not None:
+                os.close(fd)
 
     async def give_snapshot(self, worker: Worker, name: str, snapshot: CachedSnapshot) -> None:
         """Attach a snapshot of the right layout to a model on a worker; return when it can run.
@@ -162,15 +159,13 @@ class WorkerSupervisor:
         """
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}")
-        future = worker.taking.expect(name)
         worker.send(m.TakeSnapshot(name), (snapshot.fd,))
         try:
-            problem = await self._in_time(worker, future, f"take the snapshot of {name}")
+            what = f"take the snapshot of {name}"
+            problem = await self._answer(worker, worker.taking, name, what)
         except BaseException:
-            worker.send(m.DropSnapshot(name))  # it shall not have it later without being asked
+            worker.send(m.DropSnapshot(name))  # a late success must not stay
             raise
-        finally:
-            worker.taking.forget(name)
         if problem:
             raise Failed(
                 f"worker {worker.number} cannot take the snapshot of {name}: {problem}",
@@ -186,13 +181,9 @@ class WorkerSupervisor:
         """
         if name not in worker.snapshots:
             return
-        future = worker.dropping.expect(name)
         worker.snapshots.discard(name)
         worker.send(m.DropSnapshot(name))
-        try:
-            await self._in_time(worker, future, f"let the snapshot of {name} go")
-        finally:
-            worker.dropping.forget(name)
+        await self._answer(worker, worker.dropping, name, f"let the snapshot of {name} go")
 
     async def call(
         self,
@@ -212,25 +203,22 @@ class WorkerSupervisor:
         """
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}")
-        call_id, future = worker.calls.begin()
+        call_id = worker.calls.next_id()
         worker.send(m.Call(call_id, method, dict(arguments)))
-        try:
-            return await self._in_time(worker, future, f"answer {method}", limit_s)
-        finally:
-            worker.calls.forget(call_id)
+        return await self._answer(worker, worker.calls, call_id, f"answer {method}", limit_s)
 
-    async def _in_time(
+    async def _answer(
         self,
         worker: Worker,
-        future: asyncio.Future[V],
+        pending: Pending[K, V],
+        key: K,
         what: str,
         limit_s: float | None = None,
     ) -> V:
         """Return a worker's answer; a load may have to finish before."""
         limit_s = limit_s or self._settings.limits.load_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
-                return await future
+            return await pending.answer(key, limit_s)
         except TimeoutError:
             raise TimedOut(
                 f"worker {worker.number} did not {what} within {limit_s:g} s",
@@ -241,8 +229,3 @@ class WorkerSupervisor:
         """Send the present configuration to all running workers."""
         for process in self.processes:
             process.reconfigure()
-
-
-def _close(fd: int | None) -> None:
-    if fd is not None:
-        os.close(fd)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,7 +41,6 @@ from gpupoold.control.processes.supervised import Supervised
 from gpupoold.control.processes.watchdog import Watchdog
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.ticker import tick
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache
@@ -56,6 +55,7 @@ from gpupoold.system.loop_lag import measure_lag
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
+_TICK_S = 1.0
 _CHECK_INTERVAL_S = 5.0
 _BENCH_TIMEOUT_S = 3600.0
 
@@ -327,3 +327,18 @@ class Pool:
             raise Failed(f"the scheduling core's books disagree: {error}") from error
         calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.workers)
         return [await call for call in calls]
+
+
+async def tick(
+    looks: Sequence[Callable[[float], None]],
+    interval_s: float = _TICK_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Call all of ``looks`` periodically with the monotonic time; an error stops no other call."""
+    while True:
+        for look in looks:
+            try:
+                look(clock())
+            except Exception:
+                _logger.exception("a periodic check of the pool failed")
+        await asyncio.sleep(interval_s)

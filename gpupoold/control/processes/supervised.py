@@ -69,7 +69,10 @@ class Supervised(ABC, Generic[M]):
         return death_of(status, ended_for)
 
     def _forget(self, reason: str) -> None:
-        """Drop the state of an ended process, and fail with ``reason`` all awaited answers."""
+        """Drop the state of a process that ended for ``reason``, and end the waits for answers.
+
+        :meth:`stop` does not call this method: no other process follows.
+        """
         if self._setting_up is not None:
             self._setting_up.cancel()
             self._setting_up = None
@@ -100,7 +103,6 @@ class Supervised(ABC, Generic[M]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._child is not None:
             await self._child.stop(m.Shutdown(), self._settings.limits.stop_grace_s)
-        self._forget("the daemon is stopping")
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message, unless no process runs."""

@@ -43,6 +43,10 @@ class WorkerProcess(Supervised[m.FromWorker]):
         worker = self._worker
         return worker.loading.oldest is not None or worker.calls.oldest is not None
 
+    async def stop(self) -> None:
+        await super().stop()
+        self._forget("the daemon is stopping")
+
     async def _run_once(self) -> bool:
         """Run one process with an activity page of its own, see :meth:`Supervised._run_once`."""
         self._activity_fd = create_page()

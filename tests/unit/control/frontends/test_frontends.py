@@ -277,3 +277,15 @@ async def test_metrics_go_to_whom_asked(box: Box) -> None:
     box.processes[1].channel.send(m.AskMetrics(5))
     await box.until(lambda: m.MetricsText(5, b"up 1\n") in box.processes[1].received)
     assert not box.processes[0].has(m.MetricsText)
+
+
+async def test_model_is_not_taken_for_mounted_when_the_daemon_stops(box: Box) -> None:
+    await box.both_ready()
+    box.answers = {0: None, 1: None}
+    serving = asyncio.create_task(box.frontends.serve(MODEL, LOADED))
+    await box.until(lambda: all(one.has(m.ServeModel) for one in box.processes.values()))
+    await box.frontends.stop()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not serving.done()
+    serving.cancel()

@@ -64,7 +64,7 @@ class Frontend(Supervised[m.FromFrontend]):
         self.loop_lag = Buckets(WORK_BOUNDS_S)
 
     def accept(self) -> None:
-        """Let the process accept connections, unless it already may."""
+        """Order the process to accept connections, unless ordered before."""
         if self.is_up and not self.accepts:
             self.accepts = True
             self.send(m.Accept())
@@ -111,7 +111,7 @@ class Frontend(Supervised[m.FromFrontend]):
 
     async def _receive(self, child: Child[m.FromFrontend], watch: Watch) -> None:
         await super()._receive(child, watch)
-        # The connections are closed: no client waits for the rest of the process's end.
+        # The connections are closed: no client waits for the end of the process.
         self.is_up = self.accepts = self.is_ready = False
 
     async def _set_up(self) -> None:

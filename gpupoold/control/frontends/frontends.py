@@ -78,7 +78,7 @@ class Frontends:
                 one.send(m.Ping())
 
     def send(self, message: m.Message) -> None:
-        """Send to every frontend whose process runs."""
+        """Send to every frontend with a running process."""
         for one in self._all:
             one.send(message)
 
@@ -94,7 +94,7 @@ class Frontends:
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         """Mount a model's API on every frontend that is up; other frontends mount the API later.
 
-        A frontend that fails where another one succeeded is replaced.
+        A frontend that fails where another frontend succeeds is replaced.
 
         Raises:
             GpupoolError: the reason why no frontend can mount the API.

@@ -17,8 +17,7 @@ from gpupoold.wire.channel import ChannelClosed, DescriptorsLost
 
 _logger = logging.getLogger(__name__)
 
-# The first answer comes after everything has been imported. All that it has forked dies with
-# a fork server that is killed.
+# The first answer comes after all imports. Killing a fork server ends all its children.
 ANSWER_TIMEOUT_S = 180.0
 
 
@@ -129,13 +128,13 @@ class ForkServer:
         self._server = None
         self._asked.reject_all(OSError("the fork server has died"))
         for process in self._running.values():
-            process.ended(-signal.SIGKILL)  # the kernel sees to it: they die with their parent
+            process.ended(-signal.SIGKILL)  # the kernel kills children with their parent
         self._running.clear()
 
     def _note(self, server: Child[m.FromForkServer], message: m.FromForkServer) -> None:
         match message:
             case m.ForkEnded():
-                # One whose pidfd was lost is not known here.
+                # A process whose pidfd was lost is absent.
                 if (process := self._running.pop(message.pid, None)) is not None:
                     process.ended(message.status)
             case m.ForkFailed():

@@ -114,7 +114,7 @@ class WorkerSupervisor:
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
         await worker.unloading.settled(model.name)
-        worker.models.add(model.name)  # even if nobody waits for the end of the load
+        worker.models.add(model.name)  # also if the caller does not wait for the end
         if snapshot is None:
             worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
         else:

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -42,6 +42,7 @@ from gpupoold.control.control_plane import Pool
 from gpupoold.control.weights import fd_store as snapshot_store
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
+from gpupoold.metrics.exposition import Exporter
 from gpupoold.system.hangup import hangup_handler
 from gpupoold.system.http_protocol import KEEP_ALIVE_S
 from gpupoold.system.listeners import admin_listener, http_listener
@@ -114,6 +115,7 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         found = [one for prefix in kept for one in inherited.named(prefix)]
         fd_store = FdStore(notifier, found)
         pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
+        exporter = Exporter(pool)
         on_hangup = hangup_handler(
             sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)
         )
@@ -125,10 +127,10 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
             )
         admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
         admin_socket = stack.enter_context(admin)
-        await stack.enter_async_context(_running_admin(pool, groups, admin_socket))
+        await stack.enter_async_context(_running_admin(pool, exporter, groups, admin_socket))
         inherited.close()
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
-        await stack.enter_async_context(_running_pool(pool))
+        await stack.enter_async_context(_running_pool(pool, exporter.text))
         _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
         health = pool.health
@@ -165,9 +167,11 @@ async def _running_history(database: Database, settings: Settings) -> AsyncItera
 
 
 @contextlib.asynccontextmanager
-async def _running_pool(pool: Pool) -> AsyncIterator[None]:
+async def _running_pool(
+    pool: Pool, metrics_text: Callable[[], Awaitable[bytes]]
+) -> AsyncIterator[None]:
     await pool.minutes.restore()
-    pool.start()
+    pool.start(metrics_text)
     try:
         yield
     finally:
@@ -176,10 +180,10 @@ async def _running_pool(pool: Pool) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _running_admin(
-    pool: Pool, groups: AdminGroups, listener: socket.socket
+    pool: Pool, exporter: Exporter, groups: AdminGroups, listener: socket.socket
 ) -> AsyncIterator[None]:
     config = uvicorn.Config(
-        Guard(build_app(pool), groups),
+        Guard(build_app(pool, exporter), groups),
         http=Door(groups).protocol(),  # type: ignore[arg-type]
         ws="none",
         log_config=None,

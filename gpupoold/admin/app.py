@@ -43,6 +43,7 @@ from gpupoold.control.models.info import model_info
 from gpupoold.control.views import bodies as views
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
+from gpupoold.metrics.exposition import Exporter
 
 _NDJSON = "application/x-ndjson"
 _FOLLOW_WAIT_S = 10.0
@@ -51,7 +52,7 @@ _LINES_AT_ONCE = 200
 Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 
-def build_app(pool: Pool) -> FastAPI:
+def build_app(pool: Pool, exporter: Exporter) -> FastAPI:
     """The admin API over ``pool``."""
     app = FastAPI(title="gpupoold", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(GpupoolError, _on_error)
@@ -62,7 +63,7 @@ def build_app(pool: Pool) -> FastAPI:
     _add_view_routes(app, pool)
     add_access_routes(app, pool)
     add_config_routes(app, pool)
-    add_metrics_routes(app, pool)
+    add_metrics_routes(app, exporter)
     add_explain_routes(app, pool)
     add_top_routes(app, pool)
     return app

@@ -11,13 +11,11 @@ from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import Pool
-from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
-from gpupoold.control.processes.engine_environment import engine_environment
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.reload import Reloader, configured_roles
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -27,12 +25,12 @@ from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
+from gpupoold.control.workers.launch import engine_environment
 from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.replay.log_file import Header
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.systemd import FdStore
-from gpupoold.wire import messages as m
 
 
 def build_pool(
@@ -57,24 +55,11 @@ def build_pool(
     cache.fd_store = stored_snapshots = StoredSnapshots(fd_store, keys)
 
     forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
-    supervisor = WorkerSupervisor(
-        settings,
-        forks,
-        dispatcher.from_worker,
-        lambda worker: lifecycle.worker_up(worker),
-        lambda *ended: lifecycle.worker_down(*ended),
-    )
+    supervisor = WorkerSupervisor(settings, forks)
     lifecycle = ModelLifecycle(
         settings, registry, history, dispatcher, supervisor, cache, saved, stored_snapshots
     )
-    frontends = Frontends(
-        settings,
-        forks,
-        listener,
-        lambda frontend, message: _from_frontend(keyring, dispatcher, frontend, message),
-        lambda frontend: _set_up_frontend(keyring, lifecycle, frontend),
-        lambda frontend, death: lifecycle.frontend_down(frontend, death),
-    )
+    frontends = Frontends(settings, forks, listener)
     dispatcher.replies.send = frontends.send_to
     dispatcher.warmth = lifecycle.warmer
     dispatcher.isolation.verdicts = lifecycle.quarantine
@@ -107,24 +92,6 @@ def build_pool(
         http_url=_url(listener, settings),
         gpu_readings=GpuReadings(settings.devices),
     )
-
-
-def _from_frontend(
-    keyring: Keyring, dispatcher: Dispatcher, frontend: Frontend, message: m.FromFrontend
-) -> None:
-    match message:
-        case m.AskRate():
-            frontend.send(keyring.begin(message))
-        case m.AccessReport():
-            keyring.reported(message)
-        case _:
-            dispatcher.from_frontend(message)
-
-
-async def _set_up_frontend(keyring: Keyring, lifecycle: ModelLifecycle, frontend: Frontend) -> None:
-    """Send the rules of access before the models: until then the frontend refuses all requests."""
-    keyring.publish()
-    await lifecycle.frontend_up(frontend)
 
 
 def _url(listener: socket.socket, settings: Settings) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,10 +35,11 @@ from gpupoold.control.models.info import model_info
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.supervised import Supervised
 from gpupoold.control.processes.watchdog import Watchdog
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.ticker import tick
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache
@@ -51,8 +52,10 @@ from gpupoold.errors import Failed, Refused
 from gpupoold.replay.log_file import Header, lines as log_lines
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.loop_lag import measure_lag
+from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
+_TICK_S = 1.0
 _CHECK_INTERVAL_S = 5.0
 _BENCH_TIMEOUT_S = 3600.0
 
@@ -90,16 +93,21 @@ class Pool:
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def start(self) -> None:
-        """Start the workers and the frontends, which come up in the background."""
-        self.supervisor.start()
-        self.frontends.start()
+    def start(self, metrics_text: Callable[[], Awaitable[bytes]]) -> None:
+        """Start the workers and the frontends, which come up in the background.
+
+        ``metrics_text`` returns the text that the frontends serve as ``/metrics``.
+        """
+        of_worker, models = self.dispatcher.from_worker, self.lifecycle
+        self.supervisor.start(Handlers(of_worker, models.worker_up, models.worker_down))
+        of_frontend = Handlers(self._from_frontend, self._set_up, models.frontend_down)
+        self.frontends.start(of_frontend, metrics_text)
         self.gpu_readings.start()
         looks = (
             self._note_readings,
             self.supervisor.oom_kills.look,
             self.frontends.look,
-            *(watchdog.look for watchdog in self._watchdogs()),
+            self._watchdog().look,
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
             self.lifecycle.quarantine.look,
@@ -257,16 +265,26 @@ class Pool:
         first = None if core.is_from_start else core.segments[0]
         return log_lines(self.policy, core.entries(), first)
 
-    def _watchdogs(self) -> tuple[Watchdog[Worker], Watchdog[Frontend]]:
+    def _watchdog(self) -> Watchdog[Supervised[Any]]:
         def limits_s() -> tuple[float, float]:
             limits = self.settings.limits
             return limits.hang_timeout_s, limits.load_timeout_s
 
-        supervisor = self.supervisor
-        return (
-            Watchdog(supervisor.workers, supervisor.end, limits_s),
-            Watchdog(self.frontends, Frontend.end, limits_s),
-        )
+        return Watchdog((*self.supervisor.processes, *self.frontends), Supervised.end, limits_s)
+
+    def _from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
+        match message:
+            case m.AskRate():
+                frontend.send(self.keyring.begin(message))
+            case m.AccessReport():
+                self.keyring.reported(message)
+            case _:
+                self.dispatcher.from_frontend(message)
+
+    async def _set_up(self, frontend: Frontend) -> None:
+        """Send the rules of access before the models: a frontend without rules refuses requests."""
+        self.keyring.publish()
+        await self.lifecycle.frontend_up(frontend)
 
     def _note_readings(self, _: float) -> None:
         for worker in self.supervisor.workers:
@@ -299,3 +317,18 @@ class Pool:
             raise Failed(f"the scheduling core's books disagree: {error}") from error
         calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.workers)
         return [await call for call in calls]
+
+
+async def tick(
+    looks: Sequence[Callable[[float], None]],
+    interval_s: float = _TICK_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Call all of ``looks`` periodically with the monotonic time; an error stops no other call."""
+    while True:
+        for look in looks:
+            try:
+                look(clock())
+            except Exception:
+                _logger.exception("a periodic check of the pool failed")
+        await asyncio.sleep(interval_s)

@@ -2,56 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
-import time
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
 
 from gpupoold.config.schema import ServerSettings, Settings
-from gpupoold.control.processes.backoff import Backoff
 from gpupoold.control.processes.child import Child
-from gpupoold.control.processes.crash_attribution import Death, death_of
+from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.reconfigure import reconfigure
-from gpupoold.control.processes.restarts import keep_running
+from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.pending import Calls
+from gpupoold.control.processes.restarts import Timing
+from gpupoold.control.processes.supervised import Supervised, reconfigure
 from gpupoold.control.processes.watchdog import Watch
-from gpupoold.errors import Failed, GpupoolError, error_from_code
+from gpupoold.errors import Failed
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.process import as_words
 from gpupoold.wire import messages as m
-from gpupoold.wire.channel import ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
 _SERVE_TIMEOUT_S = 120.0
-# Between the starts of a frontend that ends before it is set up. One that was set up is started
-# again at once, whatever has ended it: its clients have no use for a penalty.
+# Between the starts of a frontend that ends before the set-up is done. A frontend that was set up
+# is restarted at once whatever the cause of the end: a wait would only delay the clients.
 _MAX_BACKOFF_S = 1.0
 
 
-class Daemon(Protocol):
-    """Callbacks of a frontend's supervisor."""
-
-    def from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
-        """Handle a message that does not concern the process itself."""
-
-    async def set_up(self, frontend: Frontend) -> None:
-        """Send the rules of access to a new frontend, and mount every model."""
-
-    def frontend_up(self, frontend: Frontend) -> None:
-        """Note that a frontend handles messages; ``set_up`` follows."""
-
-    def frontend_down(self, frontend: Frontend, death: Death) -> None:
-        """Note that a frontend and its connections have ended."""
-
-    async def metrics_text(self) -> bytes:
-        """Return the text for ``/metrics``."""
-
-
-class Frontend:
-    """Starts, watches and restarts one process; ``name`` is ``frontend-NUMBER``.
+class Frontend(Supervised[m.FromFrontend]):
+    """A process that serves clients; ``name`` is ``frontend-NUMBER``.
 
     A process is *up* when it handles messages, *accepts* after the order to accept, and is *ready*
     after reporting that it accepts connections. ``loop_lag`` is the lag of the process's event loop
@@ -64,68 +42,29 @@ class Frontend:
         settings: Settings,
         forks: ForkServer,
         listener: socket.socket,
-        daemon: Daemon,
+        handlers: Handlers[Frontend, m.FromFrontend],
+        metrics_text: Callable[[], Awaitable[bytes]],
+        ensure_open: Callable[[], None],
+        timing: Timing,
     ) -> None:
+        """``metrics_text`` returns the text for ``/metrics``. ``ensure_open``, called when this
+        frontend comes up or ends, lets some frontend accept connections."""
+        super().__init__(f"frontend-{number}", settings, timing, _MAX_BACKOFF_S)
         self.number = number
-        self.name = f"frontend-{number}"
-        self._settings = settings
         self._forks = forks
         self._listener = listener
-        self._daemon = daemon
-        self._child: Child[m.FromFrontend] | None = None
-        self._serving: dict[int, asyncio.Future[bool]] = {}
-        self._next_call = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._handlers = handlers
+        self._metrics_text = metrics_text
+        self._ensure_open = ensure_open
+        self._serving: Calls[bool] = Calls()
         self.is_up = False
         self.accepts = False
         self.is_ready = False
-        self._setting_up: asyncio.Task[None] | None = None
         self._is_set_up = False
-        self.num_restarts = 0
         self.loop_lag = Histogram(WORK_BOUNDS_S)
-        self.watch: Watch | None = None
-        self._ended_for = ""
-
-    @property
-    def is_excused(self) -> bool:
-        return False
-
-    @property
-    def pid(self) -> int | None:
-        """The process id; None while no process runs."""
-        return None if self._child is None else self._child.pid
-
-    def look(self) -> None:
-        """Ping the process; to be called every second."""
-        if self.is_up:
-            self.send(m.Ping())
-
-    def end(self, reason: str) -> None:
-        """Kill the process, which is then replaced."""
-        if self._child is not None and not self._ended_for:
-            _logger.error("%s is killed: %s", self.name, reason)
-            self._ended_for = reason
-            self._child.kill()
-
-    def start(self) -> None:
-        """Start the process, and restart the process after each end."""
-        self._keep(keep_running(self.name, self._run_once, Backoff(_MAX_BACKOFF_S)), self.name)
-
-    async def stop(self) -> None:
-        """Stop the process; open streams get the grace time."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._child is not None:
-            await self._child.stop(m.Shutdown(), self._settings.limits.stop_grace_s)
-
-    def send(self, message: m.Message) -> None:
-        """Send a message, unless no process runs."""
-        if self._child is not None and not self._child.channel.closed:
-            self._child.channel.send(message)
 
     def accept(self) -> None:
-        """Let the process accept connections, unless it already may."""
+        """Order the process to accept connections, unless ordered before."""
         if self.is_up and not self.accepts:
             self.accepts = True
             self.send(m.Accept())
@@ -140,24 +79,18 @@ class Frontend:
         """
         if not self.is_up:
             return False
-        self._next_call += 1
-        call_id = self._next_call
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._serving[call_id] = future
+        call_id = self._serving.next_id()
         self.send(m.ServeModel(call_id, model, loaded))
         try:
-            return await asyncio.wait_for(future, _SERVE_TIMEOUT_S)
+            return await self._serving.answer(call_id, _SERVE_TIMEOUT_S)
         except TimeoutError:
             raise Failed(
                 f"{model.name}: {self.name} did not mount its API within {_SERVE_TIMEOUT_S:g} s"
             ) from None
-        finally:
-            self._serving.pop(call_id, None)
 
-    async def _run_once(self) -> bool:
-        """Run one process to its end; return whether the process had been set up."""
+    async def _launch(self) -> Child[m.FromFrontend]:
         settings, known = self._settings, reconfigure(self._settings)
-        child: Child[m.FromFrontend] = await Child.start(
+        return await Child.start(
             self.name,
             "gpupoold.frontend",
             as_words(
@@ -171,99 +104,64 @@ class Frontend:
                 }
             ),
             m.FromFrontend,
-            settings.paths.log_dir / f"{self.name}.log",
+            self.log_path,
             fd_options={"--listen-fd": self._listener.fileno()},
             starter=self._forks.fork,
         )
-        self._child, self.watch = child, Watch(time.monotonic())
-        if reconfigure(settings) != known:
-            self.send(reconfigure(settings))  # the configuration has changed meanwhile
-        try:
-            while True:
-                self._note(await child.channel.receive())
-        except ChannelClosed:
-            pass
-        except Exception:
-            _logger.exception("a message of %s could not be handled", self.name)
-            self.end("it sent what could not be handled")
-        # Its connections are gone already: nobody waits for the rest of its end.
-        self.is_up = self.accepts = self.is_ready = False
-        return self._note_end(death_of(await child.ended(), self._ended_for))
 
-    def _note_end(self, death: Death) -> bool:
-        if self._setting_up is not None:
-            self._setting_up.cancel()
-        was_set_up, self._is_set_up = self._is_set_up, False
-        self._child, self.watch, self._ended_for = None, None, ""
-        self.num_restarts += 1
-        for future in self._serving.values():
-            if not future.done():
-                future.set_result(False)
-        self._daemon.frontend_down(self, death)
-        return was_set_up
+    async def _receive(self, child: Child[m.FromFrontend], watch: Watch) -> None:
+        await super()._receive(child, watch)
+        # The connections are closed: no client waits for the end of the process.
+        self.is_up = self.accepts = self.is_ready = False
 
     async def _set_up(self) -> None:
-        try:
-            await self._daemon.set_up(self)
-        except Exception as error:
-            _logger.exception("setting %s up failed", self.name)
-            self.end(f"it could not be set up: {error}")
-        else:
-            self._is_set_up = True
-            self.accept()
+        await self._handlers.on_up(self)
+        self._is_set_up = True
+        self.accept()
 
-    async def _tell_metrics(self, call_id: int) -> None:
-        try:
-            text = await self._daemon.metrics_text()
-        except Exception:  # the frontend says that there is no answer
-            _logger.exception("making the metrics failed")
-        else:
-            self.send(m.MetricsText(call_id, text))
+    async def _note_end(self, death: Death) -> bool:
+        """Report the end; the end of a process that was set up is excused."""
+        was_set_up, self._is_set_up = self._is_set_up, False
+        self._ensure_open()
+        await self._handlers.on_down(self, death)
+        return was_set_up
 
-    def _note(self, message: m.FromFrontend) -> None:
-        now_s = time.monotonic()
-        assert self.watch is not None
-        self.watch.stepped(now_s, 0, has_work=False)
+    def _forget(self, reason: str) -> None:
+        super()._forget(reason)
+        self._serving.resolve_all(False)
+
+    def _note(self, message: m.FromFrontend, watch: Watch, now_s: float) -> None:
+        watch.stepped(now_s, 0, has_work=False)
         match message:
             case m.Pong():
                 for lag_s in message.lags_s:
                     self.loop_lag.add(lag_s)
             case m.AskMetrics():
-                self._keep(self._tell_metrics(message.call_id), "metrics")
+                self._keep(self._send_metrics(message.call_id), "metrics")
             case m.FrontendReady():
-                self.watch.came_up(now_s)
+                watch.came_up(now_s)
                 self.is_up = True
-                self._daemon.frontend_up(self)
-                self._setting_up = self._keep(self._set_up(), f"{self.name}-up")
+                self._ensure_open()
+                self._begin_set_up()
             case m.Accepting():
                 self.is_ready = True
             case m.CallResult():
-                future = self._serving.get(message.call_id)
-                if future is not None and not future.done():
-                    _settle(future, message)
+                self._serving.answered(message, True)
             case _:
                 if isinstance(message, m.AddRequest):
                     message.frontend = self.number
-                self._daemon.from_frontend(self, message)
+                self._handlers.on_message(self, message)
 
-    def _keep(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    async def _send_metrics(self, call_id: int) -> None:
+        try:
+            text = await self._metrics_text()
+        except Exception:  # the frontend answers its client after a time limit
+            _logger.exception("making the metrics failed")
+        else:
+            self.send(m.MetricsText(call_id, text))
 
 
 def _tls_options(server: ServerSettings) -> dict[str, object]:
     if server.tls_cert is None:
         return {}
     return {"--tls-cert": server.tls_cert, "--tls-key": server.tls_key}
-
-
-def _settle(future: asyncio.Future[bool], result: m.CallResult) -> None:
-    if not result.error_code:
-        future.set_result(True)
-        return
-    error: GpupoolError = error_from_code(
-        result.error_code, result.error_message, result.error_hint
-    )
-    future.set_exception(error)

@@ -8,45 +8,32 @@ connections in the queue of a dead process would be lost.)
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.frontends.frontend import Frontend
-from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.reconfigure import reconfigure
+from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.restarts import REAL_TIME, Timing
 from gpupoold.wire import messages as m
-
-_logger = logging.getLogger(__name__)
 
 
 class Frontends:
-    """All frontends by number; one object per daemon.
-
-    ``metrics`` returns the text of ``/metrics`` for a frontend.
-    """
+    """All frontends by number, none before the start; one object per daemon."""
 
     def __init__(
         self,
         settings: Settings,
         forks: ForkServer,
         listener: socket.socket,
-        on_message: Callable[[Frontend, m.FromFrontend], None],
-        on_up: Callable[[Frontend], Awaitable[None]],
-        on_down: Callable[[Frontend, Death], None],
+        timing: Timing = REAL_TIME,
     ) -> None:
-        """``on_up`` sends the rules of access and mounts every model."""
         self._settings = settings
-        self._on_message = on_message
-        self._on_up = on_up
-        self._on_down = on_down
-        self.metrics: Callable[[], Awaitable[bytes]] | None = None
-        self._all = [
-            Frontend(number, settings, forks, listener, self)
-            for number in range(settings.server.frontends)
-        ]
+        self._forks = forks
+        self._listener = listener
+        self._timing = timing
+        self._all: list[Frontend] = []
 
     def __iter__(self) -> Iterator[Frontend]:
         return iter(self._all)
@@ -56,21 +43,42 @@ class Frontends:
         """True if any frontend accepts connections."""
         return any(one.is_ready for one in self._all)
 
-    def start(self) -> None:
-        for one in self._all:
-            one.start()
+    def start(
+        self,
+        handlers: Handlers[Frontend, m.FromFrontend],
+        metrics_text: Callable[[], Awaitable[bytes]],
+    ) -> None:
+        """Start all processes.
+
+        ``handlers.on_up`` sends the rules of access and mounts every model; ``metrics_text``
+        returns the text for ``/metrics``.
+        """
+        for number in range(self._settings.server.frontends):
+            frontend = Frontend(
+                number,
+                self._settings,
+                self._forks,
+                self._listener,
+                handlers,
+                metrics_text,
+                self._ensure_open,
+                self._timing,
+            )
+            self._all.append(frontend)
+            frontend.start()
 
     async def stop(self) -> None:
         """Stop all processes; open streams get the grace time."""
         await asyncio.gather(*(one.stop() for one in self._all))
 
     def look(self, _: float) -> None:
-        """Ping all frontends; to be called every second."""
+        """Ping the frontends that are up; to be called every second."""
         for one in self._all:
-            one.look()
+            if one.is_up:
+                one.send(m.Ping())
 
     def send(self, message: m.Message) -> None:
-        """Send to every frontend whose process runs."""
+        """Send to every frontend with a running process."""
         for one in self._all:
             one.send(message)
 
@@ -80,12 +88,13 @@ class Frontends:
 
     def reconfigure(self) -> None:
         """Send the present configuration."""
-        self.send(reconfigure(self._settings))
+        for one in self._all:
+            one.reconfigure()
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         """Mount a model's API on every frontend that is up; other frontends mount the API later.
 
-        A frontend that fails where another one succeeded is replaced.
+        A frontend that fails where another frontend succeeds is replaced.
 
         Raises:
             GpupoolError: the reason why no frontend can mount the API.
@@ -103,36 +112,13 @@ class Frontends:
         for one, error in errors:
             one.end(f"it could not mount {model.name}, as others could: {error}")
 
-    # What a frontend's supervisor needs of the daemon, see ``frontend.Daemon``.
-
-    def from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
-        self._on_message(frontend, message)
-
-    async def set_up(self, frontend: Frontend) -> None:
-        """Send the rules of access to a frontend and mount every model."""
-        await self._on_up(frontend)
-
-    def frontend_up(self, frontend: Frontend) -> None:
+    def _ensure_open(self) -> None:
         """Ensure that some frontend accepts connections.
 
         A frontend accepts when every model is mounted: before, a request would get 503 where
         another frontend answers. Without another frontend, 503 with ``Retry-After`` is better than
         no answer.
         """
-        self._open()
-
-    def frontend_down(self, frontend: Frontend, death: Death) -> None:
-        """Ensure that some frontend accepts connections; those of ``frontend`` are lost."""
-        self._open()
-        self._on_down(frontend, death)
-
-    async def metrics_text(self) -> bytes:
-        """Return the text for ``/metrics``."""
-        if self.metrics is None:
-            raise RuntimeError("nobody makes the metrics")
-        return await self.metrics()
-
-    def _open(self) -> None:
         if not any(one.accepts for one in self._all):
             for one in self._all:
                 one.accept()

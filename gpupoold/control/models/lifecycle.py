@@ -292,7 +292,7 @@ class ModelLifecycle:
                     self._event("error", "model_not_mounted", row.spec.name, str(error))
         await self.publish()
 
-    def frontend_down(self, frontend: Frontend, death: Death) -> None:
+    async def frontend_down(self, frontend: Frontend, death: Death) -> None:
         """Cancel the requests of an ended frontend."""
         self._event(
             "error", "frontend_down", frontend.name, f"ended ({death.reason}), it is restarted"

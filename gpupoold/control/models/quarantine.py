@@ -14,7 +14,7 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Candidates, Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.workers import WorkerEnded
+from gpupoold.control.workers.worker import WorkerEnded
 from gpupoold.domain import ModelState
 from gpupoold.errors import GpupoolError, Unavailable
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerEnded, WorkerSupervisor
+from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import GpupoolError, Unavailable
 
 

@@ -12,8 +12,8 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
-from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerEnded, WorkerSupervisor
+from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.wire import messages as m

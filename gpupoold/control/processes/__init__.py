@@ -1,4 +1,4 @@
-"""Supervision of child processes: start, fork, watchdog, crash attribution, backoff.
+"""Supervision of child processes: start, fork, restart, watchdog, crash attribution.
 
 Owns no request and no model; imported by ``workers`` and ``frontends``.
 """

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Child, Launch
+from gpupoold.control.processes.pending import Calls
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed, DescriptorsLost
 
 _logger = logging.getLogger(__name__)
 
-# The first answer comes after everything has been imported. All that it has forked dies with
-# a fork server that is killed.
-_ANSWER_TIMEOUT_S = 180.0
+# The first answer comes after all imports. Killing a fork server ends all its children.
+ANSWER_TIMEOUT_S = 180.0
 
 
 class ForkedProcess:
@@ -45,7 +45,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts Python modules by forking; the fork server starts on first use and after a crash."""
+    """Starts Python modules by forking; the fork server starts on first use and after a crash.
+
+    A fork server that needs longer than ``answer_timeout_s`` for a fork is killed.
+    """
 
     def __init__(
         self,
@@ -58,11 +61,11 @@ class ForkServer:
         self._settings = settings
         self._environment = environment
         self._preloaded = preloaded
+        self.answer_timeout_s = ANSWER_TIMEOUT_S
         self._starting = asyncio.Lock()
         self._server: Child[m.FromForkServer] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._asked: dict[int, asyncio.Future[ForkedProcess]] = {}
-        self._num_asked = 0
+        self._asked: Calls[ForkedProcess] = Calls()
         self._running: dict[int, ForkedProcess] = {}
 
     async def fork(self, launch: Launch) -> ForkedProcess:
@@ -77,10 +80,7 @@ class ForkServer:
         server = self._server
         if server is None:
             raise OSError("the fork server has died")
-        self._num_asked += 1
-        call_id = self._num_asked
-        asked: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-        self._asked[call_id] = asked
+        call_id = self._asked.next_id()
         order = m.Fork(
             call_id,
             launch.module,
@@ -90,15 +90,12 @@ class ForkServer:
         )
         try:
             server.channel.send(order, (launch.log_fd, *launch.fd_options.values()))
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                return await asked
+            return await self._asked.answer(call_id, self.answer_timeout_s)
         except TimeoutError:
             server.kill()
             raise OSError(
-                f"the fork server did not answer within {_ANSWER_TIMEOUT_S:g} s and is killed"
+                f"the fork server did not answer within {self.answer_timeout_s:g} s and is killed"
             ) from None
-        finally:
-            del self._asked[call_id]
 
     async def stop(self) -> None:
         """Stop the fork server and its children."""
@@ -129,21 +126,19 @@ class ForkServer:
             server.kill()
         await server.ended()
         self._server = None
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(OSError("the fork server has died"))
+        self._asked.reject_all(OSError("the fork server has died"))
         for process in self._running.values():
-            process.ended(-signal.SIGKILL)  # the kernel sees to it: they die with their parent
+            process.ended(-signal.SIGKILL)  # the kernel kills children with their parent
         self._running.clear()
 
     def _note(self, server: Child[m.FromForkServer], message: m.FromForkServer) -> None:
         match message:
             case m.ForkEnded():
-                # One whose pidfd was lost is not known here.
+                # A process whose pidfd was lost is absent.
                 if (process := self._running.pop(message.pid, None)) is not None:
                     process.ended(message.status)
             case m.ForkFailed():
-                self._refuse(message.call_id, message.reason)
+                self._asked.reject(message.call_id, _could_not_fork(message.reason))
             case m.Forked():
                 self._note_forked(server, message)
 
@@ -152,16 +147,12 @@ class ForkServer:
             process = ForkedProcess(message.pid, server.channel.take_fd())
         except DescriptorsLost as error:
             server.channel.send(m.KillForked(message.pid))
-            self._refuse(message.call_id, str(error))
+            self._asked.reject(message.call_id, _could_not_fork(str(error)))
             return
         self._running[message.pid] = process
-        asked = self._asked.get(message.call_id)
-        if asked is None or asked.done():
-            process.kill()  # who asked for it has left
-        else:
-            asked.set_result(process)
+        if not self._asked.resolve(message.call_id, process):
+            process.kill()  # the caller has given up
 
-    def _refuse(self, call_id: int, reason: str) -> None:
-        asked = self._asked.get(call_id)
-        if asked is not None and not asked.done():
-            asked.set_exception(OSError(f"the fork server could not fork: {reason}"))
+
+def _could_not_fork(reason: str) -> OSError:
+    return OSError(f"the fork server could not fork: {reason}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from pathlib import Path
 
@@ -17,10 +16,10 @@ class OomKills:
     The count names no process. A process killed otherwise at the same moment is taken for a victim.
     """
 
-    def __init__(self, path: Path = VMSTAT) -> None:
+    def __init__(self, now_s: float, path: Path = VMSTAT) -> None:
         self._path = path
         self._seen: deque[tuple[float, int]] = deque()
-        self.look(time.monotonic())
+        self.look(now_s)
 
     def look(self, now_s: float) -> None:
         """Sample the count; to be called about every second."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Generic, TypeVar
+
+from gpupoold.errors import error_from_code
+from gpupoold.wire.messages import CallResult
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -24,6 +28,19 @@ class Pending(Generic[K, V]):
         self._futures[key] = future
         return future
 
+    async def answer(self, key: K, limit_s: float) -> V:
+        """Return the answer to a request; to be called at once after the request is sent.
+
+        Raises:
+            TimeoutError: no answer came within ``limit_s`` seconds.
+        """
+        future = self.expect(key)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        finally:
+            self.forget(key)
+
     @property
     def oldest(self) -> K | None:
         """The key with the longest wait, None if no answer is awaited."""
@@ -41,13 +58,16 @@ class Pending(Generic[K, V]):
         if future is not None:
             await asyncio.wait({future})
 
-    def resolve(self, key: K, value: V) -> None:
+    def resolve(self, key: K, value: V) -> bool:
+        """Give an answer to its waiter; return False if no answer is awaited."""
         future = self._futures.get(key)
-        if future is not None and not future.done():
-            future.set_result(value)
+        if future is None or future.done():
+            return False
+        future.set_result(value)
+        return True
 
     def reject(self, key: K, error: Exception) -> None:
-        """No answer comes, and why."""
+        """Raise ``error`` in the waiter."""
         future = self._futures.get(key)
         if future is not None and not future.done():
             future.set_exception(error)
@@ -57,6 +77,26 @@ class Pending(Generic[K, V]):
             self.resolve(key, value)
 
     def reject_all(self, error: Exception) -> None:
-        """None of the answers comes, and why."""
+        """Raise ``error`` in all waiters."""
         for key in self._futures:
             self.reject(key, error)
+
+
+class Calls(Pending[int, V]):
+    """Answers to numbered calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(1)
+
+    def next_id(self) -> int:
+        """Return the number of a new call."""
+        return next(self._numbers)
+
+    def answered(self, result: CallResult, value: V) -> None:
+        """Resolve the call with ``value``, or reject the call with the error in ``result``."""
+        if result.error_code:
+            error = error_from_code(result.error_code, result.error_message, result.error_hint)
+            self.reject(result.call_id, error)
+        else:
+            self.resolve(result.call_id, value)

@@ -1,4 +1,4 @@
-"""Detection of hung workers. Pure.
+"""Detection of hung processes. Pure.
 
 A worker reports its number of steps several times a second. A hung worker stops reporting. A
 livelocked worker has a turn and requests, but its step counter does not advance.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-# Shorter naps than this are the usual distance of two looks on a busy machine.
+# On a busy machine, the time between two looks is often up to this long.
 _SLEPT_S = 2.0
 
 

@@ -108,7 +108,7 @@ def _device(worker: Worker, dispatcher: Dispatcher, num_requests: int) -> Device
     return DeviceInfo(
         device=worker.number,
         kind=worker.device.kind,
-        pid=worker.child.pid if worker.child else None,
+        pid=worker.pid,
         state=worker.state,
         device_bytes=ready.device_bytes if ready else 0,
         free_bytes=status.free_bytes if status else 0,

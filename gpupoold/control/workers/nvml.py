@@ -21,9 +21,9 @@ from gpupoold.config.schema import DeviceSettings
 _logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-# A driver or a device that was not there is looked for again after so long.
+# Between two attempts to find a driver or a device.
 _RETRY_S = 60.0
-# The driver has not answered for so long: nobody knows any more.
+# A reading of a driver that has not answered for longer counts as unknown.
 _STALE_S = 10.0
 _WATTS_PER_MILLIWATT = 1e-3
 
@@ -49,10 +49,12 @@ class GpuReadings:
         environment: Mapping[str, str] = os.environ,
         nvml: Any = pynvml,
         clock: Callable[[], float] = time.monotonic,
+        interval_s: float = _INTERVAL_S,
     ) -> None:
         """``environment`` determines the visible GPUs and their order."""
         self._nvml = nvml
         self._clock = clock
+        self._interval_s = interval_s
         self._entries = {
             number: entry
             for number, device in enumerate(devices)
@@ -68,13 +70,13 @@ class GpuReadings:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Ask the driver every second from now on, if there is a CUDA device."""
+        """Read the GPUs every second in a thread, if there is a CUDA device."""
         if self._entries:
-            # A daemon thread: one that hangs in the driver shall not keep the process alive.
+            # A daemon thread: a thread that hangs in the driver must not keep the process alive.
             threading.Thread(target=self._run, name="nvml", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask no more; returns at once."""
+        """Stop reading; returns at once, even if the driver hangs."""
         self._stopped.set()
 
     def of(self, number: int) -> Reading:
@@ -84,23 +86,23 @@ class GpuReadings:
         return self._readings.get(number, NO_READING)
 
     def refresh(self) -> None:
-        """Ask the driver once; may take as long as the driver likes."""
+        """Read the GPUs once; returns only when the driver has answered."""
         self._find_handles()
         self._readings = {number: self._read(handle) for number, handle in self._handles.items()}
         self._read_at_s = self._clock()
         for number, reading in self._readings.items():
             if reading == NO_READING:
-                del self._handles[number]  # it may be lost, or have been reset
+                del self._handles[number]  # the device may be lost, or have been reset
 
     def _run(self) -> None:
-        has_told = False
-        while not self._stopped.wait(_INTERVAL_S):
+        has_logged = False
+        while not self._stopped.wait(self._interval_s):
             try:
                 self.refresh()
-            except Exception:  # whatever a driver's bindings may do, it is only a gauge
-                if not has_told:
+            except Exception:  # an error of the driver's bindings costs only a gauge
+                if not has_logged:
                     _logger.exception("reading GPUs failed")
-                has_told = True
+                has_logged = True
 
     def _find_handles(self) -> None:
         """Look for handles of devices without one, at a limited rate."""
@@ -122,7 +124,7 @@ class GpuReadings:
                 self._handles[number] = self._handle_of(self._entries[number])
             except self._nvml.NVMLError as error:
                 _logger.warning("GPU %s cannot be read: %s", self._entries[number], error)
-                # Where the driver has been loaded anew, it has to be connected to anew.
+                # A driver that was loaded again needs a new connection.
                 self._is_connected = False
 
     def _handle_of(self, entry: str) -> Any:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from gpupoold.config.schema import DeviceSettings
-from gpupoold.control.processes.child import Child
-from gpupoold.control.processes.pending import Pending
-from gpupoold.control.processes.watchdog import Watch
+from gpupoold.control.processes.pending import Calls, Pending
+from gpupoold.control.processes.supervised import Supervised
 from gpupoold.control.workers.nvml import NO_READING, Reading
+from gpupoold.errors import Failed
 from gpupoold.wire import messages as m
+
+
+class WorkerEnded(Failed):
+    """The worker ended before answering."""
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
     """A worker and its awaited answers.
 
-    ``models`` are the models ordered to load, ``layouts`` the digests of loaded models,
-    ``snapshots`` the models with an attached snapshot.
+    ``process`` is None before the start. ``models`` are the models ordered to load, ``layouts`` the
+    digests of loaded models, ``snapshots`` the models with an attached snapshot.
     """
 
     number: int
@@ -26,9 +29,7 @@ class Worker:
     state: str = "starting"
     has_come_up: bool = False
     """True if the present or last process has been ready."""
-    num_restarts: int = 0
-    """Number of processes that ended and were or will be replaced."""
-    child: Child[m.FromWorker] | None = None
+    process: Supervised[m.FromWorker] | None = None
     ready: m.WorkerReady | None = None
     status: m.WorkerStatus | None = None
     reading: Reading = NO_READING
@@ -40,11 +41,7 @@ class Worker:
     unloading: Pending[str, None] = field(default_factory=Pending)
     taking: Pending[str, str] = field(default_factory=Pending)
     dropping: Pending[str, None] = field(default_factory=Pending)
-    calls: Pending[int, object] = field(default_factory=Pending)
-    coming_up: asyncio.Future[None] | None = None
-    watch: Watch | None = None
-    ended_for: str = ""
-    """The daemon's reason for killing the present process, or empty."""
+    calls: Calls[object] = field(default_factory=Calls)
     snapshot_fds: dict[str, int] = field(default_factory=dict)
     kv_host_fd: int | None = None
     """Descriptor of the KV host cache, for other workers."""
@@ -55,9 +52,14 @@ class Worker:
         return self.state == "ready"
 
     @property
-    def is_excused(self) -> bool:
-        """True during work with a time limit of its own."""
-        return self.loading.oldest is not None or self.calls.oldest is not None
+    def pid(self) -> int | None:
+        """The process id; None while no process runs."""
+        return None if self.process is None else self.process.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of processes that ended and were or will be replaced."""
+        return 0 if self.process is None else self.process.num_restarts
 
     @property
     def resident(self) -> frozenset[str]:
@@ -69,10 +71,10 @@ class Worker:
 
     def take_fd(self) -> int:
         """Return the descriptor of the latest message, owned by the caller."""
-        assert self.child is not None
-        return self.child.channel.take_fd()
+        assert self.process is not None
+        return self.process.take_fd()
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message, unless the worker is down."""
-        if self.child is not None and not self.child.channel.closed:
-            self.child.channel.send(message, fds)
+        if self.process is not None:
+            self.process.send(message, fds)

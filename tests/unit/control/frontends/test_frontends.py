@@ -19,6 +19,8 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.restarts import Timing
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
@@ -108,16 +110,27 @@ class Box:
             cast(Settings, settings),
             cast(ForkServer, SimpleNamespace(fork=self._fork)),
             self.listener,
-            lambda one, message: self.heard.append((one.number, message)),
-            self._set_up,
-            lambda one, death: self.down.append((one.number, death)),
+            Timing(sleep=self._sleep),
         )
+        self.waits_s: list[float] = []
+        self.sleeps_at_once = False
+        self.handlers = Handlers(self._hear, self._set_up, self._note_end)
 
     async def _fork(self, launch: Launch) -> FakeProcess:
         process = FakeProcess(launch, lambda one: self.answers[one.number])
         self.num_started[process.number] += 1
         self.processes[process.number] = process
         return process
+
+    async def _sleep(self, wait_s: float) -> None:
+        self.waits_s.append(wait_s)
+        await asyncio.sleep(0.0 if self.sleeps_at_once else wait_s)
+
+    def _hear(self, one: Frontend, message: m.FromFrontend) -> None:
+        self.heard.append((one.number, message))
+
+    async def _note_end(self, one: Frontend, death: Death) -> None:
+        self.down.append((one.number, death))
 
     async def _set_up(self, one: Frontend) -> None:
         await self.may_mount[one.number].wait()
@@ -144,10 +157,14 @@ class Box:
         )
 
 
+async def metrics_text() -> bytes:
+    return b"up 1\n"
+
+
 @pytest.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
     box = Box(tmp_path)
-    box.frontends.start()
+    box.frontends.start(box.handlers, metrics_text)
     await box.until(lambda: all(one.is_up for one in box.frontends))
     yield box
     await box.frontends.stop()
@@ -188,24 +205,18 @@ async def test_one_that_was_set_up_is_started_at_once_however_often_it_ends(box:
     assert [(number, death.reason) for number, death in box.down] == [(0, "signal 11")] * 20
 
 
-async def test_one_that_ends_before_it_is_set_up_waits_a_little(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_ends_before_it_is_set_up_waits_a_little(box: Box) -> None:
     await box.both_ready()
-    waits_s: list[float] = []
-
-    async def sleep(wait_s: float) -> None:
-        waits_s.append(wait_s)
-
     box.may_mount[0].clear()
     box.processes[0].die(-11)
     await box.until(lambda: box.num_started[0] == 2 and box.one(0).is_up)
-    monkeypatch.setattr("gpupoold.control.processes.restarts.asyncio", SimpleNamespace(sleep=sleep))
+    box.waits_s.clear()
+    box.sleeps_at_once = True
     for number in range(5):
         box.processes[0].die(1)
         await box.is_up_again(0, number + 3)
-    assert waits_s == [0.0, 1.0, 1.0, 1.0, 1.0]
-    assert max(waits_s) <= frontend_module._MAX_BACKOFF_S
+    assert box.waits_s == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert max(box.waits_s) <= frontend_module._MAX_BACKOFF_S
 
 
 async def test_model_is_mounted_on_all(box: Box) -> None:
@@ -262,11 +273,19 @@ async def test_messages_for_one_and_for_all(box: Box) -> None:
 
 
 async def test_metrics_go_to_whom_asked(box: Box) -> None:
-    async def text() -> bytes:
-        return b"up 1\n"
-
     await box.both_ready()
-    box.frontends.metrics = text
     box.processes[1].channel.send(m.AskMetrics(5))
     await box.until(lambda: m.MetricsText(5, b"up 1\n") in box.processes[1].received)
     assert not box.processes[0].has(m.MetricsText)
+
+
+async def test_model_is_not_taken_for_mounted_when_the_daemon_stops(box: Box) -> None:
+    await box.both_ready()
+    box.answers = {0: None, 1: None}
+    serving = asyncio.create_task(box.frontends.serve(MODEL, LOADED))
+    await box.until(lambda: all(one.has(m.ServeModel) for one in box.processes.values()))
+    await box.frontends.stop()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not serving.done()
+    serving.cancel()

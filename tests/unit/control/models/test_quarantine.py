@@ -15,7 +15,7 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.workers.workers import WorkerEnded
+from gpupoold.control.workers.worker import WorkerEnded
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, Unavailable
 from gpupoold.system.activity import Activity, ThreadPhase, digest

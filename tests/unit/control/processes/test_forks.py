@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from gpupoold.config.schema import Settings
-from gpupoold.control.processes import forks
 from gpupoold.control.processes.child import Launch
-from gpupoold.control.processes.forks import ForkedProcess, ForkServer
+from gpupoold.control.processes.forks import ANSWER_TIMEOUT_S, ForkedProcess, ForkServer
 
 TIMEOUT_S = 20
 SAMPLE = """
@@ -189,15 +188,13 @@ async def test_stopping_ends_all(rig: Rig) -> None:
     assert not psutil.pid_exists(told["parent"])
 
 
-async def test_a_server_that_does_not_answer_is_replaced(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_does_not_answer_is_replaced(rig: Rig) -> None:
     first, told = await rig.start("wait")
     os.kill(told["parent"], signal.SIGSTOP)
-    with monkeypatch.context() as hasty:
-        hasty.setattr(forks, "_ANSWER_TIMEOUT_S", 0.2)
-        with pytest.raises(OSError, match=r"did not answer within 0\.2 s and is killed"):
-            await rig.start("wait")
+    rig.server.answer_timeout_s = 0.2
+    with pytest.raises(OSError, match=r"did not answer within 0\.2 s and is killed"):
+        await rig.start("wait")
+    rig.server.answer_timeout_s = ANSWER_TIMEOUT_S
     assert await status_of(first) == -signal.SIGKILL
     second, told_later = await rig.start("status")
     assert told_later["parent"] != told["parent"]

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from gpupoold.control.processes.pending import Pending
+from gpupoold.control.processes.pending import Calls, Pending
 from gpupoold.errors import Failed
+from gpupoold.wire import messages as m
 
 
 async def test_answers_go_to_those_that_wait() -> None:
@@ -75,3 +76,20 @@ def test_the_oldest() -> None:
         return [*seen, pending.oldest]
 
     assert asyncio.run(run()) == [None, "b", "b", "a"]
+
+
+async def test_answers_to_numbered_calls_have_a_time_limit() -> None:
+    calls: Calls[str] = Calls()
+    first, second = calls.next_id(), calls.next_id()
+    assert first != second
+    answers = [asyncio.create_task(calls.answer(one, 20)) for one in (first, second)]
+    await asyncio.sleep(0)
+    calls.answered(m.CallResult(second, error_code="failed", error_message="no room"), "unused")
+    calls.answered(m.CallResult(first), "done")
+    assert await answers[0] == "done"
+    with pytest.raises(Failed, match="no room"):
+        await answers[1]
+    with pytest.raises(TimeoutError):
+        await calls.answer(calls.next_id(), 0)
+    assert calls.oldest is None
+    assert not calls.resolve(first, "too late")

@@ -211,10 +211,9 @@ def test_reading_grows_old_when_the_driver_hangs() -> None:
 def test_thread_outlives_whatever_the_bindings_raise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gpupoold.control.workers.nvml._INTERVAL_S", 0.001)
     nvml = FakeNvml()
     nvml.failing["nvmlInit"] = OSError("no such library")
-    readings = GpuReadings(cuda(0), {}, nvml, Clock())
+    readings = GpuReadings(cuda(0), {}, nvml, Clock(), interval_s=0.001)
     has_read = threading.Event()
     read = FakeNvml.nvmlDeviceGetPowerUsage
 

@@ -16,7 +16,8 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.workers import workers as module
+from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.workers.process import WorkerProcess
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, TimedOut
@@ -64,10 +65,15 @@ class Rig:
         self.played: list[Played] = []
         self.downs: list[Death] = []
         self.on_up: Callable[[], None] = lambda: None
-        self.supervisor = WorkerSupervisor(
-            settings, ForkServer(settings, {}, ()), self._on_message, self._on_up, self._on_down
-        )
+        forks = ForkServer(settings, {}, ())
+        self.supervisor = WorkerSupervisor(settings, forks, self.start)
+        self.handlers = Handlers(self._on_message, self._on_up, self._on_down)
         [self.device] = self.supervisor.workers
+
+    @property
+    def process(self) -> WorkerProcess:
+        [process] = self.supervisor.processes
+        return process
 
     async def start(self, launch: Launch) -> Played:
         self.played.append(Played(launch))
@@ -100,7 +106,7 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     paths: dict[str, object] = {"model_dirs": []}
     for name in ("state", "runtime", "log", "download"):
         paths[f"{name}_dir"] = tmp_path / name
@@ -110,8 +116,7 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     )
     settings.paths.log_dir.mkdir()
     made = Rig(settings)
-    monkeypatch.setattr(module, "execute", made.start)
-    made.supervisor.start()
+    made.supervisor.start(made.handlers)
     yield made
     await made.supervisor.stop()
 
@@ -127,7 +132,7 @@ async def test_what_it_did_is_told_with_its_death(rig: Rig) -> None:
     played = await rig.runs(0)
     played.activity.main.set(ThreadPhase.LOAD, "llama")
     loading = asyncio.create_task(rig.supervisor.load(rig.device, MODEL, None))
-    await rig.until(lambda: rig.device.is_excused)
+    await rig.until(lambda: rig.process.is_excused)
     played.end(-signal.SIGSEGV)
     assert await rig.dies(1) == Death("signal 11", True, (Activity(ThreadPhase.LOAD, "llama"),))
     with pytest.raises(Failed, match=r"worker 0 ended \(signal 11\)"):
@@ -138,9 +143,9 @@ async def test_what_it_did_when_it_was_killed_is_told_too(rig: Rig) -> None:
     (await rig.runs(0)).activity.main.set(ThreadPhase.LOAD, "llama")
     with pytest.raises(TimedOut, match=r"llama: not loaded within 0\.2 s"):
         await rig.supervisor.load(rig.device, MODEL, None)
-    assert not rig.device.is_excused
-    rig.supervisor.end(rig.device, "hung")
-    rig.supervisor.end(rig.device, "only the first reason counts")
+    assert not rig.process.is_excused
+    rig.process.end("hung")
+    rig.process.end("only the first reason counts")
     assert await rig.dies(1) == Death("hung", True, (Activity(ThreadPhase.LOAD, "llama"),))
     played = await rig.runs(1)
     played.end(-signal.SIGTERM)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gpupoold.control.ticker import tick
+from gpupoold.control.control_plane import tick
 
 
 async def test_one_that_fails_keeps_no_other_from_looking(

@@ -1,0 +1,152 @@
+"""The supervised process of a worker."""
+
+from __future__ import annotations
+
+import os
+
+from gpupoold.config.schema import Settings
+from gpupoold.control.processes.child import Child, Starter
+from gpupoold.control.processes.crash_attribution import Death, death_of
+from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.oom_kills import OomKills
+from gpupoold.control.processes.restarts import Timing
+from gpupoold.control.processes.supervised import Supervised
+from gpupoold.control.processes.watchdog import Watch
+from gpupoold.control.workers.launch import arguments_of, module_of
+from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.errors import error_from_code
+from gpupoold.system.activity import create_page, read_page
+from gpupoold.wire import messages as m
+
+
+class WorkerProcess(Supervised[m.FromWorker]):
+    """Keeps ``worker`` as the process's messages and ends require."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: Settings,
+        starter: Starter,
+        oom_kills: OomKills,
+        handlers: Handlers[Worker, m.FromWorker],
+        timing: Timing,
+    ) -> None:
+        super().__init__(f"worker {worker.number}", settings, timing)
+        self._worker = worker
+        self._starter = starter
+        self._oom_kills = oom_kills
+        self._handlers = handlers
+        self._activity_fd = -1
+
+    @property
+    def is_excused(self) -> bool:
+        worker = self._worker
+        return worker.loading.oldest is not None or worker.calls.oldest is not None
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._forget("the daemon is stopping")
+
+    async def _run_once(self) -> bool:
+        """Run one process with an activity page of its own, see :meth:`Supervised._run_once`."""
+        self._activity_fd = create_page()
+        try:
+            return await super()._run_once()
+        finally:
+            os.close(self._activity_fd)
+
+    async def _launch(self) -> Child[m.FromWorker]:
+        worker = self._worker
+        worker.state, worker.has_come_up = "starting", False
+        return await Child.start(
+            self.name,
+            module_of(worker.device),
+            arguments_of(self._settings, worker.number),
+            m.FromWorker,
+            self.log_path,
+            fd_options={"--activity-fd": self._activity_fd},
+            starter=self._starter,
+        )
+
+    async def _set_up(self) -> None:
+        await self._handlers.on_up(self._worker)
+
+    def _death(self, status: int | None, ended_for: str) -> Death:
+        activities = read_page(self._activity_fd)
+        return death_of(status, ended_for, activities, saw_oom_kill=self._oom_kills.is_new())
+
+    async def _note_end(self, death: Death) -> bool:
+        """Report the end; an end is excused if the worker came up and is not at fault."""
+        self._worker.state = "down"
+        await self._handlers.on_down(self._worker, death)
+        return self._worker.has_come_up and not death.is_at_fault
+
+    def _note(self, message: m.FromWorker, watch: Watch, now_s: float) -> None:
+        worker = self._worker
+        watch.heard(now_s)
+        match message:
+            case m.WorkerReady():
+                watch.came_up(now_s)
+                self._note_ready(message)
+            case m.ModelLoaded():
+                self._note_loaded(message)
+            case m.ModelFailed():
+                worker.models.discard(message.name)
+                error = error_from_code(message.error_code, message.message, message.hint)
+                worker.loading.reject(message.name, error)
+            case m.ModelUnloaded():
+                worker.unloading.resolve(message.name, None)
+            case m.SnapshotDropped():
+                worker.dropping.resolve(message.model, None)
+            case m.SnapshotTaken():
+                worker.taking.resolve(message.model, message.problem)
+            case m.CallResult():
+                worker.calls.answered(message, message.result)
+            case m.WorkerStatus():
+                worker.status = message
+                has_work = any(
+                    one.num_live for one in message.models if one.model == message.on_turn
+                )
+                watch.stepped(now_s, message.num_steps, has_work=has_work)
+            case _:
+                self._handlers.on_message(worker, message)
+
+    def _note_ready(self, message: m.WorkerReady) -> None:
+        worker = self._worker
+        worker.ready = message
+        if message.shares_kv_host:
+            worker.kv_host_fd = self.take_fd()
+        worker.state, worker.has_come_up = "ready", True
+        self._begin_set_up()
+
+    def _note_loaded(self, message: m.ModelLoaded) -> None:
+        worker, name = self._worker, message.model.name
+        worker.layouts[name] = message.layout_digest
+        if message.has_snapshot:
+            fd = self.take_fd()
+            worker.snapshots.add(name)
+            if name in worker.loading:
+                worker.snapshot_fds[name] = fd
+            else:
+                os.close(fd)  # the caller has given up and unloads the model
+        worker.loading.resolve(name, message)
+
+    def _forget(self, reason: str) -> None:
+        super()._forget(reason)
+        worker = self._worker
+        ended = WorkerEnded(reason, "see `gpupool logs`")
+        worker.loading.reject_all(ended)
+        worker.taking.reject_all(ended)
+        worker.calls.reject_all(ended)
+        worker.unloading.resolve_all(None)
+        worker.dropping.resolve_all(None)
+        for fd in worker.snapshot_fds.values():
+            os.close(fd)
+        worker.snapshot_fds.clear()
+        if worker.kv_host_fd is not None:
+            os.close(worker.kv_host_fd)
+            worker.kv_host_fd = None
+        worker.models.clear()
+        worker.layouts.clear()
+        worker.snapshots.clear()
+        worker.status = None

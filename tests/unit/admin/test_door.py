@@ -246,6 +246,7 @@ async def test_head_that_does_not_come(folder: Path, monkeypatch: pytest.MonkeyP
 async def test_body_that_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a byte of it comes now and then."""
     monkeypatch.setattr(PeerProtocol, "body_timeout_s", 0.2)
+    monkeypatch.setattr(PeerProtocol, "linger_s", PATIENCE_S)  # the client still writes
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n"
     async with serving(folder, Door(groups())), connected(folder) as [opened]:
         opened[1].write(head)

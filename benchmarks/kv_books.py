@@ -76,7 +76,7 @@ def make(num_models: int, num_extents: int) -> tuple[Residency, list[BookModel]]
         kv.attach(ledger)
         snapshot = HostBuffer.create("books", _PAGE_BYTES)
         weights = WeightMemory(AddressRange(device, pool, 1), device, snapshot)
-        kv.back(list(range(num_extents // _SHARE_ON_DEVICE)))
+        kv.map(list(range(num_extents // _SHARE_ON_DEVICE)))
         ledger.allocate(ledger.num_free)
         models.append(BookModel(f"m{number}", weights, kv, ledger))
         residency.add(models[-1])
@@ -105,7 +105,7 @@ def measure(num_models: int, num_extents: int) -> dict[str, float]:
         "holdings_of_all_models_us": microseconds(
             lambda: [room._holding(one.name, False) for one in models]
         ),
-        "extents_without_pages_us": microseconds(lambda: first.kv.extents(Place.UNBACKED)),
+        "extents_without_pages_us": microseconds(lambda: first.kv.extents(Place.UNMAPPED)),
         "free_extents_us": microseconds(first.kv.free_extents),
         "aborted_request_us": microseconds(first.kv.discard_dead),
     }

@@ -122,7 +122,7 @@ def _measure(
         blocks = CountedBlocks(geometry.num_blocks)
         kv.attach(blocks)
         extents = [c for c in range(geometry.num_extents) if set(used) & {*geometry.blocks(c)}]
-        kv.back(extents)
+        kv.map(extents)
         blocks.keep(used)
         num_pages = device.num_pages - pool.num_free
         outs_s, ins_s = [], []

@@ -172,12 +172,12 @@ class Device(ABC):
         """Undo a ``pin`` of the same range, before the range is unmapped."""
 
     @abstractmethod
-    def lend(self, runs: list[PageRun]) -> None:
+    def release_memory(self, runs: list[PageRun]) -> None:
         """Release the memory of unmapped pages to other users of the device until ``reclaim``."""
 
     @abstractmethod
     def reclaim(self, runs: list[PageRun]) -> None:
-        """Reclaim runs that ``lend`` released; the other users must have freed the memory."""
+        """Reclaim runs of ``release_memory``; the other users must have freed the memory."""
 
     @abstractmethod
     def close(self) -> None:

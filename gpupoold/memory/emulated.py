@@ -160,7 +160,7 @@ class EmulatedDevice(Device):
     def unpin(self, address: int, num_bytes: int) -> None:
         """Do nothing: no memory is pinned."""
 
-    def lend(self, runs: list[PageRun]) -> None:
+    def release_memory(self, runs: list[PageRun]) -> None:
         """Do nothing: torch uses the host's memory."""
 
     def reclaim(self, runs: list[PageRun]) -> None:

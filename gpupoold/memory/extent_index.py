@@ -16,7 +16,7 @@ from gpupoold.memory.geometry import KvGeometry
 class Place(IntEnum):
     """The place of an extent's bytes."""
 
-    UNBACKED = 0  # no memory
+    UNMAPPED = 0  # no memory
     DEVICE = 1
     LEAVING = 2  # being copied to the host; still whole on the device
     HOST = 3
@@ -24,7 +24,7 @@ class Place(IntEnum):
 
 
 _PLACES = tuple(Place)  # by value: ten times faster than ``Place(value)``
-AWAY = (Place.LEAVING, Place.HOST, Place.ARRIVING)
+OFFLOADED = (Place.LEAVING, Place.HOST, Place.ARRIVING)
 # For each place a ``bytes.translate`` table: 1 for the place's value, 0 for other values.
 _IS_AT = [bytes(code == place for code in range(256)) for place in Place]
 
@@ -49,7 +49,7 @@ class ExtentIndex:
         self.num_used_on_device = 0
         """Number of used blocks in extents on the device."""
         self.version = 0
-        self._freed_away: set[int] = set()
+        self._freed_offloaded: set[int] = set()
 
     def place(self, extent: int) -> Place:
         return _PLACES[self._places[extent]]
@@ -70,8 +70,8 @@ class ExtentIndex:
             elif place == Place.DEVICE:
                 self.num_used_on_device += used[extent]
                 self._note_idle(extent)
-            if self._freed_away and place not in AWAY:
-                self._freed_away.discard(extent)
+            if self._freed_offloaded and place not in OFFLOADED:
+                self._freed_offloaded.discard(extent)
         self.version += 1
 
     def taken(self, block_ids: Iterable[int]) -> None:
@@ -94,12 +94,12 @@ class ExtentIndex:
                 self.num_used_on_device -= 1
                 if not self._num_used[extent]:
                     self._note_idle(extent)
-            elif place != Place.UNBACKED:
-                self._freed_away.add(extent)
+            elif place != Place.UNMAPPED:
+                self._freed_offloaded.add(extent)
 
-    def take_freed_away(self) -> set[int]:
+    def take_freed_offloaded(self) -> set[int]:
         """Return offloaded extents with blocks freed since the last call."""
-        freed, self._freed_away = self._freed_away, set()
+        freed, self._freed_offloaded = self._freed_offloaded, set()
         return freed
 
     def num_used(self, extent: int) -> int:

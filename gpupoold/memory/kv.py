@@ -21,7 +21,7 @@ from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import BlockLedger, Copy, Device
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
-from gpupoold.memory.kv_extents import AWAY, Group, KvExtents, Place
+from gpupoold.memory.kv_extents import OFFLOADED, Group, KvExtents, Place
 from gpupoold.memory.libc import memcpy
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
@@ -47,46 +47,46 @@ class KvMemory(KvExtents):
         self._exports: list[_Export] = []
 
     def attach(self, ledger: BlockLedger) -> None:
-        """Hold every block of the engine; ``back`` gives blocks to the engine."""
+        """Hold every block of the engine; ``map`` gives blocks to the engine."""
         self._ledger = ledger
         ledger.watch(self._index)
         ledger.hold(self._real(range(self.geometry.num_blocks)))
 
-    def back(self, extents: list[int]) -> None:
+    def map(self, extents: list[int]) -> None:
         """Map zeroed pages for unmapped ``extents`` and give their blocks to the engine.
 
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert all(self.place(extent) is Place.UNBACKED for extent in extents)
+        assert all(self.place(extent) is Place.UNMAPPED for extent in extents)
         self._retain(extents, is_filled=True)
         self._index.put(extents, Place.DEVICE)
         for extent in extents:
             self._engine().give(self._real(self.geometry.blocks(extent)))
 
-    def unback(self, extents: list[int]) -> None:
+    def unmap(self, extents: list[int]) -> None:
         """Unmap ``extents`` without a live block; drop their cached prefixes."""
         if not extents:
             return
         assert all(self.place(extent) is Place.DEVICE for extent in extents)
         for extent in extents:
             self._engine().hold(self._real(self.geometry.blocks(extent)))
-        self._index.put(extents, Place.UNBACKED)
+        self._index.put(extents, Place.UNMAPPED)
         self._drop(extents)
 
     @contextlib.contextmanager
-    def without_ballast(self) -> Iterator[None]:
+    def with_reserved_blocks(self) -> Iterator[None]:
         """Give the engine all held blocks during an operation that needs the whole pool.
 
         No request may be scheduled meanwhile: most of the blocks have no pages.
         """
-        ballast = self._real_of(self.extents(Place.UNBACKED))
-        ballast += [block for group in self._groups() for block in group.held]
-        self._engine().give(ballast)
+        reserved = self._real_of(self.extents(Place.UNMAPPED))
+        reserved += [block for group in self._groups() for block in group.held]
+        self._engine().give(reserved)
         try:
             yield
         finally:
-            self._engine().hold(ballast)
+            self._engine().hold(reserved)
 
     def begin_page_out(self, extents: list[int], queue: TransferQueue) -> int:
         """Start to offload the live blocks of extents, until the host is full.
@@ -103,7 +103,7 @@ class KvMemory(KvExtents):
         num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
         done = extents[:num_done]
         leaving = sorted(extent for extent in done if self._index.num_used(extent))
-        self.unback([extent for extent in done if not self._index.num_used(extent)])
+        self.unmap([extent for extent in done if not self._index.num_used(extent)])
         if leaving:
             everything = self._real_of(leaving)
             blocks = self._engine().live(everything)
@@ -125,7 +125,7 @@ class KvMemory(KvExtents):
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        groups = list(dict.fromkeys(self._away[extent] for extent in extents))
+        groups = list(dict.fromkeys(self._offloaded[extent] for extent in extents))
         assert all(group.place is Place.HOST for group in groups)
         coming = sorted(extent for group in groups for extent in group.extents)
         fresh = self._retain(coming, is_filled=False)
@@ -168,10 +168,10 @@ class KvMemory(KvExtents):
         the caller gives the blocks to the engine. ``slot`` is freed when no longer needed. Returns
         None if too few blocks are unmapped or can be unmapped.
         """
-        extents, blocks = self._unbacked(num_blocks)
+        extents, blocks = self._unmapped_for(num_blocks)
         if len(blocks) < num_blocks:
-            self.unback([extent for extent in self.free_extents() if extent])
-            extents, blocks = self._unbacked(num_blocks)
+            self.unmap([extent for extent in self.free_extents() if extent])
+            extents, blocks = self._unmapped_for(num_blocks)
         if len(blocks) < num_blocks:
             return None
         if not extents:
@@ -181,14 +181,14 @@ class KvMemory(KvExtents):
         self._put(group, Place.HOST)
         return group.blocks
 
-    def _unbacked(self, num_blocks: int) -> tuple[list[int], list[int]]:
+    def _unmapped_for(self, num_blocks: int) -> tuple[list[int], list[int]]:
         """Return unmapped extents with at least ``num_blocks``, if available, and the blocks.
 
         Excludes the null block's extent, which kernels access at any time.
         """
         extents: list[int] = []
         blocks: list[int] = []
-        for extent in self._index.each(Place.UNBACKED):
+        for extent in self._index.each(Place.UNMAPPED):
             if len(blocks) >= num_blocks:
                 break
             if extent:
@@ -251,12 +251,14 @@ class KvMemory(KvExtents):
         Frees offloaded extents that no request needs; an extent in transfer is freed after the
         transfer.
         """
-        groups = {self._away[extent]: None for extent in sorted(self._index.take_freed_away())}
+        groups = {
+            self._offloaded[extent]: None for extent in sorted(self._index.take_freed_offloaded())
+        }
         for group in groups:
             wanted = [block for block in group.blocks if block not in group.held]
             self._hold(group, set(wanted) - set(self._engine().live(wanted)))
             if group.transfer is None and self._is_dead(group):
-                self._let_go(group)
+                self._release(group)
 
     def close(self) -> None:
         """Stop transfers, free host slots and the address range; the engine must be gone."""
@@ -267,7 +269,7 @@ class KvMemory(KvExtents):
             if group.transfer is not None:
                 group.transfer.stop()
             group.slot.free()
-        self._away.clear()
+        self._offloaded.clear()
         self._all_groups.clear()
         self._moving.clear()
         self._address_range.close()
@@ -277,7 +279,9 @@ class KvMemory(KvExtents):
         self._address_range.check_integrity()
         self._index.check(self._engine().live(self._real(range(self.geometry.num_blocks))))
         self._check_counters()
-        assert set(self._away) == {extent for place in AWAY for extent in self.extents(place)}
+        assert set(self._offloaded) == {
+            extent for place in OFFLOADED for extent in self.extents(place)
+        }
         mapped = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
         extents = [extent for place in mapped for extent in self.extents(place)]
         assert len(self.geometry.uses(extents)) == self._address_range.num_mapped
@@ -291,7 +295,7 @@ class KvMemory(KvExtents):
 
     def _check_counters(self) -> None:
         """Raise AssertionError if the incremental counters differ from a scan."""
-        groups = list(dict.fromkeys(self._away.values()))
+        groups = list(dict.fromkeys(self._offloaded.values()))
         assert set(groups) == set(self._all_groups)
         on_host = [group for group in groups if group.place is Place.HOST]
         assert set(self._moving) == set(groups) - set(on_host)
@@ -331,8 +335,8 @@ class KvMemory(KvExtents):
             transfer.cancel()  # all before any wait, else the next transfer would start meanwhile
         for group, transfer in moving:
             num_copied = transfer.stop()
-            is_here = place is Place.LEAVING or num_copied == transfer.num_bytes
-            self._drop(self._settle_at(group, Place.DEVICE if is_here else Place.HOST))
+            is_on_device = place is Place.LEAVING or num_copied == transfer.num_bytes
+            self._drop(self._settle_at(group, Place.DEVICE if is_on_device else Place.HOST))
 
     def _settle_at(self, group: Group, place: Place) -> list[int]:
         """Record that a whole group is on the device, or only on the host.
@@ -345,15 +349,15 @@ class KvMemory(KvExtents):
         self._put(group, place)
         if place is Place.HOST:
             if self._is_dead(group):
-                self._let_go(group)
+                self._release(group)
             return group.extents
         group.slot.free()
         self._engine().give(sorted(group.held))
         return []
 
-    def _let_go(self, group: Group) -> None:
+    def _release(self, group: Group) -> None:
         """Free a group on the host that no request needs."""
-        self._put(group, Place.UNBACKED)
+        self._put(group, Place.UNMAPPED)
         group.slot.free()
 
     def _hold(self, group: Group, blocks: set[int]) -> None:

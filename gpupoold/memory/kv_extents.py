@@ -8,12 +8,12 @@ from itertools import chain, islice
 
 from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import BlockLedger, Device
-from gpupoold.memory.extent_index import AWAY, ExtentIndex, Place
+from gpupoold.memory.extent_index import OFFLOADED, ExtentIndex, Place
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, Slot
 from gpupoold.memory.transfers import Transfer
 
-__all__ = ["AWAY", "Group", "KvExtents", "Place"]
+__all__ = ["OFFLOADED", "Group", "KvExtents", "Place"]
 
 # Extents of a group are moved together: one call maps each row, and one copy moves it. 32 MiB take
 # a few milliseconds on an emulated link, and are less than one extent of most models on a GPU.
@@ -48,7 +48,7 @@ class KvExtents:
         self._address_range = address_range
         self._device = device
         self._index = ExtentIndex(geometry)
-        self._away: dict[int, Group] = {}  # by extent
+        self._offloaded: dict[int, Group] = {}  # by extent
         self._all_groups: dict[Group, None] = {}  # in the order of their offload
         self._moving: dict[Group, None] = {}  # groups in transfer, in order of start
         self._host_bytes = self._missing_bytes = 0
@@ -76,7 +76,7 @@ class KvExtents:
         return self._host_bytes
 
     @property
-    def borrowed_bytes(self) -> int:
+    def peer_host_bytes(self) -> int:
         """Bytes of ``host_bytes`` that are in other workers' host memory."""
         slots = (group.slot for group in self._groups())
         return sum(slot.num_bytes for slot in slots if not isinstance(slot, HostSlot))
@@ -89,12 +89,12 @@ class KvExtents:
     @property
     def is_whole(self) -> bool:
         """True if no extent is offloaded, so that every request can run."""
-        return not self._away
+        return not self._offloaded
 
-    def is_here(self, blocks: Iterable[int]) -> bool:
+    def is_on_device(self, blocks: Iterable[int]) -> bool:
         """Return whether the bytes of all these blocks are on the device."""
-        size, away = self.geometry.blocks_per_extent, self._away
-        return not away or not any(block // size in away for block in blocks)
+        size, offloaded = self.geometry.blocks_per_extent, self._offloaded
+        return not offloaded or not any(block // size in offloaded for block in blocks)
 
     def place(self, extent: int) -> Place:
         return self._index.place(extent)
@@ -129,7 +129,7 @@ class KvExtents:
         Groups are searched lazily, for callers that need only the first.
         """
         size, seen = self.geometry.blocks_per_extent, set[Group]()
-        wanted = (self._away.get(block // size) for block in blocks)
+        wanted = (self._offloaded.get(block // size) for block in blocks)
         for group in chain(wanted, self._groups(Place.HOST) if self._missing_bytes else ()):
             if group is not None and group.place is Place.HOST and group not in seen:
                 seen.add(group)
@@ -143,8 +143,8 @@ class KvExtents:
         """
         on_host: dict[int, tuple[int, int]] = {}
         size = self.geometry.blocks_per_extent
-        away = (self._away.get(block // size) for block in blocks)
-        for group in dict.fromkeys(group for group in away if group is not None):
+        offloaded = (self._offloaded.get(block // size) for block in blocks)
+        for group in dict.fromkeys(group for group in offloaded if group is not None):
             places = self._extents(group.blocks)
             on_host |= {at: (host, n) for at, host, n in group.slot.beside(places)}
         for address, num_bytes in self._extents(blocks):
@@ -205,7 +205,7 @@ class KvExtents:
 
     def live_blocks(self, extent: int) -> list[int]:
         """Return an extent's blocks in use by requests."""
-        group = self._away.get(extent)
+        group = self._offloaded.get(extent)
         blocks = self._engine().live(self._real(self.geometry.blocks(extent)))
         return [b for b in blocks if b not in group.held] if group else blocks
 
@@ -230,15 +230,15 @@ class KvExtents:
             self._missing_bytes -= size
         if place is Place.HOST:
             self._missing_bytes += size
-        if place in AWAY and group not in self._all_groups:
+        if place in OFFLOADED and group not in self._all_groups:
             self._all_groups[group] = None
-            self._away |= dict.fromkeys(group.extents, group)
+            self._offloaded |= dict.fromkeys(group.extents, group)
             self._host_bytes += size
-        elif place not in AWAY:
+        elif place not in OFFLOADED:
             del self._all_groups[group]
             self._host_bytes -= size
             for extent in group.extents:
-                del self._away[extent]
+                del self._offloaded[extent]
         self._moving.pop(group, None)
         if place in (Place.LEAVING, Place.ARRIVING):
             self._moving[group] = None

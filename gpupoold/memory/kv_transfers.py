@@ -32,11 +32,11 @@ class Arrival:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if fd is None else fd
         self._state = 0
 
-    def tell(self, has_arrived: bool) -> None:
+    def signal(self, has_arrived: bool) -> None:
         """Signal that all bytes have arrived, or never will; callable by any thread."""
         os.eventfd_write(self.fd, _ARRIVED if has_arrived else _FAILED)
 
-    def is_told(self) -> bool:
+    def is_signalled(self) -> bool:
         """Return whether the other end has signalled."""
         if not self._state:
             with contextlib.suppress(BlockingIOError):
@@ -45,7 +45,7 @@ class Arrival:
 
     def has_arrived(self) -> bool:
         """Return whether all bytes have arrived."""
-        return self.is_told() and self._state == _ARRIVED
+        return self.is_signalled() and self._state == _ARRIVED
 
     def close(self) -> None:
         os.close(self.fd)

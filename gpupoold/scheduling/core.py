@@ -54,7 +54,7 @@ class Core:
             for request in requests:
                 self._go_on(request, now_s)
         if self._must_assign:
-            self._give_away(now_s)
+            self._migrate_out(now_s)
             self._must_assign = False
             # Freed KV memory goes to waiting requests before new requests.
             for number in self._to_plan:
@@ -165,7 +165,7 @@ class Core:
                 self._must_assign = True
         for request, target in self.policy.rebalance(self.state, now_s):
             self._try_migrate(request, target, Rule.REBALANCED)
-        self._give_away(now_s)
+        self._migrate_out(now_s)
 
     def _hosted(self, event: e.Hosted, now_s: float) -> None:
         model, device = self._model(event.model), self._device(event.device)
@@ -259,10 +259,10 @@ class Core:
         if target is not None:
             self._try_migrate(request, target, Rule.ANSWERS_ELSEWHERE)
 
-    def _give_away(self, now_s: float) -> None:
+    def _migrate_out(self, now_s: float) -> None:
         """Migrate answers from devices that should have none, as far as memory allows."""
         for device in self.state.devices.values():
-            if device.gives_away:
+            if device.migrates_out:
                 batches = list(device.working.values())
                 for request in [one for batch in batches for one in batch.requests.values()]:
                     self._go_on(request, now_s)

@@ -103,16 +103,16 @@ class RecordedCore:
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
         """Handle events as :meth:`Core.handle` does, with the same errors, and record the call."""
-        told = tuple(events)
+        given = tuple(events)
         segment = self._segments[-1]
         if len(segment.entries) >= self._max_per_segment:
             segment = self._turn_over()
         try:
-            actions = self._core.handle(told, now_s)
+            actions = self._core.handle(given, now_s)
         except Exception as error:
-            segment.entries.append(LogEntry(now_s, told, (), _described(error)))
+            segment.entries.append(LogEntry(now_s, given, (), _described(error)))
             raise
-        segment.entries.append(LogEntry(now_s, told, tuple(actions)))
+        segment.entries.append(LogEntry(now_s, given, tuple(actions)))
         return actions
 
     def _turn_over(self) -> Segment:

@@ -274,7 +274,7 @@ class DeviceState:
         return num_here + len(self.moving) + self.num_waiting_for_kv
 
     @property
-    def gives_away(self) -> bool:
+    def migrates_out(self) -> bool:
         """True if answers should continue elsewhere: the device drains or only prefills."""
         return self.is_draining or self.role is Role.PREFILL
 

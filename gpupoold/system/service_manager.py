@@ -50,12 +50,12 @@ async def _inform(
     interval_s = _STATUS_INTERVAL_S
     if watchdog_s is not None:
         interval_s = min(interval_s, watchdog_s / _PINGS_PER_TIMEOUT)
-    told = ""
+    reported = ""
     while True:
         problem = complaint(time.monotonic())
-        if problem and problem != told:
+        if problem and problem != reported:
             _logger.error("no watchdog ping is sent: %s", problem)
-        told = problem
+        reported = problem
         if not problem and watchdog_s is not None:
             notifier.is_well()
         notifier.status(f"stuck: {problem}" if problem else summary())

@@ -184,7 +184,7 @@ class _ProfilingRun:
     def leave(self) -> None:
         """End all requests and free their KV and cached prefixes."""
         self._clear()
-        self._engine.kv.unback(self._engine.kv.free_extents())
+        self._engine.kv.unmap(self._engine.kv.free_extents())
 
     def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> bool:
         """Measure one point of the prefill series; return False without time or memory."""

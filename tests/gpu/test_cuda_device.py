@@ -92,7 +92,7 @@ def test_one_page_can_be_behind_many_addresses(device: CudaDevice, snapshot: Hos
 def test_lent_memory_can_be_used_and_comes_back(device: CudaDevice) -> None:
     runs = [PageRun(8, 64)]
     before_bytes = device.free_bytes()
-    device.lend(runs)
+    device.release_memory(runs)
     assert device.free_bytes() >= before_bytes + 60 * PAGE
     device.reclaim(runs)
     assert abs(device.free_bytes() - before_bytes) <= 4 * PAGE

@@ -55,7 +55,7 @@ class Model:
     @property
     def runnable(self) -> list[list[int]]:
         """Requests all of whose KV is on the device."""
-        return [request for request in self.requests if self.kv.is_here(request)]
+        return [request for request in self.requests if self.kv.is_on_device(request)]
 
     def forget_worthless(self) -> None:
         """Only live and findable blocks have bytes that must be kept."""
@@ -155,17 +155,17 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH, extent=WHICH, fail_in=st.integers(0, 4))
     def back(self, which: int, extent: int, fail_in: int) -> None:
         model = self.model(which)
-        unbacked = model.kv.extents(Place.UNBACKED)
-        if unbacked:
-            picked = unbacked[extent % len(unbacked)]
-            self.appear(model, picked, fail_in, lambda: model.kv.back([picked]))
+        unmapped = model.kv.extents(Place.UNMAPPED)
+        if unmapped:
+            picked = unmapped[extent % len(unmapped)]
+            self.appear(model, picked, fail_in, lambda: model.kv.map([picked]))
 
     @rule(which=WHICH, extent=WHICH)
-    def unback(self, which: int, extent: int) -> None:
+    def unmap(self, which: int, extent: int) -> None:
         model = self.model(which)
         free = model.kv.free_extents()
         if free:
-            self.vanish(model, free[extent % len(free)], model.kv.unback)
+            self.vanish(model, free[extent % len(free)], model.kv.unmap)
 
     @rule(which=WHICH, extent=WHICH)
     def page_out(self, which: int, extent: int) -> None:
@@ -182,7 +182,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert num_live > self.rig.host.num_free_blocks(model.kv.geometry.block_bytes)
             assert model.contents_now() == before
             return
-        assert picked in model.kv.extents(Place.LEAVING if num_live else Place.UNBACKED)
+        assert picked in model.kv.extents(Place.LEAVING if num_live else Place.UNMAPPED)
 
     @rule(which=WHICH, extent=WHICH, fail_in=st.integers(0, 4))
     def page_in(self, which: int, extent: int, fail_in: int) -> None:
@@ -209,7 +209,7 @@ class MemoryMachine(RuleBasedStateMachine):
         free, wanted = self.rig.pool.num_free, model.kv.num_leaving_pages
         self.rig.finish(model.kv)
         assert self.rig.pool.num_free == free + wanted
-        gone = model.kv.extents(Place.HOST) + model.kv.extents(Place.UNBACKED)
+        gone = model.kv.extents(Place.HOST) + model.kv.extents(Place.UNMAPPED)
         assert set(leaving) <= set(gone)
         assert set(arriving) <= set(model.kv.extents(Place.DEVICE))
         for extent in arriving:
@@ -260,7 +260,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def request(self, which: int, num_blocks: int, num_cached: int) -> None:
         model = self.model(which)
         blocks = model.ledger.allocate(min(num_blocks, model.ledger.num_free))
-        assert model.kv.is_here(blocks)
+        assert model.kv.is_on_device(blocks)
         model.requests.append(blocks)
         for block in blocks:
             self.fill(model, block)
@@ -270,7 +270,9 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH, key=WHICH)
     def request_with_a_known_prefix(self, which: int, key: int) -> None:
         model = self.model(which)
-        keys = [key for key, b in sorted(model.ledger.cached().items()) if model.kv.is_here([b])]
+        keys = [
+            key for key, b in sorted(model.ledger.cached().items()) if model.kv.is_on_device([b])
+        ]
         if not keys:
             return
         block = model.ledger.reuse(keys[key % len(keys)])
@@ -294,7 +296,7 @@ class MemoryMachine(RuleBasedStateMachine):
             model.ledger.release(blocks)
         model.requests.clear()
         model.kv.discard_dead()
-        model.kv.unback(model.kv.free_extents())
+        model.kv.unmap(model.kv.free_extents())
         assert model.kv.resident_bytes == 0
         assert model.kv.host_bytes == 0
 
@@ -327,8 +329,8 @@ class MemoryMachine(RuleBasedStateMachine):
         blocks = model.kv.attach_slot(picked.slot, len(picked.contents))
         if blocks is None:
             # The null block's extent must stay on the device while the model runs: never adopted.
-            unbacked = [extent for extent in model.kv.extents(Place.UNBACKED) if extent]
-            num_held = sum(len(model.kv.geometry.blocks(extent)) for extent in unbacked)
+            unmapped = [extent for extent in model.kv.extents(Place.UNMAPPED) if extent]
+            num_held = sum(len(model.kv.geometry.blocks(extent)) for extent in unmapped)
             assert len(picked.contents) > num_held
             return
         self.sent.remove(picked)
@@ -476,6 +478,6 @@ def test_adoption_leaves_the_null_blocks_extent_alone() -> None:
         machine.bytes_are_right()
         machine.accounts_are_right()
     assert kv.geometry.blocks(0) == range(8)
-    assert kv.extents(Place.UNBACKED) == [0]
+    assert kv.extents(Place.UNMAPPED) == [0]
     assert len(machine.sent) == 1  # the last one was refused
     machine.teardown()

@@ -71,7 +71,7 @@ class CudaDevice(Device):
         super().__init__()
         self._driver: CudaDriver = BindingsDriver() if driver is None else driver
         self._compute_streams = compute_streams
-        self._handles: list[int | None] = []  # by page; None while the page is lent
+        self._handles: list[int | None] = []  # by page; None while the page is released
         self._pinned = PinnedMemory(self._driver)
         self._driver.open(device_index)
         try:
@@ -106,7 +106,7 @@ class CudaDevice(Device):
         try:
             for run in runs:
                 for handle in self._handles[run.first : run.end]:
-                    assert handle is not None, f"{run} is lent"
+                    assert handle is not None, f"{run} is released"
                     self._driver.map(at, self.page_bytes, handle)
                     at += self.page_bytes
             self._driver.allow_access(address, at - address)
@@ -190,10 +190,10 @@ class CudaDevice(Device):
         self.synchronize()
         self._pinned.unpin(address, num_bytes)
 
-    def lend(self, runs: list[PageRun]) -> None:
+    def release_memory(self, runs: list[PageRun]) -> None:
         for page in _pages(runs):
             handle = self._handles[page]
-            assert handle is not None, f"page {page} is lent already"
+            assert handle is not None, f"page {page} is released already"
             self._driver.release(handle)
             self._handles[page] = None
 

@@ -242,7 +242,7 @@ class AegaeonPolicy(SimplePolicy):
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         self._prefill.forget(request)
-        devices = [d for d in state.decode_hosts(request.model) if not d.gives_away]
+        devices = [d for d in state.decode_hosts(request.model) if not d.migrates_out]
         return self._decode.dispatch(request, devices) if devices else None
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:

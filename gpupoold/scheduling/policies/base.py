@@ -139,9 +139,9 @@ class SimplePolicy:
         In that case choose the device with the fewest requests.
         """
         assert request.device is not None
-        if not state.devices[request.device].gives_away:
+        if not state.devices[request.device].migrates_out:
             return None
-        others = [one for one in state.decode_hosts(request.model) if not one.gives_away]
+        others = [one for one in state.decode_hosts(request.model) if not one.migrates_out]
         return min(others, key=lambda one: (one.num_requests, one.number), default=None)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:

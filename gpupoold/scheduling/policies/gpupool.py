@@ -225,9 +225,9 @@ class GpupoolPolicy(SimplePolicy):
         """
         assert request.device is not None
         device = state.devices[request.device]
-        if device.role is Role.DECODE or not (device.gives_away or state.is_split):
+        if device.role is Role.DECODE or not (device.migrates_out or state.is_split):
             return None
-        others = [one for one in state.decode_hosts(request.model) if not one.gives_away]
+        others = [one for one in state.decode_hosts(request.model) if not one.migrates_out]
         roomy = [one for one in others if one is device or admits(one, request)]
         if not roomy:
             return None
@@ -282,9 +282,9 @@ class GpupoolPolicy(SimplePolicy):
         for work in works:
             waited_s = self._waited_s(device, work, now_s)
             switch_s = device.switch_s(work.model)
-            gives_away = device.role is Role.PREFILL and work.num_waiting == len(work.requests)
+            migrates_out = device.role is Role.PREFILL and work.num_waiting == len(work.requests)
             planned_turn = plan_turn(
-                work, now_s, switch_s, switching, tuning, waited_s, prefills_only=gives_away
+                work, now_s, switch_s, switching, tuning, waited_s, prefills_only=migrates_out
             )
             if is_full and work.is_new and planned_turn.due_in_s > _latest_start_s(work, tuning):
                 planned_turn = planned_turn._replace(due_in_s=math.inf, rule=Rule.NOT_YET_BEGUN)

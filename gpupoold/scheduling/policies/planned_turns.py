@@ -330,12 +330,12 @@ def rank_planned_turns(
     """
     kept: list[PlannedTurn] = []
     put_off: list[PlannedTurn] = []
-    hopeless: list[PlannedTurn] = []
+    expired: list[PlannedTurn] = []
     ahead: list[PlannedTurn] = []
     at_s = start_in_s
     for planned_turn in sorted(planned_turns, key=attrgetter("due_in_s", "model")):
         if math.isinf(planned_turn.due_in_s):
-            hopeless.append(planned_turn)
+            expired.append(planned_turn)
             continue
         if planned_turn.is_ahead:
             ahead.append(planned_turn)
@@ -352,8 +352,8 @@ def rank_planned_turns(
     put_off.sort(
         key=lambda planned_turn: (-planned_turn.density, planned_turn.due_in_s, planned_turn.model)
     )
-    hopeless.sort(key=lambda planned_turn: (-planned_turn.waited_s, planned_turn.model))
-    late, early = (Rule.EXPIRED, hopeless), (Rule.AHEAD, ahead)
+    expired.sort(key=lambda planned_turn: (-planned_turn.waited_s, planned_turn.model))
+    late, early = (Rule.EXPIRED, expired), (Rule.AHEAD, ahead)
     rest = (early, late) if is_switching_dear else (late, early)
     return [(Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest]
 

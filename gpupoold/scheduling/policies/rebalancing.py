@@ -45,7 +45,7 @@ class Rebalancer:
 
     def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Return migrations that improve the balance."""
-        devices = [one for one in state.devices.values() if not one.gives_away]
+        devices = [one for one in state.devices.values() if not one.migrates_out]
         full = [one for one in devices if one.role is Role.DECODE and len(devices) > 1]
         loads = Loads()
         for source in full:

@@ -332,7 +332,7 @@ class ModelEngine:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
         self._steps.wait()
         self.kv.finish_exports()
-        with self.kv.without_ballast():
+        with self.kv.with_reserved_blocks():
             self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def close(self) -> None:

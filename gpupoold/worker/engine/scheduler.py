@@ -185,7 +185,7 @@ class PooledScheduler(Scheduler):
     def can_schedule(self) -> bool:
         """Return whether a request could run now."""
         waiting = any(self._is_attached_here(one) for one in self.waiting)
-        return waiting or any(self._is_here(one) for one in self.running)
+        return waiting or any(self._is_on_device(one) for one in self.running)
 
     def blocks_under_way(self) -> Iterator[int]:
         """Yield blocks of the running requests, oldest first; then attached blocks."""
@@ -211,23 +211,23 @@ class PooledScheduler(Scheduler):
         if self.kv is None or self.kv.is_whole:
             return True
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
-        return self.kv.is_here(block for group in hit.get_block_ids() for block in group)
+        return self.kv.is_on_device(block for group in hit.get_block_ids() for block in group)
 
     def _is_attached_here(self, request: Request) -> bool:
         """Return whether a waiting request's attached blocks, if any, are on the device."""
         attached = self._attached.get(request.request_id)
-        return attached is None or self.kv is None or self.kv.is_here(attached)
+        return attached is None or self.kv is None or self.kv.is_on_device(attached)
 
     def _may_run(self, request: Request) -> bool:
-        return not self._sits_out(request.request_id) and self._is_here(request)
+        return not self._sits_out(request.request_id) and self._is_on_device(request)
 
     def _sits_out(self, request_id: str) -> bool:
         """Return whether the next step excludes a request."""
         alone = self.alone or self._on_trial
         return request_id in self.isolated if alone is None else request_id != alone
 
-    def _is_here(self, request: Request) -> bool:
-        return self.kv is None or self.kv.is_here(self._blocks(request))
+    def _is_on_device(self, request: Request) -> bool:
+        return self.kv is None or self.kv.is_on_device(self._blocks(request))
 
     def _blocks(self, request: Request) -> list[int]:
         groups = self.kv_cache_manager.get_block_ids(request.request_id)

@@ -103,13 +103,15 @@ class EngineSteps:
         self._core.post_step(executed)
         if self._scheduler.num_updates > num_updates:
             made = (outputs or {}).items()
-            told = {number: result for number, result in made if result.outputs}
-            self._made += self._told(told, is_decode=bool(self._scheduler.was_decode))
+            reported = {number: result for number, result in made if result.outputs}
+            self._made += self._steps_of(reported, is_decode=bool(self._scheduler.was_decode))
         WORKER.end_steps(len(self._core.batch_queue or ()))
         if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()
 
-    def _told(self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool) -> list[Step]:
+    def _steps_of(
+        self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool
+    ) -> list[Step]:
         """Return a step's results, as several steps if one message would be too long."""
         frames: list[bytes] = []
         progress: list[RequestProgress] = []
@@ -121,7 +123,7 @@ class EngineSteps:
             progress += _gist(result)
         if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
             halves = _halves(by_frontend)
-            return [step for half in halves for step in self._told(half, is_decode=False)]
+            return [step for half in halves for step in self._steps_of(half, is_decode=False)]
         return [Step(frames, progress, is_decode, frame_counts)]
 
     def _take(self) -> list[Step]:

@@ -82,7 +82,7 @@ class KvMigrations:
             self._send(m.Migrated(engine.name, request_id, is_known=False), ())
             return
         arrival = Arrival()
-        copied = residency.export(engine.name, blocks, arrival.tell) if blocks else None
+        copied = residency.export(engine.name, blocks, arrival.signal) if blocks else None
         engine.abort([request_id])
         if copied is None:
             arrival.close()
@@ -121,9 +121,9 @@ class KvMigrations:
             if (
                 kv_transfer is not None
                 and kv_transfer.source == device_number
-                and not coming.arrival.is_told()
+                and not coming.arrival.is_signalled()
             ):
-                coming.arrival.tell(False)
+                coming.arrival.signal(False)
         cache = self._peers.pop(device_number, None)
         if cache is not None:
             cache.leave()
@@ -137,7 +137,7 @@ class KvMigrations:
         assert kv_transfer is not None
         peer = self._peers.get(kv_transfer.source)
         if peer is None or not peer.is_usable:
-            arrival.tell(False)
+            arrival.signal(False)
             self._used(kv_transfer)
             self._coming[message.request_id] = _Coming(message, None, arrival)
             return
@@ -147,14 +147,14 @@ class KvMigrations:
     def arrived(self) -> list[tuple[m.AddRequest, PeerSlot | None]]:
         """Return requests that can continue, oldest first, each with its KV if all has arrived."""
         self._settle()
-        told = [one for one in self._coming.values() if one.arrival.is_told()]
-        for coming in told:
+        signalled = [one for one in self._coming.values() if one.arrival.is_signalled()]
+        for coming in signalled:
             del self._coming[coming.message.request_id]
             if coming.slot is not None and not coming.arrival.has_arrived():
                 coming.slot.free()
                 coming.slot = None
             coming.arrival.close()
-        return [(coming.message, coming.slot) for coming in told]
+        return [(coming.message, coming.slot) for coming in signalled]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop the KV of ended requests; ignore unknown requests."""

@@ -134,7 +134,7 @@ class Room:
         model.kv.stop_arriving()
         model.preempt()
         model.kv.discard_dead()
-        model.kv.unback(spare_extents(model.kv))
+        model.kv.unmap(spare_extents(model.kv))
 
     def _holding(self, name: str, is_host_full: bool) -> PageHolding:
         model, use = self.models[name], self._use_of(name)
@@ -174,7 +174,7 @@ class Room:
                 for extent in model.kv.free_extents():
                     if self.pool.num_free >= enough:
                         break
-                    model.kv.unback([extent])
+                    model.kv.unmap([extent])
             case Victim.RECOMPUTE:
                 self.recompute_later(model)
             case Victim.LIVE_KV:

@@ -204,7 +204,7 @@ class Residency:
         if self._next == name:
             self.stop_prefetch()
         model.kv.stop_arriving()
-        model.kv.unback(model.kv.free_extents())
+        model.kv.unmap(model.kv.free_extents())
         before = model.kv.host_bytes
         for group in model.kv.cut(model.kv.extents(Place.DEVICE)):
             model.kv.begin_page_out(group, self._out)
@@ -225,12 +225,12 @@ class Residency:
         # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
         reserved = model.kv.num_returning_pages
         count = -(-missing // model.kv.geometry.blocks_per_extent)
-        unbacked = model.kv.first_extents(Place.UNBACKED, count)
-        wanted = model.kv.num_missing_pages(unbacked) + reserved
+        unmapped = model.kv.first_extents(Place.UNMAPPED, count)
+        wanted = model.kv.num_missing_pages(unmapped) + reserved
         if wanted > self.pool.num_free:
             self._room.make(wanted, {name})
             self._room.wait_for(wanted)
-        model.kv.back(self._fitting(model.kv, unbacked, reserved))
+        model.kv.map(self._fitting(model.kv, unmapped, reserved))
 
     def export(
         self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]
@@ -257,7 +257,7 @@ class Residency:
             owned += model.kv.physical_pages + model.weights.physical_pages
         self.pool.check_owned(owned)
         kvs = [model.kv for model in self._models.values()]
-        own_bytes = sum(kv.host_bytes - kv.borrowed_bytes for kv in kvs)
+        own_bytes = sum(kv.host_bytes - kv.peer_host_bytes for kv in kvs)
         assert self._host.used_bytes == own_bytes + sent_bytes
         return len(owned)
 
@@ -295,7 +295,7 @@ class Residency:
 
     def _back(self, model: PooledModel, extents: list[int]) -> None:
         if extents and self._room.wait_for(model.kv.num_missing_pages(extents)):
-            model.kv.back(extents)
+            model.kv.map(extents)
         elif extents:
             raise OutOfPages(f"{model.name} has no page for its first block")
 
@@ -312,7 +312,7 @@ class Residency:
         for group in model.kv.groups_on_host(chain([0], model.wanted_blocks())):
             num_pages += model.kv.num_missing_pages(group)
             if num_pages > self.pool.num_free and keep_free is None:
-                model.kv.unback(spare_extents(model.kv))
+                model.kv.unmap(spare_extents(model.kv))
                 self._room.make(num_pages, {model.name})
             if num_pages + (keep_free or 0) > self.pool.num_free or room_bytes <= 0:
                 break
@@ -351,7 +351,7 @@ class Residency:
         keep_free = self._growth_pages(self._models[current].kv)
         first = self._first_extent(model)
         if first and model.kv.num_missing_pages(first) + keep_free <= self.pool.num_free:
-            model.kv.back(first)
+            model.kv.map(first)
         missing = model.weights.num_missing_pages
         if not missing:
             self._bring(model, keep_free)
@@ -364,7 +364,7 @@ class Residency:
 
     def _first_extent(self, model: PooledModel) -> list[int]:
         """Return extent 0 if unmapped: kernels may access the null block, block 0, at any time."""
-        return [0] if model.kv.place(0) is Place.UNBACKED else []
+        return [0] if model.kv.place(0) is Place.UNMAPPED else []
 
     def _num_wanted_pages(self, model: PooledModel) -> int:
         first = model.kv.num_missing_pages(self._first_extent(model))

@@ -69,7 +69,7 @@ class TurnLoop:
         self._answer_call = answer_call
         self._last_used_s: dict[str, float] = {}
         self.orders = Orders()
-        self._told_missing: dict[str, int] = {}
+        self._reported_missing: dict[str, int] = {}
         self.previous: str | None = None
         self._prefetching_for: str | None = None
         self._status_at_s = 0.0
@@ -215,7 +215,7 @@ class TurnLoop:
         """Handle all available messages; with ``block``, wait up to the status interval."""
         WORKER.main.clear()  # an earlier error has been handled
         self._maybe_report()
-        self._tell_snapshots()
+        self._report_snapshots()
         wait_s = _SNAPSHOTS_POLL_S if self._snapshots.is_busy else _STATUS_INTERVAL_S
         message = self._channel.receive(wait_s if block else 0.0, self.migrations.wake_fds)
         while message is not None and not self._stopping:
@@ -388,7 +388,7 @@ class TurnLoop:
         else:
             self._snapshots.take(model, engine.weights, fd)
 
-    def _tell_snapshots(self) -> None:
+    def _report_snapshots(self) -> None:
         for message in self._snapshots.finished():
             self._channel.send(message)
 
@@ -413,8 +413,8 @@ class TurnLoop:
     def _changed_missing(self) -> dict[str, int]:
         """Return each model's missing bytes, if changed since the last report."""
         now = {name: self.residency.missing_bytes(name) for name in self.engines}
-        told, self._told_missing = self._told_missing, now
-        return {name: missing for name, missing in now.items() if told.get(name) != missing}
+        reported, self._reported_missing = self._reported_missing, now
+        return {name: missing for name, missing in now.items() if reported.get(name) != missing}
 
     def _report_memory(self) -> None:
         changed = self._changed_missing()

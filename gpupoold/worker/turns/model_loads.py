@@ -18,7 +18,7 @@ from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
 from gpupoold.worker.turns.self_check import run_self_check
 from gpupoold.worker.weights.loading import ModelLoad
-from gpupoold.worker.weights.torch_release import pages_to_lend
+from gpupoold.worker.weights.torch_release import pages_for_torch
 
 _logger = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ class EngineLoader:
     ) -> ModelEngine:
         model = message.model
         try:
-            num_lent = pages_to_lend(model, self._device)
-            if num_lent:
-                self._residency.make_room(num_lent)
+            num_released = pages_for_torch(model, self._device)
+            if num_released:
+                self._residency.make_room(num_released)
         except BaseException:
             if snapshot is not None:
                 snapshot.close()
@@ -110,7 +110,7 @@ class EngineLoader:
             self._residency.pool,
             snapshot,
             message.layout_digest,
-            num_lent,
+            num_released,
             skips_checkpoint=skips_checkpoint,
         )
         engine = load_engine(model, load, self._device, self._host)
@@ -122,7 +122,7 @@ class EngineLoader:
         try:
             with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
                 self_check = run_self_check(engine, self._residency)
-            engine.kv.unback(engine.kv.free_extents())
+            engine.kv.unmap(engine.kv.free_extents())
             return self_check
         except Exception as error:
             self._give_up(engine)

@@ -46,12 +46,12 @@ class TurnSteps:
         requests.
         """
         if not engine.is_under_way:
-            self._tell(engine, engine.settle())  # a step may have ended elsewhere
+            self._report(engine, engine.settle())  # a step may have ended elsewhere
             self._since_s = self._clock()
         self._engine = engine
         self.num_begun += 1
         steps = engine.begin_step(chunk_tokens)
-        self._tell(engine, steps)
+        self._report(engine, steps)
         has_told = any(step.frames for step in steps)
         return has_told or engine.is_under_way or engine.has_requests()
 
@@ -66,14 +66,14 @@ class TurnSteps:
         """Wait for launched steps and report all results."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._tell(engine, engine.settle())
+            self._report(engine, engine.settle())
 
     def take_unsendable(self) -> list[m.RequestsFailed]:
         """Return requests whose outputs were too long for a message, to be ended and reported."""
         taken, self._unsendable = self._unsendable, []
         return taken
 
-    def _tell(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
+    def _report(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
         for step in steps:
             ended_s = self._clock()
             # Steps follow each other on the device: a step begins when the previous step ends.

@@ -23,7 +23,7 @@ from gpupoold.memory.weights import WeightMemory
 from gpupoold.units import format_bytes
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.relocation import WeightLayout, copy_out, plan_layout, relocate
-from gpupoold.worker.weights.torch_release import PageLoan
+from gpupoold.worker.weights.torch_release import TorchRelease
 
 if TYPE_CHECKING:
     import torch
@@ -68,9 +68,9 @@ class ModelLoad:
         self._pool = pool
         self._snapshot = snapshot
         self._snapshot_digest = digest
-        self._num_lent_pages = num_lent_pages
+        self._num_released_pages = num_lent_pages
         self.skips_checkpoint = skips_checkpoint
-        self._loan = PageLoan(device, pool)
+        self._release = TorchRelease(device, pool)
         self.weights: WeightMemory | None = None
         self.kv_address_range: AddressRange | None = None
         self.layout: WeightLayout | None = None
@@ -80,11 +80,11 @@ class ModelLoad:
         """Make this load the present load inside the context; free its memory after an error."""
         _current.append(self)
         try:
-            self._loan.lend(self._num_lent_pages)
+            self._release.release(self._num_released_pages)
             yield
         except BaseException as error:
             self._give_back()
-            self._loan.take_back(error)
+            self._release.reclaim(error)
             raise
         finally:
             _current.pop()
@@ -108,7 +108,7 @@ class ModelLoad:
         if is_new:  # after pinning: GPU copies to unpinned memory are ten times slower
             copy_out(layout, snapshot.address, self._device)
         relocate(layout, address_range.address, self._device)
-        self._loan.take_back()
+        self._release.reclaim()
 
     def bring_weights(self) -> None:
         """Make the weights resident, for phases of the load that compute.

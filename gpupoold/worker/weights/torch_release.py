@@ -25,7 +25,7 @@ _SLACK_SHARE = 0.1
 _SLACK_BYTES = 1 << 30
 
 
-def pages_to_lend(model: ModelToLoad, device: Device) -> int:
+def pages_for_torch(model: ModelToLoad, device: Device) -> int:
     """Return the pages to release to torch for loading ``model``; 0 if torch uses host memory.
 
     Raises:
@@ -41,22 +41,22 @@ def pages_to_lend(model: ModelToLoad, device: Device) -> int:
     return min(device.num_pages, -(-num_bytes // device.page_bytes))
 
 
-class PageLoan:
-    """Pages released to torch; ``take_back`` reclaims the pages and may be called at any time."""
+class TorchRelease:
+    """Pages released to torch; ``reclaim`` reclaims the pages and may be called at any time."""
 
     def __init__(self, device: Device, pool: PagePool) -> None:
         self._device = device
         self._pool = pool
         self._runs: list[PageRun] = []
 
-    def lend(self, num_pages: int) -> None:
+    def release(self, num_pages: int) -> None:
         """Release ``num_pages`` to torch, or all free pages if fewer."""
-        assert not self._runs, "one loan at a time"
+        assert not self._runs, "the pages released before have not been reclaimed"
         runs = self._pool.allocate(min(num_pages, self._pool.num_free))
-        self._device.lend(runs)
+        self._device.release_memory(runs)
         self._runs = runs
 
-    def take_back(self, failure: BaseException | None = None) -> None:
+    def reclaim(self, failure: BaseException | None = None) -> None:
         """Reclaim the pages.
 
         The frames of ``failure`` keep a failed load's tensors alive and are cleared.

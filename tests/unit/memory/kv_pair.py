@@ -31,7 +31,7 @@ def all_extents(kv: KvMemory) -> list[int]:
 def backed(rig: Rig, layout: str) -> tuple[KvMemory, MemoryLedger, dict[int, bytes]]:
     """A model all of whose blocks are in use, and their bytes."""
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_extents(kv))
+    kv.map(all_extents(kv))
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), layout)
     return kv, ledger, written
 

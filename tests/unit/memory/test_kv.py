@@ -32,8 +32,8 @@ def check(rig: Rig, *kvs: KvMemory) -> None:
 def test_the_engine_gets_only_backed_blocks(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
     assert (ledger.num_free, kv.resident_bytes) == (0, 0)
-    assert kv.extents(Place.UNBACKED) == all_extents(kv)
-    kv.back([1, 2])
+    assert kv.extents(Place.UNMAPPED) == all_extents(kv)
+    kv.map([1, 2])
     backed = [*kv.geometry.blocks(1), *kv.geometry.blocks(2)]
     assert sorted(ledger.allocate(ledger.num_free)) == backed
     assert kv.extents(Place.DEVICE) == [1, 2]
@@ -43,7 +43,7 @@ def test_the_engine_gets_only_backed_blocks(rig: Rig, layout: str) -> None:
 @every_layout
 def test_the_null_block_is_backed_but_never_given(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_extents(kv))
+    kv.map(all_extents(kv))
     assert sorted(ledger.allocate(ledger.num_free)) == list(range(1, kv.geometry.num_blocks))
     assert read_block(kv, 0) == bytes(kv.geometry.block_bytes)
 
@@ -52,7 +52,7 @@ def test_the_null_block_is_backed_but_never_given(rig: Rig, layout: str) -> None
 def test_fresh_blocks_are_zero(rig: Rig, layout: str) -> None:
     rig.soil()
     kv, _ = rig.kv(geometry_of(layout))
-    kv.back(all_extents(kv))
+    kv.map(all_extents(kv))
     for block in range(kv.geometry.num_blocks):
         assert read_block(kv, block) == bytes(kv.geometry.block_bytes)
 
@@ -62,20 +62,20 @@ def test_predicted_pages_are_those_taken_and_freed(rig: Rig, layout: str) -> Non
     kv, _ = rig.kv(geometry_of(layout))
     for extents in ([1], [0, 2], [3]):
         predicted, before = kv.num_missing_pages(extents), rig.pool.num_free
-        kv.back(extents)
+        kv.map(extents)
         assert before - rig.pool.num_free == predicted
         assert kv.num_missing_pages(extents) == 0
     assert kv.resident_bytes == (64 - rig.pool.num_free) * PAGE
     for extents in ([1], [2, 3], [0]):
         predicted, before = kv.num_resident_pages(extents), rig.pool.num_free
-        kv.unback(extents)
+        kv.unmap(extents)
         assert rig.pool.num_free - before == predicted
         check(rig, kv)
 
 
 def test_a_extent_between_neighbours_frees_no_page(rig: Rig) -> None:
     kv, _ = rig.kv(geometry_of("unaligned"))
-    kv.back([0, 1, 2])
+    kv.map([0, 1, 2])
     assert kv.num_resident_pages([1]) == 0
     assert kv.num_resident_pages([0, 1, 2]) == 64 - rig.pool.num_free
 
@@ -83,7 +83,7 @@ def test_a_extent_between_neighbours_frees_no_page(rig: Rig) -> None:
 @every_layout
 def test_out_and_in_again_at_other_pages(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_extents(kv))
+    kv.map(all_extents(kv))
     live = ledger.allocate(ledger.num_free - 2)
     ledger.release(live[1::3])  # leaves gaps between live blocks
     del live[1::3]
@@ -108,7 +108,7 @@ def test_out_and_in_again_at_other_pages(rig: Rig, layout: str) -> None:
 @every_layout
 def test_neighbours_stay_intact_while_a_extent_is_out(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_extents(kv))
+    kv.map(all_extents(kv))
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), "n")
     for extent in (extent for extent in all_extents(kv) if kv.live_blocks(extent)):
         rig.page_out(kv, extent)
@@ -122,7 +122,7 @@ def test_neighbours_stay_intact_while_a_extent_is_out(rig: Rig, layout: str) -> 
 
 def test_blocks_that_do_not_travel_show_nothing_of_another_model(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     live = ledger.allocate(1)
     written = fill_blocks(kv, live, "x")
     rig.page_out(kv, 1)
@@ -135,32 +135,32 @@ def test_blocks_that_do_not_travel_show_nothing_of_another_model(rig: Rig) -> No
 
 def test_free_extents_are_those_without_a_live_block(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([0, 1, 2, 3])
+    kv.map([0, 1, 2, 3])
     assert kv.free_extents() == [3, 2, 1, 0]
     blocks = ledger.allocate(2)  # block 1 in extent 0, block 2 in extent 1
     assert kv.free_extents() == [3, 2]
     ledger.release(blocks[:1])
     assert kv.free_extents() == [3, 2, 0]
-    kv.unback([3, 0])
+    kv.unmap([3, 0])
     assert kv.extents(Place.DEVICE) == [1, 2]
     check(rig, kv)
 
 
 def test_unback_forgets_cached_prefixes(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     block = ledger.allocate(1)[0]
     ledger.remember(block, "prefix")
     ledger.release([block])
-    kv.unback([1])
+    kv.unmap([1])
     assert ledger.reuse("prefix") is None
-    kv.back([1])
+    kv.map([1])
     assert ledger.num_free == 2
 
 
 def test_page_out_forgets_prefixes_of_free_blocks_only(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     live, idle = ledger.allocate(2)
     ledger.remember(live, "live")
     ledger.remember(idle, "idle")
@@ -172,7 +172,7 @@ def test_page_out_forgets_prefixes_of_free_blocks_only(rig: Rig) -> None:
 def test_blocks_of_a_request_that_ended_outside_stay_with_us(rig: Rig) -> None:
     """Else the engine could write to a block that a copy is about to fill."""
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     blocks = ledger.allocate(2)
     written = fill_blocks(kv, blocks, "p")
     ledger.remember(blocks[0], "prefix")
@@ -191,20 +191,20 @@ def test_blocks_of_a_request_that_ended_outside_stay_with_us(rig: Rig) -> None:
 
 def test_discard_dead_frees_the_host_and_holds_the_blocks(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1, 2])
+    kv.map([1, 2])
     blocks = ledger.allocate(4)
     ledger.remember(blocks[0], "prefix")
     for extent in (1, 2):
         rig.page_out(kv, extent)
     ledger.release(blocks[:2])
     kv.discard_dead()
-    assert (kv.extents(Place.UNBACKED)[:2], kv.extents(Place.HOST)) == ([0, 1], [2])
+    assert (kv.extents(Place.UNMAPPED)[:2], kv.extents(Place.HOST)) == ([0, 1], [2])
     assert ledger.num_free == 0
     assert ledger.reuse("prefix") is None
     ledger.release(blocks[2:])
     kv.discard_dead()
     assert rig.host.used_bytes == 0
-    kv.back([1])
+    kv.map([1])
     assert ledger.num_free == 2
     check(rig, kv)
 
@@ -212,7 +212,7 @@ def test_discard_dead_frees_the_host_and_holds_the_blocks(rig: Rig) -> None:
 def test_host_cache_full_changes_nothing() -> None:
     rig = Rig(host_pages=1)
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1, 2])
+    kv.map([1, 2])
     written = fill_blocks(kv, ledger.allocate(4), "f")
     before = rig.pool.num_free
     assert not rig.page_out(kv, 1)
@@ -226,7 +226,7 @@ def test_host_cache_full_changes_nothing() -> None:
 def test_a_extent_without_live_blocks_needs_no_host_room() -> None:
     rig = Rig(host_pages=0)
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     assert rig.page_out(kv, 1)
     assert rig.pool.num_free == 64
     assert kv.extents(Place.HOST) == []
@@ -237,7 +237,7 @@ def test_a_extent_without_live_blocks_needs_no_host_room() -> None:
 @every_layout
 def test_no_pages_to_come_back_to_changes_nothing(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back([1, 2])
+    kv.map([1, 2])
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), "d")
     rig.page_out(kv, 2)
     other = rig.address_range(64)
@@ -257,7 +257,7 @@ def test_no_pages_to_back_with_changes_nothing(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))  # three pages per extent
     rig.address_range(64).retain(range(64 - 7))
     with pytest.raises(OutOfPages):
-        kv.back([1, 2, 3])
+        kv.map([1, 2, 3])
     assert kv.extents(Place.DEVICE) == []
     assert (ledger.num_free, rig.pool.num_free) == (0, 7)
     check(rig, kv)
@@ -268,7 +268,7 @@ def test_two_models_take_turns_on_a_full_device() -> None:
     models = [rig.kv(geometry_of("layers-outermost")) for _ in range(2)]
     written: list[dict[int, bytes]] = []
     for number, (kv, ledger) in enumerate(models):
-        kv.back(all_extents(kv))
+        kv.map(all_extents(kv))
         written.append(fill_blocks(kv, ledger.allocate(15), number))
         for extent in all_extents(kv):
             rig.page_out(kv, extent)
@@ -292,7 +292,7 @@ def test_unattached_memory_says_so(rig: Rig) -> None:
 
 def test_close_frees_host_slots(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     ledger.allocate(2)
     rig.page_out(kv, 1)
     assert rig.host.used_bytes > 0
@@ -308,7 +308,7 @@ def test_ledger_refuses_to_hold_a_block_in_use() -> None:
 
 def test_a_extent_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     live = ledger.allocate(1)
     written = fill_blocks(kv, live, "x")
     with rig.copies_held():
@@ -316,7 +316,7 @@ def test_a_extent_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
         kv.settle()
         assert kv.extents(Place.LEAVING) == [1]
         assert kv.num_leaving_pages == 3
-        assert not kv.is_here(live)
+        assert not kv.is_on_device(live)
         assert ledger.num_free == 0
         assert read_block(kv, live[0]) == written[live[0]]
         check(rig, kv)
@@ -326,7 +326,7 @@ def test_a_extent_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
 
 def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1, 2])
+    kv.map([1, 2])
     written = fill_blocks(kv, ledger.allocate(3), "x")
     with rig.copies_held():
         kv.begin_page_out([1], rig.outs)
@@ -344,29 +344,29 @@ def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
 
 def test_a_request_may_run_when_its_own_kv_is_in(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1, 2])
+    kv.map([1, 2])
     first, second = ledger.allocate(2), ledger.allocate(2)
     fill_blocks(kv, [*first, *second], "x")
     for extent in (1, 2):
         rig.page_out(kv, extent)
-    assert not kv.is_here(first)
+    assert not kv.is_on_device(first)
     assert kv.extents_in_order(Place.HOST, second) == [2, 1]
     rig.page_in(kv, 2)
-    assert kv.is_here(second)
-    assert not kv.is_here(first)
+    assert kv.is_on_device(second)
+    assert not kv.is_on_device(first)
     with rig.copies_held():
         kv.begin_page_in([1], rig.ins)
         kv.settle()
-        assert not kv.is_here(first)
+        assert not kv.is_on_device(first)
         assert kv.missing_bytes == 0  # it is on its way
     rig.finish(kv)
-    assert kv.is_here(first)
+    assert kv.is_on_device(first)
     assert kv.is_whole
 
 
 def test_what_was_arriving_stays_on_the_host_when_plans_change(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1, 2])
+    kv.map([1, 2])
     written = fill_blocks(kv, ledger.allocate(4), "x")
     for extent in (1, 2):
         rig.page_out(kv, extent)
@@ -388,7 +388,7 @@ def test_a_extent_whose_requests_end_under_way_is_let_go_when_it_has_come(
     rig: Rig, leaving: bool
 ) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     blocks = ledger.allocate(2)
     fill_blocks(kv, blocks, "x")
     if not leaving:
@@ -415,7 +415,7 @@ def test_a_extent_whose_requests_end_under_way_is_let_go_when_it_has_come(
 def test_neighbours_move_together(rig: Rig, layout: str) -> None:
     """Mapped in one go where they meet, and apart where pages of others lie between."""
     kv, ledger = rig.kv(geometry_of(layout))
-    kv.back(all_extents(kv))
+    kv.map(all_extents(kv))
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), layout)
     extents = [extent for extent in all_extents(kv) if kv.live_blocks(extent)]
     for group in (extents, extents[::2], extents[1:3]):
@@ -446,14 +446,14 @@ def test_groups_are_alike_and_even_in_number_where_they_can_be(
 def test_what_the_host_has_no_room_for_stays() -> None:
     rig = Rig(host_pages=3)  # for two blocks of 6 KiB
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1, 2, 3])
+    kv.map([1, 2, 3])
     blocks = ledger.allocate(6)
     fill_blocks(kv, blocks, "x")
     ledger.release([6, 7])  # all of extent 3
     with rig.copies_held():
         assert kv.begin_page_out([3, 1, 2], rig.outs) == 2
         assert (kv.extents(Place.LEAVING), kv.extents(Place.DEVICE)) == ([1], [2])
-        assert 3 in kv.extents(Place.UNBACKED)
+        assert 3 in kv.extents(Place.UNMAPPED)
     rig.finish(kv)
     check(rig, kv)
     rig.close()
@@ -461,7 +461,7 @@ def test_what_the_host_has_no_room_for_stays() -> None:
 
 def test_a_copy_that_fails_leaves_the_extent_where_it_was(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1])
+    kv.map([1])
     written = fill_blocks(kv, ledger.allocate(2), "x")
     rig.out_copy_stream.error = OSError("the link is broken")
     with pytest.raises(OSError, match="the link is broken"):

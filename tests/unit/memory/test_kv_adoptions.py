@@ -38,14 +38,14 @@ def test_bytes_are_those_that_were_exported(layout: str, order: str) -> None:
     blocks = ORDERS[order](list(pair.written))
     attached = pair.attach_slot(blocks)
     num_bytes = len(blocks) * pair.kv.geometry.block_bytes
-    assert pair.kv.host_bytes == pair.kv.borrowed_bytes == pair.kv.missing_bytes == num_bytes
+    assert pair.kv.host_bytes == pair.kv.peer_host_bytes == pair.kv.missing_bytes == num_bytes
     assert pair.target.host.used_bytes == 0
-    assert not pair.kv.is_here(attached)
+    assert not pair.kv.is_on_device(attached)
     assert pair.num_freed == 0
     pair.bring_in()
-    assert pair.kv.is_here(attached)
+    assert pair.kv.is_on_device(attached)
     assert pair.num_freed == 1
-    assert pair.kv.borrowed_bytes == pair.kv.host_bytes == 0
+    assert pair.kv.peer_host_bytes == pair.kv.host_bytes == 0
     assert [read_block(pair.kv, block) for block in attached] == [
         pair.written[block] for block in blocks
     ]
@@ -57,7 +57,7 @@ def test_bytes_are_those_that_were_exported(layout: str, order: str) -> None:
 def test_beside_others_and_out_again(layout: str) -> None:
     """As blocks that were always here: their neighbours stay intact, they can be paged."""
     pair = Pair(layout)
-    pair.kv.back([0, 1])
+    pair.kv.map([0, 1])
     own = fill_blocks(pair.kv, pair.ledger.allocate(pair.ledger.num_free), "own")
     blocks = list(pair.written)[: len(pair.written) // 3]
     attached = pair.attach_slot(blocks)
@@ -66,7 +66,7 @@ def test_beside_others_and_out_again(layout: str) -> None:
     assert {block: read_block(pair.kv, block) for block in expected} == expected
     for extent in pair.kv.extents(Place.DEVICE):
         pair.target.page_out(pair.kv, extent)
-    assert (pair.kv.resident_bytes, pair.kv.borrowed_bytes) == (0, 0)
+    assert (pair.kv.resident_bytes, pair.kv.peer_host_bytes) == (0, 0)
     pair.bring_in()
     assert {block: read_block(pair.kv, block) for block in expected} == expected
     pair.close()
@@ -81,7 +81,7 @@ def test_the_rest_of_their_extents_is_held_until_they_are_in(pair: Pair) -> None
 
 
 def test_cached_prefixes_give_way(pair: Pair) -> None:
-    pair.kv.back(all_extents(pair.kv))
+    pair.kv.map(all_extents(pair.kv))
     mine = pair.ledger.allocate(3)
     own = fill_blocks(pair.kv, mine, "own")
     cached = pair.ledger.allocate(2)
@@ -98,7 +98,7 @@ def test_cached_prefixes_give_way(pair: Pair) -> None:
 
 
 def test_more_than_fit_are_not_taken(pair: Pair) -> None:
-    pair.kv.back([1, 2])
+    pair.kv.map([1, 2])
     own = fill_blocks(pair.kv, pair.ledger.allocate(4), "own")
     num_room = len(pair.written) - 4
     slot = pair.kv_transfer(list(pair.written)[: num_room + 1])
@@ -122,7 +122,7 @@ def test_a_request_that_ends_before_they_came(pair: Pair) -> None:
     pair.kv.discard_dead()
     assert pair.num_freed == 1
     assert pair.kv.is_whole
-    assert pair.kv.extents(Place.UNBACKED) == all_extents(pair.kv)
+    assert pair.kv.extents(Place.UNMAPPED) == all_extents(pair.kv)
     assert pair.ledger.num_free == 0
     check(pair.target, pair.kv)
 
@@ -162,7 +162,7 @@ def test_a_copy_that_fails_can_be_made_again(pair: Pair) -> None:
         pair.target.page_in(pair.kv, pair.kv.extents(Place.HOST)[0])
     with contextlib.suppress(OSError):
         pair.kv.settle()
-    assert (pair.num_freed, pair.kv.is_here(attached)) == (0, False)
+    assert (pair.num_freed, pair.kv.is_on_device(attached)) == (0, False)
     check(pair.target, pair.kv)
     pair.bring_in()
     assert [read_block(pair.kv, one) for one in attached] == [pair.written[b] for b in blocks]
@@ -192,7 +192,7 @@ def test_of_the_same_cache(rig: Rig) -> None:
     kv.settle()
     attached = other.attach_slot(slot, 2)
     assert attached is not None
-    assert (other.borrowed_bytes, other.host_bytes) == (0, rig.host.used_bytes)
+    assert (other.peer_host_bytes, other.host_bytes) == (0, rig.host.used_bytes)
     rig.page_in(other, other.extents(Place.HOST)[0])
     assert [read_block(other, block) for block in attached] == [written[4], written[3]]
     assert rig.host.used_bytes == 0

@@ -77,7 +77,7 @@ def test_blocks_on_the_host_are_kept_as_long(rig: Rig) -> None:
         check(rig, kv)
     transfer.wait()
     kv.settle_exports()
-    assert (kv.extents(Place.HOST), kv.extents(Place.UNBACKED)) == ([], [1])
+    assert (kv.extents(Place.HOST), kv.extents(Place.UNMAPPED)) == ([], [1])
     assert rig.host.used_bytes == used  # now of the copy
     assert in_slot(slot) == row_by_row(kv, written, [2, 4])
     slot.free()
@@ -95,7 +95,7 @@ def test_pages_stay_until_they_have_been_copied(rig: Rig) -> None:
     assert told == [True]
     rig.finish(kv)
     rig.soil()
-    assert (kv.extents(Place.UNBACKED), kv.extents(Place.HOST)) == ([1], [2])
+    assert (kv.extents(Place.UNMAPPED), kv.extents(Place.HOST)) == ([1], [2])
     assert in_slot(slot) == row_by_row(kv, written, [2, 3])
     slot.free()
     check(rig, kv)

@@ -225,12 +225,12 @@ class TestArrival:
     ) -> None:
         """Whatever fails anywhere, bytes that may not be there are not taken for there."""
         arrival = Arrival()
-        assert not arrival.is_told()
+        assert not arrival.is_signalled()
         assert not arrival.has_arrived()
         code = (
             "import sys; from gpupoold.memory.kv_transfers import Arrival\n"
             "arrival = Arrival(int(sys.argv[1]))\n"
-            f"for has_arrived in {told}: arrival.tell(has_arrived)\n"
+            f"for has_arrived in {told}: arrival.signal(has_arrived)\n"
         )
         subprocess.run(
             [sys.executable, "-c", code, str(arrival.fd)],
@@ -240,8 +240,8 @@ class TestArrival:
             timeout=WAIT_S,
         )
         assert select.select([arrival.fd], [], [], 0)[0] == [arrival.fd]
-        assert (arrival.is_told(), arrival.has_arrived()) == (True, has_arrived)
-        assert (arrival.is_told(), arrival.has_arrived()) == (True, has_arrived)  # it stays so
+        assert (arrival.is_signalled(), arrival.has_arrived()) == (True, has_arrived)
+        assert (arrival.is_signalled(), arrival.has_arrived()) == (True, has_arrived)  # it stays so
         arrival.close()
 
     @pytest.mark.parametrize("has_arrived", [True, False])
@@ -250,9 +250,9 @@ class TestArrival:
         code = (
             "import select, sys; from gpupoold.memory.kv_transfers import Arrival\n"
             "arrival = Arrival(int(sys.argv[1]))\n"
-            "print(arrival.is_told(), flush=True)\n"
+            "print(arrival.is_signalled(), flush=True)\n"
             "select.select([arrival.fd], [], [])\n"
-            "print(arrival.is_told(), arrival.has_arrived(), flush=True)\n"
+            "print(arrival.is_signalled(), arrival.has_arrived(), flush=True)\n"
         )
         with subprocess.Popen(
             [sys.executable, "-c", code, str(arrival.fd)],
@@ -263,16 +263,16 @@ class TestArrival:
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "False\n"
-            arrival.tell(has_arrived)
+            arrival.signal(has_arrived)
             assert process.communicate(timeout=WAIT_S)[0] == f"True {has_arrived}\n"
         arrival.close()
 
     def test_what_is_told_later_changes_nothing(self) -> None:
         """Whoever has seen that the bytes are there may be using them."""
         arrival = Arrival()
-        arrival.tell(True)
+        arrival.signal(True)
         assert arrival.has_arrived()
-        arrival.tell(False)
+        arrival.signal(False)
         assert arrival.has_arrived()
         arrival.close()
         with pytest.raises(OSError, match="Bad file descriptor"):

@@ -45,7 +45,7 @@ class Pair:
     def start(self, model: Model) -> dict[int, bytes]:
         """Bring a model in; a request of it fills four blocks."""
         model.weights.load()
-        model.kv.back([0, 1, 2])
+        model.kv.map([0, 1, 2])
         return model.write(self.driver, model.ledger.allocate(4))
 
     def take_off(self, model: Model) -> None:
@@ -171,7 +171,7 @@ def test_pitfall_13_addresses_stay_while_pages_change(rig: Rig) -> None:
     weights, snapshot = rig.weights(8, "w")
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     weights.load()
-    kv.back([1])
+    kv.map([1])
     written = fill_blocks(kv, ledger.allocate(2), "x")
     addresses, pages = (weights.address, kv.address), weights.physical_pages + kv.physical_pages
     weights.evict()
@@ -188,7 +188,7 @@ def test_pitfall_13_addresses_stay_while_pages_change(rig: Rig) -> None:
 def test_pitfall_19_blocks_on_their_way_out_are_nobodys(rig: Rig) -> None:
     """Neither the engine nor another model may write to them before the copy has ended."""
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
-    kv.back([1, 2])
+    kv.map([1, 2])
     written = fill_blocks(kv, blocks := ledger.allocate(3), "x")
     with rig.copies_held():
         kv.begin_page_out([1, 2], rig.outs)
@@ -220,12 +220,12 @@ def test_pitfall_22_what_an_engine_forgets_is_still_on_the_host(rig: Rig) -> Non
     other, others = rig.kv(geometry_of("small-blocks"))
     written = {}
     for memory, engine in ((kv, ledger), (other, others)):
-        memory.back([1])
+        memory.map([1])
         written[memory] = fill_blocks(memory, blocks := engine.allocate(2), "x")
         engine.remember(blocks[0], "prefix")
         rig.page_out(memory, 1)
     ledger.forget(list(written[kv]))  # its prefix cache is reset
-    with other.without_ballast():
+    with other.with_reserved_blocks():
         others.release(list(written[other]))  # all its requests are preempted
     other.discard_dead()
     assert other.host_bytes == 0
@@ -241,10 +241,10 @@ def test_pitfall_29_a_extent_that_cannot_be_mapped_whole_is_not_mapped(
     kv, ledger = rig.kv(geometry_of("layers-outermost"))  # a page in each of three layers
     rig.device.fail_in = fail_in
     with pytest.raises(OSError, match="too many mappings"):
-        kv.back([1])
+        kv.map([1])
     assert (rig.pool.num_free, kv.resident_bytes, ledger.num_free) == (64, 0, 0)
     kv.check_integrity()
-    kv.back([1])
+    kv.map([1])
     assert ledger.num_free == 2
 
 

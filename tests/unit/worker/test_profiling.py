@@ -166,7 +166,7 @@ Run = Callable[..., Profile | None]
 def assert_no_trace(engine: KnownEngine) -> None:
     """All blocks are held back again, without content; the engine has nothing to do."""
     assert not engine.has_requests()
-    assert engine.kv.extents(Place.UNBACKED) == list(range(engine.kv.geometry.num_extents))
+    assert engine.kv.extents(Place.UNMAPPED) == list(range(engine.kv.geometry.num_extents))
     assert engine.ledger.cached() == {}
     assert engine.kv.resident_bytes == 0
 

@@ -344,7 +344,7 @@ class TestNuma:
 class TestLending:
     def test_lent_memory_is_free_and_comes_back(self, device: CudaDevice, driver: FakeCuda) -> None:
         runs = [PageRun(3, 5), PageRun(20, 2)]
-        device.lend(runs)
+        device.release_memory(runs)
         assert device.free_bytes() == 7 * PAGE
         device.reclaim(runs)
         assert device.free_bytes() == 0
@@ -355,16 +355,16 @@ class TestLending:
         device.release(address_range, 5)
 
     def test_a_lent_page_cannot_be_mapped(self, device: CudaDevice) -> None:
-        device.lend([PageRun(3, 1)])
+        device.release_memory([PageRun(3, 1)])
         address_range = device.reserve(1)
-        with pytest.raises(AssertionError, match="is lent"):
+        with pytest.raises(AssertionError, match="is released"):
             device.map(address_range, [PageRun(3, 1)])
         device.release(address_range, 1)
 
     def test_memory_still_in_use_can_be_asked_for_again(
         self, device: CudaDevice, driver: FakeCuda
     ) -> None:
-        device.lend([PageRun(0, 4)])
+        device.release_memory([PageRun(0, 4)])
         driver.taken_bytes = PAGE
         with pytest.raises(CudaError, match="out of memory"):
             device.reclaim([PageRun(0, 4)])

@@ -148,16 +148,16 @@ def test_kv_is_paged_out_and_in_while_its_pages_serve_another_model(
     pool = PagePool(24)
     one, two = make(pool, 1), make(pool, 2)
     one.weights.load()
-    one.kv.back([0, 1, 2])
+    one.kv.map([0, 1, 2])
     written = one.write(driver, one.ledger.allocate(4))
     for extent in (2, 1, 0):
         assert one.kv.begin_page_out([extent], queues[Direction.OUT])
     one.finish()
     one.weights.evict()
     two.weights.load()
-    two.kv.back([0, 1, 2, 3])
+    two.kv.map([0, 1, 2, 3])
     assert driver.kernel_read(two.kv.address, PAGE) == bytes(PAGE), "another model's bytes show"
-    two.kv.unback([3, 2, 1, 0])
+    two.kv.unmap([3, 2, 1, 0])
     two.weights.evict()
     one.weights.load()
     for extent in one.kv.extents(Place.HOST):
@@ -174,7 +174,7 @@ def test_blocks_that_were_free_come_back_as_zeros(
     """Beside the blocks that are copied in, the fresh pages show no other model's bytes."""
     pool = PagePool(24)
     one, two = make(pool, 1), make(pool, 2)
-    one.kv.back([0])
+    one.kv.map([0])
     written = one.write(driver, one.ledger.allocate(1))
     assert one.kv.begin_page_out([0], queues[Direction.OUT])
     one.finish()

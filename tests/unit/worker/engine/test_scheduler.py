@@ -46,7 +46,7 @@ class Kv:
     def is_whole(self) -> bool:
         return not self.away
 
-    def is_here(self, blocks: list[int]) -> bool:
+    def is_on_device(self, blocks: list[int]) -> bool:
         return not self.away & set(blocks)
 
     def discard_dead(self) -> None:

@@ -38,7 +38,7 @@ class Engine:
         self.kv: KvMemory
         self.ledger: MemoryLedger
         self.kv, self.ledger = rig.kv(geometry_of("layers-outermost"))
-        self.kv.back(list(range(self.kv.geometry.num_extents)))
+        self.kv.map(list(range(self.kv.geometry.num_extents)))
         self._rig = rig
         self.blocks: dict[str, list[int]] = {}
         self.written: dict[int, bytes] = {}
@@ -171,7 +171,7 @@ class TestOut:
         assert kv_transfer is not None
         there.finish()
         arrival = there.arrival()
-        assert arrival.is_told()
+        assert arrival.is_signalled()
         assert not arrival.has_arrived()
         arrival.close()
         there.migrations.free(kv_transfer.transfer_id)
@@ -240,7 +240,7 @@ class TestIn:
         teller = Arrival(os.dup(arrival.fd))
         here.migrations.expect(self.order(kv_transfer), arrival)
         assert here.migrations.arrived() == []
-        teller.tell(True)
+        teller.signal(True)
         [(_, slot)] = here.migrations.arrived()
         assert slot is not None
         slot.free()
@@ -248,7 +248,7 @@ class TestIn:
 
     def test_a_copy_that_failed(self, here: Worker, kv_transfer: m.KvTransfer) -> None:
         arrival = Arrival()
-        arrival.tell(False)
+        arrival.signal(False)
         here.migrations.expect(self.order(kv_transfer), arrival)
         [(message, slot)] = here.migrations.arrived()
         assert (message.request_id, slot) == ("r", None)
@@ -278,7 +278,7 @@ class TestIn:
         here.migrations.peer_down(2)
         here.migrations.peer_down(7)  # nobody knows it
         assert here.migrations.arrived() == []
-        arrival.tell(True)
+        arrival.signal(True)
         [(_, slot)] = here.migrations.arrived()
         assert slot is not None
         slot.free()
@@ -429,7 +429,7 @@ def test_requests_go_on_in_the_order_in_which_they_came(here: Worker) -> None:
         order = m.AddRequest("llama", f"r{number}", 0.0, 1, 8, [b""], [0], kv_transfer=kv_transfer)
         here.migrations.expect(order, arrival)
     for number in (2, 0):
-        tellers[number].tell(number == 0)
+        tellers[number].signal(number == 0)
     arrived = here.migrations.arrived()
     assert [message.request_id for message, _ in arrived] == ["r0", "r2"]
     assert [slot is not None for _, slot in arrived] == [True, False]

@@ -46,14 +46,14 @@ class Model:
     num_preempted: int = 0
 
     def is_ready(self) -> bool:
-        return any(self.kv.is_here(request) for request in self.requests)
+        return any(self.kv.is_on_device(request) for request in self.requests)
 
     def wanted_blocks(self) -> list[int]:
         return [block for request in self.requests for block in request]
 
     def preempt(self) -> None:
         self.num_preempted += len(self.requests)
-        with self.kv.without_ballast():
+        with self.kv.with_reserved_blocks():
             for request in self.requests:
                 self.ledger.release(request)
         self.requests.clear()
@@ -224,7 +224,7 @@ def test_a_model_that_goes_is_prefetched_no_more(box: Box) -> None:
     box.residency.remove("b")
     assert not box.weights("b").is_arriving
     box.weights("b").evict()
-    box.models["b"].kv.unback([0])
+    box.models["b"].kv.unmap([0])
     box.residency.check_integrity()
     box.residency.prefetch("c", "a")
     assert box.switch_in("c") == 0
@@ -261,8 +261,8 @@ def test_a_model_runs_as_soon_as_its_first_request_can(
     box.residency._in.close()
     box.residency._in = TransferQueue([gate], "copy-in")
     box.residency.switch_in("a")
-    assert model.kv.is_here(first)
-    assert not model.kv.is_here(second)
+    assert model.kv.is_on_device(first)
+    assert not model.kv.is_on_device(second)
     assert box.residency.missing_bytes("a") == 0  # all of it is on its way
     assert box.kv_bytes("a", first) == first
     gate.num_allowed = None

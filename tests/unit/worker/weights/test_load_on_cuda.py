@@ -21,7 +21,7 @@ from gpupoold.wire.messages import ModelToLoad  # noqa: E402
 from gpupoold.worker.weights import tensors  # noqa: E402
 from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
 from gpupoold.worker.weights.relocation import copy_out, plan_layout  # noqa: E402
-from gpupoold.worker.weights.torch_release import PageLoan, pages_to_lend  # noqa: E402
+from gpupoold.worker.weights.torch_release import TorchRelease, pages_for_torch  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
 
 PAGE = 4096
@@ -50,36 +50,36 @@ def pool(device: CudaDevice) -> Iterator[PagePool]:
     assert made.num_free == made.num_pages
 
 
-class TestPageLoan:
+class TestTorchRelease:
     def test_torch_has_the_memory_during_the_loan(
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
     ) -> None:
-        loan = PageLoan(device, pool)
-        loan.lend(10)
+        released = TorchRelease(device, pool)
+        released.release(10)
         assert driver.free_bytes == 10 * PAGE
         assert pool.num_free == NUM_PAGES - 10
-        loan.take_back()
-        loan.take_back()
+        released.reclaim()
+        released.reclaim()
         assert driver.free_bytes == 0
 
     def test_lends_what_there_is(self, device: CudaDevice, pool: PagePool) -> None:
         held = pool.allocate(60)
-        loan = PageLoan(device, pool)
-        loan.lend(10)
+        released = TorchRelease(device, pool)
+        released.release(10)
         assert device.free_bytes() == 4 * PAGE
-        loan.take_back()
+        released.reclaim()
         pool.free(held)
 
     def test_memory_that_does_not_come_back_is_an_error(
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
     ) -> None:
-        loan = PageLoan(device, pool)
-        loan.lend(3)
+        released = TorchRelease(device, pool)
+        released.release(3)
         driver.taken_bytes = PAGE
         with pytest.raises(CudaError, match="out of memory"):
-            loan.take_back()
+            released.reclaim()
         driver.taken_bytes = 0
-        loan.take_back()
+        released.reclaim()
 
     def test_frames_of_a_failed_load_let_their_tensors_go(
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
@@ -105,11 +105,11 @@ class TestPageLoan:
                 build()
             except ValueError as error:
                 assert driver.free_bytes == 0
-                loan.take_back(error)
+                released.reclaim(error)
                 raise
 
-        loan = PageLoan(device, pool)
-        loan.lend(2)
+        released = TorchRelease(device, pool)
+        released.release(2)
         with pytest.raises(ValueError, match="load failed"):
             load()
 
@@ -121,16 +121,16 @@ class TestPagesToLend:
         path = tiny_models["tiny-llama"]
         weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         device.num_pages, all_pages = 1 << 40, device.num_pages
-        num_bytes = pages_to_lend(_model(path, "float32"), device) * PAGE
+        num_bytes = pages_for_torch(_model(path, "float32"), device) * PAGE
         device.num_pages = all_pages
         assert 1.05 * weight_bytes < num_bytes - (1 << 30) < 1.2 * weight_bytes
 
     def test_no_more_than_there_is(self, device: CudaDevice, tiny_models: dict[str, Path]) -> None:
-        assert pages_to_lend(_model(tiny_models["tiny-llama"], "auto"), device) == NUM_PAGES
+        assert pages_for_torch(_model(tiny_models["tiny-llama"], "auto"), device) == NUM_PAGES
 
     def test_nothing_where_torch_uses_the_hosts_memory(self) -> None:
         device = EmulatedDevice(1 << 20)
-        assert pages_to_lend(_model(Path("/nowhere"), "auto"), device) == 0
+        assert pages_for_torch(_model(Path("/nowhere"), "auto"), device) == 0
         device.close()
 
 

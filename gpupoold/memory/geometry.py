@@ -71,7 +71,7 @@ class KvGeometry:
         return sum(row.num_bytes for row in self.rows)
 
     @property
-    def chunk_bytes(self) -> int:
+    def extent_bytes(self) -> int:
         """Bytes of the blocks of every extent except perhaps the last."""
         return self.blocks_per_extent * self.block_bytes
 

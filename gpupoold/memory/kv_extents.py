@@ -117,7 +117,7 @@ class KvExtents:
     def cut(self, extents: list[int]) -> Iterator[list[int]]:
         """Yield ``extents`` in order, in lists that are best offloaded together."""
         group_bytes = min(_GROUP_BYTES, self.geometry.total_bytes // _MIN_GROUPS)
-        most = max(1, group_bytes // self.geometry.chunk_bytes)
+        most = max(1, group_bytes // self.geometry.extent_bytes)
         num_groups = -(-len(extents) // most)
         num_groups += num_groups % 2  # an even number keeps two copying threads busy
         size = max(1, -(-len(extents) // max(1, num_groups)))

@@ -317,7 +317,7 @@ class Residency:
             if num_pages + (keep_free or 0) > self.pool.num_free or room_bytes <= 0:
                 break
             ready.append(group[0])
-            room_bytes -= len(group) * model.kv.geometry.chunk_bytes
+            room_bytes -= len(group) * model.kv.geometry.extent_bytes
             if not maps_first:
                 model.kv.begin_page_in(ready, self._in)
                 num_pages, ready = 0, []

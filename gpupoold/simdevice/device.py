@@ -44,7 +44,7 @@ class PacedDevice:
         self._turn: m.RunTurn | None = None
         self._began_s = math.inf
         self._has_begun = False
-        self._order: m.RunTurn | None = None  # for when the turn under way has ended
+        self._order: m.RunTurn | m.EndTurn | None = None  # for when the turn under way has ended
         self._last_turn_id = 0
         self._previous: str | None = None
         # Weight and KV bytes that came before the turn they came for.
@@ -164,15 +164,20 @@ class PacedDevice:
 
     def run_turn(self, order: m.RunTurn) -> None:
         turn = self._turn
-        if turn is not None and order.model is not None and order.turn_id == turn.turn_id:
+        if turn is not None and order.turn_id == turn.turn_id:
             self._turn = order
             if self._has_begun:
                 self._prefetch()
             self._tell_memory()
-        elif turn is not None and (order.model is None or order.turn_id > turn.turn_id):
+        elif turn is not None and order.turn_id > turn.turn_id:
             self._order = order
-        elif turn is None and order.model is not None and order.turn_id > self._last_turn_id:
+        elif turn is None and order.turn_id > self._last_turn_id:
             self._start(order, self._now_s)
+
+    def end_turn(self) -> None:
+        """End the present turn, if any, after its step."""
+        if self._turn is not None:
+            self._order = m.EndTurn()
 
     def counts(self, model: str) -> tuple[int, int]:
         """Return a model's number of requests, and of those without a token."""
@@ -209,7 +214,6 @@ class PacedDevice:
         A new turn does at least one piece, however short its quota.
         """
         assert self._turn is not None
-        assert self._turn.model is not None
         self._tell_memory()  # KV that grew may have pushed others out
         work = self._work[self._turn.model]
         if self._is_over(work, at_s, is_new):
@@ -242,8 +246,8 @@ class PacedDevice:
             self._fetch(turn.then, turn.then, at_s)
         changed = dict(self.memory.take_changes())
         began_s = self._began_s if self._has_begun else None
-        self._send(m.TurnReport(turn.turn_id, changed, turn.model or "", began_s, at_s))
-        if order is not None and order.model is not None:
+        self._send(m.TurnReport(turn.turn_id, turn.model, began_s, at_s, changed))
+        if isinstance(order, m.RunTurn):
             self._start(order, at_s)
 
     # Steps
@@ -306,7 +310,7 @@ class PacedDevice:
     def _prefetch(self) -> None:
         """Bring in the next model during this turn."""
         turn = self._turn
-        if turn is not None and turn.model is not None and turn.then in self.models:
+        if turn is not None and turn.then in self.models:
             self._fetch(turn.then, turn.model, self._now_s)
 
     def _fetch(self, name: str, current: str, at_s: float) -> None:

@@ -77,6 +77,8 @@ class SimServer:
                     self._add_request(message)
             case m.RunTurn():
                 self._device.run_turn(message)
+            case m.EndTurn():
+                self._device.end_turn()
             case m.PeerHost():
                 os.close(self._channel.take_fd())  # bytes are none of its business
             case m.MigrateOut():

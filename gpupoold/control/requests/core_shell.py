@@ -21,7 +21,7 @@ from gpupoold.wire import messages as m
 # What a measured bandwidth must differ by to be worth an event.
 _BANDWIDTH_STEP = 0.05
 
-SendTo = Callable[[int, m.AddRequest | m.RunTurn], None]
+SendTo = Callable[[int, m.AddRequest | m.RunTurn | m.EndTurn], None]
 OnSent = Callable[[str, int], None]
 OnMigrate = Callable[[str, int, int], None]
 OnRole = Callable[[int, Role], None]
@@ -244,8 +244,8 @@ def _memory_changed(number: int, message: m.TurnReport | m.MemoryReport) -> e.Me
     return e.MemoryChanged(number, tuple(sorted(message.missing_bytes.items())))
 
 
-def _order(action: StartTurn) -> m.RunTurn:
+def _order(action: StartTurn) -> m.RunTurn | m.EndTurn:
     turn = action.turn
     if turn is None:
-        return m.RunTurn(0, None, 0.0)
+        return m.EndTurn()
     return m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then, turn.chunk_tokens)

@@ -382,7 +382,9 @@ class Dispatcher:
             with_role[self.roles.of(number)[0]].append(number)
         self.migrations.introduce(with_role[Role.PREFILL], with_role[Role.DECODE])
 
-    def _send_to(self, number: int, message: m.AddRequest | m.RunTurn | m.EndIsolation) -> None:
+    def _send_to(
+        self, number: int, message: m.AddRequest | m.RunTurn | m.EndTurn | m.EndIsolation
+    ) -> None:
         self._workers[number].send(message)
 
     def _on_sent(self, request_id: str, number: int) -> None:

@@ -41,7 +41,10 @@ class Box:
     ) -> int:
         """An order, by default for a new turn; its id."""
         self._turns = turn_id or self._turns + 1
-        self.device.run_turn(m.RunTurn(self._turns, model, quota_s, then))
+        if model is None:
+            self.device.end_turn()
+        else:
+            self.device.run_turn(m.RunTurn(self._turns, model, quota_s, then))
         self.device.advance(self.now_s)
         return self._turns
 

@@ -98,11 +98,11 @@ class Pool:
                 Answer(one.id, one.model, one.arrival_s, one.prompt_tokens, one.output_tokens)
             )
         elif isinstance(action, StartTurn):
-            order = m.RunTurn(0, None, 0.0, action.then)
-            if action.turn is not None:
-                turn = action.turn
-                order = m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then)
-            self.devices[action.device].run_turn(order)
+            device, turn = self.devices[action.device], action.turn
+            if turn is None:
+                device.end_turn()
+            else:
+                device.run_turn(m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then))
 
 
 @pytest.mark.parametrize(("num_models", "rate_rps"), [(8, 0.3), (30, 0.05)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal, NewType
+from typing import Literal, NewType, get_args
 
 ModelName = NewType("ModelName", str)
 DeviceId = NewType("DeviceId", int)
@@ -179,3 +179,61 @@ class Lateness:
 
 
 COUNT_NAMES = tuple(one.name for one in fields(RequestCounts))
+
+
+class EventSubject(StrEnum):
+    """The kind of an event's subject; ``daemon`` is the daemon or a part of the daemon."""
+
+    MODEL = "model"
+    DEVICE = "device"
+    FRONTEND = "frontend"
+    KEY = "key"
+    DAEMON = "daemon"
+
+
+# The kinds of events in the history, by the kind of their subject.
+ModelEvent = Literal[
+    "model_added",
+    "model_changed",
+    "model_failed",
+    "model_not_mounted",
+    "model_quarantined",
+    "model_recovered",
+    "model_refused",
+    "model_removed",
+    "model_unloaded",
+    "profile_incomplete",
+    "refused",
+    "request_cancelled",
+    "request_convicted",
+    "requests_suspected",
+    "self_check_failed",
+    "snapshot_refused",
+    "warm_failed",
+]
+DeviceEvent = Literal[
+    "drain_began", "drain_ended", "role_changed", "role_set", "worker_down", "worker_ready"
+]
+FrontendEvent = Literal["frontend_down"]
+KeyEvent = Literal["key_added", "key_changed", "key_revoked", "key_rotated"]
+DaemonEvent = Literal[
+    "config_refused",
+    "config_reloaded",
+    "core_inconsistent",
+    "daemon_started",
+    "history",
+    "no_api_key",
+]
+EventKind = ModelEvent | DeviceEvent | FrontendEvent | KeyEvent | DaemonEvent
+
+EVENT_SUBJECTS: dict[str, EventSubject] = {
+    kind: subject
+    for subject, kinds in (
+        (EventSubject.MODEL, ModelEvent),
+        (EventSubject.DEVICE, DeviceEvent),
+        (EventSubject.FRONTEND, FrontendEvent),
+        (EventSubject.KEY, KeyEvent),
+        (EventSubject.DAEMON, DaemonEvent),
+    )
+    for kind in get_args(kinds)
+}

@@ -99,7 +99,7 @@ def _add_history(history: state.History) -> None:
         )
         stages_s = (0.6, 0.1, 0.1, 0.3, 0.1)
         history.record_switch(Switch(at, where, model, None, *stages_s, 1 << 34, 1, 2))
-        history.record_event("info", "kind", model, f"message {number}")
+        history.record_event("info", "model_added", model, f"message {number}")
         late_s = (0.0, 1.5, 0.25, 0.0)
         ttft, tbt = ("[0.5, [118, 1]]", "[0.09, [64, 9]]")
         minute_at = int(_AT) // 60 * 60 + 60 * number

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpupoold.domain import EVENT_SUBJECTS, EventSubject
+
 JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
 STREAM_VARIABLE = "JOURNAL_STREAM"
 
@@ -27,19 +29,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 # syslog(3)'s priorities of Python's levels.
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _DEBUG_PRIORITY = 7
-# The field for an event's subject, by the first word of the event's kind.
-_SUBJECT_FIELDS = {
-    "self": "GPUPOOL_MODEL",
-    "drain": "GPUPOOL_DEVICE",
-    "snapshot": "GPUPOOL_MODEL",
-    "worker": "GPUPOOL_DEVICE",
-    "model": "GPUPOOL_MODEL",
-    "profile": "GPUPOOL_MODEL",
-    "refused": "GPUPOOL_MODEL",
-    "request": "GPUPOOL_MODEL",
-    "role": "GPUPOOL_DEVICE",
-    "warm": "GPUPOOL_MODEL",
-}
+_SUBJECT_FIELDS = {EventSubject.MODEL: "GPUPOOL_MODEL", EventSubject.DEVICE: "GPUPOOL_DEVICE"}
+_OTHER_FIELD = "GPUPOOL_SUBJECT"
 
 
 def is_journal(fd: int, variables: Mapping[str, str]) -> bool:
@@ -70,7 +61,7 @@ class JournalHandler(logging.Handler):
     """A handler that sends records to the journal, or to standard error if sending fails.
 
     A record of an event (``extra`` with ``event_kind`` and ``event_subject``) gets the fields
-    ``GPUPOOL_EVENT``, and ``GPUPOOL_MODEL`` or ``GPUPOOL_DEVICE``.
+    ``GPUPOOL_EVENT``, and ``GPUPOOL_MODEL``, ``GPUPOOL_DEVICE`` or ``GPUPOOL_SUBJECT``.
     """
 
     def __init__(self, path: Path = JOURNAL_SOCKET) -> None:
@@ -127,8 +118,8 @@ def _event_fields(record: logging.LogRecord) -> dict[str, str]:
     subject = getattr(record, "event_subject", None)
     if not isinstance(kind, str) or not isinstance(subject, str):
         return {}
-    field = _SUBJECT_FIELDS.get(kind.partition("_")[0], "GPUPOOL_SUBJECT")
-    return {"GPUPOOL_EVENT": kind, field: subject}
+    subject_kind = EVENT_SUBJECTS.get(kind, EventSubject.DAEMON)
+    return {"GPUPOOL_EVENT": kind, _SUBJECT_FIELDS.get(subject_kind, _OTHER_FIELD): subject}
 
 
 def _priority(level: int) -> int:

@@ -1,76 +1,43 @@
-"""A simulated device: turns, prefills and decode steps in virtual time.
+"""The simulated device: turns, prefills, decode steps and memory, without a clock.
 
-The device behaves like a worker's turn loop. Decode steps of an unchanged batch form one *segment*,
-which is cut at the next step boundary when an event occurs to which the turn loop would react.
+The device behaves like a worker's turn loop. Future events are in an ``EventQueue`` that
+the driver advances: the simulator (:mod:`gpupoold.sim.engine`) in virtual time, a simulated
+worker process (``gpupoold.simdevice``) in real time. Orders and requests take effect at the
+queue's present time; results are events of the scheduling core.
+
+Decode steps of an unchanged batch form one *segment*. An event to which the turn loop would react
+cuts the segment at the next step boundary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.state import State
 from gpupoold.sim.clock import EventQueue, Scheduled
-from gpupoold.sim.memory import SimMemory
+from gpupoold.sim.live import DeviceRequests, DeviceTally, SimLive
+from gpupoold.sim.memory import MovedBytes, SimMemory
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.workloads import SimRequest
+from gpupoold.sim.pieces import Segment, chunks_of, segment_of
 
 # Between its ends the core knows nothing of a segment, so a long one would let it decide by
 # what is no longer so; in steps of one the attainments are the same to half a point.
-_MAX_SEGMENT_STEPS = 32
-
-
-@dataclass(slots=True, eq=False)
-class SimLive:
-    """A request on a device; ``token_times_s`` grow while it is served.
-
-    ``done_tokens`` counts prefilled prompt tokens during chunked prefill.
-    """
-
-    request: SimRequest
-    token_times_s: list[float] = field(default_factory=list)
-    done_tokens: int = 0
-
-    @property
-    def num_left(self) -> int:
-        return self.request.output_tokens - len(self.token_times_s)
-
-    @property
-    def context_tokens(self) -> int:
-        return self.request.prompt_tokens + len(self.token_times_s)
-
-
-@dataclass(slots=True)
-class _Segment:
-    model: str
-    batch: list[SimLive]
-    start_s: float
-    step_s: float
-    num_steps: int
-    event: Scheduled[Callable[[], None]]
-
-    def token_times_s(self) -> list[float]:
-        """Return the time of each step of the segment."""
-        start_s, step_s = self.start_s, self.step_s
-        return [start_s + k * step_s for k in range(1, self.num_steps + 1)]
-
-
-@dataclass(slots=True)
-class DeviceTally:
-    """Counts of a device's work."""
-
-    turns: int = 0
-    switches: int = 0
-    moved_bytes: int = 0
-    switch_s: float = 0.0
-    busy_s: float = 0.0
+_SEGMENT_STEPS = 32
 
 
 class SimDevice:
-    """Carries out the core's actions and reports results through ``tell``."""
+    """Carries out orders and reports results through ``tell``.
+
+    A last token made by a step with prefill is reported by the answer's end alone.
+    ``on_switch`` receives the seconds until the model of a turn can run, and the bytes that came
+    for the model. With ``prepares_next`` a device prefetches the next model at the end of a turn,
+    for a driver whose orders take time to come. ``segment_steps`` is the longest segment in decode
+    steps; with 1 every token is reported at its own time.
+    """
 
     def __init__(
         self,
@@ -79,278 +46,354 @@ class SimDevice:
         capacity_bytes: int,
         queue: EventQueue[Callable[[], None]],
         tell: Callable[[e.Event], None],
-        state: State,
         *,
+        on_switch: Callable[[float, MovedBytes], None] | None = None,
         prefetches: bool = True,
+        prepares_next: bool = False,
+        segment_steps: int = _SEGMENT_STEPS,
         switch_overhead_s: float = 0.0,
     ) -> None:
         self.number = number
+        self.models = dict(models)
+        self.memory = SimMemory(capacity_bytes, self.models, self._use_of, switch_overhead_s)
+        self.requests = DeviceRequests()
         self.tally = DeviceTally()
-        self._models = models
+        self.turn: Turn | None = None
+        self.in_step: Sequence[SimLive] = ()
+        """The requests of the piece of work under way."""
         self._queue = queue
         self._tell = tell
-        self._state = state
+        self._on_switch = on_switch
         self._prefetches = prefetches
-        self._memory = SimMemory(capacity_bytes, models, self._use_of, switch_overhead_s)
-        self._waiting: dict[str, list[SimLive]] = {}
-        self._running: dict[str, list[SimLive]] = {}
-        self._turn: Turn | None = None
-        self._began_s = self._ends_at_s = 0.0
+        self._prepares_next = prepares_next
+        self._segment_steps = segment_steps
         self._then: str | None = None
-        self._segment: _Segment | None = None
+        self._replaced_by: tuple[Turn | None, str | None] | None = None
+        self._last_turn_id = 0
+        self._began_s = self._ends_at_s = 0.0
+        self._segment: Segment | None = None
+        self._piece: Scheduled[Callable[[], None]] | None = None  # the end of what is under way
+
+    # Models
+
+    def add_model(self, model: SimModel) -> None:
+        """Add a model, which can then have requests."""
+        self.models[model.name] = model
+        self.memory.add(model.name)
+        self._report_memory()
+
+    def remove_model(self, name: str) -> list[SimLive]:
+        """Remove a model; return the dropped requests."""
+        lost = self.requests.all(name)
+        self.abort(lost)
+        if self.turn is not None and self.turn.model == name:
+            if self._piece is not None:
+                self._piece.cancel()
+            self._segment = None
+            self._end_turn()
+        self.memory.remove(name)
+        del self.models[name]
+        return lost
+
+    def set_targets(self, name: str, targets: Targets) -> None:
+        """Set the targets of a model, for the order of evictions."""
+        self.models[name] = replace(self.models[name], targets=targets)
+
+    def page_out(self, name: str) -> None:
+        """Evict the weights of a model without requests."""
+        self.memory.evict_weights(name)
+        self._report_memory()
+
+    # Requests
 
     def add(self, live: SimLive) -> None:
         model = live.request.model
-        self._waiting.setdefault(model, []).append(live)
-        if self._segment is not None and self._segment.model == model:
-            self._cut(self._queue.now_s)
+        self.requests.waiting[model].append(live)
+        self._note_change(model)
 
-    def plan(self, turn: Turn | None, then: str | None) -> None:
-        self._then = then
-        if turn is None:
-            return
-        if self._turn is None:
-            self._start(turn)
-        elif turn.turn_id == self._turn.turn_id:
-            self._turn = turn  # with another quota, perhaps, and other chunks
-            self._ends_at_s = self._began_s + turn.quota_s
-            if self._segment is not None and then is not None:
-                self._cut(max(self._queue.now_s, self._ends_at_s))
-            self._prefetch()
+    def abort(self, lives: Sequence[SimLive]) -> None:
+        """Drop requests with their KV."""
+        for live in lives:
+            self.memory.add_kv(live.request.model, -self._remove(live))
+        self._report_memory()
 
-    def give_up(self, live: SimLive) -> float:
-        """Release a request with its KV; return the time when the KV is in host memory.
+    def give_up(self, live: SimLive) -> float | None:
+        """Release a request; return the time when the KV is in host memory.
 
-        The request keeps its tokens; the token of the present step is dropped.
+        The request keeps its tokens; the token of the present step is dropped. Return None for a
+        request without complete prefill, which leaves without KV.
         """
         model = live.request.model
-        self._running[model].remove(live)
-        segment = self._segment
-        if segment is not None and live in segment.batch:
-            segment.batch.remove(live)
-            past_s = [at_s for at_s in segment.token_times_s()[:-1] if at_s <= self._queue.now_s]
-            live.token_times_s += past_s
-            self._memory.add_kv(model, len(past_s))
-            self._cut(self._queue.now_s)
-        return self._memory.send_kv(model, live.context_tokens, self._queue.now_s)
+        if live not in self.requests.running[model]:
+            self.memory.add_kv(model, -self._remove(live))
+            return None
+        return self.memory.send_kv(model, self._remove(live), self._queue.now_s)
 
-    def attach(self, live: SimLive, ready_s: float) -> None:
-        """Add a request whose KV is in host memory from ``ready_s``."""
-        self._queue.schedule(ready_s, lambda: self._attach(live))
+    def attach(self, live: SimLive) -> None:
+        """Attach a request with KV in host memory.
 
-    def flush(self, end_s: float) -> None:
-        """Record the tokens of a segment cut off by the end of the run."""
-        segment = self._segment
-        if segment is None:
-            return
-        times_s = segment.token_times_s()
-        for live in segment.batch:
-            live.token_times_s.extend(at_s for at_s in times_s if at_s <= end_s)
-
-    def _attach(self, live: SimLive) -> None:
-        """Attach a request: the present model fetches its KV, other models with their switch."""
+        The present model fetches the KV at once, other models with their switch.
+        """
         model, now_s = live.request.model, self._queue.now_s
-        self._memory.receive_kv(model, live.context_tokens)
-        if self._turn is not None and self._turn.model == model and now_s >= self._began_s:
-            delay_s, moved = self._memory.switch_in(model, now_s)
+        self.memory.receive_kv(model, live.context_tokens)
+        self.requests.attaching.append(live)
+        if self.turn is not None and self.turn.model == model and now_s >= self._began_s:
+            delay_s, moved = self.memory.switch_in(model, now_s)
             self.tally.moved_bytes += moved
+            self.memory.take_moved(model)  # no switch: the model goes on
             self._queue.schedule(now_s + delay_s, lambda: self._join(live))
         else:
             self._join(live)
-        self._tell_memory()
+        self._report_memory()
 
-    def _join(self, live: SimLive) -> None:
-        model = live.request.model
-        self._running.setdefault(model, []).append(live)
-        self._tell(e.Attached(live.request.id, len(live.token_times_s)))
-        if self._segment is not None and self._segment.model == model:
+    # Orders
+
+    def plan(self, turn: Turn | None, then: str | None) -> None:
+        """Take an order: the present turn and the next model.
+
+        Another turn, or None, ends the present turn after the step under way. An order for an
+        ended turn has no effect.
+        """
+        present = self.turn
+        if present is None:
+            if turn is not None and turn.turn_id > self._last_turn_id:
+                self._start(turn, then)
+        elif turn is not None and turn.turn_id == present.turn_id:
+            self.turn, self._then = turn, then  # with another quota, perhaps, and other chunks
+            self._ends_at_s = self._began_s + turn.quota_s
+            if then is not None:
+                self._cut(max(self._queue.now_s, self._ends_at_s))
+            self._prefetch(turn.model)
+            self._report_memory()
+        elif turn is None or turn.turn_id > present.turn_id:
+            self._replaced_by = turn, then
             self._cut(self._queue.now_s)
 
-    def _use_of(self, name: str) -> tuple[int, float]:
-        batch = self._state.devices[self.number].batches[name]
-        return len(batch.requests), batch.next_deadline_s()
+    @property
+    def turn_began_s(self) -> float | None:
+        """Time when the present model could run; None while it is brought in."""
+        is_on = self.turn is not None and self._began_s <= self._queue.now_s
+        return self._began_s if is_on else None
 
-    def _start(self, turn: Turn) -> None:
-        now_s = self._queue.now_s
-        self._turn = turn
-        delay_s, moved = self._memory.switch_in(turn.model, now_s)
+    def flush(self, end_s: float) -> None:
+        """Record the tokens of a segment cut off by the end of the run."""
+        if self._segment is not None:
+            times_s = [at_s for at_s in self._segment.token_times_s() if at_s <= end_s]
+            for live in self._segment.batch:
+                live.token_times_s += times_s
+
+    def check_memory(self) -> None:
+        """Raise AssertionError when the bytes of models and requests do not add up."""
+        self.memory.check({name: self.requests.kv_tokens(name) for name in self.models})
+
+    # Turns
+
+    def _start(self, turn: Turn, then: str | None) -> None:
+        """Bring in the model of a turn; a turn without work ends at once."""
+        self.turn, self._then, self._began_s = turn, then, math.inf
         self.tally.turns += 1
+        if not self.requests.has_work(turn.model):
+            self._end_turn()
+            return
+        delay_s, moved = self._switch_in(turn)
         self.tally.switches += moved > 0
-        self.tally.moved_bytes += moved
-        self.tally.switch_s += delay_s
-        self._began_s = now_s + delay_s
-        self._ends_at_s = self._began_s + turn.quota_s
-        self._tell_memory()
         if delay_s > 0:
-            self._queue.schedule(now_s + delay_s, lambda: self._begin(turn))
+            self._piece = self._queue.schedule(self._began_s, self._begin)
         else:
-            self._begin(turn)
+            self._begin()
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self) -> None:
         """Start a turn after the model has come in; later KV follows."""
+        assert self.turn is not None
+        if self._switch_in(self.turn)[1]:
+            self._piece = self._queue.schedule(self._began_s, self._begin)
+        else:
+            self._prefetch(self.turn.model)
+            self._work(is_new=True)
+
+    def _switch_in(self, turn: Turn) -> tuple[float, int]:
+        """Bring in the model; return the seconds until it can run, and the moved bytes."""
         now_s = self._queue.now_s
-        delay_s, moved = self._memory.switch_in(turn.model, now_s)
-        if moved:
+        delay_s, moved = self.memory.switch_in(turn.model, now_s)
+        if moved or self._began_s == math.inf:
             self.tally.moved_bytes += moved
             self.tally.switch_s += delay_s
-            self._began_s, self._ends_at_s = now_s + delay_s, now_s + delay_s + turn.quota_s
-            self._tell_memory()
-            self._queue.schedule(self._began_s, lambda: self._begin(turn))
-            return
-        self._prefetch()
-        self._work(turn, is_new=True)
+            self._began_s = now_s + delay_s
+            self._ends_at_s = self._began_s + turn.quota_s
+            if self._on_switch is not None:
+                self._on_switch(delay_s, self.memory.take_moved(turn.model))
+            self._report_memory()
+        return delay_s, moved
 
-    def _prefetch(self) -> None:
-        """Prefetch the next model, after the present model's own transfers."""
-        if self._prefetches and self._turn is not None and self._then is not None:
-            moved = self._memory.prefetch(self._then, self._turn.model, self._queue.now_s)
-            if moved:
-                self.tally.moved_bytes += moved
-                self._tell_memory()
+    def _prefetch(self, current: str) -> None:
+        """Prefetch the next model, beside ``current``."""
+        if self._then in self.models and self._prefetches:
+            now_s = self._queue.now_s
+            self.tally.moved_bytes += self.memory.prefetch(self._then, current, now_s)
 
-    def _work(self, turn: Turn, *, is_new: bool = False) -> None:
+    def _end_turn(self) -> None:
+        turn, then, order = self.turn, self._then, self._replaced_by
+        assert turn is not None
+        if self._prepares_next and order is None and then is not None:
+            self._prefetch(then)
+        self._tell(e.TurnEnded(self.number, turn.turn_id))
+        self.turn = self._then = self._replaced_by = None
+        self._last_turn_id, self.in_step = turn.turn_id, ()
+        if order is not None:
+            self.plan(*order)
+
+    # Pieces of work
+
+    def _work(self, *, is_new: bool = False) -> None:
         """Prefill waiting requests, then decode; one piece of work, whose end calls again.
 
         A new turn does at least one piece, however short its quota.
         """
-        self._tell_memory()  # KV that grew may have pushed others out
-        now_s = self._queue.now_s
-        waiting = self._waiting.get(turn.model)
-        if self._is_over(turn, now_s, is_new):
-            self._turn = None
-            self._tell(e.TurnEnded(self.number, turn.turn_id))
-        elif waiting and (self._turn or turn).chunk_tokens is not None:
-            self._mix(turn, waiting)
+        self._report_memory()  # KV that grew may have pushed others out
+        turn = self.turn
+        assert turn is not None
+        waiting = self.requests.waiting[turn.model]
+        if self._is_over(turn, is_new):
+            self._end_turn()
+        elif waiting and turn.chunk_tokens is not None:
+            self._mix(turn.model, waiting, turn.chunk_tokens)
         elif waiting:
-            live = waiting.pop(0)
-            latency, prompt_tokens = self._models[turn.model].latency, live.request.prompt_tokens
-            prefill_s = latency.prefill_s([prompt_tokens])
-            if live.done_tokens:  # in chunks, until the orders changed
-                left = (live.done_tokens, prompt_tokens - live.done_tokens)
-                prefill_s = latency.mixed_step_s([left], 0, 0)
-            self.tally.busy_s += prefill_s
-            self._queue.schedule(now_s + prefill_s, lambda: self._prefilled(turn, live))
+            self._prefill(turn.model, waiting.pop(0))
         else:
-            self._decode(turn)
+            self._decode(turn.model)
 
-    def _is_over(self, turn: Turn, now_s: float, is_new: bool) -> bool:
-        if not self._waiting.get(turn.model) and not self._running.get(turn.model):
+    def _is_over(self, turn: Turn, is_new: bool) -> bool:
+        if self._replaced_by is not None or not self.requests.has_work(turn.model):
             return True
-        return not is_new and self._then is not None and now_s >= self._ends_at_s
+        return not is_new and self._then is not None and self._queue.now_s >= self._ends_at_s
 
-    def _prefilled(self, turn: Turn, live: SimLive) -> None:
-        model = turn.model
-        self._memory.add_kv(model, live.request.prompt_tokens - live.done_tokens + 1)
-        live.done_tokens = live.request.prompt_tokens
-        live.token_times_s.append(self._queue.now_s)
-        self._running.setdefault(model, []).append(live)
-        if live.num_left:
-            self._tell(e.Stepped(self.number, model, (live.request.id,)))
-        self._end_finished(model)
+    def _run(self, lives: Sequence[SimLive], duration_s: float, end: Callable[[], None]) -> None:
+        self.in_step = lives
+        self.tally.steps += 1
+        self.tally.busy_s += duration_s
+        self._piece = self._queue.schedule(self._queue.now_s + duration_s, end)
+
+    def _prefill(self, model: str, live: SimLive) -> None:
+        self.requests.prefilling = live
+        latency, prompt_tokens = self.models[model].latency, live.request.prompt_tokens
+        prefill_s = latency.prefill_s([prompt_tokens])
+        if live.done_tokens:  # in chunks, until the orders changed
+            left = (live.done_tokens, prompt_tokens - live.done_tokens)
+            prefill_s = latency.mixed_step_s([left], 0, 0)
+        self._run((live,), prefill_s, lambda: self._prefilled(model, live))
+
+    def _prefilled(self, model: str, live: SimLive) -> None:
+        if self.requests.prefilling is live:  # else it was dropped meanwhile
+            self.requests.prefilling = None
+            self.memory.add_kv(model, live.request.prompt_tokens - live.done_tokens + 1)
+            live.done_tokens = live.request.prompt_tokens
+            live.token_times_s.append(self._queue.now_s)
+            self.requests.running[model].append(live)
+            self._prefill_ended(model, (live,))
         # After the core has heard: a request that is handed over is not decoded here.
-        self._queue.schedule(self._queue.now_s, lambda: self._work(turn))
+        self._piece = self._queue.schedule(self._queue.now_s, self._work)
 
-    def _mix(self, turn: Turn, waiting: list[SimLive]) -> None:
-        """Run a step of the batch with as many prompt tokens as permitted.
-
-        The oldest prompt comes first, as in vLLM; at least one token, because prompts would starve
-        where the answers alone fill the step.
-        """
-        assert self._turn is not None
-        assert self._turn.chunk_tokens is not None
-        batch = list(self._running.get(turn.model, ()))
-        left = max(1, self._turn.chunk_tokens - len(batch))
-        chunks: list[tuple[SimLive, int]] = []
-        for live in waiting:
-            num_tokens = min(left, live.request.prompt_tokens - live.done_tokens)
-            chunks.append((live, num_tokens))
-            left -= num_tokens
-            if not left:
-                break
-        step_s = self._models[turn.model].latency.mixed_step_s(
+    def _mix(self, model: str, waiting: Sequence[SimLive], chunk_tokens: int) -> None:
+        """Run a step of the batch with as many prompt tokens as permitted."""
+        batch = list(self.requests.running[model])
+        chunks = chunks_of(waiting, chunk_tokens, len(batch))
+        step_s = self.models[model].latency.mixed_step_s(
             [(live.done_tokens, num_tokens) for live, num_tokens in chunks],
             len(batch),
             sum(live.context_tokens for live in batch),
         )
-        self.tally.busy_s += step_s
-        at_s = self._queue.now_s + step_s
-        self._queue.schedule(at_s, lambda: self._mixed(turn, batch, chunks))
+        lives = [*batch, *(live for live, _ in chunks)]
+        self._run(lives, step_s, lambda: self._mixed(model, batch, chunks))
 
-    def _mixed(self, turn: Turn, batch: list[SimLive], chunks: list[tuple[SimLive, int]]) -> None:
-        model, now_s = turn.model, self._queue.now_s
-        here = set(self._running.get(model, ()))
+    def _mixed(self, model: str, batch: list[SimLive], chunks: list[tuple[SimLive, int]]) -> None:
+        here = set(self.requests.running[model])
         batch = [live for live in batch if live in here]  # some may have been handed over
         for live, num_tokens in chunks:
-            live.done_tokens += num_tokens
-            self._memory.add_kv(model, num_tokens)
-        ready = [live for live, _ in chunks if live.done_tokens == live.request.prompt_tokens]
-        for live in ready:
-            self._waiting[model].remove(live)
-            self._running.setdefault(model, []).append(live)
-        for live in (*batch, *ready):
-            live.token_times_s.append(now_s)
-        self._memory.add_kv(model, len(batch) + len(ready))
-        told = [live for live in batch if live.num_left] + [live for live in ready if live.num_left]
-        if told:
-            ids = tuple(live.request.id for live in told)
+            if live in self.requests.waiting[model]:
+                live.done_tokens += num_tokens
+                self.memory.add_kv(model, num_tokens)
+        ready = self.requests.take_prefilled(model)
+        batch += ready
+        for live in batch:
+            live.token_times_s.append(self._queue.now_s)
+        self.memory.add_kv(model, len(batch))
+        self._prefill_ended(model, batch)
+        self._piece = self._queue.schedule(self._queue.now_s, self._work)
+
+    def _prefill_ended(self, model: str, batch: Sequence[SimLive]) -> None:
+        """Report a token of each request after a step with prefill."""
+        ids = tuple([live.request.id for live in batch if live.num_left])
+        if ids:
             self._tell(e.Stepped(self.number, model, ids))
         self._end_finished(model)
-        self._queue.schedule(now_s, lambda: self._work(turn))
 
-    def _decode(self, turn: Turn) -> None:
-        batch = list(self._running[turn.model])
-        num_steps = min(min(live.num_left for live in batch), _MAX_SEGMENT_STEPS)
-        context = sum(live.context_tokens for live in batch)
-        latency = self._models[turn.model].latency
-        now_s = self._queue.now_s
-        step_s = latency.decode_step_s(len(batch), context)
-        if self._then is not None and math.isfinite(self._ends_at_s):
-            left_s = max(self._ends_at_s - now_s, 0.0)
-            num_steps = min(num_steps, max(1, math.ceil(left_s / step_s)))
-        # The steps grow with the context; by their middle one the whole takes what it takes.
-        step_s = latency.decode_step_s(len(batch), context + len(batch) * (num_steps - 1) // 2)
-        event = self._queue.schedule(now_s + num_steps * step_s, lambda: self._decoded(turn))
-        self._segment = _Segment(turn.model, batch, now_s, step_s, num_steps, event)
+    def _decode(self, model: str) -> None:
+        batch = list(self.requests.running[model])
+        latency, now_s = self.models[model].latency, self._queue.now_s
+        end_s = math.inf if self._then is None else self._ends_at_s
+        self._segment = segment_of(batch, latency, now_s, end_s, self._segment_steps)
+        self.in_step = batch
+        self._piece = self._queue.schedule(self._segment.end_s, self._decoded)
 
-    def _cut(self, act_s: float) -> None:
-        """End the segment at the first step boundary not before ``act_s``."""
-        segment, turn = self._segment, self._turn
-        assert segment is not None
-        assert turn is not None
-        if not math.isfinite(act_s):
-            return
-        steps = max(1, math.ceil((act_s - segment.start_s) / segment.step_s))
-        if steps < segment.num_steps:
-            segment.event.cancel()
-            segment.num_steps = steps
-            at_s = max(self._queue.now_s, segment.start_s + steps * segment.step_s)
-            segment.event = self._queue.schedule(at_s, lambda: self._decoded(turn))
-
-    def _decoded(self, turn: Turn) -> None:
+    def _decoded(self) -> None:
         segment, self._segment = self._segment, None
         assert segment is not None
-        batch, step_s = segment.batch, segment.step_s
+        assert self.turn is not None
+        model, batch, step_s = self.turn.model, segment.batch, segment.step_s
         times_s = segment.token_times_s()
         for live in batch:
             live.token_times_s += times_s
-        self._memory.add_kv(turn.model, len(batch) * segment.num_steps)
-        ids = tuple(live.request.id for live in batch)
-        if ids:
-            self._tell(e.Stepped(self.number, turn.model, ids, segment.num_steps, step_s))
+        self.memory.add_kv(model, len(batch) * segment.num_steps)
+        if batch:
+            ids = tuple([live.request.id for live in batch])
+            self._tell(e.Stepped(self.number, model, ids, segment.num_steps, step_s))
+        self.tally.steps += segment.num_steps
         self.tally.busy_s += segment.num_steps * step_s
-        self._end_finished(turn.model)
-        self._work(turn)
+        self._end_finished(model)
+        self._work()
+
+    def _note_change(self, model: str) -> None:
+        """End the segment at the next step, if the batch of the present model has changed."""
+        if self.turn is not None and self.turn.model == model:
+            self._cut(self._queue.now_s)
+
+    def _cut(self, act_s: float) -> None:
+        """End the segment, if any, at the first step boundary not before ``act_s``."""
+        segment = self._segment
+        if segment is not None and math.isfinite(act_s) and segment.cut(act_s):
+            assert self._piece is not None
+            self._piece.cancel()
+            at_s = max(self._queue.now_s, segment.end_s)
+            self._piece = self._queue.schedule(at_s, self._decoded)
 
     def _end_finished(self, model: str) -> None:
-        finished = [live for live in self._running.get(model, ()) if live.num_left <= 0]
-        if not finished:
-            return
-        self._running[model] = [live for live in self._running[model] if live.num_left > 0]
-        for live in finished:
-            self._memory.add_kv(model, -live.context_tokens)
+        for live in self.requests.take_finished(model):
+            self.memory.add_kv(model, -live.context_tokens)
             self._tell(e.Ended(live.request.id))
 
-    def _tell_memory(self) -> None:
-        changes = self._memory.take_changes()
+    def _join(self, live: SimLive) -> None:
+        if live not in self.requests.attaching:
+            return  # dropped meanwhile
+        self.requests.attaching.remove(live)
+        self.requests.running[live.request.model].append(live)
+        self._tell(e.Attached(live.request.id, live.num_tokens))
+        self._note_change(live.request.model)
+
+    def _remove(self, live: SimLive) -> int:
+        """Remove a request; return the number of tokens with KV here."""
+        segment, now_s = self._segment, self._queue.now_s
+        if segment is not None and live in segment.batch:
+            self.memory.add_kv(live.request.model, segment.leave(live, now_s))
+            self._cut(now_s)
+        return self.requests.remove(live)
+
+    def _use_of(self, name: str) -> tuple[int, float]:
+        """Return the number of a model's requests and the earliest deadline of a token."""
+        targets, lives = self.models[name].targets, self.requests.present(name)
+        due_s = (targets.deadline_s(one.request.arrival_s, one.num_tokens) for one in lives)
+        return len(lives), min(due_s, default=math.inf)
+
+    def _report_memory(self) -> None:
+        changes = self.memory.take_changes()
         if changes:
             self._tell(e.MemoryChanged(self.number, changes))

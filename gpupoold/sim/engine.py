@@ -13,7 +13,8 @@ from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, Start
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventPriority, EventQueue
-from gpupoold.sim.device import DeviceTally, SimDevice, SimLive
+from gpupoold.sim.device import SimDevice
+from gpupoold.sim.live import DeviceTally, SimLive
 from gpupoold.sim.metrics import RequestResult
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.workloads import SimRequest
@@ -69,7 +70,6 @@ class Simulation:
                 device_bytes,
                 self._queue,
                 self._events.append,
-                self.core.state,
                 prefetches=prefetches,
                 switch_overhead_s=switch_overhead_s,
             )
@@ -180,11 +180,14 @@ class Simulation:
                 case StartTurn():
                     self._devices[action.device].plan(action.turn, action.then)
                 case Migrate():
-                    live = self._lives[action.request_id]
-                    ready_s = self._devices[action.source].give_up(live)
-                    self._devices[action.target].attach(live, ready_s)
+                    self._migrate(self._lives[action.request_id], action.source, action.target)
                 case ChangeRole():
                     pass  # the core goes by it already, and devices here can do everything
+
+    def _migrate(self, live: SimLive, source: int, target: int) -> None:
+        ready_s = self._devices[source].give_up(live)
+        assert ready_s is not None
+        self._queue.schedule(ready_s, lambda: self._devices[target].attach(live))
 
     def _result(self, live: SimLive) -> RequestResult:
         targets = self._models[live.request.model].targets

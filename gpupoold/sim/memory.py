@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpupoold.scheduling.eviction import PageHolding, Victim, plan_evictions
 from gpupoold.sim.model import SimModel
+
+
+@dataclass(slots=True)
+class MovedBytes:
+    """The bytes moved for a model since the last switch; ``kv_out`` is KV of other models.
+
+    ``prefetched`` of ``weights`` came during the turn of another model.
+    """
+
+    weights: int = 0
+    prefetched: int = 0
+    kv_in: int = 0
+    kv_out: int = 0
 
 
 @dataclass(slots=True)
@@ -16,10 +29,11 @@ class _Held:
     kv_host_bytes: int = 0
     last_used_s: float = 0.0
     ready_s: float = 0.0  # when a prefetch of the weights ends
+    moved: MovedBytes = field(default_factory=MovedBytes)
 
 
 class SimMemory:
-    """Resident models of a device, and the bytes that a switch must move.
+    """Resident models of a device, and the bytes to move for a switch.
 
     One link per direction, used sequentially: copies of weights and KV to the device queue up, and
     so do copies to the host.
@@ -32,7 +46,7 @@ class SimMemory:
         use_of: Callable[[str], tuple[int, float]],
         switch_overhead_s: float = 0.0,
     ) -> None:
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._models = models
         self._use_of = use_of
         self._switch_overhead_s = switch_overhead_s
@@ -56,7 +70,7 @@ class SimMemory:
     @property
     def free_bytes(self) -> int:
         """Free bytes; negative when KV has outgrown the device."""
-        return self._capacity_bytes - self._used_bytes
+        return self.capacity_bytes - self._used_bytes
 
     def add(self, name: str) -> None:
         """Add a model without bytes on the device."""
@@ -76,6 +90,7 @@ class SimMemory:
         if held.weights:
             self._used_bytes -= self._models[name].weight_bytes
             held.weights, held.ready_s = False, 0.0
+            held.moved.weights = held.moved.prefetched = 0
             self._changed.add(name)
 
     def held_bytes(self, name: str) -> tuple[int, int, int]:
@@ -83,6 +98,30 @@ class SimMemory:
         held = self._held[name]
         weight_bytes = self._models[name].weight_bytes if held.weights else 0
         return weight_bytes, held.kv_bytes, held.kv_host_bytes
+
+    def check(self, kv_tokens: Mapping[str, int]) -> None:
+        """Raise AssertionError unless the models hold KV for these tokens, and the sum is right."""
+        used_bytes = 0
+        for name, num_tokens in kv_tokens.items():
+            weight_bytes, kv_bytes, host_bytes = self.held_bytes(name)
+            used_bytes += weight_bytes + kv_bytes
+            assert kv_bytes + host_bytes == num_tokens * self._models[name].kv_bytes_per_token, (
+                f"{name} holds {kv_bytes + host_bytes} bytes of KV for {num_tokens} tokens"
+            )
+        assert used_bytes == self._used_bytes, (
+            f"{used_bytes} bytes held and {self.free_bytes} free of {self.capacity_bytes}"
+        )
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of weights, arrived or on the way, for coming switches."""
+        return sum(held.moved.weights for held in self._held.values())
+
+    def take_moved(self, name: str) -> MovedBytes:
+        """Return the bytes moved for a model since the last call."""
+        held = self._held[name]
+        moved, held.moved = held.moved, MovedBytes()
+        return moved
 
     def take_changes(self) -> tuple[tuple[str, int], ...]:
         """Return the missing bytes of the models for which they changed since the last call."""
@@ -100,6 +139,7 @@ class SimMemory:
         out_bytes = self._make_room(missing, keep={name})
         out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
         overhead_s = 0.0 if held.weights else self._switch_overhead_s
+        held.moved.kv_out += out_bytes
         self._take(name, held, missing)
         end_s = self._copy_in(model, missing, max(now_s, out_s), overhead_s)
         return max(end_s, held.ready_s) - now_s, missing + out_bytes
@@ -122,7 +162,7 @@ class SimMemory:
         if self.free_bytes < missing:
             return 0
         overhead_s = 0.0 if held.weights else self._switch_overhead_s
-        self._take(name, held, missing)
+        self._take(name, held, missing, is_beside=name != current)
         held.ready_s = self._copy_in(model, missing, out_s, overhead_s)
         held.last_used_s = now_s
         return missing
@@ -160,9 +200,13 @@ class SimMemory:
             self._models[one].weight_bytes + held.kv_bytes + held.kv_host_bytes
             for one, held in together.items()
         )
-        return held_bytes <= self._capacity_bytes
+        return held_bytes <= self.capacity_bytes
 
-    def _take(self, name: str, held: _Held, missing: int) -> None:
+    def _take(self, name: str, held: _Held, missing: int, *, is_beside: bool = False) -> None:
+        weight_bytes = missing - held.kv_host_bytes
+        held.moved.weights += weight_bytes
+        held.moved.prefetched += weight_bytes if is_beside else 0
+        held.moved.kv_in += held.kv_host_bytes
         self._used_bytes += missing
         held.kv_bytes += held.kv_host_bytes
         held.kv_host_bytes = 0

@@ -9,9 +9,9 @@ from typing import Any
 
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
-from gpupoold.simdevice.answers import Answer
+from gpupoold.sim.live import SimLive
+from gpupoold.sim.workloads import SimRequest
 from gpupoold.simdevice.device import PacedDevice
-from gpupoold.simdevice.migrations import SimMigrations
 from gpupoold.simdevice.models import KnownModel, know
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
@@ -41,7 +41,6 @@ class SimServer:
         self._channel = channel
         self._device = PacedDevice(device_number, device_bytes, channel.send)
         self._known: dict[str, KnownModel] = {}
-        self._migrations = SimMigrations(device_number, self._device, channel)
         self._status_at_s = 0.0
         self._stopping = False
 
@@ -59,13 +58,12 @@ class SimServer:
                 self._handle(message)
                 WORKER.main.clear()
                 message = self._channel.receive(0.0)
-            self._migrations.advance(time.monotonic())
             self._device.advance(time.monotonic())
             self._maybe_report(time.monotonic())
 
     def _idle_s(self, now_s: float) -> float:
-        due_s = (self._device.next_due_s, self._migrations.next_due_s)
-        wake_s = min([self._status_at_s, *(at_s for at_s in due_s if at_s is not None)])
+        due_s = self._device.next_due_s
+        wake_s = self._status_at_s if due_s is None else min(self._status_at_s, due_s)
         return max(0.0, wake_s - now_s)
 
     def _handle(self, message: m.ToWorker) -> None:
@@ -77,14 +75,14 @@ class SimServer:
                     self._add_request(message)
             case m.RunTurn():
                 self._device.run_turn(message)
+            case m.EndTurn():
+                self._device.end_turn()
             case m.PeerHost():
                 os.close(self._channel.take_fd())  # bytes are none of its business
             case m.MigrateOut():
-                self._migrations.migrate_out(message, is_known=message.model in self._known)
+                self._device.migrate_out(message)
             case m.AbortRequests():
-                self._migrations.abort(message.request_ids)
-                if message.model in self._known:
-                    self._device.abort(message.model, message.request_ids)
+                self._device.abort(message.request_ids)
             case m.LoadModel():
                 with WORKER.main.doing(ThreadPhase.LOAD, message.model.name):
                     answer = self._load(message)
@@ -94,7 +92,7 @@ class SimServer:
             case m.SetTargets():
                 if message.name in self._known:
                     targets = Targets(message.ttft_s, message.tbt_s)
-                    self._device.set_targets(message.name, targets)
+                    self._device.sim.set_targets(message.name, targets)
             case m.Reconfigure():
                 set_log_level(message.log_level)
             case m.Call():
@@ -117,19 +115,21 @@ class SimServer:
             )
             self._channel.send(m.RequestsFailed(message.model, [message.request_id], reason))
             return
-        max_tokens = min(message.max_tokens or room, room)
-        answer = Answer(
+        # Tokens that the client has are prefilled like the prompt.
+        num_before = len(message.output_token_ids)
+        num_left = max(1, min(message.max_tokens or room, room) - num_before)
+        request = SimRequest(
             message.request_id,
             message.model,
             message.arrival_s,
-            num_prompt,
-            max_tokens,
-            len(message.output_token_ids),
+            num_prompt + num_before,
+            num_left,
         )
+        live = SimLive(request, num_before=num_before)
         if message.is_moving:
-            self._migrations.attach(answer, message.kv_transfer)
+            self._device.add_migrated(live, message.kv_transfer)
         else:
-            self._device.add(answer)
+            self._device.add(live)
 
     def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelFailed:
         if message.has_snapshot:
@@ -147,7 +147,7 @@ class SimServer:
 
     def _unload(self, name: str) -> None:
         if self._known.pop(name, None) is not None:
-            lost = [*self._migrations.forget(name), *self._device.remove_model(name)]
+            lost = self._device.remove_model(name)
             if lost:
                 self._channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
         self._channel.send(m.ModelUnloaded(name))
@@ -171,34 +171,22 @@ class SimServer:
         """Page a model without requests out of the device."""
         if model not in self._known:
             raise NoSuchModel(f"{model} is not loaded on device {self._worker}")
-        if self._device.live(model):
+        if self._device.sim.requests.all(model):
             raise Refused(f"{model} has live requests on device {self._worker}")
-        self._device.page_out(model)
+        self._device.sim.page_out(model)
         return {"kv_out_bytes": 0}
 
     def _check_integrity(self) -> dict[str, Any]:
         """Check the sums of the models' memory; raise AssertionError on a mismatch."""
-        memory, used_bytes = self._device.memory, 0
-        for name, known in self._known.items():
-            weight_bytes, kv_bytes, host_bytes = memory.held_bytes(name)
-            used_bytes += weight_bytes + kv_bytes
-            answers = [one for one in self._device.live(name) if one.num_tokens]
-            tokens = sum(one.context_tokens for one in answers)
-            wanted = tokens * known.loaded.kv_bytes_per_token
-            assert kv_bytes + host_bytes == wanted, (
-                f"{name} holds {kv_bytes + host_bytes} bytes of KV for {tokens} tokens"
-            )
-        free_bytes = memory.free_bytes
-        assert used_bytes + free_bytes == self._device_bytes, (
-            f"{used_bytes} bytes held and {free_bytes} free of {self._device_bytes}"
-        )
+        self._device.sim.check_memory()
+        free_bytes = self._device.sim.memory.free_bytes
         return {"free_pages": free_bytes // PAGE_BYTES, "pages": self._device_bytes // PAGE_BYTES}
 
     def _maybe_report(self, now_s: float) -> None:
         if now_s < self._status_at_s:
             return
         self._status_at_s = now_s + _STATUS_INTERVAL_S
-        device, turn = self._device, self._device.turn
+        sim, turn = self._device.sim, self._device.sim.turn
         models = [self._memory_of(name) for name in self._known]
         self._channel.send(
             m.WorkerStatus(
@@ -206,26 +194,26 @@ class SimServer:
                 at_s=now_s,
                 on_turn=turn.model if turn else None,
                 quota_s=turn.quota_s if turn else 0.0,
-                num_steps=device.num_steps,
-                free_bytes=max(0, device.memory.free_bytes),
+                num_steps=sim.tally.steps,
+                free_bytes=max(0, sim.memory.free_bytes),
                 kv_host_bytes=sum(memory.kv_host_bytes for memory in models),
                 models=models,
-                turn_began_s=device.turn_began_s,
-                prefetched_bytes=device.prefetched_bytes,
+                turn_began_s=sim.turn_began_s,
+                prefetched_bytes=sim.memory.prefetched_bytes,
             )
         )
 
     def _memory_of(self, name: str) -> m.ModelMemory:
-        weight_bytes, kv_bytes, host_bytes = self._device.memory.held_bytes(name)
-        num_live, num_waiting = self._device.counts(name)
+        weight_bytes, kv_bytes, host_bytes = self._device.sim.memory.held_bytes(name)
+        requests = self._device.sim.requests
         return m.ModelMemory(
             model=name,
             weights_resident_bytes=weight_bytes,
             weights_total_bytes=self._known[name].loaded.weight_bytes,
             kv_resident_bytes=kv_bytes,
             kv_host_bytes=host_bytes,
-            num_live=num_live,
-            num_waiting=num_waiting,
+            num_live=len(requests.present(name)),
+            num_waiting=len(requests.unprefilled(name)),
         )
 
 

@@ -62,6 +62,7 @@ from gpupoold.wire.messages_to_worker import (
     CallResult as CallResult,
     DropSnapshot as DropSnapshot,
     EndIsolation as EndIsolation,
+    EndTurn as EndTurn,
     LoadModel as LoadModel,
     MigrateOut as MigrateOut,
     PeerDown as PeerDown,
@@ -93,6 +94,7 @@ ToWorker = (
     | AbortRequests
     | EndIsolation
     | RunTurn
+    | EndTurn
     | MigrateOut
     | PeerHost
     | PeerDown

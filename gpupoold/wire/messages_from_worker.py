@@ -131,15 +131,15 @@ class MemoryReport(Message):
 class TurnReport(Message):
     """A turn is over: the quota is used while another model waits, or no work is left.
 
-    ``missing_bytes`` as in ``MemoryReport``. ``model`` had the turn, ``began_s`` is the time when
-    the model could run, None if never, and ``ended_s`` the end.
+    ``model`` had the turn, ``began_s`` is the time when the model could run, None if never, and
+    ``ended_s`` the end. ``missing_bytes`` as in ``MemoryReport``.
     """
 
     turn_id: int
-    missing_bytes: dict[str, int] = {}
-    model: str = ""
-    began_s: float | None = None
-    ended_s: float = 0.0
+    model: str
+    began_s: float | None
+    ended_s: float
+    missing_bytes: dict[str, int]
 
 
 class Switched(Message):

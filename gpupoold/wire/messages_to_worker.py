@@ -99,16 +99,20 @@ class RunTurn(Message):
     """The present turn of the device, and the next model, to be prefetched meanwhile.
 
     A running ``turn_id`` continues with the new ``quota_s`` and ``then``; the worker ignores a
-    ``turn_id`` that has ended. ``model`` None means no turn. With ``then`` None the turn continues
-    past its quota. At the end of a turn the device prepares for ``then`` without waiting for
-    orders. ``chunk_tokens`` bounds one step: prompt tokens plus one per answer.
+    ``turn_id`` that has ended. With ``then`` None the turn continues past its quota. At the end of
+    a turn the device prepares for ``then`` without waiting for orders. ``chunk_tokens`` bounds one
+    step: prompt tokens plus one per answer.
     """
 
     turn_id: int
-    model: str | None
+    model: str
     quota_s: float
     then: str | None = None
     chunk_tokens: int | None = None
+
+
+class EndTurn(Message):
+    """End the present turn, if any, after its step; no turn follows until ``RunTurn``."""
 
 
 class MigrateOut(Message):

@@ -30,7 +30,7 @@ from gpupool_state.rows import (
     entry,
     event_row,
 )
-from gpupoold.domain import Switch
+from gpupoold.domain import EventKind, Switch
 from gpupoold.errors import Failed
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,9 @@ class History(HistoryReader):
         """Store a model's finished minute; never blocks."""
         self._record(MINUTES, self._next_id(MINUTES), row)
 
-    def record_event(self, level: EventLevel, kind: str, subject: str, message: str) -> EventRow:
+    def record_event(
+        self, level: EventLevel, kind: EventKind, subject: str, message: str
+    ) -> EventRow:
         """Store an event, log it, and show it to followers at once; never blocks."""
         event = self._events.publish(self._now(), level, kind, subject, message)
         fields = {"event_kind": kind, "event_subject": subject}

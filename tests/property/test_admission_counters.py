@@ -178,7 +178,8 @@ class AdmissionMachine(RuleBasedStateMachine):
             return
         turn = self.dispatcher.scheduler.state.devices[device.number].turn
         if turn is not None:
-            self.dispatcher.from_worker(device, m.TurnReport(turn.turn_id))
+            report = m.TurnReport(turn.turn_id, turn.model, None, 0.0, {})
+            self.dispatcher.from_worker(device, report)
 
     @rule(which=WHICH)
     def abort(self, which: int) -> None:

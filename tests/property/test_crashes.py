@@ -126,7 +126,7 @@ class Box:
         turn = self.dispatcher.scheduler.state.devices[number].turn
         if turn is not None:
             now_s = time.monotonic()
-            ended = m.TurnReport(turn.turn_id, {}, turn.model, now_s, now_s)
+            ended = m.TurnReport(turn.turn_id, turn.model, now_s, now_s, {})
             self.dispatcher.from_worker(self.workers[number], ended)
 
     def add(self, number: int, request: LiveRequest) -> bool:

@@ -344,14 +344,14 @@ class EventWritten(StateChanged):
         await super().prepare()
         self._history = History(self.database, flush_interval_s=3600, now=lambda: 1.0)
         await self._history.start()
-        self._history.record_event("info", "test", "a", "text")
+        self._history.record_event("info", "model_added", "a", "text")
 
     async def act(self) -> None:
         await self._history.flush()
 
     async def state(self) -> Any:
         # That the history could not be written is an event too.
-        return [row for row in (await super().state())["events"] if row[3] == "test"]
+        return [row for row in (await super().state())["events"] if row[3] == "model_added"]
 
     async def close(self) -> None:
         await self._history.stop()

@@ -14,7 +14,7 @@ from gpupoold.access.secret import make_key
 from gpupoold.control.access.rates import KeyLeft, KeyRates
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.requests.admission import RefusalEvents
-from gpupoold.domain import Priority
+from gpupoold.domain import KeyEvent, Priority
 from gpupoold.errors import Failed, NoSuchModel
 from gpupoold.wire import messages as m
 
@@ -238,7 +238,7 @@ class Keyring:
             names.append(model.spec.name)
         return dataclasses.replace(powers, models=tuple(dict.fromkeys(names)))
 
-    def _note_change(self, row: KeyRow, kind: str) -> None:
+    def _note_change(self, row: KeyRow, kind: KeyEvent) -> None:
         if row.revoked_at is None:
             self._keep(row)
         else:

@@ -32,7 +32,7 @@ from gpupoold.control.weights.host_budget import NoRoom
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import ModelSpec, ModelState, Targets
+from gpupoold.domain import EventKind, ModelSpec, ModelState, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused, TimedOut
 from gpupoold.wire import messages as m
 
@@ -452,5 +452,5 @@ class ModelLifecycle:
         await self.publish()
         self._event("info", "model_removed", model, "removed")
 
-    def _event(self, level: EventLevel, kind: str, subject: str, message: str) -> None:
+    def _event(self, level: EventLevel, kind: EventKind, subject: str, message: str) -> None:
         self._history.record_event(level, kind, subject, message)

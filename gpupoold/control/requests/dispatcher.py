@@ -24,7 +24,7 @@ from gpupoold.control.requests.rows import finish_reason
 from gpupoold.control.requests.silence import waits_for
 from gpupoold.control.workers.roles import Roles
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import FinishReason, Role, Targets
+from gpupoold.domain import DeviceEvent, FinishReason, Role, Targets
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
@@ -141,7 +141,7 @@ class Dispatcher:
         self.roles.drain(number, is_draining=is_draining)
         self.scheduler.set_draining(number, is_draining=is_draining)
         text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
-        kind = "drain_began" if is_draining else "drain_ended"
+        kind: DeviceEvent = "drain_began" if is_draining else "drain_ended"
         self._history.record_event("info", kind, str(number), text)
 
     def set_limits(self, limits: LimitSettings) -> None:

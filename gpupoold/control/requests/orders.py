@@ -49,8 +49,8 @@ class Orders:
             case ChangeRole():
                 self._roles.chosen(action.device, action.role)
                 self.introduce_peers()
-                kind, device = "role_changed", str(action.device)
-                self._history.record_event("info", kind, device, action.role.value)
+                device = str(action.device)
+                self._history.record_event("info", "role_changed", device, action.role.value)
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         """Stop requests on the workers; the records stay."""
@@ -72,9 +72,9 @@ class Orders:
         self._kv_peers.introduce(with_role[Role.PREFILL], with_role[Role.DECODE])
 
 
-def run_turn(action: StartTurn) -> m.RunTurn:
-    """Return the message for the present turn of a worker, or for none."""
+def run_turn(action: StartTurn) -> m.RunTurn | m.EndTurn:
+    """Return the message that starts or changes a worker's turn, or ends the turn."""
     turn = action.turn
     if turn is None:
-        return m.RunTurn(0, None, 0.0)
+        return m.EndTurn()
     return m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then, turn.chunk_tokens)

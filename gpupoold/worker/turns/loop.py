@@ -192,7 +192,7 @@ class TurnLoop:
         assert self.orders.turn is not None
         model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
-        ended = m.TurnReport(turn_id, self._changed_missing(), model, began_s, self._clock())
+        ended = m.TurnReport(turn_id, model, began_s, self._clock(), self._changed_missing())
         self._channel.send(ended)
         if then is None or not self._can_run(then):
             return
@@ -263,6 +263,8 @@ class TurnLoop:
                     self.ledger.set_targets(message.name, targets)
             case m.RunTurn():
                 self.orders.take(message)
+            case m.EndTurn():
+                self.orders.drop()
             case m.EndIsolation():
                 if message.model in self.engines:
                     self.engines[message.model].end_isolation(message.request_id)

@@ -33,15 +33,16 @@ class Orders:
 
     def take(self, order: RunTurn) -> None:
         """Take a new order. Ignore orders for a turn that has already ended."""
-        if order.model is None:
-            self.turn, self.then = None, None
-            return
         if order.turn_id <= self._last_ended:
             return
         if self.turn is None or order.turn_id != self.turn.turn_id:
             self._began_s = math.inf
         self.turn = OrderedTurn(order.turn_id, order.model, order.quota_s, order.chunk_tokens)
         self.then = order.then
+
+    def drop(self) -> None:
+        """Drop the present turn without a report."""
+        self.turn, self.then, self._began_s = None, None, math.inf
 
     def began(self, now_s: float) -> None:
         """Record that the turn's model is resident; only the first call of a turn counts."""
@@ -63,5 +64,5 @@ class Orders:
         assert self.turn is not None
         ended, then = self.turn.turn_id, self.then
         self._last_ended = max(self._last_ended, ended)
-        self.turn, self.then, self._began_s = None, None, math.inf
+        self.drop()
         return ended, then

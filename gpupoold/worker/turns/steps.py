@@ -20,7 +20,8 @@ def may_come_between(message: m.ToWorker) -> bool:
     """
     if isinstance(message, m.AddRequest):
         return not message.output_token_ids and not message.is_isolated
-    return isinstance(message, m.RunTurn | m.SetTargets | m.ReleaseKvTransfer | m.Reconfigure)
+    harmless = m.RunTurn | m.EndTurn | m.SetTargets | m.ReleaseKvTransfer | m.Reconfigure
+    return isinstance(message, harmless)
 
 
 class TurnSteps:

@@ -92,7 +92,7 @@ async def _change_for_ever(path: Path, run: int, pipe: int) -> None:
     await history.start()
     os.write(pipe, b"o")
     for number in itertools.count():
-        history.record_event("info", "change", f"{run}-{number}", "x" * 100)
+        history.record_event("info", "model_changed", f"{run}-{number}", "x" * 100)
         history.record_minute(_minute(run, number))
         await _change(registry, run, number)
         os.write(pipe, b"r")

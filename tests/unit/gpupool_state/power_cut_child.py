@@ -36,7 +36,7 @@ async def main(path: Path) -> None:
         await Registry(db).add(SPEC)
         step("model added")
         for number in range(20):
-            history.record_event("info", "kind", "subject", f"event {number}")
+            history.record_event("info", "model_added", "subject", f"event {number}")
             while await num_events(db) <= number:
                 await asyncio.sleep(0.01)
             await keys.note_use([KeyUse("k1", 1, 1, 1.0)])

@@ -25,7 +25,7 @@ async def history(db: Database) -> AsyncIterator[History]:
 
 def record(history: History, count: int = 1) -> None:
     for _ in range(count):
-        history.record_event("info", "model", "llama", f"number {history.last_event_id + 1}")
+        history.record_event("info", "model_added", "llama", f"number {history.last_event_id + 1}")
 
 
 async def ids(history: History, after_id: int, limit: int = 100) -> list[int]:
@@ -44,8 +44,8 @@ async def test_an_event_is_in_the_log_with_its_kind(
 
 
 async def test_an_event_is_there_at_once(history: History) -> None:
-    event = history.record_event("warning", "worker", "0", "restarted")
-    assert event == EventRow(1, 7.0, "warning", "worker", "0", "restarted")
+    event = history.record_event("warning", "worker_down", "0", "restarted")
+    assert event == EventRow(1, 7.0, "warning", "worker_down", "0", "restarted")
     assert await history.events_after(0) == [event]
     assert await history.events_after(1) == []
     assert history.last_event_id == 1
@@ -92,7 +92,7 @@ async def test_a_follower_sees_events_on_a_full_disk(
 
     task = asyncio.create_task(follow())
     for _ in range(3):
-        history.record_event("info", "k", "s", "x" * 5000)
+        history.record_event("info", "model_added", "s", "x" * 5000)
         await asyncio.sleep(0)
     assert not await history.flush()  # adds an event of its own
     record(history, 2)

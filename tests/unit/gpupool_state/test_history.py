@@ -131,7 +131,7 @@ async def test_recording_needs_a_start_and_there_is_one(db: Database) -> None:
     history = History(db)
     for record in (
         lambda: history.record_request(request(1)),
-        lambda: history.record_event("info", "k", "s", "m"),
+        lambda: history.record_event("info", "model_added", "s", "m"),
     ):
         with pytest.raises(RuntimeError, match="has not been started"):
             record()
@@ -150,7 +150,7 @@ async def test_tables_stay_within_their_limits_oldest_first(db: Database, limit:
     for number in range(1, 201):
         history.record_request(request(number))
         history.record_switch(switch(number))
-        history.record_event("info", "kind", "subject", str(number))
+        history.record_event("info", "model_added", "subject", str(number))
         if number % 9 == 0:
             await history.flush()
             counts = [
@@ -180,7 +180,7 @@ async def test_a_lowered_limit_takes_effect(path: Path) -> None:
 async def test_limits_may_change_meanwhile(db: Database, history: History) -> None:
     for number in range(20):
         history.record_request(request(number))
-        history.record_event("info", "kind", "subject", str(number))
+        history.record_event("info", "model_added", "subject", str(number))
     await history.flush()
     history.keep(num_requests=5, num_switches=5, num_events=7, num_minutes=5)
     await history.flush()

@@ -61,7 +61,7 @@ async def test_what_was_kept_can_be_read_and_written(path: Path, number: int) ->
         assert (await registry.set_pinned("model-0", True)).is_pinned
         await history.start()
         num_events = len(await history.events_after(0, 1000))
-        history.record_event("info", "kind", "subject", "one more")
+        history.record_event("info", "model_added", "subject", "one more")
         await history.stop()
         assert len(await history.events_after(0, 1000)) == num_events + 1
         requests = await history.recent_requests()

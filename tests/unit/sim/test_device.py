@@ -9,10 +9,9 @@ import pytest
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.state import Batch, DeviceState, Model, State
 from gpupoold.sim.clock import EventQueue
-from gpupoold.sim.device import SimDevice, SimLive
+from gpupoold.sim.device import SimDevice
+from gpupoold.sim.live import SimLive
 from tests.sim.box import GB, models, request
 
 KV = 10_000_000
@@ -23,15 +22,10 @@ class Bench:
 
     def __init__(self, device_gb: int = 80, prefetches: bool = True) -> None:
         box = models("abc", 10, kv_bytes_per_token=KV)
-        batches = {
-            name: Batch(Model(name, one.targets, 10 * GB, KV, ModelCosts()))
-            for name, one in box.items()
-        }
-        state = State(devices={0: DeviceState(0, device_gb * GB, 10 * GB, batches=batches)})
         self.queue: EventQueue[Callable[[], None]] = EventQueue()
         self.told: list[tuple[float, e.Event]] = []
         self.device = SimDevice(
-            0, box, device_gb * GB, self.queue, self.tell, state, prefetches=prefetches
+            0, box, device_gb * GB, self.queue, self.tell, prefetches=prefetches
         )
 
     def tell(self, event: e.Event) -> None:
@@ -53,6 +47,9 @@ class Bench:
 
     def give_up(self, live: SimLive) -> None:
         self.device.give_up(live)
+
+    def attach(self, live: SimLive, at_s: float) -> None:
+        self.at(at_s, lambda: self.device.attach(live))
 
     def times(self, kind: type) -> list[float]:
         return [at_s for at_s, event in self.told if isinstance(event, kind)]
@@ -143,7 +140,7 @@ def test_a_turn_without_work_ends_at_once() -> None:
     bench = Bench()
     bench.device.plan(Turn(1, "a", 1.0), None)
     bench.run()
-    assert bench.times(e.TurnEnded) == [1.0]
+    assert bench.times(e.TurnEnded) == [0.0]
     bench.device.plan(None, None)
     assert bench.device.tally.turns == 1
 
@@ -155,6 +152,7 @@ def test_the_next_model_comes_in_during_the_turn() -> None:
         bench.device.plan(Turn(1, "a", 2.0), "b")
         bench.run(3.02)
         before_s = bench.device.tally.switch_s
+        bench.add("b", "other")
         bench.device.plan(Turn(2, "b", 2.0), None)
         assert bench.device.tally.switch_s - before_s == pytest.approx(expected_s)
         assert bench.device.tally.moved_bytes == 20 * GB
@@ -188,7 +186,7 @@ class TestMigrate:
 
     def test_adopted_between_turns_it_comes_in_with_the_switch(self) -> None:
         bench = Bench()
-        bench.device.attach(self.migrated(), 0.5)
+        bench.attach(self.migrated(), 0.5)
         bench.run(0.5)
         assert bench.times(e.Attached) == [0.5]
         bench.device.plan(Turn(1, "a", 60.0), None)
@@ -199,7 +197,7 @@ class TestMigrate:
         bench.add("a", output_tokens=1000)
         bench.device.plan(Turn(1, "a", 60.0), None)
         live = self.migrated()
-        bench.device.attach(live, 2.0)
+        bench.attach(live, 2.0)
         bench.run(3.0)
         assert bench.times(e.Attached) == pytest.approx([2.101])
         assert live.token_times_s[1] >= 2.101
@@ -207,10 +205,10 @@ class TestMigrate:
     def test_adopted_while_its_model_is_coming_in_its_kv_comes_after_it(self) -> None:
         bench = Bench()
         first, late = self.migrated(), self.migrated()
-        bench.device.attach(first, 0.0)
+        bench.attach(first, 0.0)
         bench.run(0.0)
         bench.device.plan(Turn(1, "a", 60.0), None)
-        bench.device.attach(late, 0.5)
+        bench.attach(late, 0.5)
         bench.run(5.0)
         in_s = 1.0 + 2 * 0.101
         assert late.token_times_s[1] == pytest.approx(in_s + 0.01)
@@ -279,7 +277,7 @@ class TestChunks:
         assert second[0].token_times_s[:2] == pytest.approx([2.04, 2.05])
         shown_s = [at_s for at_s in first.token_times_s if 2.005 < at_s < 2.055]
         assert shown_s == pytest.approx([2.01, 2.0259, 2.05])
-        kv_bytes = bench.device._memory.held_bytes("a")[1]
+        kv_bytes = bench.device.memory.held_bytes("a")[1]
         assert kv_bytes == KV * (first.context_tokens + second[0].context_tokens)
 
 
@@ -294,6 +292,6 @@ def test_an_answer_that_is_given_away_keeps_the_tokens_it_has() -> None:
     # First tokens at 1.02 and 1.04, then steps of 10 ms: the one under way is left out.
     assert live.token_times_s == pytest.approx([1.02, 1.05, 1.06])
     assert other.token_times_s[:4] == pytest.approx([1.04, 1.05, 1.06, 1.07])
-    assert bench.device._memory.held_bytes("a")[1] == KV * other.context_tokens
+    assert bench.device.memory.held_bytes("a")[1] == KV * other.context_tokens
     told = [one.request_ids for _, one in bench.told if isinstance(one, e.Stepped)]
     assert told[-1] == ("other",)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 
-from gpupoold.simdevice.answers import Answer
+from gpupoold.sim.live import SimLive
+from gpupoold.sim.workloads import SimRequest
 from gpupoold.simdevice.device import PacedDevice
 from gpupoold.simdevice.synthetic import Vocabulary
 from gpupoold.wire import messages as m
@@ -20,9 +22,13 @@ PROMPT = 100
 class Box:
     """One device; ``at`` lets time pass in small steps, as a process with a free core would."""
 
-    def __init__(self, *names: str, capacity_gb: float = 80, weight_gb: float = 10) -> None:
+    def __init__(
+        self, *names: str, capacity_gb: float = 80, weight_gb: float = 10, number: int = 0
+    ) -> None:
         self.said: list[m.Message] = []
-        self.device = PacedDevice(0, int(capacity_gb * GB), self.said.append)
+        self.fds: list[int] = []
+        self.device = PacedDevice(number, int(capacity_gb * GB), self.hear)
+        self.sim = self.device.sim
         self.now_s = 0.0
         self._turns = 0
         kind = models(names, weight_gb, kv_bytes_per_token=KV_BYTES, speed=latency(STEP_S))
@@ -30,18 +36,31 @@ class Box:
             self.device.add_model(model, Vocabulary.of_size(32_000))
         self.said.clear()
 
-    def ask(self, model: str, request_id: str, max_tokens: int, prompt: int = PROMPT) -> Answer:
+    def hear(self, message: m.Message, fds: Sequence[int] = ()) -> None:
+        """Note what is said."""
+        self.said.append(message)
+        self.fds += [os.dup(fd) for fd in fds]
+
+    def ask(self, model: str, request_id: str, max_tokens: int, prompt: int = PROMPT) -> SimLive:
         """A request that comes now."""
-        answer = Answer(request_id, model, self.now_s, prompt, max_tokens)
-        self.device.add(answer)
-        return answer
+        live = SimLive(SimRequest(request_id, model, self.now_s, prompt, max_tokens))
+        self.device.add(live)
+        return live
 
     def turn(
-        self, model: str | None, quota_s: float = 9.0, then: str | None = None, turn_id: int = 0
+        self,
+        model: str | None,
+        quota_s: float = 9.0,
+        then: str | None = None,
+        turn_id: int = 0,
+        chunk_tokens: int | None = None,
     ) -> int:
         """An order, by default for a new turn; its id."""
         self._turns = turn_id or self._turns + 1
-        self.device.run_turn(m.RunTurn(self._turns, model, quota_s, then))
+        if model is None:
+            self.device.end_turn()
+        else:
+            self.device.run_turn(m.RunTurn(self._turns, model, quota_s, then, chunk_tokens))
         self.device.advance(self.now_s)
         return self._turns
 

@@ -153,7 +153,7 @@ class TestTurns:
 
 def told(box: Box) -> tuple[int, float | None]:
     """What its status has of prefetched weights and of the turn."""
-    return box.device.prefetched_bytes, box.device.turn_began_s
+    return box.sim.memory.prefetched_bytes, box.sim.turn_began_s
 
 
 class TestMemory:
@@ -183,7 +183,7 @@ class TestMemory:
         box.at(2.51)
         assert told(box) == (10 * GB, None)
         box.turn("b")
-        assert box.device.prefetched_bytes == 0
+        assert box.sim.memory.prefetched_bytes == 0
 
     def test_turns_tell_when_they_began_and_ended(self) -> None:
         box = Box("a", "b")
@@ -201,13 +201,13 @@ class TestMemory:
         box.ask("a", "ra", max_tokens=1)
         box.turn("a")
         box.at(3.0)
-        free_bytes = box.device.memory.free_bytes
-        box.device.page_out("a")
-        assert box.device.memory.free_bytes == free_bytes + 10 * GB
-        assert box.device.memory.resident == frozenset()
+        free_bytes = box.sim.memory.free_bytes
+        box.sim.page_out("a")
+        assert box.sim.memory.free_bytes == free_bytes + 10 * GB
+        assert box.sim.memory.resident == frozenset()
         assert box.of(m.MemoryReport)[-1].missing_bytes == {"a": 10 * GB}  # type: ignore[attr-defined]
-        box.device.page_out("a")
-        assert box.device.memory.free_bytes == free_bytes + 10 * GB
+        box.sim.page_out("a")
+        assert box.sim.memory.free_bytes == free_bytes + 10 * GB
 
     def test_after_a_turn_the_next_model_comes_without_orders(self) -> None:
         box = Box("a", "b", weight_gb=60)
@@ -220,7 +220,7 @@ class TestMemory:
         box.at(20.0)
         kv_out_s = 0.001  # of the paused request, which has to leave first
         assert box.token_times("rb")[0] == pytest.approx(end_s + 6.0 + PREFILL_S, abs=2 * kv_out_s)
-        assert box.device.memory.resident == {"b"}
+        assert box.sim.memory.resident == {"b"}
 
     def test_changes_are_told_with_the_turn_or_without(self) -> None:
         box = Box("a", "b", weight_gb=60)
@@ -233,7 +233,7 @@ class TestMemory:
         box.at(7.0)
         ended = box.said[-1]
         assert isinstance(ended, m.TurnReport)
-        missing_bytes = {"a": 60 * GB + box.device.memory.held_bytes("a")[2], "b": 0}
+        missing_bytes = {"a": 60 * GB + box.sim.memory.held_bytes("a")[2], "b": 0}
         assert (ended.turn_id, ended.missing_bytes) == (1, missing_bytes)
 
     def test_paused_kv_leaves_and_returns(self) -> None:
@@ -242,7 +242,7 @@ class TestMemory:
         box.ask("b", "rb", max_tokens=2)
         box.turn("a", quota_s=0.145, then="b")
         box.at(7.0)
-        assert box.device.memory.held_bytes("a") == (0, 0, 1005 * KV_BYTES)
+        assert box.sim.memory.held_bytes("a") == (0, 0, 1005 * KV_BYTES)
         box.turn("b", then="a")
         box.at(13.0)
         box.turn("a")
@@ -251,12 +251,12 @@ class TestMemory:
         assert (first.model, second.model, third.model) == ("a", "b", "a")
         assert (second.kv_in_bytes, third.kv_in_bytes) == (0, 1005 * KV_BYTES)
         assert len(box.tokens("ra")) == 100
-        assert box.device.memory.free_bytes == 100_000_000
+        assert box.sim.memory.free_bytes == 100_000_000
 
     def test_targets_can_change(self) -> None:
         box = Box("a")
-        box.device.set_targets("a", Targets(1.0, 0.2))
-        assert box.device.models["a"].targets == Targets(1.0, 0.2)
+        box.sim.set_targets("a", Targets(1.0, 0.2))
+        assert box.sim.models["a"].targets == Targets(1.0, 0.2)
 
 
 class TestAborts:
@@ -268,11 +268,11 @@ class TestAborts:
         box.turn("a")
         box.at(at_s)
         before = len(box.tokens("r"))
-        box.device.abort("a", ["r", "unknown"])
+        box.device.abort(["r", "unknown"])
         box.at(3.0)
         assert len(box.tokens("r")) == before
-        assert box.device.counts("a") == (0, 0)
-        assert box.device.memory.held_bytes("a") == (10 * GB, 0, 0)
+        assert box.sim.requests.all("a") == []
+        assert box.sim.memory.held_bytes("a") == (10 * GB, 0, 0)
         assert box.ended() == [1]
 
     def test_others_of_the_batch_go_on(self) -> None:
@@ -281,7 +281,7 @@ class TestAborts:
         box.ask("a", "stays", max_tokens=100)
         box.turn("a")
         box.at(1.505)
-        box.device.abort("a", ["gone"])
+        box.device.abort(["gone"])
         box.at(9.0)
         assert len(box.tokens("stays")) == 100
         assert box.finish("gone") is None
@@ -292,9 +292,9 @@ class TestAborts:
         box.ask("b", "rb", max_tokens=200)
         box.turn("a", quota_s=0.145, then="b")
         box.at(7.5)
-        assert box.device.memory.held_bytes("a")[2] > 0
-        box.device.abort("a", ["ra"])
-        assert box.device.memory.held_bytes("a") == (0, 0, 0)
+        assert box.sim.memory.held_bytes("a")[2] > 0
+        box.device.abort(["ra"])
+        assert box.sim.memory.held_bytes("a") == (0, 0, 0)
 
     def test_removed_model_ends_its_turn_and_names_its_requests(self) -> None:
         box = Box("a", "b")
@@ -305,7 +305,7 @@ class TestAborts:
         assert box.device.remove_model("a") == ["one"]
         box.at(1.6)
         assert box.ended() == [1]
-        assert box.device.memory.free_bytes == 80 * GB
+        assert box.sim.memory.free_bytes == 80 * GB
         box.turn("b")
         box.at(9.0)
         assert len(box.tokens("other")) == 1
@@ -323,5 +323,5 @@ def test_deadlines_order_evictions() -> None:
     box.at(9.0)
     box.turn("c")
     box.at(12.0)
-    assert box.device.memory.resident == {"b", "c"}, "a has no request left and goes first"
-    assert math.isinf(box.device._use_of("a")[1])
+    assert box.sim.memory.resident == {"b", "c"}, "a has no request left and goes first"
+    assert math.isinf(box.sim._use_of("a")[1])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, Send, StartTurn
+from gpupoold.scheduling.actions import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.sim.boxes import Box, box_models
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
+from gpupoold.sim.live import SimLive
 from gpupoold.sim.metrics import RequestResult, summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
+from gpupoold.sim.presets import preset_panels
+from gpupoold.sim.scenario import Point, build_scenario
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
-from gpupoold.simdevice.answers import Answer
 from gpupoold.simdevice.device import PacedDevice
 from gpupoold.simdevice.synthetic import Vocabulary
 from gpupoold.wire import messages as m
@@ -28,12 +31,17 @@ END_S = 200.0
 class Pool:
     """Paced devices under the scheduling core, without any delay between them."""
 
-    def __init__(self, models: dict[str, SimModel], box: Box) -> None:
+    def __init__(
+        self, models: dict[str, SimModel], box: Box, roles: Sequence[Role] | None = None
+    ) -> None:
         self.core = Core(make_policy("gpupool"))
         self.times: dict[str, list[float]] = {}
         self.now_s = 0.0
         self._events: list[e.Event] = []
         self._requests: dict[str, SimRequest] = {}
+        self._targets: dict[str, int] = {}  # of requests on the move
+        self.chunks: set[int | None] = set()
+        self.num_moved = 0
         self.devices = [
             PacedDevice(number, box.device_bytes, self._listener(number))
             for number in range(box.num_devices)
@@ -41,9 +49,18 @@ class Pool:
         self._events += [model.added() for model in models.values()]
         bandwidth = next(iter(models.values())).latency.switch.bandwidth_bytes_per_s
         for device in self.devices:
-            self._events.append(e.DeviceUp(device.device_number, box.device_bytes, bandwidth))
+            role = Role.MIXED if roles is None else roles[device.sim.number]
+            self._events.append(
+                e.DeviceUp(
+                    device.sim.number,
+                    box.device_bytes,
+                    bandwidth,
+                    role=role,
+                    is_role_fixed=roles is not None,
+                )
+            )
             for model in models.values():
-                self._events.append(e.Hosted(device.device_number, model.name))
+                self._events.append(e.Hosted(device.sim.number, model.name))
                 device.add_model(model, Vocabulary.of_size(0))
         self._settle()
 
@@ -65,8 +82,8 @@ class Pool:
                 self._events.append(e.Arrived(one.id, one.model, one.arrival_s, one.prompt_tokens))
             self._settle()
 
-    def _listener(self, number: int) -> Callable[[m.Message], None]:
-        return lambda message: self._hear(number, message)
+    def _listener(self, number: int) -> Callable[..., None]:
+        return lambda message, fds=(): self._hear(number, message)
 
     def _hear(self, number: int, message: m.Message) -> None:
         if isinstance(message, m.StepOutputs):
@@ -77,11 +94,28 @@ class Pool:
                 self.times.setdefault(item.request_id, []).append(message.at_s)
                 if item.finish_reason:
                     self._events.append(e.Ended(item.request_id))
+        elif isinstance(message, m.Migrated):
+            assert message.kv_transfer is not None
+            self.num_moved += 1
+            self._attach(message.request_id, message.kv_transfer)
+        elif isinstance(message, m.RequestAttached):
+            num_tokens = len(self.times[message.request_id])
+            self._events.append(e.Attached(message.request_id, num_tokens))
         elif isinstance(message, m.TurnReport | m.MemoryReport):
             changes = tuple(message.missing_bytes.items())
             self._events.append(e.MemoryChanged(number, changes))
             if isinstance(message, m.TurnReport):
                 self._events.append(e.TurnEnded(number, message.turn_id))
+
+    def _attach(self, request_id: str, kv_transfer: m.KvTransfer) -> None:
+        one, num_before = self._requests[request_id], len(self.times[request_id])
+        left = replace(
+            one,
+            prompt_tokens=one.prompt_tokens + num_before,
+            output_tokens=one.output_tokens - num_before,
+        )
+        target = self.devices[self._targets.pop(request_id)]
+        target.add_migrated(SimLive(left, num_before=num_before), kv_transfer)
 
     def _settle(self) -> None:
         while self._events:
@@ -94,15 +128,20 @@ class Pool:
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, Send):
             one = self._requests[action.request_id]
-            self.devices[action.device].add(
-                Answer(one.id, one.model, one.arrival_s, one.prompt_tokens, one.output_tokens)
-            )
+            self.devices[action.device].add(SimLive(one))
+        elif isinstance(action, Migrate):
+            self._targets[action.request_id] = action.target
+            model = self._requests[action.request_id].model
+            self.devices[action.source].migrate_out(m.MigrateOut(model, action.request_id))
         elif isinstance(action, StartTurn):
-            order = m.RunTurn(0, None, 0.0, action.then)
-            if action.turn is not None:
-                turn = action.turn
-                order = m.RunTurn(turn.turn_id, turn.model, turn.quota_s, action.then)
-            self.devices[action.device].run_turn(order)
+            device, turn, then = self.devices[action.device], action.turn, action.then
+            if turn is None:
+                device.end_turn()
+                return
+            self.chunks.add(turn.chunk_tokens)
+            device.run_turn(
+                m.RunTurn(turn.turn_id, turn.model, turn.quota_s, then, turn.chunk_tokens)
+            )
 
 
 @pytest.mark.parametrize(("num_models", "rate_rps"), [(8, 0.3), (30, 0.05)])
@@ -121,3 +160,31 @@ def test_same_attainment_and_times(num_models: int, rate_rps: float) -> None:
     assert ours.num_finished == theirs.num_finished == len(requests)
     assert ours.attainment == pytest.approx(theirs.attainment, abs=0.02)
     assert ours.ttft_s.p50 == pytest.approx(theirs.ttft_s.p50, rel=0.2, abs=0.05)
+
+
+def test_a_decode_device_that_prefills_in_chunks_does_as_the_simulators() -> None:
+    """A burst of prompts that the only prefill device cannot keep up with."""
+    [panel, *_] = preset_panels("tokenscale-burst-converting")
+    scenario = build_scenario(Point(panel, "gpupool", None, None))
+    box, models, roles = scenario.box, dict(scenario.models), (Role.PREFILL, Role.DECODE)
+    requests = tuple(one for one in scenario.requests if one.arrival_s < 80.0)
+    simulation = Simulation(models, make_policy("gpupool"), 2, box.device_bytes, roles=roles)
+    expected = simulation.run(requests, END_S)
+    pool = Pool(models, box, roles)
+    pool.run(requests)
+    assert pool.chunks > {None}
+    assert pool.num_moved > 100
+    ours, theirs = (
+        summarise(r, END_S).overall
+        for r in (
+            [
+                RequestResult(one, models[one.model].targets, pool.times.get(one.id, []))
+                for one in requests
+            ],
+            expected.results,
+        )
+    )
+    assert ours.num_finished == theirs.num_finished == len(requests)
+    assert ours.attainment == pytest.approx(theirs.attainment, abs=0.02)
+    assert ours.ttft_s.p50 == pytest.approx(theirs.ttft_s.p50, rel=0.05)
+    assert ours.ttft_s.p99 == pytest.approx(theirs.ttft_s.p99, rel=0.1)

@@ -17,7 +17,7 @@ def switch(**changes: Any) -> m.SwitchRecord:
 
 
 def ended(model: str, began_s: float | None = 1.0, turn_id: int = 1) -> m.TurnReport:
-    return m.TurnReport(turn_id, {}, model, began_s, 1.25)
+    return m.TurnReport(turn_id, model, began_s, 1.25, {})
 
 
 class TestSwitches:

@@ -30,7 +30,7 @@ def outputs(model: str, *counts: int) -> m.StepOutputs:
 def ended(
     model: str, began_s: float | None = 2.0, ended_s: float = 3.5, turn_id: int = 9
 ) -> m.TurnReport:
-    return m.TurnReport(turn_id, {}, model, began_s, ended_s)
+    return m.TurnReport(turn_id, model, began_s, ended_s, {})
 
 
 def test_a_turn_with_its_switch_and_tokens() -> None:

@@ -102,6 +102,8 @@ class FakeWorker(Worker):
                 for one in list(self.coming.values()):
                     if one.kv_transfer is not None and one.kv_transfer.source == message.device:
                         self.arrive(one.request_id, is_there=False)
+            case m.EndTurn():
+                self.end_turn()
             case m.RunTurn():
                 self._take_turn(message)
         return message
@@ -145,7 +147,7 @@ class FakeWorker(Worker):
     def end_turn(self) -> None:
         """The turn under way is over."""
         if self.turn is not None:
-            self.outbox.append(m.TurnReport(self.turn.turn_id))
+            self.outbox.append(m.TurnReport(self.turn.turn_id, self.turn.model, None, 0.0, {}))
             self.turn = None
 
     def kv_transfers_in_use(self) -> Iterator[str]:
@@ -169,10 +171,9 @@ class FakeWorker(Worker):
         return any(_is_end_of(message, request_id) for message in self.outbox)
 
     def _take_turn(self, order: m.RunTurn) -> None:
-        if self.turn is not None and (order.model is None or order.turn_id > self.turn.turn_id):
+        if self.turn is not None and order.turn_id > self.turn.turn_id:
             self.end_turn()
-        if order.model is not None:
-            self.turn = order
+        self.turn = order
 
     def _go_on(self, order: m.AddRequest, borrowed: m.KvTransfer | None) -> None:
         assert order.request_id not in self.answers

@@ -84,7 +84,7 @@ def test_memory_that_has_changed_is_told_alone_or_with_the_end_of_a_turn(
     changed = e.MemoryChanged(0, ((NAME, 5),))
     scheduler.memory_changed(0, m.MemoryReport({NAME: 5}))
     assert last_events(scheduler) == (changed,)
-    scheduler.turn_ended(0, m.TurnReport(3, {NAME: 5}))
+    scheduler.turn_ended(0, m.TurnReport(3, NAME, 0.0, 1.0, {NAME: 5}))
     assert last_events(scheduler) == (changed, e.TurnEnded(0, 3))
 
 

@@ -470,7 +470,8 @@ class TestBound:
         bench.ask("second", 100.0)
         turn = bench.dispatcher.scheduler.state.devices[0].turn
         assert turn is not None
-        bench.dispatcher.from_worker(bench.worker, m.TurnReport(turn.turn_id))
+        report = m.TurnReport(turn.turn_id, turn.model, None, 0.0, {})
+        bench.dispatcher.from_worker(bench.worker, report)
         bench.dispatcher.end_overdue(1000.0)
         assert self.errors(bench)["second"] == "no token for 600 s: no device has taken the request"
 

@@ -110,7 +110,7 @@ async def test_a_part_of_an_id_will_do_if_it_is_one_requests(told: Told) -> None
 async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -> None:
     told.bench.ask("cmpl-1", time.monotonic() - 3.0)
     told.history.record_event("error", "warm_failed", NAME, "no checkpoint")
-    told.history.record_event("info", "kind", "another", "of no interest")
+    told.history.record_event("info", "model_added", "another", "of no interest")
     told.bench.dispatcher.fail_waiting(NAME, "it could not be warmed")
     finished = (await told.explainer.why("pl-1")).finished
     assert finished is not None

@@ -172,7 +172,7 @@ async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
 
 
 async def test_one_that_says_nonsense_is_replaced(rig: Rig) -> None:
-    (await rig.runs(0)).channel.send(m.TurnReport(1))
+    (await rig.runs(0)).channel.send(m.TurnReport(1, "m", None, 0.0, {}))
     assert await rig.dies(1) == Death("it sent what could not be handled", True)
     await rig.runs(1)
 

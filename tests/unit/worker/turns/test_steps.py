@@ -139,6 +139,7 @@ def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
         (m.AddRequest("m", "r", 0.0, 3, 0, []), True),
         (m.AddRequest("m", "r", 0.0, 3, 0, [], [5]), False),  # one that goes on
         (m.RunTurn(1, "m", 1.0), True),
+        (m.EndTurn(), True),
         (m.AbortRequests("m", ["r"]), False),
         (m.MigrateOut("m", "r"), False),
         (m.UnloadModel("m"), False),

@@ -1,0 +1,116 @@
+"""The requests of a simulated device, by model and by state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from gpupoold.sim.workloads import SimRequest
+
+
+@dataclass(slots=True, eq=False)
+class SimLive:
+    """A request on a device, with the times of its tokens so far.
+
+    ``done_tokens`` counts prefilled prompt tokens during chunked prefill. An answer begun by
+    another process is a request with a longer prompt and fewer tokens left; ``num_before`` counts
+    the tokens from before, for deadlines.
+    """
+
+    request: SimRequest
+    token_times_s: list[float] = field(default_factory=list)
+    done_tokens: int = 0
+    num_before: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the whole answer so far."""
+        return self.num_before + len(self.token_times_s)
+
+    @property
+    def num_left(self) -> int:
+        return self.request.output_tokens - len(self.token_times_s)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.request.prompt_tokens + len(self.token_times_s)
+
+
+@dataclass(slots=True)
+class DeviceTally:
+    """Counts of a device's work."""
+
+    turns: int = 0
+    steps: int = 0
+    switches: int = 0
+    moved_bytes: int = 0
+    switch_s: float = 0.0
+    busy_s: float = 0.0
+
+
+class DeviceRequests:
+    """The requests of a device. Pure bookkeeping.
+
+    ``waiting`` have no first token, ``running`` are decoded, ``prefilling`` is alone in a prefill.
+    The KV of requests ``attaching`` is on the way from host memory.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: defaultdict[str, list[SimLive]] = defaultdict(list)
+        self.running: defaultdict[str, list[SimLive]] = defaultdict(list)
+        self.attaching: list[SimLive] = []
+        self.prefilling: SimLive | None = None
+
+    def has_work(self, model: str) -> bool:
+        return bool(self.waiting[model] or self.running[model])
+
+    def unprefilled(self, model: str) -> list[SimLive]:
+        """Return the requests of a model without a first token."""
+        first = self.prefilling
+        prefilling = (first,) if first is not None and first.request.model == model else ()
+        return [*prefilling, *self.waiting[model]]
+
+    def present(self, model: str) -> list[SimLive]:
+        """Return the requests of a model, without the attaching."""
+        return [*self.unprefilled(model), *self.running[model]]
+
+    def all(self, model: str) -> list[SimLive]:
+        """Return the requests of a model."""
+        attaching = (one for one in self.attaching if one.request.model == model)
+        return [*self.present(model), *attaching]
+
+    def take_finished(self, model: str) -> list[SimLive]:
+        """Remove and return the requests with complete answers."""
+        running = self.running[model]
+        finished = [live for live in running if live.num_left <= 0]
+        if finished:
+            self.running[model] = [live for live in running if live.num_left > 0]
+        return finished
+
+    def take_prefilled(self, model: str) -> list[SimLive]:
+        """Move the requests with prefilled prompts to ``running``; return these requests."""
+        waiting = self.waiting[model]
+        ready = [live for live in waiting if live.done_tokens == live.request.prompt_tokens]
+        for live in ready:
+            waiting.remove(live)
+            self.running[model].append(live)
+        return ready
+
+    def remove(self, live: SimLive) -> int:
+        """Remove a request; return the number of its tokens with KV."""
+        model = live.request.model
+        for lives in (self.attaching, self.running[model]):
+            if live in lives:
+                lives.remove(live)
+                return live.context_tokens
+        if live is self.prefilling:
+            self.prefilling = None
+        else:
+            self.waiting[model].remove(live)
+        return live.done_tokens
+
+    def kv_tokens(self, model: str) -> int:
+        """Return the number of tokens of a model with KV."""
+        unprefilled = self.unprefilled(model)
+        rest = self.all(model)[len(unprefilled) :]
+        return sum(one.done_tokens for one in unprefilled) + sum(one.context_tokens for one in rest)

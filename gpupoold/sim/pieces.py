@@ -1,0 +1,79 @@
+"""Pieces of a device's work: segments of decode steps, and chunks of prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpupoold.latency.models import LatencyModel
+from gpupoold.sim.live import SimLive
+
+
+@dataclass(slots=True)
+class Segment:
+    """Decode steps of an unchanged batch from ``start_s``, equally long."""
+
+    batch: list[SimLive]
+    start_s: float
+    step_s: float
+    num_steps: int
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.num_steps * self.step_s
+
+    def token_times_s(self) -> list[float]:
+        """Return the time of each step."""
+        start_s, step_s = self.start_s, self.step_s
+        return [start_s + k * step_s for k in range(1, self.num_steps + 1)]
+
+    def leave(self, live: SimLive, now_s: float) -> int:
+        """Remove a request, which keeps the tokens of past steps; return their number."""
+        self.batch.remove(live)
+        past_s = [at_s for at_s in self.token_times_s()[:-1] if at_s <= now_s]
+        live.token_times_s += past_s
+        return len(past_s)
+
+    def cut(self, act_s: float) -> bool:
+        """End at the first step boundary not before ``act_s``; return False without effect."""
+        steps = max(1, math.ceil((act_s - self.start_s) / self.step_s))
+        if steps >= self.num_steps:
+            return False
+        self.num_steps = steps
+        return True
+
+
+def segment_of(
+    batch: list[SimLive], latency: LatencyModel, now_s: float, end_s: float, max_steps: int
+) -> Segment:
+    """Return a segment from ``now_s`` to past ``end_s``, or to the first end of a request."""
+    size = len(batch)
+    context = sum([live.context_tokens for live in batch])
+    num_steps = min(min([live.num_left for live in batch]), max_steps)
+    if end_s < math.inf:
+        left_s = max(end_s - now_s, 0.0)
+        step_s = latency.decode_step_s(size, context)
+        num_steps = min(num_steps, max(1, math.ceil(left_s / step_s)))
+    # The steps grow with the context; by their middle one the whole takes what it takes.
+    step_s = latency.decode_step_s(size, context + size * (num_steps - 1) // 2)
+    return Segment(batch, now_s, step_s, num_steps)
+
+
+def chunks_of(
+    waiting: Iterable[SimLive], chunk_tokens: int, num_running: int
+) -> list[tuple[SimLive, int]]:
+    """Return the prompts of a step with their numbers of tokens.
+
+    The oldest prompt comes first, as in vLLM; at least one token, because prompts would starve
+    where the answers alone fill the step.
+    """
+    left = max(1, chunk_tokens - num_running)
+    chunks: list[tuple[SimLive, int]] = []
+    for live in waiting:
+        num_tokens = min(left, live.request.prompt_tokens - live.done_tokens)
+        chunks.append((live, num_tokens))
+        left -= num_tokens
+        if not left:
+            break
+    return chunks

@@ -48,9 +48,13 @@ def segment_of(
     batch: list[SimLive], latency: LatencyModel, now_s: float, end_s: float, max_steps: int
 ) -> Segment:
     """Return a segment from ``now_s`` to past ``end_s``, or to the first end of a request."""
-    size = len(batch)
-    context = sum([live.context_tokens for live in batch])
-    num_steps = min(min([live.num_left for live in batch]), max_steps)
+    size, context, num_steps = len(batch), 0, max_steps
+    for live in batch:  # the simulator's innermost loop
+        request, num_made = live.request, len(live.token_times_s)
+        context += request.prompt_tokens + num_made
+        num_left = request.output_tokens - num_made
+        if num_left < num_steps:
+            num_steps = num_left
     if end_s < math.inf:
         left_s = max(end_s - now_s, 0.0)
         step_s = latency.decode_step_s(size, context)

@@ -18,11 +18,9 @@ import uvicorn
 
 from gpupool_state import (
     DATABASE_NAME,
-    ApiKeys,
     Database,
     History,
     HistoryLimits,
-    Registry,
     StateLock,
 )
 from gpupoold import __version__
@@ -33,9 +31,7 @@ from gpupoold.admin.guard import Door, Guard
 from gpupoold.api.paths import check_runtime_dir
 from gpupoold.config.engine_variables import drop_unlisted
 from gpupoold.config.file import read_config_file
-from gpupoold.config.listening import why_keys_are_required
 from gpupoold.config.schema import ServerSettings, Settings
-from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.build import build_pool
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import Pool
@@ -107,14 +103,10 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
-        registry = Registry(database)
-        reason = why_keys_are_required(settings.access, listener)
-        host_names = (*settings.access.host_names, settings.server.host.lower())
-        keyring = await Keyring.load(ApiKeys(database), registry, history, reason, host_names)
         kept = (snapshot_store.PREFIX, snapshot_store.EARLIER_PREFIX)
         found = [one for prefix in kept for one in inherited.named(prefix)]
         fd_store = FdStore(notifier, found)
-        pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
+        pool = await build_pool(configuration, database, history, listener, fd_store)
         exporter = Exporter(pool)
         on_hangup = hangup_handler(
             sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)

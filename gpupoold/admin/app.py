@@ -85,7 +85,7 @@ def _add_model_routes(app: FastAPI, pool: Pool) -> None:
     @app.patch("/models/{name:path}")
     async def set_model(name: str, body: SetModelRequest) -> ModelInfo:
         row = await pool.lifecycle.set(name, body)
-        return model_info(row, pool.lifecycle.state_of(row))
+        return model_info(row, pool.fleet.availability(row.spec.name).state)
 
     @app.delete("/models/{name:path}")
     async def remove_model(

@@ -85,7 +85,7 @@ def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[
     found = []
     for row in rows:
         name, targets = row.spec.name, row.spec.targets
-        state = pool.lifecycle.state_of(row).value
+        state = pool.fleet.availability(name).state.value
         held_by = memories.get(name, ())
         found.append(
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
 
@@ -16,7 +17,8 @@ _OVERDUE_S = 30.0
 class Health:
     """Records each round of the periodic checks."""
 
-    def __init__(self, dispatcher: Dispatcher, supervisor: WorkerSupervisor) -> None:
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, supervisor: WorkerSupervisor) -> None:
+        self._fleet = fleet
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._round_s = time.monotonic()
@@ -44,8 +46,7 @@ class Health:
         """Devices, models and requests, for ``systemctl status``."""
         workers = self._supervisor.workers
         num_ready = sum(worker.is_ready for worker in workers)
-        num_models = sum(bool(hosts) for hosts in self._dispatcher.routes.values())
         return (
-            f"{num_ready} of {len(workers)} devices ready, {num_models} models served, "
-            f"{len(self._dispatcher.live)} live requests"
+            f"{num_ready} of {len(workers)} devices ready, "
+            f"{self._fleet.num_served()} models served, {len(self._dispatcher.live)} live requests"
         )

@@ -50,7 +50,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_draining",
         "1 while the device is emptied for maintenance.",
-        lambda one: dispatcher.roles.is_draining(one.number),
+        lambda one: scrape.pool.fleet.is_device_draining(one.number),
     )
     numbers = [one.number for one in scrape.workers]
     nums = dict(zip(numbers, dispatcher.nums_of_requests(numbers), strict=True))

@@ -96,8 +96,8 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
 
 
 def _now(scrape: Scrape) -> Iterator[Family]:
-    lifecycle, dispatcher = scrape.pool.lifecycle, scrape.pool.dispatcher
-    states = {name: lifecycle.state_of(row) for name, row in scrape.rows.items()}
+    fleet, dispatcher = scrape.pool.fleet, scrape.pool.dispatcher
+    states = {name: fleet.availability(name).state for name in scrape.rows}
     waiting = Counter({name: dispatcher.live.num_waiting(name) for name in scrape.rows})
     for worker in scrape.workers:
         for held in memories(worker):

@@ -7,6 +7,7 @@ from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.host_budget import SnapshotRoom
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
@@ -21,13 +22,14 @@ class CacheControl:
         lifecycle: ModelLifecycle,
         live: LiveRequests,
         cache: SnapshotCache,
+        room: SnapshotRoom,
         saved: SavedSnapshots,
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
         self._live = live
         self._cache = cache
-        self._room = lifecycle.loader.room
+        self._room = room
         self._saved = saved
 
     async def info(self) -> CacheInfo:

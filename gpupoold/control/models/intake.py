@@ -73,10 +73,10 @@ class Intake:
         self._info = await self._check(path)
         self._spec = spec_of(request, source, path)
 
-    def preview(self) -> ModelInfo:
+    def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request that only checks."""
         assert self._info is not None
-        return checked_info(self.spec, self._info, self._request.dtype)
+        return checked_info(self.spec, self._info, self._request.dtype, checked_at)
 
     async def _check(self, path: Path) -> CheckpointInfo:
         security = self._settings.security

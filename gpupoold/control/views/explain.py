@@ -16,8 +16,9 @@ from gpupoold.api.schemas_explain import (
     Why,
 )
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, ModelStats
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.fleet.transitions import ModelPhase
 from gpupoold.control.live_requests import LiveRequest, request_id_of
-from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.advice import advice, main_cause
@@ -60,14 +61,14 @@ class Explainer:
         registry: Registry,
         history: History,
         dispatcher: Dispatcher,
-        lifecycle: ModelLifecycle,
+        fleet: Fleet,
         workers: list[Worker],
         cache: SnapshotCache,
     ) -> None:
         self._registry = registry
         self._history = history
         self._dispatcher = dispatcher
-        self._lifecycle = lifecycle
+        self._fleet = fleet
         self._workers = workers
         self._cache = cache
 
@@ -133,7 +134,7 @@ class Explainer:
         span_s = NUM_MINUTES * 60.0
         return ModelWhy(
             name=name,
-            state=self._lifecycle.state_of(row).value,
+            state=self._fleet.availability(name).state.value,
             text=self._model_text(row),
             ttft_s=targets.ttft_s,
             tbt_s=targets.tbt_s,
@@ -195,11 +196,10 @@ class Explainer:
         return standings
 
     def _devices_of(self, model: str, now_s: float) -> list[ModelOnDevice]:
-        hosts = self._dispatcher.routes.get(model, [])
         return [
-            self._on_device(worker, model, now_s)
-            for worker in sorted(hosts, key=lambda one: one.number)
-            if worker.number in self._state.devices
+            self._on_device(self._workers[number], model, now_s)
+            for number in sorted(self._fleet.availability(model).devices)
+            if number in self._state.devices
         ]
 
     def _on_device(self, worker: Worker, model: str, now_s: float) -> ModelOnDevice:
@@ -213,15 +213,18 @@ class Explainer:
         )
 
     def _model_text(self, row: ModelRow) -> str:
-        name, state = row.spec.name, self._lifecycle.state_of(row)
-        if state is ModelState.FAILED:
-            return f"failed: {row.error or 'see `gpupool events`'}; try `gpupool cache warm {name}`"
-        if state is not ModelState.READY:
-            return f"{state.value}: it takes no requests"
+        name, now = row.spec.name, self._fleet.availability(row.spec.name)
+        if now.state is ModelState.FAILED:
+            reason = now.reason or "see `gpupool events`"
+            return f"failed: {reason}; try `gpupool cache warm {name}`"
+        if now.phase is ModelPhase.LOADING and self._fleet.loaded(name) and not now.devices:
+            return "no device has it now"
+        if now.state is not ModelState.READY:
+            return f"{now.state.value}: it takes no requests"
+        if not now.has_open_device:
+            return "all its devices are being drained: it takes no requests"
         if self._dispatcher.live.num_waiting(name):
             return "its requests wait until it is in host memory"
-        if not self._dispatcher.routes.get(name):
-            return "no device has it now"
         num_live = self._dispatcher.live.num_of(name)
         return f"ready: {num_live or 'no'} live request{'s' * (num_live != 1)}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -79,7 +78,8 @@ class SnapshotRoom:
             NoRoom: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
             TimedOut: used snapshots left too little for ``wait_s``.
         """
-        deadline_s = time.monotonic() + wait_s
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
         leaving = self._leaving.get(model)
         if leaving is not None:
             await asyncio.shield(leaving)
@@ -89,7 +89,7 @@ class SnapshotRoom:
                 if await self._make(model, num_bytes):
                     self._cache.reserve(model, num_bytes)
                     return
-            left_s = deadline_s - time.monotonic()
+            left_s = deadline_s - loop.time()
             if not wait_s or not self._would_fit(model, num_bytes):
                 raise self._refusal(model, num_bytes)
             if left_s <= 0:

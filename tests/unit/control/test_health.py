@@ -5,18 +5,22 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.health import Health
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.live import live_request
+from tests.unit.control.loaded import loaded
 
 TOKEN_TIMEOUT_S = 600.0
 
 
-def health(live: LiveRequests, routes: dict[str, list[object]] | None = None) -> Health:
-    dispatcher = SimpleNamespace(live=live, routes=routes or {}, token_timeout_s=TOKEN_TIMEOUT_S)
+def health(live: LiveRequests, fleet: Fleet | None = None) -> Health:
+    dispatcher = SimpleNamespace(live=live, token_timeout_s=TOKEN_TIMEOUT_S)
     workers = [SimpleNamespace(is_ready=True), SimpleNamespace(is_ready=False)]
     supervisor = SimpleNamespace(workers=workers)
-    return Health(cast(Any, dispatcher), cast(Any, supervisor))
+    fleet = fleet or FleetBox([]).fleet
+    return Health(fleet, cast(Any, dispatcher), cast(Any, supervisor))
 
 
 def request(arrival_s: float) -> LiveRequest:
@@ -46,5 +50,7 @@ def test_a_request_that_nobody_ends() -> None:
 def test_the_line_for_the_status() -> None:
     live = LiveRequests()
     live.add(request(0.0))
-    watched = health(live, {"qwen": [object()], "gone": []})
+    box = FleetBox(["qwen", "gone"])
+    box.fleet.host(loaded("qwen"), 0)
+    watched = health(live, box.fleet)
     assert watched.summary() == "1 of 2 devices ready, 1 models served, 1 live requests"

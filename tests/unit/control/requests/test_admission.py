@@ -9,8 +9,9 @@ import pytest
 from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.control.live_requests import LiveRequests
-from gpupoold.control.requests.admission import Overload, RefusalEvents, bound_for
+from gpupoold.control.requests.admission import Overload, bound_for
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core

@@ -11,7 +11,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.configuration import Configuration
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
@@ -36,13 +36,13 @@ from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.systemd import FdStore
 
 
-async def build_pool(
+async def build_control_plane(
     configuration: Configuration,
     database: Database,
     history: History,
     listener: socket.socket,
     fd_store: FdStore,
-) -> Pool:
+) -> ControlPlane:
     """Wire the parts together without starting any; each part gets only finished parts.
 
     Raises:
@@ -72,10 +72,10 @@ async def build_pool(
     lifecycle = ModelLifecycle(
         settings, registry, history, fleet, dispatcher, supervisor, frontends, snapshots
     )
-    room = snapshots.room
+    host_budget = snapshots.host_budget
     operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
-    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, room, saved)
-    return Pool(
+    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, host_budget, saved)
+    return ControlPlane(
         settings=settings,
         registry=registry,
         history=history,
@@ -90,7 +90,7 @@ async def build_pool(
         cache_control=cache_control,
         workers=operations,
         unloader=ModelUnloader(
-            registry, history, fleet, dispatcher, supervisor, cache, room, lifecycle.drains
+            registry, history, fleet, dispatcher, supervisor, cache, host_budget, lifecycle.drains
         ),
         configuration=configuration,
         reloader=Reloader(

@@ -62,12 +62,12 @@ _TICK_S = 1.0
 _CHECK_INTERVAL_S = 5.0
 _BENCH_TIMEOUT_S = 3600.0
 
-PoolState = Literal["starting", "ready", "stopping"]
+ControlPlaneState = Literal["starting", "ready", "stopping"]
 
 
 @dataclass(slots=True)
-class Pool:
-    """The parts of the control plane, see :func:`gpupoold.control.build.build_pool`."""
+class ControlPlane:
+    """The parts of the control plane, see :func:`gpupoold.control.build.build_control_plane`."""
 
     settings: Settings
     registry: Registry
@@ -108,21 +108,21 @@ class Pool:
         of_frontend = Handlers(self._from_frontend, self._set_up, self._frontend_down)
         self.frontends.start(of_frontend, metrics_text)
         self.gpu_readings.start()
-        looks = (
+        checks = (
             self._note_readings,
-            self.supervisor.oom_kills.look,
-            self.frontends.look,
-            self._watchdog().look,
+            self.supervisor.oom_kills.check,
+            self.frontends.check,
+            self._watchdog().check,
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
-            self.lifecycle.retries.look,
-            self.health.look,
+            self.lifecycle.retries.check,
+            self.health.check,
             self.keyring.tick,
             self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
-            asyncio.create_task(tick(looks), name="tick"),
+            asyncio.create_task(tick(checks), name="tick"),
             asyncio.create_task(measure_lag(self.loop_lag.add), name="loop-lag"),
             asyncio.create_task(self.keyring.run(), name="keys"),
         ]
@@ -144,7 +144,7 @@ class Pool:
         self.cache.close()
 
     @property
-    def state(self) -> PoolState:
+    def state(self) -> ControlPlaneState:
         """True if requests can be served."""
         if self.stopping:
             return "stopping"
@@ -306,7 +306,7 @@ class Pool:
 
     async def _check_when_idle(self) -> None:
         """Check the core's state while the daemon is idle; report each inconsistency once."""
-        told = ""
+        reported = ""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             if len(self.dispatcher.live):
@@ -314,10 +314,10 @@ class Pool:
             try:
                 self.dispatcher.scheduler.check_state()
             except AssertionError as error:
-                if str(error) != told:
-                    told = str(error)
+                if str(error) != reported:
+                    reported = str(error)
                     _logger.error("the scheduling core's books disagree: %s", error)
-                    self.history.record_event("error", "core_inconsistent", "core", told)
+                    self.history.record_event("error", "core_inconsistent", "core", reported)
 
     async def check_integrity(self) -> list[object]:
         """Check the core's state and every worker's accounts.
@@ -334,15 +334,15 @@ class Pool:
 
 
 async def tick(
-    looks: Sequence[Callable[[float], None]],
+    checks: Sequence[Callable[[float], None]],
     interval_s: float = _TICK_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Call all of ``looks`` periodically with the monotonic time; an error stops no other call."""
+    """Call all of ``checks`` periodically with the monotonic time; an error stops no other call."""
     while True:
-        for look in looks:
+        for check in checks:
             try:
-                look(clock())
+                check(clock())
             except Exception:
                 _logger.exception("a periodic check of the pool failed")
         await asyncio.sleep(interval_s)

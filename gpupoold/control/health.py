@@ -8,7 +8,7 @@ from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
 
-# A round of looks is due every second; a busy machine may delay some.
+# A round of checks is due every second; a busy machine may delay some.
 _ROUND_TIMEOUT_S = 10.0
 # Requests without tokens are ended after their time by the same rounds.
 _OVERDUE_S = 30.0
@@ -23,18 +23,18 @@ class Health:
         self._supervisor = supervisor
         self._round_s = time.monotonic()
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Record a round; to be called at its end."""
         self._round_s = now_s
 
-    def complaint(self, now_s: float) -> str:
+    def failure_reason(self, now_s: float) -> str:
         """Return why the control plane makes no progress, empty if it does.
 
         A hung worker is no reason here: the watchdog ends hung workers.
         """
         late_s = now_s - self._round_s
         if late_s > _ROUND_TIMEOUT_S:
-            return f"workers and requests have not been looked after for {late_s:.0f} s"
+            return f"workers and requests have not been checked for {late_s:.0f} s"
         limit_s = self._dispatcher.token_timeout_s + _OVERDUE_S
         stuck = self._dispatcher.live.silent_since(now_s - limit_s)
         if stuck:

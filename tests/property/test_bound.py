@@ -57,7 +57,7 @@ class Clients:
                     self.heard_s[item.request_id] = message.at_s
 
 
-class Pool:
+class ControlPlane:
     """A dispatcher whose workers die, hang and come back as the test says."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ HAPPENING = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(HAPPENING, max_size=40))
 def test_no_client_waits_longer_than_the_bound(happenings: list[tuple[str, int]]) -> None:
-    pool = Pool()
+    pool = ControlPlane()
     for name, *arguments in happenings:
         getattr(pool, name)(*arguments)
         pool.check()

@@ -210,7 +210,7 @@ class Keyring:
 
     def tick(self, now_s: float) -> None:
         """Record the events that are due; to be called every second."""
-        self._refusals.tell(now_s)
+        self._refusals.report(now_s)
         self._warn_if_locked_out()  # the last key may have expired
 
     def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:

@@ -14,24 +14,24 @@ class RefusalEvents:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._told_s: dict[str, float] = {}
-        self._untold: dict[str, tuple[int, str]] = {}
+        self._reported_s: dict[str, float] = {}
+        self._unreported: dict[str, tuple[int, str]] = {}
 
     def note(self, model: str, reason: str, now_s: float, num_requests: int = 1) -> None:
-        num, _ = self._untold.get(model, (0, ""))
-        self._untold[model] = num + num_requests, reason
-        self._tell((model,), now_s)
+        num, _ = self._unreported.get(model, (0, ""))
+        self._unreported[model] = num + num_requests, reason
+        self._record((model,), now_s)
 
-    def tell(self, now_s: float) -> None:
+    def report(self, now_s: float) -> None:
         """Record held-back events after the end of the minute."""
-        self._tell(tuple(self._untold), now_s)
+        self._record(tuple(self._unreported), now_s)
 
-    def _tell(self, models: Iterable[str], now_s: float) -> None:
+    def _record(self, models: Iterable[str], now_s: float) -> None:
         for model in models:
-            told_s = self._told_s.get(model)
-            if told_s is not None and now_s - told_s < _EVENT_EVERY_S:
+            reported_s = self._reported_s.get(model)
+            if reported_s is not None and now_s - reported_s < _EVENT_EVERY_S:
                 continue
-            num, reason = self._untold.pop(model)
-            self._told_s[model] = now_s
+            num, reason = self._unreported.pop(model)
+            self._reported_s[model] = now_s
             requests = "1 request was refused" if num == 1 else f"{num} requests were refused"
             self._history.record_event("warning", "refused", model, f"{requests}: {reason}")

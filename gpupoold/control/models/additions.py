@@ -95,7 +95,7 @@ class Additions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _intake(self, request: AddModelRequest) -> Intake:
-        return Intake(request, self._settings, self._supervisor, self._snapshots.room)
+        return Intake(request, self._settings, self._supervisor, self._snapshots.host_budget)
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
         async with self._fleet.changing.alone():

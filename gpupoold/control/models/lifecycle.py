@@ -75,7 +75,7 @@ class ModelLifecycle:
         await self.warmer.stop()
         await self.quarantine.stop()
         await self.retries.stop()
-        await self._snapshots.room.stop()
+        await self._snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Add a model, or only check; see :class:`Additions`."""

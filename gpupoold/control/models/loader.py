@@ -49,7 +49,7 @@ class ModelLoader:
         Raises:
             GpupoolError: the first reason why not; call ``unload`` then.
         """
-        with self._snapshots.room.holding(spec.name):
+        with self._snapshots.host_budget.holding(spec.name):
             for worker in self._supervisor.workers:
                 await self._supervisor.wait_ready(worker)
                 await self.load(spec, worker, expected_bytes)
@@ -65,7 +65,7 @@ class ModelLoader:
             NoRoom: too few snapshots can be evicted now.
             GpupoolError: the worker's reason.
         """
-        with self._snapshots.room.holding(spec.name):
+        with self._snapshots.host_budget.holding(spec.name):
             async with self._fleet.lock(spec.name):
                 if not self._fleet.hosts.of(spec.name, worker.number).is_ordered:
                     await self._load(spec, worker, expected_bytes)

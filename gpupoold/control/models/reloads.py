@@ -66,7 +66,7 @@ class Reloads:
         row = await self._registry.get(name)
         if row is None or self._fleet.is_draining(name):
             return
-        with self._snapshots.room.holding(name):
+        with self._snapshots.host_budget.holding(name):
             await self._snapshots.wait_for_room(row.spec, worker, row.weight_bytes)
             async with self._fleet.changing.shared():
                 now = await self._registry.get(name)
@@ -81,7 +81,7 @@ class Reloads:
             GpupoolError: the reason why not.
         """
         name, worker = row.spec.name, self._supervisor.workers[0]
-        with self._snapshots.room.holding(name):
+        with self._snapshots.host_budget.holding(name):
             await self._snapshots.wait_for_room(row.spec, worker, row.weight_bytes)
             async with self._fleet.changing.alone():
                 row = await find_model(self._registry, name)

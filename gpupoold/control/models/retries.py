@@ -41,7 +41,7 @@ class Retries:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Retry the models whose wait is over; to be called every second."""
         for model in self._fleet.breakers.due(now_s):
             self._fleet.breakers.half_open(model)

@@ -14,7 +14,7 @@ from gpupoold.control.models.specs import to_load
 from gpupoold.control.models.startup import rows_in_start_order
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
 from gpupoold.control.weights.fd_store import StoredSnapshots
-from gpupoold.control.weights.host_budget import SnapshotRoom
+from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -45,7 +45,7 @@ class ModelSnapshots:
         self._cache = cache
         self._saved = saved
         self._stored = stored
-        self.room = SnapshotRoom(cache, self.is_in_use, self._drop_from_workers)
+        self.host_budget = HostMemoryBudget(cache, self.is_in_use, self._drop_from_workers)
 
     def is_in_use(self, model: str) -> bool:
         return self._live.num_of(model) > 0
@@ -58,7 +58,7 @@ class ModelSnapshots:
         """Note a use of the model, which may have become idle."""
         self._cache.touch(model)
         if not self.is_in_use(model):
-            self.room.changed()
+            self.host_budget.changed()
 
     async def wait_for_room(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         """Reserve host memory for the model's snapshot, unless present.
@@ -67,14 +67,14 @@ class ModelSnapshots:
         free memory.
 
         Raises:
-            NoRoom, TimedOut: see :meth:`SnapshotRoom.reserve`.
+            NoRoom, TimedOut: see :meth:`HostMemoryBudget.reserve`.
         """
         is_sim = worker.device.kind == "sim"
         if is_sim or worker.ready is None or self._cache.get(spec.name) is not None:
             return
         saved_bytes = await self._saved.look_up(to_load(spec, self._settings), worker.ready)
         num_bytes = saved_bytes or _whole_pages(expected_bytes, worker)
-        await self.room.reserve(spec.name, num_bytes, self._settings.limits.load_timeout_s)
+        await self.host_budget.reserve(spec.name, num_bytes, self._settings.limits.load_timeout_s)
 
     async def for_load(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int
@@ -91,7 +91,7 @@ class ModelSnapshots:
             return None
         snapshot = self._cache.get(name) or await self.read(spec, ready)
         if snapshot is None:
-            await self.room.reserve(name, _whole_pages(expected_bytes, worker))
+            await self.host_budget.reserve(name, _whole_pages(expected_bytes, worker))
         return snapshot
 
     async def read(self, spec: ModelSpec, ready: m.WorkerReady) -> CachedSnapshot | None:
@@ -105,7 +105,7 @@ class ModelSnapshots:
         num_bytes = await self._saved.look_up(to_load(spec, self._settings), ready)
         if num_bytes is None:
             return None
-        await self.room.reserve(spec.name, num_bytes)
+        await self.host_budget.reserve(spec.name, num_bytes)
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         saved = await self._saved.read(spec.name)
@@ -126,7 +126,7 @@ class ModelSnapshots:
             self._history.record_event("error", "snapshot_refused", name, loaded.snapshot_problem)
         try:
             # The reserved size was an estimate.
-            await self.room.reserve(name, os.fstat(fd).st_size)
+            await self.host_budget.reserve(name, os.fstat(fd).st_size)
         except BaseException:
             os.close(fd)
             raise
@@ -137,7 +137,7 @@ class ModelSnapshots:
     def drop(self, model: str) -> None:
         """Drop the snapshot from host memory; a saved snapshot stays."""
         self._cache.drop(model)
-        self.room.changed()
+        self.host_budget.changed()
 
     def renew(self, model: str) -> None:
         """Drop a damaged snapshot from host memory and from disk."""
@@ -148,7 +148,7 @@ class ModelSnapshots:
         """Forget a removed model and its snapshots."""
         self._cache.forget(model)
         self._saved.forget(model)
-        self.room.changed()
+        self.host_budget.changed()
 
     async def start_order(self, registry: Registry) -> list[ModelRow]:
         """See :func:`rows_in_start_order`."""

@@ -11,7 +11,7 @@ from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.names import find_model
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.weights.host_budget import SnapshotRoom
+from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Refused
@@ -29,12 +29,12 @@ class ModelUnloader:
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         cache: SnapshotCache,
-        room: SnapshotRoom,
+        host_budget: HostMemoryBudget,
         drains: Drains,
     ) -> None:
         self._registry = registry
         self._fleet = fleet
-        self._room = room
+        self._host_budget = host_budget
         self._drains = drains
         self._dispatcher = dispatcher
         self._supervisor = supervisor
@@ -82,7 +82,7 @@ class ModelUnloader:
         snapshot = self._cache.get(model)
         host_bytes = 0 if snapshot is None or keep_host else snapshot.num_bytes
         if host_bytes:
-            await self._room.drop(model)
+            await self._host_budget.drop(model)
         return Unloaded(name=model, device_bytes=device_bytes, host_bytes=host_bytes)
 
 

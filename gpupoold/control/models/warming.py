@@ -120,7 +120,7 @@ class Warmer:
             row = await self._registry.get(model)
             if row is None:
                 raise NoSuchModel(f"no model is named {model!r}")
-            with self._snapshots.room.holding(model):
+            with self._snapshots.host_budget.holding(model):
                 await bring(row, hosts)
         except GpupoolError as error:
             self._ended(model)

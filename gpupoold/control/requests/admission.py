@@ -126,9 +126,9 @@ class Overload:
             self._stats.setdefault(one.model, ModelStats()).now.dropped += 1
         return late
 
-    def tell(self, now_s: float) -> None:
+    def report(self, now_s: float) -> None:
         """Record due events."""
-        self._events.tell(now_s)
+        self._events.report(now_s)
 
     def forget(self, model: str) -> None:
         self._drains.pop(model, None)

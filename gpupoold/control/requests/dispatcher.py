@@ -244,7 +244,7 @@ class Dispatcher:
         """End late requests if configured, and start trials; to be called every second."""
         late = self._overload.too_late(now_s)
         self._fail(late, "dropped: it had not begun when its first token was due")
-        self._overload.tell(now_s)
+        self._overload.report(now_s)
         self._try_suspects(now_s)
         self.scheduler.tick()
 

@@ -18,18 +18,18 @@ def main_cause(counts: Counts) -> str | None:
 
 def advice(name: str, targets: Targets, counts: Counts) -> list[str]:
     """Return changes that would bring more of a model's tokens in time."""
-    told = []
+    found = []
     if counts.refused:
-        told.append(
+        found.append(
             f"{counts.refused} requests were refused: more may wait if "
             "limits.max_live_requests_per_model and limits.max_live_requests are higher"
         )
     if counts.dropped:
-        told.append(f"{counts.dropped} requests were dropped as too late: see limits.drop_late")
+        found.append(f"{counts.dropped} requests were dropped as too late: see limits.drop_late")
     attainment = counts.attainment
     if attainment is not None and attainment < GOOD_ATTAINMENT:
-        told += _against(main_cause(counts), name, targets, counts)
-    return told
+        found += _against(main_cause(counts), name, targets, counts)
+    return found
 
 
 def _against(cause: str | None, name: str, targets: Targets, counts: Counts) -> list[str]:

@@ -87,7 +87,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
 
     def _note(self, message: m.FromWorker, watch: Watch, now_s: float) -> None:
         worker = self._worker
-        watch.heard(now_s)
+        watch.seen(now_s)
         match message:
             case m.WorkerReady():
                 watch.came_up(now_s)

@@ -29,11 +29,11 @@ def request(arrival_s: float) -> LiveRequest:
 
 def test_rounds_have_to_be_made() -> None:
     watched = health(LiveRequests())
-    watched.look(1000.0)
-    assert watched.complaint(1009.0) == ""
-    assert "not been looked after for 11 s" in watched.complaint(1011.0)
-    watched.look(1012.0)
-    assert watched.complaint(1013.0) == ""
+    watched.check(1000.0)
+    assert watched.failure_reason(1009.0) == ""
+    assert "not been checked for 11 s" in watched.failure_reason(1011.0)
+    watched.check(1012.0)
+    assert watched.failure_reason(1013.0) == ""
 
 
 def test_a_request_that_nobody_ends() -> None:
@@ -41,10 +41,10 @@ def test_a_request_that_nobody_ends() -> None:
     live.add(request(1000.0))
     watched = health(live)
     for now_s, is_stuck in ((1000.0 + TOKEN_TIMEOUT_S, False), (1100.0 + TOKEN_TIMEOUT_S, True)):
-        watched.look(now_s)
-        assert ("r1 of qwen" in watched.complaint(now_s)) == is_stuck
+        watched.check(now_s)
+        assert ("r1 of qwen" in watched.failure_reason(now_s)) == is_stuck
     live.pop("r1")
-    assert watched.complaint(1100.0 + TOKEN_TIMEOUT_S) == ""
+    assert watched.failure_reason(1100.0 + TOKEN_TIMEOUT_S) == ""
 
 
 def test_the_line_for_the_status() -> None:

@@ -11,14 +11,14 @@ import pytest_asyncio
 from gpupool_state import DATABASE_NAME, Database, History
 from gpupoold.config.file import ConfigFile
 from gpupoold.config.schema import parse_settings
-from gpupoold.control.build import build_pool
+from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.system.systemd import FdStore, Notifier
 
 
 @pytest_asyncio.fixture
-async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
+async def control_plane(tmp_path: Path) -> AsyncIterator[ControlPlane]:
     folders = {name: str(tmp_path) for name in ("state_dir", "runtime_dir", "log_dir")}
     settings = parse_settings({"devices": ["cuda:0", "cuda:1"], "paths": folders}, "test")
     configuration = Configuration(ConfigFile(None, settings, frozenset()))
@@ -26,4 +26,4 @@ async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
         history = History(database)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             store = FdStore(Notifier())
-            yield await build_pool(configuration, database, history, listener, store)
+            yield await build_control_plane(configuration, database, history, listener, store)

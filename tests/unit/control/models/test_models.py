@@ -60,7 +60,7 @@ async def test_a_model_without_workers_is_loading_and_then_ready(box: ModelsBox)
 
 
 async def test_requests_of_a_dropped_snapshot_warm_the_model(box: ModelsBox) -> None:
-    await box.snapshots.room.drop("a")
+    await box.snapshots.host_budget.drop("a")
     assert sorted(box.told) == ["drop a on 0", "drop a on 1"]
     assert not box.fleet.is_warm("a")
     box.ask("a", "r1")
@@ -72,7 +72,7 @@ async def test_requests_of_a_dropped_snapshot_warm_the_model(box: ModelsBox) -> 
 
 
 async def test_a_snapshot_that_is_nowhere_is_built_again(box: ModelsBox) -> None:
-    await box.snapshots.room.drop("a")
+    await box.snapshots.host_budget.drop("a")
     await box.saved.stop()
     box.saved.budget_bytes = 0
     await box.lifecycle.warm("a")
@@ -87,7 +87,7 @@ async def test_a_snapshot_that_is_nowhere_is_built_again(box: ModelsBox) -> None
 
 
 async def test_requests_fail_when_their_model_cannot_be_warmed(box: ModelsBox) -> None:
-    await box.snapshots.room.drop("a")
+    await box.snapshots.host_budget.drop("a")
     box.take_problem = "no memory"
     box.ask("a", "r1")
     await box.until(lambda: not box.dispatcher.live.num_of("a"))
@@ -126,7 +126,7 @@ async def test_a_model_that_no_worker_can_load_has_failed_and_is_tried_again(
         assert now.retry_at_s is not None
         await box.until(lambda: box.frontends.states() == {"a": "failed", "b": "ready"})
         box.errors.clear()
-        box.lifecycle.retries.look(now.retry_at_s + 1.0)
+        box.lifecycle.retries.check(now.retry_at_s + 1.0)
         await box.until_ready("a")
         row = await registry.get("a")
         assert row is not None

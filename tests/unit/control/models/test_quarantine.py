@@ -159,10 +159,10 @@ async def test_it_is_tried_again_when_its_wait_is_over(rig: Rig) -> None:
     rig.die(LOADING)
     await rig.state()
     now_s = time.monotonic()
-    rig.retries.look(now_s + FIRST_WAIT_S - 5.0)
+    rig.retries.check(now_s + FIRST_WAIT_S - 5.0)
     assert rig.models.num_tried == 0
-    rig.retries.look(now_s + FIRST_WAIT_S + 1.0)
-    rig.retries.look(now_s + FIRST_WAIT_S + 2.0)
+    rig.retries.check(now_s + FIRST_WAIT_S + 1.0)
+    rig.retries.check(now_s + FIRST_WAIT_S + 2.0)
     await rig.state()
     assert rig.models.num_tried == 1
     assert not rig.breakers.is_shut_out(NAME)
@@ -183,12 +183,12 @@ async def test_a_retry_that_fails(rig: Rig, error: GpupoolError, wait_s: float) 
     rig.die(LOADING)
     await rig.state()
     rig.models.errors = [error]
-    rig.retries.look(time.monotonic() + FIRST_WAIT_S + 1.0)
+    rig.retries.check(time.monotonic() + FIRST_WAIT_S + 1.0)
     state, _ = await rig.state()
     assert state is ModelState.FAILED
     retry_in_s = (rig.breakers.retry_at_s(NAME) or 0.0) - time.monotonic()
     assert wait_s - 10.0 < retry_in_s <= wait_s
-    rig.retries.look(time.monotonic() + wait_s + 1.0)
+    rig.retries.check(time.monotonic() + wait_s + 1.0)
     await rig.state()
     assert not rig.breakers.is_shut_out(NAME)
 
@@ -200,7 +200,7 @@ async def test_a_model_that_no_worker_could_load(rig: Rig) -> None:
     state, error = await rig.state()
     assert (state, error.partition("; ")[0]) == (ModelState.FAILED, "no such file")
     assert not rig.breakers.is_shut_out(NAME), "a worker that comes up may load it"
-    rig.retries.look(time.monotonic() + FIRST_WAIT_S + 1.0)
+    rig.retries.check(time.monotonic() + FIRST_WAIT_S + 1.0)
     await rig.state()
     assert rig.models.num_tried == 1
 

@@ -20,7 +20,7 @@ from gpupoold.control.fleet.transitions import (
 )
 
 M, E = ModelPhase, ModelEvent
-PAGE = (Path(__file__).parents[4] / "docs/failures.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs/architecture.md").read_text()
 
 
 def life(phase: ModelPhase = M.REMOVED) -> Life[ModelPhase, ModelEvent]:
@@ -81,9 +81,19 @@ def test_a_removed_model_or_a_lost_worker_can_come_back() -> None:
 
 
 def test_the_page_has_the_phases_as_users_see_them() -> None:
-    rows = re.findall(r"^\| ([A-Z]+) \| ([a-z]*)", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| ([A-Z]+) \| ([a-z]*) ?\| [a-z]", PAGE, re.MULTILINE)
     hidden = (M.REMOVED, M.CHECKING, M.DOWNLOADING)
     assert rows == [
         (phase.name, "" if phase in hidden else Availability(phase).state.value)
         for phase in ModelPhase
     ]
+
+
+def test_the_page_has_every_transition() -> None:
+    rows = re.findall(r"^\| ([A-Z, ]+) \| ([A-Z_]+) \| ([A-Z]+) \|$", PAGE, re.MULTILINE)
+    listed = [
+        (phase, event, after) for phases, event, after in rows for phase in phases.split(", ")
+    ]
+    tables = [MODEL_TRANSITIONS.items(), HOST_TRANSITIONS.items()]
+    known = [(a.name, event.name, b.name) for table in tables for (a, event), b in table]
+    assert sorted(listed) == sorted(known)

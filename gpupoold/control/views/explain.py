@@ -33,7 +33,7 @@ from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.units import format_bytes, format_duration
 from gpupoold.wire.messages import ModelMemory
 
-# A prompt to tell how long the first token of a new request would take.
+# Length of the prompt for the estimate of a new request's first token.
 _PROMPT_TOKENS = 256
 _MAX_EVENTS = 1000
 _LOADING = "loading"
@@ -41,15 +41,15 @@ _SUSPECT = "suspect"
 
 _STANDINGS = {
     _LOADING: "waits until {model} is in host memory",
-    _SUSPECT: "waits to be tried alone, after others: a worker died that it may have ended",
+    _SUSPECT: "waits to be retried alone: a worker crashed, perhaps because of the request",
     Standing.NO_DEVICE: "waits: no device has {model} now",
-    Standing.HELD: "has no device yet: the policy lets it wait",
-    Standing.KV_ROOM: "waits for room for its KV on device {device}",
+    Standing.HELD: "waits: the policy has not chosen a device",
+    Standing.KV_ROOM: "waits for KV memory on device {device}",
     Standing.WAITS_FOR_TURN: "waits for the turn of {model} on device {device}",
-    Standing.PREFILLING: "is on turn on device {device}: its prompt is processed",
+    Standing.PREFILLING: "is on turn on device {device}: the prompt is being processed",
     Standing.PAUSED: "is paused on device {device} until the next turn of {model}",
     Standing.ON_TURN: "is on turn on device {device}",
-    Standing.MOVING: "is on its way to device {device} with its KV",
+    Standing.MOVING: "is migrating to device {device} with its KV",
 }
 
 
@@ -214,19 +214,19 @@ class Explainer:
 
     def _model_text(self, row: ModelRow) -> str:
         name, now = row.spec.name, self._fleet.availability(row.spec.name)
+        if now.can_serve:
+            if self._dispatcher.live.num_waiting(name):
+                return "ready: requests wait until the model is in host memory"
+            num_live = self._dispatcher.live.num_of(name)
+            return f"ready: {num_live or 'no'} live request{'s' * (num_live != 1)}"
         if now.state is ModelState.FAILED:
             reason = now.reason or "see `gpupool events`"
             return f"failed: {reason}; try `gpupool cache warm {name}`"
         if now.phase is ModelPhase.LOADING and self._fleet.loaded(name) and not now.devices:
-            return "no device has it now"
-        if now.state is not ModelState.READY:
-            return f"{now.state.value}: it takes no requests"
-        if not now.has_open_device:
-            return "all its devices are being drained: it takes no requests"
-        if self._dispatcher.live.num_waiting(name):
-            return "its requests wait until it is in host memory"
-        num_live = self._dispatcher.live.num_of(name)
-        return f"ready: {num_live or 'no'} live request{'s' * (num_live != 1)}"
+            return "no device has the model now"
+        if now.phase is ModelPhase.READY:
+            return "accepts no requests: all devices of the model are being drained"
+        return f"{now.state.value}: accepts no requests"
 
     async def _finished(self, row: RequestRow) -> FinishedWhy:
         end = row.arrived_at + row.total_s

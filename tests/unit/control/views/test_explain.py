@@ -54,7 +54,7 @@ async def test_a_request_whose_model_is_not_in_host_memory(told: Told) -> None:
     model = (await told.explainer.why(NAME)).model
     assert model is not None
     assert model.standings == {"loading": 1}
-    assert model.text == "its requests wait until it is in host memory"
+    assert model.text == "ready: requests wait until the model is in host memory"
 
 
 async def test_a_request_that_may_have_crashed_a_worker(told: Told) -> None:
@@ -120,8 +120,8 @@ async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -
     [
         (ModelState.FAILED, "ended the worker twice", "failed: ended the worker twice; try"),
         (ModelState.FAILED, "", "failed: see `gpupool events`; try"),
-        (ModelState.LOADING, "", "loading: it takes no requests"),
-        (ModelState.READY, "", "no device has it now"),
+        (ModelState.LOADING, "", "loading: accepts no requests"),
+        (ModelState.READY, "", "no device has the model now"),
     ],
 )
 async def test_models_that_do_not_serve(
@@ -145,7 +145,7 @@ async def test_a_model_whose_devices_are_drained(told: Told) -> None:
     assert model is not None
     assert (model.state, model.text) == (
         "ready",
-        "all its devices are being drained: it takes no requests",
+        "accepts no requests: all devices of the model are being drained",
     )
 
 

@@ -22,7 +22,7 @@ from gpupoold.sim.clock import EventQueue, Scheduled
 from gpupoold.sim.live import DeviceRequests, DeviceTally, SimLive
 from gpupoold.sim.memory import MovedBytes, SimMemory
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.pieces import Segment, chunks_of, segment_of
+from gpupoold.sim.pieces import StepSegment, chunks_of, segment_of
 
 # Between its ends the core knows nothing of a segment, so a long one would let it decide by
 # what is no longer so; in steps of one the attainments are the same to half a point.
@@ -71,7 +71,7 @@ class SimDevice:
         self._replaced_by: tuple[Turn | None, str | None] | None = None
         self._last_turn_id = 0
         self._began_s = self._ends_at_s = 0.0
-        self._segment: Segment | None = None
+        self._segment: StepSegment | None = None
         self._piece: Scheduled[Callable[[], None]] | None = None  # the end of what is under way
 
     # Models

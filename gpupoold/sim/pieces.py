@@ -11,7 +11,7 @@ from gpupoold.sim.live import SimLive
 
 
 @dataclass(slots=True)
-class Segment:
+class StepSegment:
     """Decode steps of an unchanged batch from ``start_s``, equally long."""
 
     batch: list[SimLive]
@@ -46,7 +46,7 @@ class Segment:
 
 def segment_of(
     batch: list[SimLive], latency: LatencyModel, now_s: float, end_s: float, max_steps: int
-) -> Segment:
+) -> StepSegment:
     """Return a segment from ``now_s`` to past ``end_s``, or to the first end of a request."""
     size, context, num_steps = len(batch), 0, max_steps
     for live in batch:  # the simulator's innermost loop
@@ -61,7 +61,7 @@ def segment_of(
         num_steps = min(num_steps, max(1, math.ceil(left_s / step_s)))
     # The steps grow with the context; by their middle one the whole takes what it takes.
     step_s = latency.decode_step_s(size, context + size * (num_steps - 1) // 2)
-    return Segment(batch, now_s, step_s, num_steps)
+    return StepSegment(batch, now_s, step_s, num_steps)
 
 
 def chunks_of(

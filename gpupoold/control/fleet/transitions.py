@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from gpupoold.scheduling.phases import IllegalTransition
+
 _NUM_REMEMBERED = 5
-
-
-class IllegalTransition(AssertionError):
-    """A transition that the table lacks: a bug of the control plane."""
 
 
 class ModelPhase(Enum):

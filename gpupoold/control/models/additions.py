@@ -13,7 +13,7 @@ from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.loader import ModelLoader
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -32,7 +32,7 @@ class Additions:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         loader: ModelLoader,
-        mounts: Mounts,
+        mounts: ModelMounts,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``wall_clock`` returns seconds."""

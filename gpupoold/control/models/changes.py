@@ -10,7 +10,7 @@ from gpupoold.api.schemas import SetModelRequest
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.loader import ModelLoader
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -31,7 +31,7 @@ class Changes:
         drains: Drains,
         warmer: Warmer,
         loader: ModelLoader,
-        mounts: Mounts,
+        mounts: ModelMounts,
     ) -> None:
         self._registry = registry
         self._history = history

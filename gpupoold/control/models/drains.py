@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.live_requests import LiveRequests
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.errors import Refused, TimedOut
 
 _DRAIN_POLL_S = 0.05
@@ -19,7 +19,7 @@ class Drains:
     """Drains models before an unload or a removal."""
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, live: LiveRequests, mounts: Mounts
+        self, settings: Settings, fleet: Fleet, live: LiveRequests, mounts: ModelMounts
     ) -> None:
         self._settings = settings
         self._fleet = fleet

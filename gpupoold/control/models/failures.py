@@ -8,7 +8,7 @@ from datetime import datetime
 
 from gpupool_state import History, Registry
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.domain import ModelState
 from gpupoold.errors import GpupoolError
@@ -26,7 +26,7 @@ class Failures:
         history: History,
         fleet: Fleet,
         dispatcher: Dispatcher,
-        mounts: Mounts,
+        mounts: ModelMounts,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:

@@ -15,7 +15,7 @@ from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
@@ -48,7 +48,7 @@ class ModelLifecycle:
         self._registry = registry
         self._fleet = fleet
         self._snapshots = snapshots
-        mounts = Mounts(settings, registry, history, fleet, supervisor, frontends)
+        mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends)
         facts = LoadFacts(registry, history)
         loader = ModelLoader(settings, fleet, dispatcher, supervisor, snapshots, mounts, facts)
         failures = Failures(registry, history, fleet, dispatcher, mounts)

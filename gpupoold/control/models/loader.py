@@ -8,7 +8,7 @@ import logging
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.facts import LoadFacts
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -31,7 +31,7 @@ class ModelLoader:
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
-        mounts: Mounts,
+        mounts: ModelMounts,
         facts: LoadFacts,
     ) -> None:
         self._settings = settings

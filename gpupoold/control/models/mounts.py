@@ -17,7 +17,7 @@ from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
 
 
-class Mounts:
+class ModelMounts:
     """Publishes the models with their states, and mounts the APIs of loaded models.
 
     ``clock`` returns seconds of the monotonic clock.

@@ -11,7 +11,7 @@ from gpupool_state import History
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Candidates, Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -37,7 +37,7 @@ class Quarantine:
         loader: ModelLoader,
         warmer: Warmer,
         failures: Failures,
-        mounts: Mounts,
+        mounts: ModelMounts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._history = history

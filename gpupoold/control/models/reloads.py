@@ -6,7 +6,7 @@ from gpupool_state import History, ModelRow, Registry
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -28,7 +28,7 @@ class Reloads:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         loader: ModelLoader,
-        mounts: Mounts,
+        mounts: ModelMounts,
         failures: Failures,
     ) -> None:
         self._registry = registry

@@ -19,7 +19,7 @@ from gpupoold.control.requests.core_shell import Scheduler
 from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.kv_peers import KvPeers
 from gpupoold.control.requests.migrations import Migrations
-from gpupoold.control.requests.orders import Orders
+from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.replies import Replies
 from gpupoold.control.requests.rows import finish_reason
 from gpupoold.control.requests.silence import waits_for
@@ -37,7 +37,7 @@ _SAME_ID = "Another request is served by the same id. Please send this one again
 class Dispatcher:
     """Conducts all live requests; one per daemon.
 
-    :class:`Scheduler` decides, :class:`Orders` has the workers carry out decisions,
+    :class:`Scheduler` decides, :class:`WorkerOrders` has the workers carry out decisions,
     :class:`Replies` writes to the frontends, :class:`Accounts` counts. A request without a token
     for ``token_timeout_s`` ends.
     """
@@ -67,7 +67,9 @@ class Dispatcher:
         self._workers: dict[int, Worker] = {}
         self.kv_peers = peers = KvPeers(self._workers)
         self.migrations = Migrations(self._workers, live, peers)
-        self._orders = Orders(self._workers, live, self.roles, self.migrations, peers, history)
+        self._orders = WorkerOrders(
+            self._workers, live, self.roles, self.migrations, peers, history
+        )
         self.scheduler = Scheduler(policy, self._orders.carry_out, clock)
         state = self.scheduler.state
         self.accounts = Accounts(history, live, state, keys, clock, wall_clock)

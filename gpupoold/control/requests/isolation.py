@@ -10,7 +10,7 @@ from gpupool_state import History
 from gpupoold.control.fleet.signals import Signals
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.processes.crash_attribution import Candidates
-from gpupoold.control.requests.orders import Orders
+from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.suspects import Suspects
 from gpupoold.domain import FinishReason
 from gpupoold.wire import messages as m
@@ -22,7 +22,7 @@ class Isolation:
     """Suspects of one daemon; records events and reports verdicts, but starts no request."""
 
     def __init__(
-        self, live: LiveRequests, history: History, orders: Orders, signals: Signals
+        self, live: LiveRequests, history: History, orders: WorkerOrders, signals: Signals
     ) -> None:
         self._live = live
         self._history = history

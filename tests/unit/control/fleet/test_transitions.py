@@ -13,11 +13,11 @@ from gpupoold.control.fleet.transitions import (
     MODEL_TRANSITIONS,
     HostEvent,
     HostPhase,
-    IllegalTransition,
     Life,
     ModelEvent,
     ModelPhase,
 )
+from gpupoold.scheduling.phases import IllegalTransition
 
 M, E = ModelPhase, ModelEvent
 PAGE = (Path(__file__).parents[4] / "docs/architecture.md").read_text()

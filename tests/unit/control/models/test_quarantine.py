@@ -17,7 +17,7 @@ from gpupoold.control.fleet.transitions import ModelPhase
 from gpupoold.control.frontends import frontends as frontends_module
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
-from gpupoold.control.models.mounts import Mounts
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
 from gpupoold.control.models.retries import Retries
@@ -42,7 +42,7 @@ class Models:
         self.withdrawn: list[str] = []
         self.num_tried = 0
         self.errors: list[GpupoolError] = []
-        self.mounts: Mounts | None = None
+        self.mounts: ModelMounts | None = None
 
     async def cancel(self, model: str) -> None:
         """Nothing is being warmed."""
@@ -81,7 +81,7 @@ class Rig:
         )
         settings = parse_settings({"devices": ["cuda:0"]}, "test")
         frontends = cast(frontends_module.Frontends, Frontends())
-        mounts = Mounts(settings, registry, history, self.fleet, supervisor, frontends)
+        mounts = ModelMounts(settings, registry, history, self.fleet, supervisor, frontends)
         self.models.mounts = mounts
         self.failures = Failures(registry, history, self.fleet, dispatcher, mounts)
         self.quarantine = Quarantine(

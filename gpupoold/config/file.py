@@ -69,8 +69,8 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     """
     problems = check_text(text)
     if problems:
-        told = "; ".join(map(str, problems))
-        raise ConfigError(f"{path}: {told}", f"see `gpupool config check {path}`")
+        reported = "; ".join(map(str, problems))
+        raise ConfigError(f"{path}: {reported}", f"see `gpupool config check {path}`")
     raw = tomllib.loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
     written = frozenset(_written(with_device_tables(raw)))

@@ -30,7 +30,7 @@ _SEGMENT_STEPS = 32
 
 
 class SimDevice:
-    """Carries out orders and reports results through ``tell``.
+    """Carries out orders and reports results through ``report``.
 
     A last token made by a step with prefill is reported by the answer's end alone.
     ``on_switch`` receives the seconds until the model of a turn can run, and the bytes that came
@@ -45,7 +45,7 @@ class SimDevice:
         models: Mapping[str, SimModel],
         capacity_bytes: int,
         queue: EventQueue[Callable[[], None]],
-        tell: Callable[[e.Event], None],
+        report: Callable[[e.Event], None],
         *,
         on_switch: Callable[[float, MovedBytes], None] | None = None,
         prefetches: bool = True,
@@ -62,7 +62,7 @@ class SimDevice:
         self.in_step: Sequence[SimLive] = ()
         """The requests of the piece of work under way."""
         self._queue = queue
-        self._tell = tell
+        self._report = report
         self._on_switch = on_switch
         self._prefetches = prefetches
         self._prepares_next = prepares_next
@@ -117,7 +117,7 @@ class SimDevice:
             self.memory.add_kv(live.request.model, -self._remove(live))
         self._report_memory()
 
-    def give_up(self, live: SimLive) -> float | None:
+    def release(self, live: SimLive) -> float | None:
         """Release a request; return the time when the KV is in host memory.
 
         The request keeps its tokens; the token of the present step is dropped. Return None for a
@@ -236,7 +236,7 @@ class SimDevice:
         assert turn is not None
         if self._prepares_next and order is None and then is not None:
             self._prefetch(then)
-        self._tell(e.TurnEnded(self.number, turn.turn_id))
+        self._report(e.TurnEnded(self.number, turn.turn_id))
         self.turn = self._then = self._replaced_by = None
         self._last_turn_id, self.in_step = turn.turn_id, ()
         if order is not None:
@@ -324,7 +324,7 @@ class SimDevice:
         """Report a token of each request after a step with prefill."""
         ids = tuple([live.request.id for live in batch if live.num_left])
         if ids:
-            self._tell(e.Stepped(self.number, model, ids))
+            self._report(e.Stepped(self.number, model, ids))
         self._end_finished(model)
 
     def _decode(self, model: str) -> None:
@@ -346,7 +346,7 @@ class SimDevice:
         self.memory.add_kv(model, len(batch) * segment.num_steps)
         if batch:
             ids = tuple([live.request.id for live in batch])
-            self._tell(e.Stepped(self.number, model, ids, segment.num_steps, step_s))
+            self._report(e.Stepped(self.number, model, ids, segment.num_steps, step_s))
         self.tally.steps += segment.num_steps
         self.tally.busy_s += segment.num_steps * step_s
         self._end_finished(model)
@@ -369,14 +369,14 @@ class SimDevice:
     def _end_finished(self, model: str) -> None:
         for live in self.requests.take_finished(model):
             self.memory.add_kv(model, -live.context_tokens)
-            self._tell(e.Ended(live.request.id))
+            self._report(e.Ended(live.request.id))
 
     def _join(self, live: SimLive) -> None:
         if live not in self.requests.attaching:
             return  # dropped meanwhile
         self.requests.attaching.remove(live)
         self.requests.running[live.request.model].append(live)
-        self._tell(e.Attached(live.request.id, live.num_tokens))
+        self._report(e.Attached(live.request.id, live.num_tokens))
         self._note_change(live.request.model)
 
     def _remove(self, live: SimLive) -> int:
@@ -396,4 +396,4 @@ class SimDevice:
     def _report_memory(self) -> None:
         changes = self.memory.take_changes()
         if changes:
-            self._tell(e.MemoryChanged(self.number, changes))
+            self._report(e.MemoryChanged(self.number, changes))

@@ -185,7 +185,7 @@ class Simulation:
                     pass  # the core goes by it already, and devices here can do everything
 
     def _migrate(self, live: SimLive, source: int, target: int) -> None:
-        ready_s = self._devices[source].give_up(live)
+        ready_s = self._devices[source].release(live)
         assert ready_s is not None
         self._queue.schedule(ready_s, lambda: self._devices[target].attach(live))
 

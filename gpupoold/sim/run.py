@@ -91,8 +91,8 @@ def run_points(
         yield from _run_in_processes(points, min(jobs, len(points)))
         return
     for index, point in enumerate(points):
-        told = functools.partial(on_progress, index) if on_progress else None
-        yield _run_or_refusal(point, told)
+        report_progress = functools.partial(on_progress, index) if on_progress else None
+        yield _run_or_refusal(point, report_progress)
 
 
 def sweep_goodput(rows: Iterable[RunRow]) -> dict[tuple[str, str], Goodput | None]:
@@ -189,9 +189,9 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
         roles=panel.device_roles,
     )
     duration_s = scenario.duration_s
-    told = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
+    report_progress = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
     started_s = time.perf_counter()
-    outcome = simulation.run(scenario.requests, scenario.end_s, told)
+    outcome = simulation.run(scenario.requests, scenario.end_s, report_progress)
     return _row(point, scenario, outcome, time.perf_counter() - started_s)
 
 

@@ -44,7 +44,7 @@ class PacedDevice:
             {},
             capacity_bytes,
             self._queue,
-            self._hear,
+            self._forward,
             on_switch=self._switched,
             prepares_next=True,
             segment_steps=1,
@@ -117,7 +117,7 @@ class PacedDevice:
         if live is None:
             self._send(m.Migrated(model, request_id, is_known=False))
             return
-        ready_s = self.sim.give_up(live)
+        ready_s = self.sim.release(live)
         if ready_s is None:
             self._send(m.Migrated(model, request_id))
             return
@@ -138,7 +138,7 @@ class PacedDevice:
 
     # Results of the device
 
-    def _hear(self, event: e.Event) -> None:
+    def _forward(self, event: e.Event) -> None:
         """Pass an event of the device to the daemon."""
         match event:
             case e.Stepped():

@@ -150,11 +150,11 @@ def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[RunRow]:
             view.finished(len(rows))
             if as_json and "refused" not in row:
                 print_line(json.dumps(row))
-    _tell_refusals(rows)
+    _print_refusals(rows)
     return rows
 
 
-def _tell_refusals(rows: Sequence[RunRow]) -> None:
+def _print_refusals(rows: Sequence[RunRow]) -> None:
     """Say which points were refused; raises UsageError if all were."""
     refusals = [row for row in rows if "refused" in row]
     if len(refusals) == len(rows):

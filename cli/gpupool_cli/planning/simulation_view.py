@@ -56,7 +56,7 @@ class PointsView(BarView):
     def __enter__(self) -> Self:
         super().__enter__()
         if self._in_order:
-            self._tell(0)
+            self._write(0)
         return self
 
     def show(self, index: int, at_s: float, duration_s: float) -> None:
@@ -73,11 +73,11 @@ class PointsView(BarView):
         if self._bar is not None:
             self._bar.update(self._task, completed=count)
         if not self._in_order:
-            self._tell(count - 1)
+            self._write(count - 1)
         elif count < len(self._points):
-            self._tell(count)
+            self._write(count)
 
-    def _tell(self, index: int) -> None:
+    def _write(self, index: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, description=self._label(index))
         else:

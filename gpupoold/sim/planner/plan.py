@@ -185,7 +185,7 @@ class _Planner:
         too_few = 0
         while not fits:
             too_few = enough
-            if too_few >= MAX_DEVICES or self._is_hopeless(base, too_few):
+            if too_few >= MAX_DEVICES or self._is_overloaded(base, too_few):
                 return None
             enough = min(2 * too_few, MAX_DEVICES)
             fits = self._reaches(base, enough)
@@ -197,7 +197,7 @@ class _Planner:
                 too_few = middle
         return enough
 
-    def _is_hopeless(self, base: Setup, num_devices: int) -> bool:
+    def _is_overloaded(self, base: Setup, num_devices: int) -> bool:
         """Return whether the last doubling, with a device per model already, gained almost
         nothing.
         """

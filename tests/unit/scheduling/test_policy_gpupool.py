@@ -135,7 +135,7 @@ class TestTurns:
             driver.arrive(model, at_s=float(number))
         driver.end_turn()
         assert driver.running() == "d"  # its deadline is still the earliest
-        driver.tell(e.Ended("r1"))
+        driver.send(e.Ended("r1"))
         assert driver.turns(4)[1] == "c"
 
     def test_a_model_that_is_ahead_gives_way(self) -> None:
@@ -170,7 +170,7 @@ class TestTurns:
         for model in "ab":
             driver.arrive(model)
         before_s = driver.quota_s()
-        driver.tell(e.QuotaMaxSet(0.25))
+        driver.send(e.QuotaMaxSet(0.25))
         assert driver.quota_s() == before_s
         for _ in range(3):
             driver.end_turn(at_s=driver.now_s + driver.quota_s())
@@ -183,11 +183,11 @@ class TestTurns:
 
         def quota_s(step_s: float) -> float:
             driver = driver_of()
-            driver.tell(e.MemoryChanged(0, (("a", 0), ("b", 0))))  # no switch to pay for
+            driver.send(e.MemoryChanged(0, (("a", 0), ("b", 0))))  # no switch to pay for
             driver.arrive("a", "r")
             for _ in range(200):
                 driver.step(0, "r", step_s=step_s, num_tokens=0)
-            driver.tell(e.TurnEnded(0, 1), at_s=9.0)
+            driver.send(e.TurnEnded(0, 1), at_s=9.0)
             assert driver.running() == "a"
             return driver.quota_s()
 
@@ -210,7 +210,7 @@ class TestTurns:
         driver.arrive("a", at_s=1.0)
         driver.arrive("b", at_s=1.0)
         assert driver.state.devices[0].then == "a"
-        driver.tell(e.TargetsChanged("b", Targets(5.0, 0.1)))
+        driver.send(e.TargetsChanged("b", Targets(5.0, 0.1)))
         driver.end_turn()
         assert driver.running() == "b"
 
@@ -226,11 +226,11 @@ def planned_turns_of(
     models = " ".join((*hopeless, *rivals))
     driver = driver_of(models, tuning=PATIENT, weight_bytes=1 * GB)
     for model in models.split():
-        driver.tell(e.ModelAdded(model, Targets(10.0, 0.1), GB, 1, costs))
+        driver.send(e.ModelAdded(model, Targets(10.0, 0.1), GB, 1, costs))
     for model in rivals:
         driver.arrive(model, model)
     for model in hopeless:
-        driver.tell(e.Arrived(model, model, -1000.0, 10))
+        driver.send(e.Arrived(model, model, -1000.0, 10))
     planned_turns = []
     while driver.now_s < until_s:
         served, quota_s = driver.running(), driver.quota_s()
@@ -284,30 +284,30 @@ class TestPlacement:
     def test_joins_the_device_that_serves_the_model(self) -> None:
         driver = driver_of("a b c d", num_devices=2)
         assert [self.device_of(driver, model) for model in "ab"] == [0, 1]
-        driver.tell(e.Ended("a"))
+        driver.send(e.Ended("a"))
         assert self.device_of(driver, "b", "second") == 1
         assert driver.place("second")[0] == "SENT"
 
     def test_a_new_model_goes_where_the_least_is_to_do(self) -> None:
         driver = driver_of("a b c d", num_devices=3)
         assert [self.device_of(driver, model) for model in "abc"] == [0, 1, 2]
-        driver.tell(e.Ended("b"))
+        driver.send(e.Ended("b"))
         assert self.device_of(driver, "d") == 1
 
     def test_among_equals_where_it_is_resident(self) -> None:
         driver = driver_of(num_devices=3)
-        driver.tell(e.MemoryChanged(2, (("a", 0),)))
+        driver.send(e.MemoryChanged(2, (("a", 0),)))
         assert self.device_of(driver, "a") == 2
 
     def test_comes_home_among_equals(self) -> None:
         driver = driver_of(num_devices=2)
         assert [self.device_of(driver, model) for model in "ba"] == [0, 1]
-        driver.tell(e.Ended("a"), e.Ended("b"))
+        driver.send(e.Ended("a"), e.Ended("b"))
         assert self.device_of(driver, "a") == 1
-        driver.tell(e.Ended("a"), e.DeviceDown(1))
+        driver.send(e.Ended("a"), e.DeviceDown(1))
         assert self.device_of(driver, "a") == 0
-        driver.tell(e.DeviceUp(1, 80 * GB, GB), *(e.Hosted(1, model) for model in "abc"))
-        driver.tell(e.Ended("a"))
+        driver.send(e.DeviceUp(1, 80 * GB, GB), *(e.Hosted(1, model) for model in "abc"))
+        driver.send(e.Ended("a"))
         assert self.device_of(driver, "a") == 0  # the new home
 
     def test_without_a_host_it_waits(self) -> None:

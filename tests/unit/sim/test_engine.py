@@ -145,13 +145,13 @@ def test_a_run_that_is_cut_off_keeps_the_tokens_until_then(policy: str) -> None:
 
 
 def test_progress_is_told_in_virtual_time() -> None:
-    told: list[float] = []
+    reported: list[float] = []
     requests = [request("ab"[n % 2], 0.1 * n, request_id=f"r{n}") for n in range(2000)]
     simulation = Simulation(models("ab"), make_policy("gpupool"), 1, 80 * GB)
-    simulation.run(requests, 300.0, told.append)
-    assert told
-    assert told == sorted(told)
-    assert told[-1] <= 300.0
+    simulation.run(requests, 300.0, reported.append)
+    assert reported
+    assert reported == sorted(reported)
+    assert reported[-1] <= 300.0
 
 
 def test_impossible_boxes_are_refused_in_one_line() -> None:

@@ -43,9 +43,9 @@ def test_changes_are_told_once_and_in_order() -> None:
     assert one.take_changes() == (("a", 0), ("b", 0))
     assert one.take_changes() == ()
     one.switch_in("c", 6.0)
-    told = dict(one.take_changes())
-    assert told["c"] == 0
-    assert sum(told.values()) == 30 * GB
+    changes = dict(one.take_changes())
+    assert changes["c"] == 0
+    assert sum(changes.values()) == 30 * GB
 
 
 def test_idle_models_go_first_and_the_least_recently_used_of_them() -> None:

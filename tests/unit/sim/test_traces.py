@@ -85,7 +85,7 @@ def test_scenarios_that_cannot_be_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "problem"),
     [
         ("", "t.csv: empty, expected a header line"),
         ("# only a comment\n", "t.csv: empty, expected a header line"),
@@ -110,14 +110,14 @@ def test_scenarios_that_cannot_be_had(tmp_path: Path) -> None:
         (HEADER + f'0,"{"x" * 200_000}",1,1\n', "line 2: field larger than field limit"),
     ],
 )
-def test_what_is_wrong_and_where(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint) as raised:
+def test_what_is_wrong_and_where(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as raised:
         load_trace(written(tmp_path, text))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("raw", "complaint"),
+    ("raw", "problem"),
     [
         (b"plain text", "cannot be read: Not a gzipped file"),
         (gzip.compress(b"x" * 1000)[:-12], "cannot be read: Compressed file ended"),
@@ -125,10 +125,10 @@ def test_what_is_wrong_and_where(tmp_path: Path, text: str, complaint: str) -> N
     ],
     ids=["plain", "cut", "garbage"],  # its header has the time
 )
-def test_broken_compressed_files(tmp_path: Path, raw: bytes, complaint: str) -> None:
+def test_broken_compressed_files(tmp_path: Path, raw: bytes, problem: str) -> None:
     path = tmp_path / "t.csv.gz"
     path.write_bytes(raw)
-    with pytest.raises(UsageError, match=complaint):
+    with pytest.raises(UsageError, match=problem):
         load_trace(path)
 
 

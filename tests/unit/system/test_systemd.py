@@ -124,7 +124,7 @@ def test_what_is_told(manager: FakeManager) -> None:
 
 def test_nobody_is_told_without_an_address() -> None:
     notifier = Notifier()
-    assert not notifier.is_heard
+    assert not notifier.has_listener
     assert not notifier.send("READY=1")
 
 

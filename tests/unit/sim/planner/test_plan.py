@@ -155,10 +155,12 @@ class TestPlan:
         assert runner.num_runs == 6
 
     def test_what_is_told_meanwhile(self) -> None:
-        told: list[tuple[str, int]] = []
-        plan = make_plan(question("1xH800", 2, 0.1), lambda what, done: told.append((what, done)))
-        assert told[0] == ("policy gpupool", 0)
-        counts = [done for _, done in told]
+        reported: list[tuple[str, int]] = []
+        plan = make_plan(
+            question("1xH800", 2, 0.1), lambda what, done: reported.append((what, done))
+        )
+        assert reported[0] == ("policy gpupool", 0)
+        counts = [done for _, done in reported]
         assert counts == sorted(counts)
         assert counts[-1] < plan.num_runs
 

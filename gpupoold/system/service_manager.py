@@ -27,8 +27,9 @@ async def informed(
     """Send status and watchdog pings inside this context.
 
     The service manager kills a daemon without a ping for ``watchdog_s``; None disables the
-    watchdog. ``failure_reason`` takes the monotonic time and returns a reason why the daemon is unwell,
-    or an empty text. The event loop calls ``failure_reason``, so a stuck event loop sends no ping.
+    watchdog. ``failure_reason`` takes the monotonic time and returns the reason why the daemon is
+    stuck, or an empty text. The event loop calls ``failure_reason``, so a stuck event loop sends no
+    ping.
     """
     if not notifier.has_listener:
         yield

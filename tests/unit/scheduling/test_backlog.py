@@ -72,8 +72,8 @@ def test_prompts_that_can_be_in_time_are_sent_before_those_that_cannot() -> None
     driver = Driver(GpupoolPolicy(), "a b", targets=Targets(10.0, 0.1))
     driver.arrive("a", "a", at_s=100.0)
     for number in range(3):
-        driver.send(e.Arrived(f"hopeless{number}", "b", 50.0, 100))
+        driver.send(e.Arrived(f"expired{number}", "b", 50.0, 100))
     driver.send(e.Arrived("hopeful", "b", 95.0, 100))
     driver.send(e.Ended("a"))
     sent = [request_id for request_id, _ in sends(driver.end_turn())]
-    assert sent == ["hopeful", "hopeless0", "hopeless1", "hopeless2"]
+    assert sent == ["hopeful", "expired0", "expired1", "expired2"]

@@ -70,7 +70,7 @@ class TestRequests:
         assert runs(driver.end_turn()) == []
         assert driver.running() is None
 
-    def test_a_request_that_comes_before_the_end_of_the_turn_is_told_gets_a_new_turn(self) -> None:
+    def test_a_request_before_the_reported_end_of_the_turn_gets_a_new_turn(self) -> None:
         driver = Driver()
         driver.arrive("a", "r1")
         driver.send(e.Ended("r1"))
@@ -157,7 +157,7 @@ class TestDevices:
         assert driver.place("r") == ("HELD", None)
         assert sends(driver.send(e.Hosted(0, "a"))) == [("r", 0)]
 
-    def test_what_a_device_says_after_it_went_down_is_not_heard(self) -> None:
+    def test_what_a_device_says_after_it_went_down_is_ignored(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
         driver.send(e.DeviceDown(0))
@@ -181,7 +181,7 @@ class TestDevices:
         assert sorted(runs(actions)) == [(0, "b", None), (1, "a", None)]
         assert driver.send(e.Unhosted(0, "a")) == []
 
-    def test_missing_bytes_until_told_are_all_the_weights(self) -> None:
+    def test_missing_bytes_until_reported_are_all_the_weights(self) -> None:
         driver = Driver(weight_bytes=10 * GB, bandwidth_bytes_per_s=5 * GB)
         device, model = driver.state.devices[0], driver.state.models["a"]
         assert device.switch_s(model) == 2.0
@@ -231,7 +231,7 @@ class TestModels:
             driver.core.handle([e.Stepped(0, "a", ("r",), 1, 0.0)], 0.0)
         assert batch.step_s() > 0
 
-    def test_names_that_were_never_told_are_refused(self) -> None:
+    def test_names_that_were_never_added_are_refused(self) -> None:
         driver = Driver()
         for event in (
             e.Arrived("r", "z", 0.0, 1),

@@ -94,7 +94,7 @@ class TestGpupool:
         work = BatchWork(model, requests, self.STEP_S, 0.0, 0, False, model.speed())
         return plan_turn(work, now_s, 0.0, switching, Tuning())
 
-    def test_three_visits_one_of_which_is_put_off(self) -> None:
+    def test_three_planned_turns_one_of_which_is_put_off(self) -> None:
         planned_turns = [
             self.planned_turn("a", 4, 1.0),
             self.planned_turn("b", 1, 1.8),
@@ -158,7 +158,7 @@ class TestGpupool:
         assert driver.place("b") == ("QUEUED", 1)
         assert sends(driver.end_turn(1)) == [("b", 1)]
 
-    def test_mercy_of_a_visit_of_one_and_a_half_seconds(self) -> None:
+    def test_starvation_share_of_a_turn_of_one_and_a_half_seconds(self) -> None:
         tuning = Tuning()
         assert 1.5 / tuning.starvation_share == pytest.approx(50)
         assert tuning.expired_share * TARGETS.ttft_s == pytest.approx(0.02)

@@ -154,7 +154,7 @@ class TestLine:
         rig.end_turn()
         assert rig.running() == expected[0]
 
-    def test_whoever_is_hopeless_goes_after_those_who_can_be_in_time(self) -> None:
+    def test_an_expired_request_goes_after_those_who_can_be_in_time(self) -> None:
         rig = driver()
         rig.arrive("c", "running")
         rig.step(0, "running", num_tokens=100)

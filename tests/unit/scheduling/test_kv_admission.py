@@ -139,7 +139,7 @@ class TestOrder:
         assert ended(driver, "a1") == [("large", 0)]
         assert ended(driver, "large") == [("a2", 0), ("small", 0)]
 
-    def test_when_the_first_gives_up_the_next_is_not_held_back(self) -> None:
+    def test_when_the_first_is_aborted_the_next_is_not_held_back(self) -> None:
         driver = driver_of()
         driver.arrive("a", "a1", prompt_tokens=700)
         driver.arrive("b", "large", at_s=1.0, prompt_tokens=1500)

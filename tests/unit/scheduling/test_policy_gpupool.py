@@ -1,4 +1,4 @@
-"""The default policy: the order of visits against brute force, nobody starves, placement."""
+"""The default policy: the order of planned turns against brute force, nobody starves, placement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_on_time(order: tuple[PlannedTurn, ...], start_in_s: float) -> bool:
 
 
 def best_tokens(planned_turns: list[PlannedTurn], start_in_s: float) -> float:
-    """The most that any choice and order of visits, each on time, is worth."""
+    """The most that any choice and order of planned turns, each on time, is worth."""
     return max(
         sum(one.tokens_in_time for one in order)
         for count in range(len(planned_turns) + 1)
@@ -128,7 +128,7 @@ def driver_of(
 
 
 class TestTurns:
-    def test_the_earliest_deadline_is_visited_first(self) -> None:
+    def test_the_earliest_deadline_gets_the_first_turn(self) -> None:
         driver = driver_of("a b c d")
         driver.arrive("d", at_s=0.0)
         for number, model in enumerate("cab", start=1):
@@ -153,7 +153,7 @@ class TestTurns:
         assert driver.state.devices[0].then is None
         assert runs(driver.arrive("a")) == []
 
-    def test_a_visit_makes_first_tokens_and_is_not_longer_than_allowed(self) -> None:
+    def test_a_turn_makes_first_tokens_and_is_not_longer_than_allowed(self) -> None:
         tuning = Tuning()
         driver = driver_of(tuning=tuning)
         driver.arrive("a", prompt_tokens=10)
@@ -165,7 +165,7 @@ class TestTurns:
             assert 0 < prefill_s < driver.quota_s() <= prefill_s + tuning.turn_max_s + 1e-9
             driver.end_turn(at_s=driver.now_s + driver.quota_s())
 
-    def test_another_longest_visit_holds_from_the_next(self) -> None:
+    def test_another_longest_turn_holds_from_the_next(self) -> None:
         driver = driver_of()
         for model in "ab":
             driver.arrive(model)
@@ -178,7 +178,7 @@ class TestTurns:
             prefill_s = device.batches[driver.running() or ""].prefill_s()
             assert driver.quota_s() <= prefill_s + 0.25 + 1e-9 < before_s
 
-    def test_visits_follow_observed_steps(self) -> None:
+    def test_planned_turns_follow_observed_steps(self) -> None:
         """A slower model needs more time to get as far ahead."""
 
         def quota_s(step_s: float) -> float:
@@ -219,17 +219,17 @@ PATIENT = replace(Tuning(), patience_s=5.0, starvation_share=0.2, turn_max_s=1.0
 
 
 def planned_turns_of(
-    hopeless: str, rivals: str, step_s: float = 0.02, until_s: float = 600.0
+    expired: str, rivals: str, step_s: float = 0.02, until_s: float = 600.0
 ) -> list[tuple[float, str, float]]:
     """Start, model and length of each turn on a device that the rivals alone keep busy."""
     costs = ModelCosts(prefill_base_s=0.0, prefill_token_s=0.0, decode_base_s=step_s)
-    models = " ".join((*hopeless, *rivals))
+    models = " ".join((*expired, *rivals))
     driver = driver_of(models, tuning=PATIENT, weight_bytes=1 * GB)
     for model in models.split():
         driver.send(e.ModelAdded(model, Targets(10.0, 0.1), GB, 1, costs))
     for model in rivals:
         driver.arrive(model, model)
-    for model in hopeless:
+    for model in expired:
         driver.send(e.Arrived(model, model, -1000.0, 10))
     planned_turns = []
     while driver.now_s < until_s:
@@ -242,7 +242,7 @@ def planned_turns_of(
 
 
 def longest_wait_s(planned_turns: list[tuple[float, str, float]], model: str) -> float:
-    """The longest time without a visit to the model."""
+    """The longest time without a turn of the model."""
     mine = [
         (start_s, start_s + length_s) for start_s, name, length_s in planned_turns if name == model
     ]
@@ -252,23 +252,23 @@ def longest_wait_s(planned_turns: list[tuple[float, str, float]], model: str) ->
 
 
 class TestStarvation:
-    # A visit of mercy, of at most 1 s and a prompt here, is followed by so long a time without.
+    # The pause after a turn for a starving model, of at most 1 s and a prompt here.
     PAUSE_S = (PATIENT.turn_max_s + 0.1) / PATIENT.starvation_share
     TURN_S = PATIENT.turn_max_s + 0.1
 
-    def test_a_hopeless_batch_is_visited_before_long(self) -> None:
+    def test_an_expired_batch_gets_a_turn_before_long(self) -> None:
         planned_turns = planned_turns_of("h", "xy")
         limit_s = max(PATIENT.patience_s, self.PAUSE_S) + self.TURN_S
         assert longest_wait_s(planned_turns, "h") <= limit_s
 
-    def test_the_hopeless_do_not_take_over_in_overload(self) -> None:
-        """The rivals need 120 % and turn hopeless in time: then all five share alike."""
+    def test_expired_batches_do_not_take_over_in_overload(self) -> None:
+        """The rivals need 120 % and turn expired in time: then all five share alike."""
         planned_turns = planned_turns_of("ghi", "xy", 0.06)
         merciful_s = sum(length_s for _, model, length_s in planned_turns if model in "ghi")
         assert 0 < merciful_s < 0.5 * planned_turns[-1][0]
 
     @pytest.mark.parametrize("step_s", [0.02, 0.06])  # the rivals need 40 % of the device; 120 %
-    def test_every_hopeless_batch_is_visited_in_its_turn(self, step_s: float) -> None:
+    def test_every_expired_batch_gets_a_turn(self, step_s: float) -> None:
         planned_turns = planned_turns_of("ghi", "xy", step_s)
         limit_s = PATIENT.patience_s + 5 * (self.PAUSE_S + self.TURN_S)
         assert max(longest_wait_s(planned_turns, model) for model in "ghixy") <= limit_s

@@ -71,7 +71,7 @@ class TestFirstToken:
         left_s = rig.quota_s() - 0.5
         in_s = first_s(rig)
         assert in_s is not None
-        # The turn of b, then a visit of c, which is at least its prefill and a moment of decoding.
+        # The turn of b, then a turn of c: at least the prefill and a moment of decoding.
         assert left_s + 0.25 + 2 * PREFILL_S <= in_s <= left_s + 4.0 + 2 * PREFILL_S
 
     def test_a_turn_ends_early_for_whoever_cannot_wait(self) -> None:

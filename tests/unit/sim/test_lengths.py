@@ -93,7 +93,7 @@ def test_lengths_from_a_compressed_file_with_scenarios(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(TWO_SCENARIOS.encode()))
     assert set(draws(load_lengths(path, "a"), 50)) == {(5, 6), (9, 10)}
     assert set(draws(load_lengths(path, "b"), 5)) == {(7, 8)}
-    with pytest.raises(UsageError, match=r"which scenario\? \(it has a, b\)"):
+    with pytest.raises(UsageError, match=r"several scenarios, name one \(known: a, b\)"):
         load_lengths(path)
 
 

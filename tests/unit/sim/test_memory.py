@@ -36,7 +36,7 @@ def test_a_model_comes_in_once() -> None:
     assert one.resident == {"a"}
 
 
-def test_changes_are_told_once_and_in_order() -> None:
+def test_changes_are_reported_once_and_in_order() -> None:
     one = memory()
     one.switch_in("b", 0.0)
     one.switch_in("a", 3.0)

@@ -64,7 +64,7 @@ def test_an_error_in_a_process_comes_out() -> None:
         list(run_points(small_points(wanted), jobs=2))
 
 
-def test_progress_is_told_in_virtual_time() -> None:
+def test_progress_is_reported_in_virtual_time() -> None:
     reported: list[tuple[int, float, float]] = []
     wanted = replace(SMALL, models=(8,), rps=(1.0,), duration_s=60.0)
     points = small_points(wanted)

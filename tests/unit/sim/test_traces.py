@@ -73,9 +73,9 @@ def test_a_scenario_is_a_trace_by_itself(tmp_path: Path) -> None:
 
 def test_scenarios_that_cannot_be_had(tmp_path: Path) -> None:
     path = written(tmp_path, SCENARIOS)
-    with pytest.raises(UsageError, match=r"t.csv: which scenario\? \(it has x, y\)"):
+    with pytest.raises(UsageError, match=r"t.csv: several scenarios, name one \(known: x, y\)"):
         load_trace(path)
-    with pytest.raises(UsageError, match=r"t.csv: no scenario 'z' \(it has x, y\)"):
+    with pytest.raises(UsageError, match=r"t.csv: no scenario 'z' \(known: x, y\)"):
         load_trace(path, scenario="z")
     many = "".join(f"s{number},0,a,1,1\n" for number in range(30))
     with pytest.raises(UsageError, match="s19 and 10 more"):
@@ -92,7 +92,7 @@ def test_scenarios_that_cannot_be_had(tmp_path: Path) -> None:
         (HEADER, "t.csv: has a header and no requests"),
         ("arrival_s,model\n0,a\n", r"line 1: no column prompt_tokens, output_tokens \(the col"),
         ("# note\narrival_s,prompt_tokens\n", "line 2: no column output_tokens"),
-        ("arrival_s,arrival_s\n", "line 1: column 'arrival_s' is there twice"),
+        ("arrival_s,arrival_s\n", "line 1: column 'arrival_s' appears twice"),
         (HEADER + "0,a,1\n", "line 2: 3 cells, expected 4"),
         (HEADER + "0,a,1,1,1\n", "line 2: 5 cells, expected 4"),
         (HEADER + "0,a,1,1\n2,a,1,1\n1.5,a,1,1\n", "line 4, column arrival_s: 1.5 comes after 2"),

@@ -172,7 +172,7 @@ class TestMemory:
         assert (second.weight_bytes, second.prefetched_bytes) == (0, 10 * GB)
         assert second.total_s == 0.0
 
-    def test_what_came_ahead_of_its_turn_is_told_until_that_begins(self) -> None:
+    def test_prefetched_weights_are_reported_until_that_begins(self) -> None:
         box = Box("a", "b")
         box.ask("a", "ra", max_tokens=300)
         box.ask("b", "rb", max_tokens=1)
@@ -222,7 +222,7 @@ class TestMemory:
         assert box.token_times("rb")[0] == pytest.approx(end_s + 6.0 + PREFILL_S, abs=2 * kv_out_s)
         assert box.sim.memory.resident == {"b"}
 
-    def test_changes_are_told_with_the_turn_or_without(self) -> None:
+    def test_changes_are_reported_with_the_turn_or_without(self) -> None:
         box = Box("a", "b", weight_gb=60)
         box.ask("a", "ra", max_tokens=100)
         box.turn("a", quota_s=0.5, then="b")

@@ -114,7 +114,7 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseFacts:
-    """The state database; ``problem`` is SQLite's error or empty; ``schema`` 0 means no database."""
+    """The state database; ``problem`` is SQLite's error, or empty; ``schema`` is 0 without file."""
 
     path: Path
     schema: int = 0
@@ -149,8 +149,8 @@ class DaemonFacts:
 class Facts:
     """All facts.
 
-    ``settings`` is None if the configuration cannot be used; ``problem`` is then the reason, ``fix``
-    a remedy, and facts that need the configuration are missing.
+    ``settings`` is None if the configuration cannot be used: then ``problem`` is the reason,
+    ``fix`` a remedy, and facts that need the configuration are missing.
     """
 
     config_path: str

@@ -222,7 +222,7 @@ def test_a_changed_log_differs_at_the_changed_entry(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", ["MAX_LINE_BYTES", "MAX_FILE_BYTES"])
 def test_files_without_end_are_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(log_file, limit, 1 << 16)
-    with pytest.raises(UsageError, match="/dev/zero, line 1: too much for an event log"):
+    with pytest.raises(UsageError, match="/dev/zero, line 1: too large for an event log"):
         replay_file(Path("/dev/zero"))
 
 

@@ -80,7 +80,7 @@ def test_scenarios_that_cannot_be_had(tmp_path: Path) -> None:
     many = "".join(f"s{number},0,a,1,1\n" for number in range(30))
     with pytest.raises(UsageError, match="s19 and 10 more"):
         load_trace(written(tmp_path, "scenario," + HEADER + many))
-    with pytest.raises(UsageError, match="has no column scenario, so no 'x' in it"):
+    with pytest.raises(UsageError, match="no column scenario, so no scenario 'x'"):
         load_trace(written(tmp_path, HEADER + "0,a,1,1\n"), scenario="x")
 
 

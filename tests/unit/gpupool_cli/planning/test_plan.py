@@ -167,7 +167,7 @@ class TestDaemon:
         assert plan["fits"]
         notes = " ".join(plan["notes"])
         assert "broken failed to load" in notes
-        assert "left out, without tokens or of others: 1." in notes
+        assert "left out, without tokens or of removed models: 1." in notes
         assert cli(*base, "--rps", "0.1", *SHORT).exit_code == 0
 
     def test_elsewhere_the_dimensions_are_needed(

@@ -1,5 +1,4 @@
-"""What it costs a worker to write to its activity page what it does: ``python -m
-benchmarks.activity``."""
+"""Cost of a worker's writes to the activity page: ``python -m benchmarks.activity``."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def main() -> None:
 
         def other_step(batches: list[list[str]] = batches) -> None:
             step()
-            step()  # both slots had the batch before
+            step()  # twice, because both slots of the page had the batch before
             batches.reverse()
 
         same_us = _microseconds(step)

@@ -1,9 +1,10 @@
-"""What the API layer adds to a request beside vLLM's own server, both up at the same time.
+"""Latency that the API layer adds to a request, compared with vLLM's own server.
 
-One-token answers of one tiny model, asked for in turn over one kept connection each: the same
-work in the engine, so what differs is the way there and back. Which server is asked first
-changes with every pair, in an order that is drawn. Some requests have a schema: one that both
-servers know, or a new one each time, which the frontend has compiled in a child first.
+Both servers run at the same time and answer alternately over a kept connection each, with one-token
+answers of a tiny model. The work in the engine is the same, so differences come from the API
+layer. A random draw decides for each pair of requests the order of the two servers. Some
+requests have a schema: a schema known to both servers, or a new schema each time, which the
+frontend compiles in a child process first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gpupoold.errors import Failed
 from gpupoold.stats.percentile import percentile
 
 KINDS = ("whole", "streamed")
-"""Kinds of requests that have a limit."""
+"""Kinds of requests with a limit."""
 _MAX_MODEL_LEN = 1024
 _PROMPT_TOKENS = 24
 _WARM_UP = 20

@@ -1,7 +1,7 @@
-"""How soon the admin API answers on a box of simulated devices with many models, under load.
+"""Latency of the admin API on a box of simulated devices with many models, under load.
 
-Once a second what ``gpupool top`` asks for, then a burst of the same: all from a process that
-does nothing else, over kept connections. The load comes from another process.
+A process of its own polls the paths of ``gpupool top`` once a second over kept connections, then in
+a burst. Another process generates the load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpupoold.stats.percentile import percentile
 
 BOX, NUM_MODELS, REQUESTS_PER_S = "16xH800", 100, 50.0
 TARGETS = Targets(10.0, 0.1)
-# What `gpupool top` asks for at first and then each second, and what else somebody may.
+# The path that `gpupool top` requests first, the path of each second, and further paths.
 _NEWS = "/top?turns=2000&events=100&requests=500&turns_after={turn}&events_after={event}"
 POLLED = (
     "/top?turns=2000&events=100&requests=500",
@@ -44,7 +44,7 @@ POLLED = (
     "/cache",
 )
 _LEAD_S = 3.0
-# The lead, the burst, and the start of `gpupool top`.
+# Time for the lead, the burst, and the start of `gpupool top`.
 _MORE_S = 60.0
 _BURST = 100
 

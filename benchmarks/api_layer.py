@@ -1,8 +1,8 @@
-"""Every figure of the API layer and the admin API: ``make bench-api`` writes
-``build/bench-api.json``.
+"""All figures of the API layer and the admin API: ``make bench-api`` writes ``bench-api.json``.
 
-Added latency beside vLLM's own server, tokens through one frontend on one core, the admin API and
-``gpupool top`` on a box of simulated devices under load, and many connections at once.
+Measures the latency added to vLLM's own server, the tokens through a frontend on one core, the
+admin API and ``gpupool top`` on a box of simulated devices under load, and many connections at
+once. The report is ``build/bench-api.json``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
     details = {}
     for name in arguments.part or parts:
         with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
-            # What else the machine has to do is part of what was measured.
+            # Other work of the machine affects the figures, so the report has the load average.
             load = os.getloadavg()[0]
             details[name] = parts[name](Path(folder)) | {"load_average_before": load}
     figures = dict(make_figures(details))

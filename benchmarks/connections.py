@@ -1,4 +1,4 @@
-"""Many connections at once: idle ones cost nothing and stay, while active ones all complete."""
+"""Many connections at once: idle connections cost nothing and stay, active streams complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 
 NUM_IDLE, NUM_ACTIVE, ANSWER_TOKENS = 1_000, 500, 64
-# Longer than servers usually keep a connection that says nothing.
+# Longer than servers usually keep an idle connection.
 IDLE_S = 15.0
 _START_TIMEOUT_S, _POLL_S = 60.0, 0.1
 _PROBE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

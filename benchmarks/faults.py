@@ -1,6 +1,6 @@
 """Requests over several models and workers, while workers and the frontend are killed.
 
-Every answer has to be complete and the same as alone: no token twice, none missing.
+Every answer must be complete and equal to the undisturbed answer: no token twice, none missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Plays the daemon for one frontend process and makes tokens up, as fast as it takes them.
+"""A stand-in for the daemon that sends synthetic tokens to a frontend as fast as possible.
 
-The frontend is the real process, on a core of its own. All requests are of one model, whose
-checkpoint has no weights; a step gives each of them one token.
+The frontend is the real process, on a reserved core. All requests are for one model, with a
+checkpoint without weights; a step gives each request a token.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _GPU, _DEVICE_BYTES = "H800", 80 << 30
 _MAX_MODEL_LEN = 8192
 _START_TIMEOUT_S = 120.0
 _IDLE_WAIT_S = 0.002
-# As the daemon's fork server makes one, with vLLM imported; and one that imports it later.
+# A frontend as the daemon's fork server starts it, with vLLM imported before.
 FRONTEND = """
 from gpupoold.frontend import __main__, preload
 preload.preload("warning")
 __main__.main()
 """
+# A frontend that imports vLLM itself.
 FRONTEND_ALONE = "from gpupoold.frontend import __main__\n__main__.main()\n"
 
 

@@ -1,9 +1,9 @@
-"""How many tokens a second one frontend on one core streams, where tokens cost nothing.
+"""Tokens per second that a frontend on one core streams, with tokens that cost nothing.
 
-The peer that makes the tokens and the client have the other cores. Tokens come at a pace, as
-devices would give them: one that the frontend keeps up with token by token, which tells what
-a chunk costs, and one above what is asked for, where several tokens share a chunk when the
-frontend is behind. Last, as many as it takes.
+The peer with the synthetic tokens and the client use the other cores. Tokens arrive at a fixed
+rate, as from devices: first at a rate at which every token is a chunk of its own, which measures
+the cost of a chunk; then above the required rate, where several tokens share a chunk when the
+frontend is behind; last as fast as the frontend reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends mutated requests to a daemon and looks at what it says and what is left of it."""
+"""Sends malformed requests to a daemon and classifies the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.malformed_requests import MalformedRequest
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
-# An error inside a stream whose status had been sent before.
+# An error inside a stream, after the status line was sent.
 _STREAM_STATUS = re.compile(rb'"code": ?(5\d\d)\b')
 _AT_ONCE = 24
 _PATIENCE_S = 1.5

@@ -1,11 +1,11 @@
-"""``make fuzz``: the whole HTTP surface against bad requests, longer than the tests have time for.
+"""``make fuzz``: the whole HTTP surface against bad requests, for longer than the tests can.
 
-Two daemons: one with simulated devices, one with real engines on an emulated device. Each gets
-mutated requests, requests near the limits, while another client streams, and what schemathesis
-makes of its own OpenAPI descriptions. Afterwards it must have the same processes, no live request,
-no more open files, and serve as before; no event loop may have been late by more than a second, and
-no stream of the other client may have paused for longer than 100 ms more than undisturbed. Writes
-``build/fuzz.json``; exit code 1 after anything else.
+Runs two daemons: one with simulated devices, one with real engines on an emulated device. Each
+daemon gets malformed requests, requests near the limits while another client streams, and requests
+that schemathesis generates from the daemon's OpenAPI descriptions. Afterwards the daemon must have
+the same processes, no live request, no more open files, and serve as before; no event loop may have
+been late by more than a second, and no stream of the other client may have paused for 100 ms longer
+than undisturbed. Writes ``build/fuzz.json``; exit code 1 if a condition fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gpupoold.units import format_bytes
 MODELS = ("one", "two")
 _SIM_CONFIG = 'devices = ["sim:2xA100"]\n'
 _SETTLE_S = 20.0
-# Caches fill with the first thousands; what grows after those is a leak.
+# Caches fill during the first thousands of requests; growth after the warm-up is a leak.
 _MAX_GROWTH_BYTES = 100 << 20
 _WARM_UP = 3_000
 
@@ -51,7 +51,7 @@ _WARM_UP = 3_000
 def main() -> int:
     """Run both; see the module."""
     arguments = _parse()
-    os.environ["HF_HUB_OFFLINE"] = "1"  # names that are made up are not to be looked for
+    os.environ["HF_HUB_OFFLINE"] = "1"  # synthetic names of models must not be looked up
     with tempfile.TemporaryDirectory(prefix="gpupool-fuzz-") as name:
         folder = Path(name)
         dummy = make_dummy_checkpoint(folder, "Qwen2.5-7B")
@@ -84,7 +84,7 @@ def _fuzz(
         first = _answer(daemon)
         warm_up = malformed_requests(seed + 1, min(_WARM_UP, arguments.requests), MODELS)
         asyncio.run(send_malformed_requests(port, warm_up))
-        # Grammars are what workers cache most of.
+        # Fills the workers' caches of grammars, which are the largest.
         filling = near_limits(seed + 1, arguments.near, MODELS, MAX_BODY_BYTES)
         asyncio.run(send_malformed_requests(port, filling, NEAR_AT_ONCE, NEAR_PATIENCE_S))
         before = _processes(daemon)
@@ -100,14 +100,14 @@ def _fuzz(
         transport = httpx.HTTPTransport(uds=str(daemon.socket_path))
         with httpx.Client(transport=transport, base_url="http://gpupoold") as http:
             described = http.get("/openapi.json").json()
-        # They take the device for as long as they are told to.
+        # Benchmarks occupy a device for as long as the request asks.
         described["paths"] = {
             path: one for path, one in described["paths"].items() if not path.startswith("/bench/")
         }
         made = list(generated(described, arguments.examples, seed, _adjust_admin))
         admin = asyncio.run(send_malformed_requests(daemon.socket_path, made))
         harm += _harm(daemon, before)
-        # Simulated devices draw tokens from a request's id: theirs only have the same number.
+        # Tokens of simulated devices depend on the request's id, so the answers differ.
         if options and _answer(daemon) != first:
             harm.append("it answers otherwise than before")
         harm += _late_loops(daemon)

@@ -1,5 +1,7 @@
-"""Requests generated from an OpenAPI description by schemathesis, as raw bytes: good ones and, for
-whatever can be wrong with their parts, bad ones."""
+"""Requests generated from an OpenAPI description by schemathesis, as raw bytes.
+
+Valid requests, and requests with a wrong part, for each part that can be wrong.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def _collect(strategy: Any, examples: int, seed: int, cases: list[Any]) -> None:
     def collect(case: Any) -> None:
         cases.append(case)
 
-    # An operation without parameters has no bad requests.
+    # An operation without parameters cannot have wrong requests.
     with contextlib.suppress(Unsatisfiable):
         collect()
 

@@ -1,8 +1,9 @@
-"""``make bench-hostile``: requests that used to end a process, beside a hundred streams.
+"""``make bench-hostile``: requests that once crashed or hung a process, beside a hundred streams.
 
-Each is sent several times to a running daemon with real engines, and has to be answered with 4xx
-at once. No stream may differ or pause for much longer than before, no process may be replaced, and
-the daemon may not keep memory. Writes ``build/bench-hostile.json``; exit code 1 otherwise.
+Each request is sent several times to a running daemon with real engines, and must be answered with
+4xx at once. No stream may differ or pause for much longer than before, no process may be replaced,
+and the daemon's memory may not grow. Writes ``build/bench-hostile.json``; exit code 1 if a
+condition fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the turn loop's questions about KV extents cost: ``python -m benchmarks.kv_books``.
+"""Cost of the turn loop's queries about KV extents: ``python -m benchmarks.kv_books``.
 
-Forty models with 9,000 extents each, as many as 80 GB of KV have in extents of 8 MiB; here an
-extent is a page of 4 KiB. Each model has a hundredth of them on the device, all in use; one model
-runs. Prints microseconds of each operation, the median of many.
+Forty models have 9,000 extents each, as many as 80 GB of KV in extents of 8 MiB; here an extent is
+a page of 4 KiB. Each model has a hundredth of its extents on the device, all in use; one model
+runs. Prints the median of each operation in microseconds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from tests.unit.memory.ledger import MemoryLedger
 
-# Nothing is copied that is timed: small pages make the same books as large ones.
+# The timed operations copy nothing, so the size of a page does not matter.
 _PAGE_BYTES = 4096
 _BLOCKS_PER_EXTENT = 8
-_SHARE_ON_DEVICE = 100  # one extent of so many
+_SHARE_ON_DEVICE = 100  # 1 of 100 extents is on the device
 _ROUNDS = 20
 
 

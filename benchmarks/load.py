@@ -1,4 +1,4 @@
-"""Greedy streams of a daemon's clients, as any OpenAI client would ask for them."""
+"""Greedy streams from a daemon, requested with the OpenAI client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import openai
 from openai import AsyncOpenAI
 
-# What a client does about a server that is busy or has just lost its connection.
+# Pause before a retry, and the longest time of retries, if the server is busy or unreachable.
 _RETRY_PAUSE_S = 0.2
 _PATIENCE_S = 120.0
 

@@ -1,8 +1,8 @@
-"""Requests that no well-meaning client sends: drawn from a seed, as raw bytes.
+"""Malformed requests as raw bytes, drawn from a seed.
 
-Half begin as a good request of one of the public endpoints and get a field that is missing, of
-another type, huge, deep or not text. The others are damaged as bytes, or are HTTP that is
-wrong: lengths, chunks, methods, paths, headers.
+Half of the requests are valid requests of a public endpoint with a field removed, of another type,
+huge, deeply nested or not text. The rest has damaged bytes, or wrong HTTP: lengths, chunks,
+methods, paths, headers.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _VALUES: list[Any] = [
     {"300": 1e9}, {"-1": 1}, {"999999999": 5}, {"x": "y"}, {"include_usage": "no"},
 ]  # fmt: skip
 
-# What the APIs know beside the fields of the bases.
+# Fields of the APIs beyond the fields of the valid requests.
 _FIELDS = [
     "model", "messages", "prompt", "input", "max_tokens", "max_completion_tokens",
     "max_output_tokens", "stream", "n", "seed", "stream_options", "temperature", "top_p",

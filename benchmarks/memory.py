@@ -1,7 +1,7 @@
-"""Every figure of the memory work: ``make bench-memory`` writes ``build/bench-memory.json``.
+"""All figures of device and host memory: ``make bench-memory`` writes ``build/bench-memory.json``.
 
-Measured on the first GPU, or on an emulated device where there is none. Each figure stands
-beside its limit; what a limit is derived from is measured in the same run.
+Measured on the first GPU, or on an emulated device if there is no GPU. Each figure has a limit; the
+values from which limits are derived are measured in the same run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gpupoold.units import parse_size_bytes
 
 KV_MODEL_BYTES = 30_000_000
 ROOT = Path(__file__).resolve().parent.parent
-# Of a transfer behind other work. Where processors copy they are the ones that compute, and a
-# transfer that is waited for has all of them: behind steps it may take a tenth longer in all.
+# Least share of a transfer's time hidden behind steps. On a CPU the same processors copy and
+# compute, and a transfer alone has all processors: behind steps the total may be a tenth longer.
 HIDDEN_SHARE = 0.5
 HIDDEN_SHARE_ON_CPU = -0.1
-# What the run with streams may not have lost; "0 MiB" is what is below the half of one.
+# Limits of the run with streams. Half a MiB is the largest value shown as "0 MiB".
 COUNT_LIMITS = {"differing_tokens": 0, "pages_leaked": 0, "host_bytes_gained": 1 << 19}
 _LAST_LINES = 20
-_ROUNDS_OF_KV = 3  # which take milliseconds each
+_ROUNDS_OF_KV = 3  # a round takes milliseconds
 
 Figure = dict[str, Any]
 

@@ -1,7 +1,7 @@
-"""The stateful property test of the memory code, until so many operations have been made.
+"""The stateful property test of the memory code, repeated up to a number of operations.
 
-``python -m benchmarks.memory_operations 100000`` prints how many it were. Hypothesis ends some
-series early, so the test as pytest runs it makes somewhat fewer than it is asked for.
+``python -m benchmarks.memory_operations 100000`` prints the number of operations made. A loop is
+needed because Hypothesis ends some series early, so a single test makes fewer than requested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from tests.property.test_memory_machine import STEPS, MemoryMachine
 
-# A few series alone would be the shortest ones there are.
+# Hypothesis begins with the shortest series, so few series would be short series only.
 _MIN_SERIES = 20
 _num_operations = 0
 

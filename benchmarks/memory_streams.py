@@ -1,7 +1,7 @@
-"""Thousands of switches under streams: four models with live KV on a device for one and a half.
+"""Thousands of switches under streams: four models with live KV, on a device for 1.5 models.
 
-Every answer is compared, token for token, with the same prompt's answer alone. Afterwards the
-device is emptied and looked at for pages and host memory that did not come back.
+Every answer is compared, token for token, with the undisturbed answer to the same prompt.
+Afterwards the device is emptied, and pages or host memory still in use are counted as leaks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ MODEL_BYTES = 10_000_000
 MAX_MODEL_LEN = 512
 MAX_TOKENS = 96
 NUM_PROMPTS = 4
-# Rounds of all prompts before anything is counted: buffers and heaps have the sizes by then
-# that this load wants.
+# Rounds of all prompts before memory is measured, for buffers and heaps to reach their sizes.
 WARM_UP_ROUNDS = 3
 _CONFIG = """
 [memory]
@@ -41,7 +40,7 @@ kv_host = "64MiB"
 quota_max = "30ms"
 """
 _HISTORY_ROWS = 10_000
-# What Python's allocator takes from the kernel at a time; it is touched as it is used.
+# Python's allocator takes memory from the kernel in arenas of this size.
 _ARENA_BYTES = 1 << 20
 HOST_MEMORY = ("kv_host_bytes", "shmem_bytes", "anon_bytes")
 

@@ -1,8 +1,8 @@
-"""Puts the figures of ``make bench-memory`` into ``docs/memory.md``.
+"""Write the figures of ``make bench-memory`` into ``docs/memory.md``.
 
     python -m benchmarks.memory_table build/bench-memory.json
 
-The table stands between two marks; no number comes from anywhere but the JSON.
+The table between two marks is replaced; all numbers come from the JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a hand-over adds to the second token, beside the same request on one device."""
+"""Delay of the second token by a migration, compared with the same request on one device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def _measure(
     async with client_of(daemon.http_url) as client:
         for _ in range(2):  # the first steps of an engine are slow
             await _second_token_s(client, model, next(prompts))
-        # In turns, so that a machine that slows down slows both.
+        # Alternately, so that a slower machine slows both kinds of requests.
         ways: tuple[tuple[str, tuple[Role, Role]], ...] = (
             ("stays", ("mixed", "mixed")),
             ("moves", ("prefill", "decode")),

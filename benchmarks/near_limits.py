@@ -1,8 +1,8 @@
-"""Requests near and beyond the limits of everything that has one, drawn from a seed, as raw bytes.
+"""Requests near and beyond every limit, as raw bytes, drawn from a seed.
 
-Sizes, depths and numbers are log-uniform up to what a body can hold, so each order of magnitude
-is as likely as another. Schemas, patterns, grammars, tools, ids, numbers of answers and prompts are
-written in their own languages, so that they get past the parsers in front of what they are for.
+Sizes, depths and numbers are log-uniform up to the size of a body, so all orders of magnitude are
+equally likely. Schemas, patterns, grammars, tools, ids, numbers of answers and prompts are
+syntactically valid, so that the requests reach the code behind the parsers.
 """
 
 from __future__ import annotations

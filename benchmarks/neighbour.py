@@ -1,7 +1,7 @@
-"""What a client's streams feel of another client, measured by a process of its own.
+"""Effects of another client on a client's streams, measured in a separate process.
 
 ``python -m benchmarks.neighbour PORT MODEL STREAMS`` streams answers one after the other on each
-of ``STREAMS`` connections until its standard input is closed, and prints one JSON object.
+of ``STREAMS`` connections until standard input is closed, and prints a JSON object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-# An answer is greedy: streamed again, it has the same text.
+# Answers are greedy, so repeated streams must have the same text.
 _ANSWER_TOKENS = 400
 _TIMEOUT_S = 60.0
 _NOTED_PAUSE_S = 0.05

@@ -1,4 +1,4 @@
-"""A client that sends requests near the limits beside one that streams."""
+"""Requests near the limits from one client, while another client streams."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def beside_a_neighbour(
     for each, but a model with much to do is given turns on both.
     """
     port = int(daemon.http_url.rpartition(":")[2])
-    # They are made before: on few cores making them would be what the neighbour feels.
+    # Made before the measurement: on few cores the generation would slow the neighbour's streams.
     noise = list(near_limits(seed, count, models[1:], MAX_BODY_BYTES))
     neighbour = Neighbour(port, models[0], _STREAMS)
     outcome = asyncio.run(send_malformed_requests(port, noise, NEAR_AT_ONCE, NEAR_PATIENCE_S))

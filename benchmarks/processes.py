@@ -28,7 +28,7 @@ def module_of(process: psutil.Process) -> str | None:
     Raises:
         psutil.Error: the process has ended, or may not be looked at.
     """
-    words = " ".join(process.cmdline()).split()  # of a forked process it is one text
+    words = " ".join(process.cmdline()).split()  # a forked process has a single argument
     return words[words.index("-m") + 1] if "-m" in words[:-1] else None
 
 

@@ -1,8 +1,8 @@
-"""Every figure of several devices: ``make bench-recovery`` writes ``build/bench-recovery.json``.
+"""All figures of several devices: ``make bench-recovery`` writes ``build/bench-recovery.json``.
 
-Requests under kills, hand-overs, role changes and drains under load on emulated devices, and a
-simulated box that loses a device. Each figure stands beside what was asked for; how long what was
-killed is away is told without one.
+Runs requests during kills, migrations, role changes and drains on emulated devices, and a simulated
+box that loses a device. Each figure has a limit, except the times until a killed process is
+replaced.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gpupoold.units import format_duration
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]
 MODEL_BYTES = 10_000_000
 RESTART_ROUNDS = 5
-# What a hand-over may add to the second token, beyond the copy of the KV itself.
+# The longest delay of the second token by a migration, beyond the copy of the KV.
 MIGRATION_LIMIT_S = 0.010
-# Of the attainment before a device is lost, ten seconds later.
+# The largest loss of attainment, ten seconds after the loss of a device.
 ALLOWED_LOSS = 0.01
 
 

@@ -1,6 +1,6 @@
-"""A box of simulated devices under load, one of which is killed: how long users notice it.
+"""The effect of a killed device on users of a box of simulated devices under load.
 
-Attainment is the daemon's own record of every request: the share of its tokens in time.
+Attainment is the share of tokens in time, from the daemon's record of every request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LENGTHS = CappedLengths(1024, 64)
 BEFORE_S = 15.0
 AFTER_S = 25.0
 KILL_AT_S = 20.0
-# The first seconds of arrivals are not counted: every model is switched in then.
+# The first seconds of arrivals are not counted, because every model needs a first switch.
 _ALLOWED_LOSS = 0.01
 
 

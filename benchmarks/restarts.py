@@ -1,7 +1,7 @@
-"""How long what has been killed is away.
+"""Times until killed processes are replaced.
 
-An emulated device with two models streams an answer while its process is killed (SIGKILL), then
-while the frontend is. Times are from the signal on.
+The worker of an emulated device with two models is killed (SIGKILL) during an answer, then the
+frontend. Times are measured from the signal on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_restarts(checkpoints: Sequence[Path], rounds: int) -> dict[str, Any]:
     Raises:
         GpupoolError: the models could not be served.
     """
-    # One frontend: with another that goes on there would be nothing to measure.
+    # A single frontend, because a second frontend would go on serving.
     with private_daemon(device_config(DEVICE_BYTES), server="frontends = 1") as daemon:
         for path in checkpoints:
             daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)

@@ -1,4 +1,4 @@
-"""Role changes and drains by the hundred under load: nothing is lost, no page leaks."""
+"""Hundreds of role changes and drains under load: no request is lost, no page leaks."""
 
 from __future__ import annotations
 

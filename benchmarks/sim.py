@@ -1,8 +1,8 @@
-"""Every figure of the scheduler in one run: ``make bench-sim`` writes ``build/bench-sim.json``.
+"""All figures of the scheduler: ``make bench-sim`` writes ``build/bench-sim.json``.
 
-Sweeps the paper's figures and the recorded workloads with all policies, and puts what was
-asked for beside what came out. A sweep of a policy ends where its attainment has fallen
-below half: what comes after is worse. With ``--plots DIR`` it draws the figures too.
+Sweeps the paper's figures and the recorded workloads with all policies, and compares the results
+with the requirements. The sweep of a policy ends when attainment has fallen below half, because
+larger loads are worse. With ``--plots DIR`` also draws the figures.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIGURES = (
     "aegaeon-fig17-right",
 )
 RECORDED = ("real-traces", "aegaeon-synth")
-# 90 % goodput of gpupool over that of aegaeon, asked of each figure.
+# Required ratio of gpupool's 90 % goodput to aegaeon's, for each figure.
 RATIOS = {
     "aegaeon-fig11a": 2.0,
     "aegaeon-fig11b": 1.5,
@@ -56,7 +56,7 @@ RATIOS = {
     "aegaeon-fig13c": 1.5,
     "aegaeon-fig17-a10": 1.5,
 }
-# What the simulator of the paper's authors gives: token attainment, and its own metric.
+# Results of the simulator of the paper's authors: token attainment, and the authors' metric.
 ARTIFACT = {40: (1.0, 1.0), 60: (0.975, 0.964), 70: (0.909, 0.898)}
 SLOW_SWITCH_S = 3.0
 _EXPIRED = 0.5

@@ -1,9 +1,9 @@
-"""The whole service on simulated devices under load, beside the simulator's word for the same.
+"""The whole service on simulated devices under load, compared with the simulator.
 
-Starts a daemon of its own with ``--devices``, registers ``--models`` checkpoints without
-weights, sends Poisson arrivals with ShareGPT lengths through the public API, and runs the
-simulator on the same arrivals. Prints one JSON object; exit code 1 after any error or when
-the attainments are further apart than ``--tolerance``.
+Starts a private daemon with ``--devices``, registers ``--models`` checkpoints without weights,
+sends Poisson arrivals with ShareGPT lengths through the public API, and runs the simulator on the
+same arrivals. Prints a JSON object; exit code 1 after any error, or if the attainments differ by
+more than ``--tolerance``.
 """
 
 from __future__ import annotations

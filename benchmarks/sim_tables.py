@@ -1,9 +1,9 @@
-"""Puts the figures of ``benchmarks/sim.py`` into ``docs/scheduling.md`` as tables.
+"""Write the figures of ``benchmarks/sim.py`` into ``docs/scheduling.md`` as tables.
 
     python benchmarks/sim_tables.py build/bench-sim.json
 
-A table stands between a comment with its name and an end mark; what was there is replaced.
-No number comes from anywhere but the JSON.
+The text between a comment with a table's name and an end mark is replaced. All numbers come from
+the JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIGURE = "aegaeon-fig"
 _SYNTH = "aegaeon-synth-"
 _MARKED = re.compile(r"<!-- bench-sim: (?P<name>[\w-]+) -->\n(?P<old>.*?)<!-- end -->", re.DOTALL)
 _BEGIN = "<!-- bench-sim:"
-# These two also by the metric that the authors of Aegaeon use.
+# Policies shown also with the metric of Aegaeon's authors.
 _BOTH_METRICS = ("gpupool", "aegaeon")
 
 

@@ -1,13 +1,13 @@
-"""``make soak``: a mixed load for minutes, and the slopes of what may not grow.
+"""``make soak``: a mixed load for minutes, and the growth of memory, descriptors, threads and logs.
 
-Fifteen requests a second: a quarter is cancelled, a tenth has a schema of its own. Every few
-seconds the resident bytes, descriptors and threads of each process and the bytes of logs and
-database are read. Writes ``build/soak.json`` with the slopes of the second half, from the least
-reading of each minute, as connections come and go; exit code 1 if one of them is over its limit.
+Sends fifteen requests a second; a quarter is cancelled, a tenth has a new schema. Every few seconds
+the resident bytes, descriptors and threads of each process and the bytes of logs and database are
+read. Writes ``build/soak.json`` with the slopes of the second half, computed from the smallest
+reading of each minute, because connections come and go. Exit code 1 if a slope exceeds the limit.
 
-A worker's memory counts only beyond what compiled grammars may hold, which have a bound of their
-own: with a schema in every request (``--schemas 1``) a worker's memory rises by some 40 MiB, then
-falls when a full compiler is replaced.
+The memory of compiled grammars in a worker is bounded and does not count: with a schema in every
+request (``--schemas 1``) a worker's memory rises by some 40 MiB, then falls when a full compiler is
+replaced.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.units import format_bytes
 
 Readings = list[tuple[float, float]]
-"""Seconds since the start, and what was read."""
+"""Pairs of seconds since the start, and the value read."""
 
 MODELS = ("llama", "qwen3")
 _READ_EVERY_S = 5.0
-# By a minute, in the second half of the run.
+# Largest growth per minute, in the second half of the run.
 _LIMITS = {"rss_bytes": 3 << 20, "fds": 0.5, "threads": 0.5, "log_bytes": 1 << 20}
-# In all, of one process of a module.
+# Allowed growth in all of a process of a module, for caches.
 _CACHE_BYTES = {"gpupoold.worker": 64 << 20}
 
 

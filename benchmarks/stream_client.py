@@ -1,7 +1,7 @@
-"""A lean client of many streams at once, in a process of its own: counts, and parses little.
+"""A lean client of many streams at once, in a separate process: counts chunks, parses little.
 
-``python -m benchmarks.stream_client PORT PATH MODEL STREAMS TOKENS`` asks for so many answers
-at once, reads them to their ends and prints what came as one JSON object.
+``python -m benchmarks.stream_client PORT PATH MODEL STREAMS TOKENS`` requests ``STREAMS`` answers
+at once, reads all answers to the end and prints the counts as a JSON object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpupoold.stats.percentile import percentile
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _TIMEOUT_S = 300.0
-# Enough for the last two chunks, of which one has the usage.
+# Enough for the last two chunks, because one of the two has the usage.
 _TAIL_BYTES = 2048
 
 
@@ -72,7 +72,7 @@ class _Reader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now_s = time.monotonic()
-        # A chunk's beginning may be cut by the socket: the bytes before are looked at again.
+        # A read may end within the beginning of a chunk, so the last bytes are searched again.
         num_chunks = (self._tail[-6:] + data).count(b"data: {")
         self._tail = data[-_TAIL_BYTES:] if len(data) >= 512 else (self._tail + data)[-_TAIL_BYTES:]
         if not num_chunks:
@@ -89,7 +89,7 @@ class _Reader(asyncio.Protocol):
         try:
             usage = json.loads(self._tail.split(b"data: ")[-2].split(b"\n")[0])["usage"]
             streamed.tokens += usage["completion_tokens"]
-            streamed.chunks -= 1  # the one with the usage
+            streamed.chunks -= 1  # the chunk with the usage
         except (ValueError, KeyError, IndexError, TypeError):
             streamed.failed += 1
         self.ended.set_result(None)

@@ -1,4 +1,4 @@
-"""What ``gpupool top`` costs: CPU share of a core and time to the first screen, in a terminal."""
+"""Cost of ``gpupool top`` in a terminal: share of a core, and time to the first screen."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.value_bounds``: wrong elements in long lists, with and without the look.
+"""``python -m benchmarks.value_bounds``: cost of wrong elements in long lists.
 
-Prints, for each body, the seconds until the frontend refuses it and those that vLLM's own models
-take to validate it and to list what is wrong.
+Prints for each body the seconds until the frontend's check of values refuses the body, and the
+seconds that vLLM's own models take to validate the body and to list the errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the value of a figure is written: its name ends in its unit."""
+"""Texts of figures; the name of a figure ends in the unit."""
 
 from __future__ import annotations
 

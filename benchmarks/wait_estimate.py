@@ -1,9 +1,10 @@
-"""How good the estimates are that refused clients are given: asked at arrivals, compared with
-what then happened in the simulator. One JSON line per box and load.
+"""Errors of the waiting times estimated for refused clients, measured in the simulator.
 
-Errors are estimate minus fact, in seconds. "first token": of the request that came.
-As in the daemon, a bound keeps the queue short; at the bound requests are refused, and drains
-asked for: until there was room for one, and for a quarter of the bound.
+Prints a JSON line per box and load. Estimates are made at arrivals and compared with the simulated
+times; an error is estimate minus fact, in seconds. "first token" is the time to the first token of
+the arriving request. As in the daemon, live requests are bounded. When the bound is reached,
+requests are refused, and the estimates are the times until a request, and a quarter of the bound,
+can be accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.scenario import Overrides, Scenario, build_scenario
 from gpupoold.stats.percentile import percentile
 
-# Box, models, requests/s of each, bound of live requests: from light load to far too much.
+# Box, models, requests/s of each model, bound of live requests: from light load to overload.
 LOADS = (
     ("16xH800", 40, 0.1, 1000),
     ("16xH800", 120, 0.1, 1000),
@@ -37,7 +38,7 @@ LOADS = (
     ("1xH800", 4, 4.0, 64),
     ("1xH800", 12, 0.3, 32),
 )
-_DRAIN_EVERY = 10  # refusals
+_DRAIN_EVERY = 10  # in refusals
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ DIR holds two files of measured prefill and decode times:
     ``model, gpu, tp, prompt_tokens, batch, output_tokens, prefill_ms, decode_step_ms, e2e_ms``:
     from the artifact of the Splitwise paper.
 
-Attention costs at least what the hardware's peak allows: the grids end at a few thousand tokens,
-where noise hides the cost of attention, so that a fit may find none and be far off at long prompts.
-Relative errors are made small; where that leaves R-squared at 0.9 or below, absolute ones.
-A pair that even then fits badly is left out, and named on stderr.
+The cost of attention has a floor, given by the hardware's peak: the grids end at a few thousand
+tokens, where noise hides the cost of attention, so a fit without a floor may be far off at long
+prompts. The fit minimises relative errors, or absolute errors if R-squared would be 0.9 or below.
+A pair that fits badly in both ways is left out, with a message on stderr.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ AEGAEON_MODELS = {
     "yi1_5_6b_chat": "Yi-1.5-6B",
     "yi1_5_9b_chat": "Yi-1.5-9B",
 }
-# The artifact says A100 without the memory's size.
+# The artifact does not state the memory size of the A100.
 AEGAEON_GPUS = {"A10": "A10", "A100": "A100-80", "H100": "H100", "H20": "H20", "H800": "H800"}
-# A step that makes token i of ten attends to input + i tokens: on average five more.
+# The step for token i of ten attends to input + i tokens: on average five more than the input.
 AEGAEON_MEAN_OUTPUT_TOKENS = 5
 
 SPLITWISE_FILE = "splitwise_prefill_decode.csv"
@@ -79,7 +79,7 @@ SPLITWISE_MODELS = {"llama2-70b": "Llama-2-70B"}
 
 
 class Pair(NamedTuple):
-    """What one profile is about, and where its points come from."""
+    """The GPU and model of a profile, and the source of the points."""
 
     gpu: str
     model: str
@@ -89,14 +89,14 @@ class Pair(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One measured cell of a grid."""
+    """A measured point of a grid."""
 
     prefill: PrefillSample
     decode: DecodeSample
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fit and write; 1 if no pair fits well."""
+    """Fit and write the profiles; return 1 if no pair fits well."""
     parser = argparse.ArgumentParser(description="Fit the packaged latency profiles.")
     parser.add_argument("--profiles", type=Path, required=True, metavar="DIR")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE")
@@ -141,7 +141,8 @@ def _splitwise(folder: Path) -> Iterator[tuple[Pair, Point]]:
                 continue
             gpu, model = SPLITWISE_GPUS[row["gpu"]], SPLITWISE_MODELS[row["model"]]
             prefill_ms, step_ms = float(row["prefill_ms"]), float(row["decode_step_ms"])
-            # Some answers ended before the output tokens asked for: the whole time tells.
+            # Some answers ended before the requested number of tokens; the total time shows how
+            # many tokens were made.
             made = (float(row["e2e_ms"]) - prefill_ms) / step_ms
             batch, length = int(row["batch"]), int(row["prompt_tokens"])
             context = round(batch * (length + made / 2))
@@ -159,7 +160,7 @@ def _read(file: TextIO) -> Iterator[dict[str, str]]:
 
 
 def _rows(pair: Pair, points: Sequence[Point]) -> list[list[str]]:
-    """Both phases' rows, or none with the reason on stderr."""
+    """Return the rows of both phases, or none, with the reason on stderr."""
     prefills = [point.prefill for point in points]
     decodes = [point.decode for point in points]
     shape, gpu = builtin_shape(pair.model), hardware(pair.gpu)
@@ -190,7 +191,7 @@ def _rows(pair: Pair, points: Sequence[Point]) -> list[list[str]]:
 def prefill_floors(
     shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
 ) -> tuple[float, float, float]:
-    """Return floors of C1, C2, C3 of ``PrefillModel``: only C2 has one.
+    """Return floors of C1, C2, C3 of ``PrefillModel``: 0 except for C2.
 
     Causal attention over a prompt of ``l`` tokens takes ``2 l^2`` operations per layer and per unit
     of width; the term is ``3 h l^2 / b``.
@@ -203,7 +204,7 @@ def prefill_floors(
 def decode_floors(
     shape: ModelShape, gpu: HardwareProfile, num_gpus: int = 1
 ) -> tuple[float, float, float]:
-    """Return floors of k2, c2, c3 of ``LinearDecode``: only k2 has one, reading a token's KV."""
+    """Return floors of k2, c2, c3 of ``LinearDecode``: 0 except k2, the read of a token's KV."""
     read_s = shape.kv_bytes_per_token / (gpu.memory_bandwidth_bytes_per_s * num_gpus)
     return read_s, 0.0, 0.0
 

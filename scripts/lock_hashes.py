@@ -1,12 +1,12 @@
-"""Writes the hashes of all pinned packages into ``requirements/*.txt``.
+"""Write the hashes of all pinned packages into ``requirements/*.txt``.
 
     python scripts/lock_hashes.py [LOCK ...]
 
-The pins stay as they are; each one gets the SHA-256 of every wheel of that version that pip
-may choose on Linux x86-64 with Python 3.11 or 3.12. The hashes come from PyPI's index, by way
-of ``uv pip compile``; uv has to be on the PATH (``pip install uv``). A pin that PyPI does not
-have, which is torch's CPU build, keeps the hashes that are there: compare these with
-https://download.pytorch.org/whl/cpu/torch/ when its version changes.
+Pins are unchanged; each pin gets the SHA-256 of every wheel of the version that pip may choose on
+Linux x86-64 with Python 3.11 or 3.12. The hashes come from PyPI's index through ``uv pip compile``;
+uv must be on the PATH (``pip install uv``). A pin missing from PyPI (torch's CPU build) keeps the
+hashes in the file: compare these with https://download.pytorch.org/whl/cpu/torch/ when torch's
+version changes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 
 LOCKS = ("requirements/cpu.txt", "requirements/cuda.txt")
 PYTHONS = ("3.11", "3.12")
-# Newer than any machine's, so that no wheel is left out: pip chooses among the hashes.
+# A platform newer than any machine's, so that all wheels are included; pip chooses later.
 PLATFORM = "x86_64-manylinux_2_40"
 HASH_OPTION = "--hash=sha256:"
 
 
 def main() -> None:
-    """Rewrite each lock that is named, by default all."""
+    """Rewrite the named lock files, by default all."""
     for name in sys.argv[1:] or LOCKS:
         path = Path(name)
         path.write_text(with_hashes(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_hashes(text: str) -> str:
-    """Return the text of a lock with the hashes that PyPI has now.
+    """Return the text of a lock file with PyPI's present hashes.
 
     Raises:
         subprocess.CalledProcessError: uv could not find a version.
@@ -52,7 +52,7 @@ def with_hashes(text: str) -> str:
 
 
 def parse(text: str) -> dict[str, set[str]]:
-    """Return the hashes of each pin of a lock, in the lock's order."""
+    """Return the hashes of each pin of a lock file, in order."""
     found: dict[str, set[str]] = {}
     joined = text.replace("\\\n", " ")
     for line in joined.splitlines():
@@ -68,7 +68,7 @@ def name_of(pin: str) -> str:
 
 
 def fetch_hashes(pins: list[str]) -> dict[str, set[str]]:
-    """Return the SHA-256 of the wheels of each package, by its name."""
+    """Return the SHA-256 of the wheels of each package, by name."""
     found: dict[str, set[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         wanted, answer = Path(folder) / "pins.txt", Path(folder) / "pylock.toml"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes the simulator's built-in length table from the traces of the Aegaeon artifact.
+"""Make the simulator's built-in length table from the traces of the Aegaeon artifact.
 
     scripts/make_length_table.py --from aegaeon_synth.csv.gz
 
-The input has the columns prompt_tokens and output_tokens; where it has a column
-scenario, only scenarios with unscaled lengths count. Scenarios share requests, so each
-(prompt, output) pair counts once. The same input gives the same table.
+The input has the columns prompt_tokens and output_tokens. With a column scenario, only scenarios
+with unscaled lengths count. Scenarios share requests, so each (prompt, output) pair counts once.
+The same input gives the same table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpupoold.sim.lengths import OUTPUT, PROMPT, QUANTILE, SHAREGPT_TABLE, lengt
 
 DATA = ROOT / "gpupoold" / "sim" / "data"
 UNSCALED = "_in1_out1"
-# Every hundredth, and finer towards the long tail.
+# Every hundredth, and smaller steps towards the long tail.
 PER_MILLE = [*range(0, 990, 10), 990, 992, 994, 996, 998, 999, 1000]
 NOTICE = """\
 # Token lengths of single-turn ShareGPT conversations: quantiles, prompt and output each by
@@ -39,7 +39,7 @@ NOTICE = """\
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table; the exit status."""
+    """Write the table; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FILE")
     parser.add_argument("--out", type=Path, default=DATA / SHAREGPT_TABLE, metavar="FILE")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table_text(source: CsvTable) -> str:
-    """The built-in table made from ``source``, with its notice."""
+    """Return the text of the table made from ``source``, with the licence notice."""
     if SCENARIO in source.columns:
         rows = [row for row in source.rows if source.text(row, SCENARIO).endswith(UNSCALED)]
         source = replace(source, rows=rows)
@@ -75,7 +75,7 @@ def table_text(source: CsvTable) -> str:
 
 
 def quantile(ordered: Sequence[int], per_mille: int) -> int:
-    """The quantile, between two values by a straight line."""
+    """Return a quantile, interpolated linearly between two values."""
     index, rest = divmod(per_mille * (len(ordered) - 1), 1000)
     if not rest:
         return ordered[index]

@@ -1,8 +1,8 @@
 """Write a state database of the present schema, with some rows, as SQL.
 
-One is kept for every schema that was released (``tests/unit/gpupool_state/schemas``), made by the
-code of that time, so that tests can take each forward. For a schema with a new table or column
-add rows that use it, then run:
+The repository has such a file for every released schema (``tests/unit/gpupool_state/schemas``),
+made by the code of that release, so that tests can migrate each schema. For a schema with a new
+table or column add rows that use the new table or column, then run:
 
     python scripts/make_state_fixture.py tests/unit/gpupool_state/schemas
 """
@@ -34,7 +34,7 @@ _AT = 1_750_000_000.0
 
 
 def main() -> None:
-    """Make the file of the newest schema."""
+    """Write the file of the newest schema."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     target = parser.parse_args().folder / f"schema-{MIGRATIONS[-1].number}.sql"

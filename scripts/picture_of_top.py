@@ -1,4 +1,4 @@
-"""Draws docs/top.svg: ``gpupool top`` on a daemon with simulated GPUs under load.
+"""Draw docs/top.svg: ``gpupool top`` on a daemon with simulated GPUs under load.
 
 ``python -m scripts.picture_of_top [FILE]`` takes about two minutes.
 """
@@ -36,7 +36,7 @@ LOAD_S = 75.0
 
 
 def main() -> None:
-    """Draw it; see the module."""
+    """Draw the picture; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/top.svg"))
     path: Path = parser.parse_args().file

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.gpu.bundle``: what a GPU machine without network lacks, in parts.
+"""``python -m benchmarks.gpu.bundle``: the packages for a GPU machine without network, in parts.
 
-It downloads the wheels of ``packages.txt`` with pip, leaves out of them what dense bf16 models
-on Hopper do not use, and writes one compressed archive, cut into parts that each fit a
-transfer, and a manifest with their sums. ``unpack.sh`` makes a folder of packages of it.
+Downloads the wheels of ``packages.txt`` with pip, removes files that dense bf16 models on Hopper do
+not use, and writes a compressed archive, cut into parts that fit a transfer, with a manifest of
+checksums. ``unpack.sh`` unpacks the parts into a folder of packages.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from gpupoold.units import format_bytes, format_duration
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(__file__).with_name("packages.txt")
 DEFAULT_OUT = ROOT / "build" / "gpu-bundle"
-# With a checkout of 5 MB it stays below the 64 MiB that a transfer may have.
+# A part and a checkout of 5 MB together stay below 64 MiB, the limit of a transfer.
 PART_BYTES = 60_000_000
 _PART_NAME = "bundle.tar.xz.{:02}"
-# pip takes a wheel only if its platform is named as exactly as this.
+# pip downloads a wheel for another platform only if the exact platform tag is given.
 _GLIBC_MINORS = (5, 12, 14, 17, 24, 26, 27, 28, 31, 34, 35, 39)
 _OLD_PLATFORMS = ("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64")
 _ABIS = ("cp312", "abi3", "none")
 _PYTHON = "3.12"
-# The window of 64 MiB, which finds what FlashAttention's variants share: 8 MB are left of 173,
-# against 43 MB in the wheel.
+# A window of 64 MiB, which finds the common parts of FlashAttention's variants: 173 MB become 8 MB,
+# compared with 43 MB in the wheel.
 _PRESET = 9
-_FILE_TIME = 315532800  # 1980, the first a wheel can have: the same wheels, the same bundle
+_FILE_TIME = (
+    315532800  # 1980, the earliest in a wheel; constant, so equal wheels give an equal bundle
+)
 _LAST_LINES = 10
 
 

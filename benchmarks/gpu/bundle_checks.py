@@ -1,4 +1,4 @@
-"""What ``check_bundle`` runs inside the environment that it checks; see there."""
+"""The checks that ``check_bundle`` runs inside the environment to check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENGINE_MODULES = (
     "vllm.entrypoints.cli.main",
 )
 PACKAGES = ("gpupoold", "gpupool_cli", "gpupool_state", "gpupool_tui")
-# What a forward pass of Llama, Qwen2 and Qwen3 in bf16 may call, and the work around it.
+# Operators called by forward passes of Llama, Qwen2 and Qwen3 in bf16, and by the code around.
 OPERATORS = (
     "_C::rms_norm",
     "_C::fused_add_rms_norm",
@@ -59,7 +59,7 @@ OPERATORS = (
     "_vllm_fa3_C::fwd",
     "_vllm_fa3_C::get_scheduler_metadata",
 )
-# Top-k and top-p where there is no FlashInfer.
+# Top-k and top-p without FlashInfer.
 SAMPLING_KERNELS = ("_topk_topp", "_topp_split_stats", "_topp_split_step", "_topp_split_mask")
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -268,12 +268,12 @@ def main() -> int:
     set_engine_environment("error")
     num_failed = 0
     with tempfile.TemporaryDirectory(prefix="gpupool-triton-") as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder  # nothing compiled before counts
+        os.environ["TRITON_CACHE_DIR"] = folder  # an empty cache, so that kernels are compiled
         for name, check in CHECKS:
             started_s = time.monotonic()
             try:
                 line = check()
-            except Exception as error:  # the other checks say what else is missing
+            except Exception as error:  # later checks run too, to report all problems
                 num_failed += 1
                 line = f"FAILED: {type(error).__name__}: {error}"
             print(f"{name:10} {line} ({time.monotonic() - started_s:.1f} s)", flush=True)
@@ -283,4 +283,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # libraries end badly without a device
+    os._exit(code)  # exit handlers of the libraries crash without a device

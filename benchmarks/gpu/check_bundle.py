@@ -1,8 +1,9 @@
-"""``python -m benchmarks.gpu.check_bundle SITE_DIR``: whether an unpacked bundle is enough.
+"""``python -m benchmarks.gpu.check_bundle SITE_DIR``: check that an unpacked bundle is complete.
 
-Imports the engine and gpupool as the GPU machine would, with its packages: run it there, or
-with ``--python`` of an environment that has what ``machine.txt`` lists. Without a GPU's driver
-it makes stand-ins with the system's C compiler: libraries load, and vLLM chooses as on an H200.
+Imports the engine and gpupool as on the GPU machine, with the bundle's packages. Run the check on
+the GPU machine, or with ``--python`` of an environment with the packages of ``machine.txt``.
+Without a GPU's driver, stand-ins are built with the system's C compiler: libraries load, and vLLM
+makes the same choices as on an H200.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def make_stubs(site: Path, folder: Path) -> None:
     The driver has all calls that ``site`` links to, each of which finds no device.
     """
     found = undefined(site.glob("vllm/**/*.so"))
-    calls = [call for call in found if call[2].isupper()]  # the runtime is there
+    calls = [
+        call for call in found if call[2].isupper()
+    ]  # only the driver's calls; the runtime is installed
     stubs = folder / "no_device.c"
     stubs.write_text(stub_source(calls, lambda call: _NO_DEVICE))
     link(folder / DRIVER, compile_sources(folder, [str(stubs)]))

@@ -1,7 +1,8 @@
-"""Whether attention minds the KV layout: one model decodes with layers and with blocks outermost.
+"""Decode speed of a model with KV layouts with layers outermost and with blocks outermost.
 
-By vLLM alone, in a process for each layout, as it is read once; both are up at the same time
-and are asked in turn. On a CPU there is one layout: a dry run asks two processes with the same.
+Uses vLLM alone, with a process per layout, because vLLM reads the layout once. Both processes run
+at the same time and decode alternately. A CPU has only one layout: in a dry run both processes have
+the same layout.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PROMPT_TOKENS, _NUM_TOKENS = 1024, 256
 _DRY_PROMPT_TOKENS, _DRY_NUM_TOKENS = 48, 8
 _KV_BYTES = 8 << 30
 _DRY_KV_BYTES = 1 << 26
-# For what comes after the last round.
+# Time left for the work after the last round.
 _END_S = 6.0
 
 
@@ -161,7 +162,7 @@ def main() -> int:
     args = parser.parse_args()
     setting = setting_of(args)
     if args.serve:
-        # What libraries print must not come between the answers.
+        # Libraries print to stdout; the answers need a descriptor of their own.
         with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
             serve(setting, args.shape, sys.stdin, answers)

@@ -1,8 +1,8 @@
-"""What the GPU's memory operations cost, without an engine: copies, mapping, KV layouts.
+"""Cost of a GPU's memory operations, without an engine: copies, mapping, KV layouts.
 
-Copies between pinned host memory and the device each way, alone and both at once, plainly and
-by the lanes that transfers use; mapping, access and unmapping by size of page; a request's KV
-out and in by layout.
+Measures copies between pinned host memory and the device in each direction, alone and both at once,
+plain and on the copy streams of transfers; mapping, access and unmapping by page size; and the
+offload and restore of a request's KV by layout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(setting: Setting) -> None:
     num_bytes = setting.dry_bytes(4 * mib) if setting.is_dry else 1024 * mib
     num_blocks = 64 if setting.is_dry else 512
     shape = setting.shape("8B")
-    # A copy's memory, or a KV cache of which every page may be taken.
+    # Memory for the copies, or for a KV cache with every page mapped.
     device_bytes = 2 * max(num_bytes, num_blocks * 16 * shape.kv_bytes_per_token)
     with opened(setting, device_bytes, pages[0] if setting.is_dry else None) as (device, _):
         report_copies(setting.report, device, num_bytes)

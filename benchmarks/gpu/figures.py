@@ -1,12 +1,12 @@
-"""Figures beside their limits. Names end in their unit. Pure."""
+"""Figures with their limits. The name of a figure ends in the unit. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The limits of a GPU's figures: a switch from host memory takes its bytes at a share of the
-# copies that were measured beside it, and a little more.
+# Limits of a GPU's figures. A switch from host memory must reach a share of the bandwidth of plain
+# copies, measured in the same run, and may take some additional time.
 HOST_CACHED_SHARE = 0.9
 HOST_CACHED_EXTRA_S = 0.1
 KV_SHARE = 0.8

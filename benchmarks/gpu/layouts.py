@@ -1,6 +1,6 @@
-"""A paused request's KV out and in, with blocks outermost and with layers outermost.
+"""Offload and restore of a paused request's KV, with blocks outermost and with layers outermost.
 
-No engine: the KV memory itself, with an account of blocks as vLLM keeps one.
+Uses the KV memory without an engine, with a record of blocks like vLLM's.
 """
 
 from __future__ import annotations

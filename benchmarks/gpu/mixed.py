@@ -1,8 +1,8 @@
 """Ten models of three sizes on one GPU under one policy, at a rising rate of requests.
 
-A request in ten seconds for each model, with ShareGPT lengths, then twice as many, and so on
-until fewer than nine tokens in ten are in time. The device's memory is capped so that half of
-the weights fit.
+Begins with a request per model every ten seconds, with ShareGPT lengths, and doubles the rate until
+fewer than nine tokens in ten are in time. The device's memory is limited so that half of the
+weights fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpupoold.sim.workloads import equal_rates, poisson_workload
 from gpupoold.stats.percentile import percentile
 
 POLICIES = ("gpupool", "request-level")
-# The largest first: host memory has the checkpoint of one size at a time beside the snapshots.
+# The largest first: beside the weights snapshots, host memory holds a checkpoint of one size.
 _MIX = {"8B": 2, "3B": 3, "1B": 5}
 _DRY_MIX = {"14B": 1, "3B": 2}
 _DEVICE_BYTES = 32_000_000_000
@@ -34,7 +34,7 @@ _DRY_LENGTHS = CappedLengths(64, 8)
 _FIRST_RPS = 0.1
 _NUM_RATES = 7
 _SEED = 7
-# Arrivals of one rate; answers to the last ones come after it.
+# Duration of the arrivals at a rate; the last answers end later.
 _PHASE_S = 15.0
 _DRY_PHASE_S = 3.0
 _DRY_FACTOR = 10
@@ -67,7 +67,7 @@ def run(setting: Setting, policy: str) -> None:
             try:
                 phases.append(asyncio.run(_phase(setting, daemon, models, rate_rps, phase_s)))
             except TimeoutError:
-                break  # it never caught up: nothing is known of this rate
+                break  # overloaded: the answers did not end in time, so the rate has no figures
             found = mixed_figures(policy, phases)
             setting.report.add(found, phases=[asdict(phase) for phase in phases])
             if phases[-1].attainment < figures.ATTAINMENT or setting.is_dry:
@@ -108,7 +108,7 @@ def _add_models(setting: Setting, daemon: PrivateDaemon, mix: Mapping[str, int])
         for index in range(count):
             models.append(f"{shape}-{index}".lower())
             add_timed(setting, daemon, models[-1], path)
-        weights_of(path).unlink()  # the snapshots have them
+        weights_of(path).unlink()  # the weights snapshots suffice
     return models
 
 

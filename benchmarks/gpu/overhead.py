@@ -1,6 +1,6 @@
-"""One model through gpupool and through ``vllm serve`` alone, asked in turn on one GPU.
+"""Speed of a model through gpupool and through ``vllm serve``, measured alternately on one GPU.
 
-vLLM is started as anybody would, with its own defaults.
+vLLM is started with the defaults of ``vllm serve``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from gpupool_cli.bench.overhead import OverheadPlan, measure_overhead
 
 _KV_BYTES = 8 << 30
 _DRY_KV_BYTES = 256 << 20
-# For the round that has begun when the time is over, and for ending both servers.
+# Time left for the end of the last round, and for the end of both servers.
 _END_S = 20.0
-# So little that vLLM does not mind who else is on the GPU: its KV has a size of its own.
+# A low share, because vLLM refuses to start if other processes use the requested share; the size of
+# the KV is given separately.
 _VLLM_OPTIONS = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes")
 _PLAN = OverheadPlan(
     rounds=6,

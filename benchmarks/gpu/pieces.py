@@ -1,4 +1,4 @@
-"""What a run on a GPU is made of, in the order of its worth, and how time is shared out. Pure."""
+"""The pieces of a run on a GPU, the most important first, and their shares of the time. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from gpupoold.errors import UsageError
 
-# What a dry run is made on: an emulated device, or the driver of a GPU.
+# Devices for a dry run: an emulated device, or a GPU's driver.
 DRY_KINDS = ("emulated", "cuda")
-# What the runner keeps for itself: ending a piece, writing the results, packing the logs.
+# Time reserved for the runner: the end of a piece, the results, the archive of logs.
 _KEPT_S = 8.0
 
 

@@ -1,4 +1,4 @@
-"""The results of a run: one JSON object that grows piece by piece. Pure, but for one write."""
+"""The results of a run: a JSON object that grows piece by piece. Pure, except for one write."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the GPU's benchmarks share: their command line, their report, daemons and checkpoints.
+"""Common parts of the GPU benchmarks: command line, report, daemons and checkpoints.
 
-Each is a process of its own that writes its report again whenever there is something new in
-it: what it has measured is kept when it is ended.
+A benchmark is a separate process and rewrites its report after each new figure, so that a benchmark
+ended early has a report of the figures so far.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gpupoold.config.schema import CUDA_RESERVE_BYTES
 from gpupoold.worker.environment import ENGINE_ARGUMENTS
 
 MAX_MODEL_LEN = 4096
-# An emulated device computes in float32, in which answers do not depend on who shares a batch.
+# An emulated device computes in float32, so that answers do not depend on the batch.
 _FLOAT32_FACTOR = 2
-# Between the pages of a GPU and those of an emulated device.
+# Ratio of a GPU's page size to the page size of an emulated device.
 _PAGE_FACTOR = 32
 _DEVICE_SLACK_BYTES = 1 << 30
 _DRY_SLACK_BYTES = 32 << 20
 
-# Half a minute less for the first model of a shape, and some seconds for each other.
+# Saves half a minute for the first model of a shape, and some seconds for further models.
 _QUICK_START = {
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
     ENGINE_ARGUMENTS: json.dumps({"max_num_seqs": 64}),

@@ -1,7 +1,7 @@
-"""Runs the tests and benchmarks that want a GPU, within a time, and keeps what they find.
+"""Runs the tests and benchmarks that need a GPU, within a given time, and stores the results.
 
-Each piece is a process of its own: what ends one, or hangs it, costs the others nothing. The
-results are written again after every piece. See ``benchmarks/gpu/run.sh``.
+Each piece is a separate process, so a crash or hang of a piece does not affect other pieces. The
+results are rewritten after every piece. See ``benchmarks/gpu/run.sh``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from gpupoold.system.process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
-# A piece is told that it has a little less, so that it ends by itself.
+# A piece is given less time by this, so that the piece ends by itself.
 _GRACE_S = 4.0
 _LOG_BYTES = 1 << 20
 _PROBLEM_BYTES = 64 << 10
-# torch's processes put their rank before what they raise.
+# torch's processes print their rank before error messages.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 
 
@@ -189,7 +189,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float, interrupt_s: float) 
     except subprocess.TimeoutExpired:
         pass
     if interrupt_s:
-        process.send_signal(signal.SIGINT)  # itself only: what it has begun is its own to end
+        process.send_signal(signal.SIGINT)  # not to the group: the piece ends its children
     for wait_s, next_signal in ((interrupt_s, signal.SIGTERM), (_TERMINATE_S, signal.SIGKILL)):
         try:
             process.wait(wait_s)

@@ -1,6 +1,6 @@
-"""Dimensions of the models that are measured on a GPU: the public ones', without their weights.
+"""Dimensions of the models measured on a GPU: dimensions of public models, without weights.
 
-``tensors`` lists what a checkpoint of a shape has, under Hugging Face names. Pure.
+``tensors`` lists the tensors of a checkpoint with Hugging Face names. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpupoold.checkpoints.tiny_tokenizer import VOCAB_SIZE
 BYTES_PER_ELEMENT = 2  # bfloat16
 MAX_POSITION_EMBEDDINGS = 8192
 
-# As in gpupoold.checkpoints.tiny, in units of 1/sqrt(fan_in): greedy text then varies.
+# As in gpupoold.checkpoints.tiny, in units of 1/sqrt(fan_in); chosen so that greedy text varies.
 _QUERY_KEY_GAIN = 2.0
 _OUTPUT_GAIN = 2.0
 _LOGIT_STD = 3.0
@@ -75,7 +75,7 @@ SHAPES = {
         Shape("14B", "Qwen2.5-14B", 48, 5120, 13824, 40, 8, 128, 152064, is_qwen2=True),
     )
 }
-# The same in small, for a dry run on an emulated device: a MB or a few of them.
+# Small versions for a dry run on an emulated device: a few MB each.
 TINY_SHAPES = {
     shape.name: shape
     for shape in (
@@ -85,7 +85,8 @@ TINY_SHAPES = {
         Shape("14B", "", 4, 256, 1024, 4, 2, 64, VOCAB_SIZE, is_qwen2=True),
     )
 }
-# The same on a GPU's driver, where pages are larger: tens of MB, heads as FlashAttention has them.
+# Versions for a dry run on a GPU's driver, with larger pages: tens of MB each, with head sizes that
+# FlashAttention supports.
 SMALL_SHAPES = {
     shape.name: shape
     for shape in (
@@ -100,7 +101,7 @@ SMALL_SHAPES = {
 def tensors(shape: Shape) -> list[Tensor]:
     """All tensors of a checkpoint, in the order in which they lie in its file."""
     hidden = shape.hidden_size
-    # A tied table is the output layer too, whose logits it has to keep in bounds.
+    # A tied table is also the output layer, so its scale sets the scale of the logits.
     embedding_std = _LOGIT_STD / math.sqrt(hidden) if shape.is_tied else 1.0
     found = [Tensor("model.embed_tokens.weight", (shape.vocab_size, hidden), embedding_std)]
     for index in range(shape.num_layers):

@@ -1,8 +1,8 @@
-"""The rival: how long vLLM's own sleep of level 1 and its wake-up take for a model.
+"""Duration of vLLM's sleep (level 1) and wake-up of a model, to compare with a switch.
 
-Two models that share a GPU so are switched by the sleep of one and the wake-up of the other;
-of two models of one size that is one sleep and one wake-up. On a CPU vLLM's calls do nothing:
-a dry run there only shows that they can be made.
+Two models can share a GPU with vLLM alone if one sleeps while the other runs. A switch is then a
+sleep and a wake-up; for two models of the same size, the sleep and wake-up of one model are
+representative. On a CPU vLLM's calls do nothing: a dry run only shows that the calls succeed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _KV_BYTES = 1 << 30
 _DRY_KV_BYTES = 1 << 26
 _PROMPT = [300 + index for index in range(100)]
 _NUM_TOKENS = 16
-# For what comes after the last round.
+# Time left for the work after the last round.
 _END_S = 5.0
 
 
 def run(setting: Setting, shape: str) -> None:
     """Measure and report after each round."""
-    # In this process: nothing of what is measured is the way to another.
+    # The engine runs in this process, so that the figures include no communication.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM
@@ -43,7 +43,7 @@ def run(setting: Setting, shape: str) -> None:
         dtype=setting.dtype,
         max_model_len=MAX_MODEL_LEN,
         enable_sleep_mode=not setting.is_emulated,
-        enforce_eager=True,  # graphs are no part of what sleeps
+        enforce_eager=True,  # CUDA graphs do not affect sleep
         gpu_memory_utilization=0.5 if setting.is_emulated else 0.05,
         kv_cache_memory_bytes=_DRY_KV_BYTES if setting.is_dry else _KV_BYTES,
     )

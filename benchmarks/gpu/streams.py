@@ -1,7 +1,7 @@
-"""A thousand switches under streams: no token may differ, nothing may be kept.
+"""A thousand switches under streams: no token may differ, no memory may leak.
 
-Each model has one stream at a time, and none begins with a cached prefix: every batch is then
-the same in every round, and so are its tokens, in bfloat16 too.
+Each model has one stream at a time, and no stream begins with a cached prefix. Every batch is then
+the same in every round, and so are the tokens, also in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _DRY_SWITCHES = 100
 _NUM_MODELS = 3
 _KV_HOST_BYTES = 2 << 30
 _DRY_KV_HOST_BYTES = 64 << 20
-# Of one model; the device then has room for one and a half, and some KV.
+# The device's memory, in weights of a model; some KV is added.
 _DEVICE_MODELS = 1.5
-# So little that no two of the small models fit.
+# Small enough that no two of the small models fit.
 _DRY_SLACK_BYTES = 5 << 19
 _MAX_MODEL_LEN = 512
-# Prompts of 125 tokens: several KV blocks, of which the last is not full.
+# Prompts of 125 tokens: several KV blocks, the last not full.
 _PROMPT = 3
 _WARM_UP_ROUNDS = 2
-# For a round that has begun when the time is over, and for what comes after it.
+# Time left for the end of the last round and the work afterwards.
 _END_S = 12.0
 _HOST_BYTES_GAINED = 8 << 20
 _DEVICE_BYTES_GAINED = 2 << 20

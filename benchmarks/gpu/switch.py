@@ -1,6 +1,6 @@
-"""How long a switch between two models of one size takes, and KV out and in, by a daemon.
+"""Duration of a daemon's switches between two models of one size, and of KV offload and restore.
 
-Both are loaded from one checkpoint. Limits come from plain copies made in between.
+Both models are loaded from one checkpoint. Limits come from plain copies made in the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KV_ROUNDS = 10
 _KV_BYTES = 256 << 20
 _DRY_KV_BYTES = 1 << 20
 _MODES: tuple[WarmSource, ...] = ("host_cached", "prefetched", "resident")
-# Of both models' KV: it grows by some tokens a round, and plain copies are made beside it.
+# Memory for both models' KV, which grows by some tokens a round, and for the plain copies.
 _KV_FACTOR = 8
 
 

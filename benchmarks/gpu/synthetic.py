@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.synthetic DIR 8B [--dry-run]
 
-One block of normal numbers is drawn once. Every tensor is that block, scaled and begun at
-a place of its own, so that 8B weights take seconds and not minutes. The block's length is a
-prime: no two rows of a matrix are the same. Greedy text is printable and varies.
+A block of normal numbers is drawn once. Every tensor is a scaled copy of the block, begun at a
+different offset, so that 8B weights take seconds and not minutes. The block's length is a prime, so
+no two rows of a matrix are equal. Greedy text is printable and varies.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def write_weights(path: Path, shape: Shape, silent_ids: Sequence[int]) -> None:
         with ThreadPoolExecutor(min(_MAX_WRITERS, os.cpu_count() or 1)) as threads:
             for done in [threads.submit(task) for task in tasks]:
                 done.result()
-        # No flush: who maps the file next sees the bytes, and they need not outlive the run.
+        # No flush to disk: later mappings see the bytes, and the file need not survive a crash.
 
 
 class _Blocks:
@@ -146,7 +146,7 @@ def _tasks(
     """What threads do to fill ``place``, a tensor's part of the file."""
     start, num_elements = zlib.crc32(tensor.name.encode()), len(place) // BYTES_PER_ELEMENT
     if tensor.name in _TABLES:
-        # From a place of its own too: an output table like the input's repeats the last token.
+        # At another offset: an output table equal to the input table would repeat the last token.
         own = block.roll(-(start % len(block)))
         yield partial(_write_table, place, own, tensor.shape[1], silent_ids)
         return

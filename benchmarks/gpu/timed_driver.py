@@ -1,4 +1,4 @@
-"""A CUDA driver that notes how long each kind of call takes."""
+"""A CUDA driver that measures the duration of each kind of call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``unpack.sh`` runs this: the GPU bundle's parts, checked, become one folder of packages.
+"""Check the parts of a GPU bundle and unpack the parts into a folder of packages.
 
-It needs nothing but Python's standard library, and no other file of the repository.
+Run by ``unpack.sh``; needs only Python's standard library, and no other file of the repository.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def unpack(parts: Path, site: Path) -> dict[str, Any]:
             _extract(tar, staging)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise Unusable(f"cannot unpack to {staging}: {error}") from error
-    # Else every process would compile what it imports until one has written it. Templates
-    # that are no Python are among the files: what does not compile is left alone.
+    # Compile all modules now; otherwise the first processes would all compile their imports.
+    # Errors are ignored, because some files are templates and not valid Python.
     compileall.compile_dir(staging, quiet=2, workers=0)
     shutil.copy(parts / MANIFEST, staging / MANIFEST)
     shutil.rmtree(site, ignore_errors=True)
@@ -132,7 +132,7 @@ def _sum(path: Path, whole: Any) -> str:
 def _extract(tar: tarfile.TarFile, folder: Path) -> None:
     if hasattr(tarfile, "data_filter"):
         tar.extractall(folder, filter="data")
-    else:  # before Python 3.11.4; the archive has been checked to be the one that was made
+    else:  # before Python 3.11.4; safe, because the archive's checksum was checked
         tar.extractall(folder)
 
 

@@ -1,4 +1,4 @@
-"""What of a wheel goes into the GPU bundle, and where it lies once that is unpacked."""
+"""The files of a wheel that go into the GPU bundle, and their paths in the unpacked folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-# Of vLLM's compiled libraries those that dense bf16 models on Hopper use: elementary kernels,
-# FlashAttention 3, and two small ones that vLLM imports wherever they are. Left out are
-# FlashAttention 2 (before Hopper), mixture-of-experts and quantised kernels, MLA attention.
+# vLLM's compiled libraries that dense bf16 models on Hopper use: elementary kernels,
+# FlashAttention 3, and two small libraries that vLLM always imports. Left out are FlashAttention 2
+# (before Hopper), mixture-of-experts and quantised kernels, and MLA attention.
 _VLLM_LIBRARIES = (
     "vllm/_C_stable_libtorch.*",
     "vllm/vllm_flash_attn/_vllm_fa3_C.*",
@@ -26,7 +26,7 @@ _LEFT_OUT = (
     "pycountry/locales/*",  # translations
 )
 _LIBRARY = "*.so"
-# A wheel's ``NAME.data`` folder: these of it are importable, the rest are scripts and headers.
+# Importable parts of a wheel's ``NAME.data`` folder; other parts are scripts and headers.
 _IMPORTABLE = ("purelib", "platlib")
 
 

@@ -1,12 +1,11 @@
 """`make demo`: four models on one small GPU; then two GPUs, and one fails. Every answer is checked.
 
-Makes four tiny checkpoints and starts a daemon with two emulated devices; each holds the weights
-of one and a half of them. On a machine with GPUs it takes these instead.
+Makes four tiny checkpoints and starts a daemon with two emulated devices; a device has memory for
+the weights of 1.5 models. On a machine with GPUs the daemon uses the GPUs instead.
 
 Act one uses the first device only: 32 chat requests at once over the four models, with the
-official OpenAI client. Act two uses both, and kills the process of one of them in the middle of
-its answers. Every answer is compared with the same answer undisturbed; any differing token is a
-failure.
+official OpenAI client. Act two uses both devices, and kills the process of a device in the middle
+of answers. Every answer is compared with the undisturbed answer; any differing token is a failure.
 
 The picture in the README: `python -m examples.demo --svg docs/demo.svg | cat`, on an idle machine.
 """

@@ -96,7 +96,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def report(console: Console, result: dict[str, Any]) -> bool:
-    """Print it; whether every answer is as it has to be."""
+    """Print the result; return whether every answer is complete and correct."""
     console.print(models_table(result["models"]))
     console.print(device_table(result))
     differing, completed = result["differing_tokens"], result["completed"]

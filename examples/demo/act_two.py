@@ -1,4 +1,4 @@
-"""Act two: a worker process is killed in the middle of its answers, and none of them is lost."""
+"""Act two: a worker process is killed in the middle of answers, and no answer is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ELSEWHERE = "elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A killed worker process: what it was answering, and when another was ready."""
+    """A killed worker process: the requests running then, and the time to the replacement."""
 
     device: int
     pid: int
@@ -83,7 +83,7 @@ async def show_devices(
 
 
 async def kill_one(console: Console, daemon: PrivateDaemon, bars: Bars) -> Kill:
-    """Kill the worker with the most answers once they are on their way; wait for the next one."""
+    """Kill the worker with the most answers, in the middle of the answers; await a new worker."""
     while bars.num_tokens < KILL_AFTER_TOKENS:
         await asyncio.sleep(POLL_S)
     now = daemon_ps(daemon)
@@ -106,10 +106,10 @@ async def kill_one(console: Console, daemon: PrivateDaemon, bars: Bars) -> Kill:
 
 
 async def new_worker(daemon: PrivateDaemon, number: int, killed_pid: int) -> int:
-    """The process of that device once it is ready and another one.
+    """Wait for a device's new worker to be ready; return the process id.
 
     Raises:
-        TimedOut: it takes too long.
+        TimedOut: no new worker is ready within ``BACK_TIMEOUT_S``.
     """
     deadline_s = time.monotonic() + BACK_TIMEOUT_S
     while time.monotonic() < deadline_s:
@@ -140,7 +140,7 @@ def summarise(
 
 
 def pauses(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
-    """The longest gap between two tokens of any of the answers, undisturbed and disturbed."""
+    """Return the longest time between two tokens of an answer, undisturbed and disturbed."""
     return {
         "requests": len(pairs),
         "undisturbed_pause_s": max((max(one.gaps_s) for one, _ in pairs), default=0.0),
@@ -149,10 +149,10 @@ def pauses(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
 
 
 def report(console: Console, result: dict[str, Any]) -> bool:
-    """Print it; whether every answer is as it has to be."""
+    """Print the result; return whether every answer is complete and correct."""
     console.print(pauses_table(result["answers"]))
     if result["answers"][ELSEWHERE]["requests"]:
-        console.print("From the kill on, the others share their GPU with them, and wait at times.")
+        console.print("After the kill, all answers share the other GPU, and sometimes wait.")
     differing, completed = result["differing_tokens"], result["completed"]
     is_good = bool(differing == 0 and completed == result["requests"])
     style = "green" if is_good else "red"

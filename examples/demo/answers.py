@@ -1,4 +1,4 @@
-"""Prompts, and their answers as a client sees them."""
+"""Prompts, and the answers that a client receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUESTIONS = (
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer; ``stream_id`` is what its chunks are called, empty before the first."""
+    """A streamed answer; ``stream_id`` is the id of the chunks, empty before the first chunk."""
 
     model: str
     prompt: str
@@ -47,8 +47,7 @@ class Answer:
         return sum(at <= limit for at, limit in zip(self.token_times_s, due, strict=True))
 
     def is_of(self, request: RequestInfo) -> bool:
-        """Return whether it answers that request, which the daemon calls as the client does, and
-        more."""
+        """Return whether this is the answer to a request; the daemon adds a suffix to the id."""
         return bool(self.stream_id) and request.request_id.startswith(self.stream_id)
 
 
@@ -72,7 +71,7 @@ def open_api(daemon: PrivateDaemon) -> AsyncOpenAI:
 
 
 async def ask(client: AsyncOpenAI, prompt: Answer, num_tokens: int, on_token: OnToken) -> Answer:
-    """Ask it again; ``on_token`` hears of the new answer with each token."""
+    """Send the prompt and return a new answer; ``on_token`` is called for each token."""
     answer = Answer(prompt.model, prompt.prompt, time.monotonic())
     stream = await client.chat.completions.create(
         model=prompt.model,
@@ -94,7 +93,7 @@ async def ask(client: AsyncOpenAI, prompt: Answer, num_tokens: int, on_token: On
 
 
 def num_differing(one: Answer, other: Answer) -> int:
-    """Tokens that are not the same in both, or missing in one of them."""
+    """Return the number of tokens that differ, or are missing in one of two answers."""
     pairs = zip(one.token_ids, other.token_ids, strict=False)
     missing = abs(len(one.token_ids) - len(other.token_ids))
     return sum(mine != yours for mine, yours in pairs) + missing

@@ -1,4 +1,4 @@
-"""A line per answer in progress: how far it is, and on which devices it has been."""
+"""A line per answer in progress, with a bar and the devices that served the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAR_WIDTH = 28
 
 
 class Bars:
-    """One bar for each of some prompts, whose answers have ``num_tokens`` each."""
+    """A bar for each prompt; all answers have ``num_tokens`` tokens."""
 
     def __init__(self, console: Console, prompts: Sequence[Answer], num_tokens: int) -> None:
         self.progress = Progress(
@@ -32,16 +32,16 @@ class Bars:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers so far."""
+        """Number of tokens of all answers so far."""
         return sum(len(answer.token_ids) for answer in self._answers if answer)
 
     def on_token(self, index: int, answer: Answer) -> None:
-        """The answer to that prompt has one more."""
+        """Show a further token of the answer to prompt ``index``."""
         self._answers[index] = answer
         self.progress.advance(self._tasks[index])
 
     def show_devices(self, now: Ps) -> None:
-        """Note where every answer is."""
+        """Show the device of every answer."""
         for index, answer in enumerate(self._answers):
             for request in now.requests:
                 if request.device is None or answer is None or not answer.is_of(request):

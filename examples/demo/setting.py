@@ -1,4 +1,4 @@
-"""What both acts play on: four tiny checkpoints, and one daemon that serves them."""
+"""The setting of both acts: four tiny checkpoints, and a daemon that serves the models."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def on_gpu() -> bool:
 
 
 def daemon_config() -> str:
-    """TOML; empty where the daemon finds GPUs by itself."""
+    """Return the configuration as TOML; empty with GPUs, which the daemon finds by itself."""
     return "" if on_gpu() else emulated_config(device_bytes(), NUM_EMULATED)
 
 
 def device_bytes() -> int:
-    """One and a half of the largest checkpoint's weights."""
+    """Return 1.5 times the weights of the largest checkpoint, in bytes."""
     return int(1.5 * max(map(weight_bytes, (BUILD / "demo-models").iterdir())))
 
 
@@ -65,14 +65,14 @@ def add_models(console: Console, daemon: PrivateDaemon, models: dict[str, Path])
 
 
 def set_aside(console: Console, daemon: PrivateDaemon) -> None:
-    """Leave only the first device in service."""
+    """Drain all devices except the first."""
     for device in daemon_ps(daemon).devices[1:]:
         gpupool(["drain", str(device.device)], daemon)
         console.print(f"   gpupool drain {device.device}  [dim](set aside until act two)[/]")
 
 
 def bring_back(console: Console, daemon: PrivateDaemon) -> None:
-    """Put all devices in service."""
+    """End all drains."""
     devices = daemon_ps(daemon).devices
     console.print(f"[bold]5.[/] GPUs from here on: {len(devices)}")
     for device in devices:

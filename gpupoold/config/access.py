@@ -10,10 +10,10 @@ from gpupoold.config.values import HostNames, Section
 
 
 class AccessSettings(Section):
-    """``[access]``: the need for keys, and the groups that may use the admin socket.
+    """``[access]``: the need for API keys, and the groups that may use the admin socket.
 
-    ``auto`` requires keys if other machines can connect. ``host_names`` are further host names,
-    besides those of the loopback address, for clients without a key.
+    ``auto`` requires keys if other machines can connect. ``host_names`` are host names that clients
+    without a key may use, besides the names of the loopback address.
     """
 
     require_keys: Literal["auto", "always"] = "auto"

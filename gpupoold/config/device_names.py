@@ -11,10 +11,10 @@ _SIM_DEVICES = re.compile(r"(?:(?P<count>[1-9]\d{0,2})x)?(?P<gpu>[A-Za-z][\w .-]
 
 
 def named_devices(names: object, has_tables: bool) -> list[dict[str, object]]:
-    """``devices``, the short form of ``[[device]]``, in the long form.
+    """Convert ``devices``, the short form, to the tables of ``[[device]]``.
 
     Raises:
-        ValueError: no list of known names, or ``has_tables``: both forms are there.
+        ValueError: not a list of known names, or ``has_tables``, when the file has both forms.
     """
     if has_tables:
         raise ValueError("write either devices or [[device]], not both")
@@ -24,7 +24,7 @@ def named_devices(names: object, has_tables: bool) -> list[dict[str, object]]:
 
 
 def check_gpu(kind: str, gpu: str | None) -> None:
-    """Check that devices of kind ``sim``, and no others, name a known GPU.
+    """Check that devices of kind ``sim`` name a known GPU, and other devices no GPU.
 
     Raises:
         ValueError: the check fails.
@@ -50,7 +50,7 @@ def _named_device(name: object) -> list[dict[str, object]]:
     match = _SIM_DEVICES.fullmatch(rest)
     if kind != "sim" or match is None:
         raise ValueError(
-            f'{name!r} is no device: write "cuda", "cuda:0", "emulated", "sim:H800" or '
+            f'{name!r} is not a device: write "cuda", "cuda:0", "emulated", "sim:H800" or '
             '"sim:16xH800"'
         )
     check_gpu(kind, match["gpu"])

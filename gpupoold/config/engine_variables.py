@@ -25,13 +25,13 @@ KNOWN_VARIABLES = frozenset(
         "VLLM_USE_FLASHINFER_SAMPLER",
     }
 )
-"""Variables for caches and kernels, and variables that gpupool sets itself."""
+"""Variables for caches and kernels, and variables set by gpupool."""
 
 
 def drop_unlisted(environment: MutableMapping[str, str], listed: Iterable[str] = ()) -> list[str]:
-    """Remove vLLM's variables from ``environment``, except known and ``listed`` ones.
+    """Remove vLLM's variables from ``environment``, except known and ``listed`` variables.
 
-    Returns the removed names, sorted.
+    Return the removed names, sorted.
     """
     kept = KNOWN_VARIABLES.union(listed)
     dropped = sorted(name for name in environment if name.startswith(PREFIX) and name not in kept)

@@ -25,9 +25,9 @@ from gpupoold.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file's settings; ``path`` is None where there is no file and defaults hold.
+    """A file's settings; ``path`` is None for defaults without a file.
 
-    ``written`` has dotted keys, ``renamed`` a sentence for each key with an old name.
+    ``written`` has the dotted keys in the file, ``renamed`` a sentence for each old name of a key.
     """
 
     path: Path | None
@@ -38,7 +38,7 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class PlacedProblem:
-    """A problem and its line, from 1; None for a problem without a line."""
+    """A problem and its line, counted from 1; None for a problem without a line."""
 
     problem: Problem
     line: int | None
@@ -69,8 +69,8 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     """
     problems = check_text(text)
     if problems:
-        told = "; ".join(map(str, problems))
-        raise ConfigError(f"{path}: {told}", f"see `gpupool config check {path}`")
+        reported = "; ".join(map(str, problems))
+        raise ConfigError(f"{path}: {reported}", f"see `gpupool config check {path}`")
     raw = tomllib.loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
     written = frozenset(_written(with_device_tables(raw)))
@@ -78,7 +78,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
 
 
 def check_text(text: str) -> list[PlacedProblem]:
-    """Return all problems in the text of a configuration file, by line."""
+    """Return all problems in the text of a configuration file, in order of lines."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -93,8 +93,10 @@ def check_text(text: str) -> list[PlacedProblem]:
 
 
 def check_named_files(text: str) -> list[PlacedProblem]:
-    """Return the problems with the files named in the text; none if the text itself has
-    problems.
+    """Return the problems with the files named in a text without problems.
+
+    Raises:
+        ConfigError: the text has problems.
     """
     server = parsed_file(text, None).settings.server
     if server.tls_cert is None or server.tls_key is None:
@@ -109,7 +111,7 @@ def check_named_files(text: str) -> list[PlacedProblem]:
 
 def _line(problem: Problem, lines: dict[tuple[str | int, ...], int]) -> int | None:
     line = line_of(problem.where, lines)
-    # Errors in a device that ``devices`` names in short refer to ``devices``.
+    # A device of the short form has no line; errors get the line of ``devices``.
     return lines.get(("devices",)) if line is None and problem.where[:1] == ("device",) else line
 
 

@@ -1,6 +1,6 @@
-"""The configuration key by key: values, and changes between two files. Pure.
+"""The values of a configuration by key, and changes between two configurations. Pure.
 
-Keys are dotted as the file spells them: ``server.port``, ``device[0].memory``.
+Keys are dotted and spelled as in the file: ``server.port``, ``device[0].memory``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key and its value: ``value`` as parsed, ``spelled`` as written in a file.
+    """A key with the parsed ``value`` and the value ``spelled`` as in a file.
 
     None means not set. ``spelled`` is also None if ``is_hidden``.
     """
@@ -31,7 +31,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """A key with different values in two files; None on a side without the key."""
+    """A key with different values in two configurations; None where the key is missing."""
 
     before: Setting | None
     after: Setting | None
@@ -53,7 +53,7 @@ class KeyChange:
 
 
 def settings_of(settings: Settings) -> list[Setting]:
-    """All keys, in the order of the sections."""
+    """Return all keys, in the order of the sections."""
     spelled = settings.model_dump(mode="json", by_alias=True)
     found: list[Setting] = []
     for name, field in type(settings).model_fields.items():
@@ -67,9 +67,10 @@ def settings_of(settings: Settings) -> list[Setting]:
 
 
 def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
-    """Return the differences in the order of ``now``, each with its effect.
+    """Return the keys with different values, in the order of ``now``.
 
-    Roles belong to devices by position, so roles wait for devices that have changed.
+    Roles belong to devices by position. If the devices differ too, new roles need a restart, as new
+    devices do.
     """
     before, after = _by_key(now), _by_key(wanted)
     keys = [*before, *(key for key in after if key not in before)]
@@ -82,7 +83,7 @@ def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
 
 
 def with_changes(now: Settings, wanted: Settings, changes: list[KeyChange]) -> Settings:
-    """Return ``now`` with those ``changes`` to ``wanted`` that a running daemon can apply."""
+    """Return ``now`` with the values of ``wanted`` for changes that need no restart."""
     keys = {one.key for one in changes if one.effect is not Effect.RESTART}
     updated = {}
     for name, field in type(now).model_fields.items():

@@ -1,4 +1,4 @@
-"""Line numbers of the keys of a TOML text, which ``tomllib`` does not give. Pure."""
+"""Line numbers of the keys in a TOML text, because ``tomllib`` returns none. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import tomllib
 from collections.abc import Sequence
 
 Place = tuple[str | int, ...]
-"""Names of tables and keys, and indexes of lists, from the outermost on."""
+"""Names of tables and keys, and indexes of lists, the outermost first."""
 
-# Limit of a statement's lines, because each line parses the statement again.
+# Each line parses the present statement again, so the time grows with the square of a statement.
 _MAX_LINES = 5_000
 _AT_LINE = re.compile(r"at line (\d+)")
 
@@ -42,7 +42,7 @@ def lines_of(text: str) -> dict[Place, int]:
 
 
 def line_of(where: Sequence[str | int], lines: dict[Place, int]) -> int | None:
-    """Return the line of ``where`` or of its innermost parent in the text, None without any."""
+    """Return the line of ``where``, or of the innermost parent with a line, or None."""
     for length in range(len(where), 0, -1):
         if (line := lines.get(tuple(where[:length]))) is not None:
             return line
@@ -56,7 +56,7 @@ def line_of_error(error: tomllib.TOMLDecodeError) -> int | None:
 
 
 def _header(written: object, found: dict[Place, int]) -> Place:
-    """Return the place of the table that a header begins; for a list of tables the next index."""
+    """Return the place of a header's table; the index in a list of tables is the next index."""
     place: Place = ()
     while isinstance(written, dict) and written:
         [(name, written)] = written.items()

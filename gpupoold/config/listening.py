@@ -1,4 +1,4 @@
-"""Reachability of a listening socket from other machines, which requires keys."""
+"""Reachability of a listening socket from other machines, and the need for API keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gpupoold.config.access import AccessSettings
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Return whether only processes of this machine can connect, by the socket's real address.
+    """Return whether only processes of this machine can connect, by the socket's address.
 
-    True for a unix socket too, whose file decides who may connect.
+    True for a unix socket: the permissions of the socket's file restrict access.
     """
     if listener.family == socket.AF_UNIX:
         return True

@@ -1,4 +1,4 @@
-"""Problems of a configuration file, with the key and a remedy."""
+"""Problems in a configuration file, with the key and a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from gpupoold.errors import ConfigError
 
 KnownKeys = Mapping[str, Sequence[str]]
-"""Section → its keys, as a file spells them."""
+"""Sections and their keys, spelled as in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ class Problem:
 
 
 def config_error(origin: str, problems: Sequence[Problem]) -> ConfigError:
-    """The first problem of ``origin``, and how many more there are."""
+    """Return an error with the first problem, and the number of further problems."""
     first, *others = problems
-    more = f"{len(others)} more wrong in this file" if others else ""
+    more = f"{len(others)} more {'problem' if len(others) == 1 else 'problems'} in this file"
+    more = more if others else ""
     return ConfigError(f"{origin}: {first}", "; ".join(filter(None, [first.hint, more])))
 
 
@@ -60,7 +61,7 @@ def _problem(problem: ErrorDetails, known: KnownKeys, hidden: Collection[str]) -
         case "model_type":
             name = str(parts[0])
             header = f"[[{name}]]" if name == "device" else f"[{name}]"
-            return Problem(parts, "must be a table", f"write it under {header}")
+            return Problem(parts, "must be a table", f"write the keys under {header}")
         case "value_error" if parts == ("device",) and isinstance(problem["input"], dict):
             return Problem(parts, "must be a list of tables", "write [[device]], with two brackets")
         case "at_key":

@@ -12,9 +12,9 @@ _NEW_NAMES = {
 
 
 def with_new_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of parsed TOML with new names for old ones.
+    """Return a copy of parsed TOML with new names in place of old names.
 
-    Where a section has both names, the old one stays, and is reported as an unknown key.
+    If a section has both names, the old name stays, and is reported as an unknown key.
     """
     data = dict(raw)
     for section, old, new in _old_names(raw):

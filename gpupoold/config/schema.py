@@ -1,7 +1,7 @@
-"""The configuration: one TOML file becomes frozen settings, one object per component.
+"""The configuration: a TOML file is parsed into frozen settings with an object per section.
 
-A component gets its own section only. Sizes and durations are stored in bytes and seconds; a
-problem in the file is a ``ConfigError`` that names the file, the key and a remedy.
+A component gets only the sections that concern the component. Sizes are stored in bytes, durations
+in seconds. A problem in the file raises a ``ConfigError`` with the file, the key and a remedy.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Settings(Section):
         Devices may share a GPU if each states its memory.
         """
         if not devices:
-            raise ValueError("an empty list; leave [[device]] out to have the GPUs found")
+            raise ValueError("an empty list; without [[device]] all GPUs of the machine are used")
         named = [device.index for device in devices if device.index is not None]
         for device in devices:
             is_shared = device.index is not None and named.count(device.index) > 1
@@ -128,22 +128,23 @@ class Settings(Section):
                 raise _at_key(
                     "memory.reserve",
                     f"{format_bytes(reserve)} leaves no memory of a device of "
-                    f"{format_bytes(device.memory_bytes)}; lower it or raise device.memory",
+                    f"{format_bytes(device.memory_bytes)}; lower memory.reserve or raise "
+                    "device.memory",
                 )
         return self
 
 
 class RunningSettings(Settings):
-    """A daemon's settings; a reload of the configuration replaces sections.
+    """The settings of a running daemon; a reload of the configuration replaces sections.
 
-    A holder reads a value at each use, or is notified of changes.
+    Users of the object read values at each use, or are called after a change.
     """
 
     model_config = ConfigDict(frozen=False)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """The same settings, to run with."""
+        """Return a replaceable copy of ``settings``."""
         return cls.model_construct(**_fields(settings))
 
     def take(self, settings: Settings) -> None:
@@ -156,15 +157,15 @@ def _fields(settings: Settings) -> dict[str, Any]:
 
 
 def _at_key(key: str, message: str) -> PydanticCustomError:
-    """A problem between sections, to be told of this key."""
+    """Return the error of a problem between sections, to be reported for ``key``."""
     return PydanticCustomError("at_key", "{message}", {"key": key, "message": message})
 
 
 def load_settings(path: Path | None = None) -> Settings:
-    """Settings from ``path``, else from the file that :func:`chosen_path` finds, else defaults.
+    """Read the file at ``path``, else the file of :func:`chosen_path`, else return the defaults.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or says something wrong.
+        ConfigError: the file is missing, is not TOML, or has a wrong value.
     """
     path = path or chosen_path()
     if path is None:
@@ -173,12 +174,10 @@ def load_settings(path: Path | None = None) -> Settings:
 
 
 def chosen_path() -> Path | None:
-    """Return the default file: ``$GPUPOOL_CONFIG``, else the system's file if present, else
-    None.
-    """
+    """Return ``$GPUPOOL_CONFIG``, else the system's configuration file if present, else None."""
     if chosen := os.environ.get(CONFIG_VARIABLE):
         return Path(chosen)
-    # os.path.exists, because Path.exists raises where the folder may not be searched.
+    # os.path.exists, because Path.exists raises PermissionError if the folder is not accessible.
     return SYSTEM_CONFIG if os.path.exists(SYSTEM_CONFIG) else None
 
 
@@ -215,7 +214,7 @@ def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
 
 
 def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of parsed TOML with ``[[device]]`` tables for ``devices`` and new key names.
+    """Return a copy of parsed TOML with new key names, and ``device`` tables for ``devices``.
 
     Raises:
         ValueError: ``devices`` is malformed, or the file has both forms.
@@ -227,9 +226,9 @@ def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return problems between sections, which pydantic skips while a section is wrong.
+    """Return problems between sections; pydantic skips these checks if a section is wrong.
 
-    Empty if devices or memory are wrong, because the rest would be misleading.
+    Empty if devices or memory are wrong, because further problems would be misleading.
     """
     places = [problem["loc"] for problem in found if problem["loc"]]
     if any(place[0] in ("device", "memory") for place in places) or len(places) < len(found):
@@ -245,7 +244,7 @@ def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[Err
 
 
 def _without(table: dict[str, Any], place: Sequence[int | str]) -> None:
-    """Remove the key at ``place``, or its innermost existing parent value."""
+    """Remove the key at ``place``, or the section if ``place`` has no key."""
     section, *names = place
     inner = table.get(str(section))
     if names and isinstance(inner, dict):
@@ -255,7 +254,7 @@ def _without(table: dict[str, Any], place: Sequence[int | str]) -> None:
 
 
 def default_devices() -> list[dict[str, object]]:
-    """Return a CUDA device per visible NVIDIA GPU, or one emulated device without GPUs."""
+    """Return a CUDA device per visible NVIDIA GPU; without GPUs, an emulated device."""
     try:
         num_gpus = len(list(NVIDIA_GPUS.iterdir()))
     except OSError:
@@ -285,7 +284,7 @@ def _with_default_paths(paths: dict[str, Any]) -> dict[str, Any]:
     } | paths
     state_dir = filled["state_dir"]
     if not isinstance(state_dir, str) or not state_dir.startswith(("/", "~/")):
-        state_dir = "/"  # the check of state_dir refuses; two more errors would not help
+        state_dir = "/"  # the check of state_dir reports the error; avoids two further errors
     return {"log_dir": f"{state_dir}/logs", "download_dir": f"{state_dir}/models"} | filled
 
 
@@ -332,7 +331,7 @@ def parse_toml(text: str, path: Path) -> dict[str, Any]:
 
 
 def sections() -> dict[str, type[Section]]:
-    """Return the sections by their names in the file; ``device`` stands for all devices."""
+    """Return the sections by name in the file; ``device`` is the section of each device."""
     kinds: dict[str, type[Section]] = {"device": DeviceSettings}
     for name, field in Settings.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -341,7 +340,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:
-    """Return section → keys, as a file spells them."""
+    """Return the keys of each section, spelled as in a file."""
     return {
         section: tuple(field.alias or name for name, field in kind.model_fields.items())
         for section, kind in sections().items()

@@ -1,4 +1,4 @@
-"""The sections of the configuration, one class each, with defaults as a file spells them."""
+"""The sections of the configuration, a class for each section, with defaults."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def _roles(value: object) -> object:
 
 
 class ServerSettings(Section):
-    """``[server]``: the public HTTP address; port 0 takes a free port.
+    """``[server]``: the public HTTP address; port 0 chooses a free port.
 
-    The server speaks HTTPS if a certificate and key (PEM files) are given. ``frontends`` is the
-    number of processes that share the address.
+    With a certificate and a key (PEM files) the server uses HTTPS. ``frontends`` is the number of
+    processes that share the address.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -76,11 +76,11 @@ class PathSettings(Section):
 
 
 class DeviceSettings(Section):
-    """One ``[[device]]``.
+    """A ``[[device]]``.
 
-    ``memory_bytes`` is the memory of an emulated device, and an upper limit on other devices, None
-    for all memory. ``index`` is the CUDA ordinal, None on other kinds. ``gpu`` is the simulated GPU
-    of a ``sim`` device. ``page_bytes`` None lets the worker choose.
+    ``memory_bytes`` is the memory of an emulated device, and an upper limit for other devices (None
+    for all memory). ``index`` is the CUDA ordinal, None for other kinds. ``gpu`` is the GPU
+    simulated by a ``sim`` device. With ``page_bytes`` None the worker chooses.
     """
 
     kind: Literal["emulated", "cuda", "sim"]
@@ -112,11 +112,10 @@ class DeviceSettings(Section):
 
 
 class MemorySettings(Section):
-    """``[memory]``: budgets of host memory and disk, and device memory left free for
-    activations.
+    """``[memory]``: budgets of host memory, disk, and device memory reserved for activations.
 
-    After ``self_check_interval`` transfers of a model's weights to a device, the model repeats its
-    self-check; 0 disables the check.
+    A model's self-check is repeated after ``self_check_interval`` transfers of the weights to a
+    device; 0 disables these checks.
     """
 
     model_cache_bytes: Annotated[Size, Effect.LIVE] = Field(default=8 * GIB, alias="model_cache")
@@ -126,16 +125,16 @@ class MemorySettings(Section):
     self_check_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
 
     def reserve_for(self, kind: str) -> int:
-        """Bytes to leave free on a device of this kind."""
+        """Return the bytes to leave free on a device of this kind."""
         if self.reserve_bytes is not None:
             return self.reserve_bytes
         return CUDA_RESERVE_BYTES if kind == "cuda" else 0
 
 
 class SchedulingSettings(Section):
-    """``[scheduling]``: ``quota_max_s`` limits a model's turn while other models wait.
+    """``[scheduling]``: the policy, and the limit of a model's turn while other models wait.
 
-    ``roles`` are those of the devices in order; the policy chooses for ``auto``.
+    ``roles`` has a role for each device, in order; for ``auto`` the policy chooses.
     """
 
     effect: ClassVar[Effect] = Effect.LIVE
@@ -177,7 +176,7 @@ class SecuritySettings(Section):
 
 
 class HistorySettings(Section):
-    """``[history]``: rows kept per table; the oldest go first."""
+    """``[history]``: the maximum of rows per table; the oldest rows are deleted first."""
 
     effect: ClassVar[Effect] = Effect.LIVE
 
@@ -188,10 +187,10 @@ class HistorySettings(Section):
 
 
 class LimitSettings(Section):
-    """``[limits]``: bounds of queues and time limits.
+    """``[limits]``: bounds of queues, and time limits.
 
-    ``drop_late`` drops requests whose first token would be late. ``max_bytes_in_flight`` covers
-    requests that are read, wait or run; one API key gets at most half.
+    ``drop_late`` drops requests whose first token would be late. ``max_bytes_in_flight`` bounds the
+    bytes of requests that are read, wait or run; an API key gets at most half.
     """
 
     effect: ClassVar[Effect] = Effect.LIVE

@@ -1,4 +1,4 @@
-"""Values in the configuration: sizes, durations, paths, lists; and the base of sections."""
+"""Types of configuration values (sizes, durations, paths, lists), and the base of sections."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _host_names(value: object) -> object:
         raise ValueError("write a list of host names")
     for one in value:
         if not isinstance(one, str) or not _HOST_NAME.fullmatch(one.lower()):
-            raise ValueError(f"{one!r} is no host name; leave scheme, port and path out")
+            raise ValueError(f"{one!r} is not a host name; leave scheme, port and path out")
     return tuple(one.lower() for one in value)
 
 
@@ -75,7 +75,7 @@ def as_tuple(value: object) -> object:
     """Convert a TOML list to a tuple.
 
     Raises:
-        ValueError: ``value`` is no list.
+        ValueError: ``value`` is not a list.
     """
     if isinstance(value, list | tuple):
         return tuple(value)
@@ -85,7 +85,7 @@ def as_tuple(value: object) -> object:
 # A name by RFC 1123, or an IPv4 or IPv6 address.
 _HOST_NAME = re.compile(r"[0-9a-z]([0-9a-z._-]{0,251}[0-9a-z])?|[0-9a-f:]*:[0-9a-f:.]*")
 
-# Settings as JSON have the spelling of the file, which people see.
+# JSON spells sizes and durations as a configuration file does, such as "24GiB" and "4s".
 _as_size = PlainSerializer(exact_size, when_used="json")
 _as_duration = PlainSerializer(exact_duration, when_used="json")
 
@@ -100,7 +100,7 @@ HostNames = Annotated[tuple[str, ...], BeforeValidator(_host_names)]
 class Section(BaseModel):
     """Base of all sections: immutable, strictly typed; unknown keys are errors.
 
-    ``effect`` holds for keys that are not annotated with another :class:`Effect`.
+    ``effect`` applies to keys without an annotation of another :class:`Effect`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -109,7 +109,7 @@ class Section(BaseModel):
 
 
 def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
-    """Return when a change of this field of ``section`` applies."""
+    """Return the time at which a changed value of a field applies."""
     own = (one for one in field.metadata if isinstance(one, Effect))
     return next(own, section.effect)
 

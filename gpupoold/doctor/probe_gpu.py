@@ -1,4 +1,4 @@
-"""NVIDIA's driver and GPUs, by NVML."""
+"""Facts about NVIDIA's driver and GPUs, from NVML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpupoold.doctor.facts import Gpu, GpuFacts
 
 
 def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
-    """Return NVML's data, or the ``problem`` with NVML."""
+    """Return the data of NVML; if NVML cannot be used, only ``problem``."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -44,7 +44,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 def _is_mig(nvml: Any, handle: object) -> bool:
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:  # GPUs without this mode
+    except nvml.NVMLError:  # the GPU does not support MIG
         return False
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 

@@ -11,7 +11,7 @@ from gpupoold.doctor.facts import MemoryFacts
 
 
 def memory_facts(root: Path = Path("/")) -> MemoryFacts:
-    """``root`` has ``proc`` and ``sys``."""
+    """Return the facts; ``root`` is the folder with ``proc`` and ``sys``."""
     memory = psutil.virtual_memory()
     huge = _meminfo(root, "HugePages_Free") * _meminfo(root, "Hugepagesize") * 1024
     return MemoryFacts(
@@ -39,7 +39,7 @@ def _meminfo(root: Path, key: str) -> int:
 
 
 def _chosen(path: Path) -> str:
-    """The word in brackets of a list such as ``always [madvise] never``."""
+    """Return the word in brackets of a list such as ``always [madvise] never``."""
     return _read(path).partition("[")[2].partition("]")[0]
 
 

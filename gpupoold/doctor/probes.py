@@ -41,7 +41,7 @@ _BALANCING = Path("/proc/sys/kernel/numa_balancing")
 
 
 def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
-    """Return all facts of this machine and of the daemon, running or not.
+    """Return all facts about this machine and the daemon, whether the daemon runs or not.
 
     ``config`` None means the daemon's default path, ``socket_path`` None the configured path.
     """
@@ -81,7 +81,7 @@ def _config_name(config: Path | None) -> str:
 
 
 def daemon_facts(client: AdminClient) -> DaemonFacts:
-    """Return the daemon's own report."""
+    """Return the facts reported by the daemon's admin API."""
     try:
         status = client.status()
         models = client.models()
@@ -245,7 +245,7 @@ def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) ->
 
 
 def _database(settings: Settings, daemon: DaemonFacts) -> DatabaseFacts | None:
-    # A running daemon has checked the database at its start, and writes to the database.
+    # A running daemon has checked the database when starting, and writes to the database.
     if daemon.is_running:
         return None
     return database_facts(settings.paths.state_dir / DATABASE_NAME)

@@ -1,10 +1,10 @@
 """The scheduling core's state as lines of JSON, safe to read from an untrusted file.
 
-A line is one object of the core's object graph: the kind of the object, and its content. The first
-line is the core. Strings, numbers and None stand for themselves in a content, everything else is a
-list that begins with a tag: ``["ref", 3]`` is the object of the fourth line, so that shared and
-circular references survive. Reading creates containers and instances of the classes below, without
-a call of their code, and checks names and declared types of attributes.
+A line is an object of the core's object graph: the kind of the object and the content. The first
+line is the core. In a content, strings, finite numbers and None are written as JSON values; any
+other value is a list that begins with a tag. ``["ref", 3]`` is the object of the fourth line, so
+shared and circular references survive. Reading creates containers and instances of the classes
+below without calling the classes' code, and checks names and declared types of attributes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FUNCTIONS = {
 }
 _CONTAINERS: dict[str, type] = {one.__name__: one for one in (list, set, deque, dict)}
 
-# Raised by what creates and fills objects from a malformed line.
+# Exceptions raised while objects are created and filled from a malformed line.
 _MALFORMED = (
     *(ArithmeticError, AttributeError, LookupError),
     *(RecursionError, TypeError, ValueError),
@@ -87,7 +87,7 @@ def lines_of(whole: core.Core) -> Iterator[Line]:
             found.append(value)
         return ["ref", numbers[id(value)]]
 
-    for one in found:  # grows
+    for one in found:  # ``raw`` appends to ``found``
         kind = type(one).__name__
         if isinstance(one, array):
             yield kind, one.tolist()
@@ -101,10 +101,10 @@ def lines_of(whole: core.Core) -> Iterator[Line]:
 
 
 def core_of(lines: Sequence[Line]) -> core.Core:
-    """Return the core of its lines.
+    """Return the core described by ``lines``.
 
     Raises:
-        BadLine: the lines are not those of a core's state.
+        BadLine: the lines are not a core's state.
     """
     made: list[Any] = []
     for number, (kind, _) in enumerate(lines):
@@ -122,7 +122,7 @@ def core_of(lines: Sequence[Line]) -> core.Core:
 
 
 class BadLine(Exception):
-    """A line, by number from 0, and what is wrong with the line."""
+    """An error in a line; ``number`` counts from 0."""
 
     def __init__(self, number: int, problem: str) -> None:
         super().__init__(number, problem)
@@ -200,14 +200,14 @@ def _value(raw: Any, made: Sequence[Any]) -> Any:
 
 
 def _check_types(one: Any) -> None:
-    """Raise TypeError where an attribute is not of the type that its class declares, if any."""
+    """Raise TypeError if an attribute is not of the type declared by the class."""
     for name, hint in _hints(type(one).__name__).items():
         if not _fits(getattr(one, name), hint):
             raise TypeError(f"{name} of a {type(one).__name__} is not {hint}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a declared type; a container's elements are not looked at."""
+    """Return whether a value is of a declared type; elements of containers are not checked."""
     if isinstance(hint, types.UnionType):
         return any(_fits(value, one) for one in typing.get_args(hint))
     if hint is float:
@@ -217,7 +217,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 @cache
 def _hints(kind: str) -> dict[str, Any]:
-    """Return the declared types of attributes: of dataclasses and named tuples."""
+    """Return the declared types of the attributes of a dataclass or named tuple, by name."""
     names = (*_slots(kind), *getattr(_CLASSES.get(kind), "_fields", ()))
     hints = typing.get_type_hints(_CLASSES[kind]) if names else {}
     return {name: hint for name, hint in hints.items() if name in names}

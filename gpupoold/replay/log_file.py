@@ -1,7 +1,7 @@
 """An event log as a file of JSON lines: a header, the core's first state, and the entries.
 
-The state (:mod:`.core_state`) is left out where the log begins with a new core. Files are read with
-bounds and without trust: no file can run code, and messages name file and line.
+A log that begins with a new core has no state (:mod:`.core_state`). Files need no trust: sizes are
+bounded, no file can run code, and messages name the file and the line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make
 from gpupoold.units import format_bytes
 
 FORMAT = "gpupool-event-log-2"
-# Without a state: begins with a new core.
+# The format before event logs had a state: every log begins with a new core.
 _OLD_FORMAT = "gpupool-stimuli-1"
 MAX_LINE_BYTES = 16 << 20
 MAX_FILE_BYTES = 1 << 30
@@ -58,7 +58,7 @@ class _Entry(msgspec.Struct, omit_defaults=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogFile:
-    """An open log: its header, a core in the state at the beginning, and the entries by line."""
+    """An open log: the header, a core in the first state, and the entries with line numbers."""
 
     header: Header
     core: Core
@@ -69,8 +69,8 @@ class LogFile:
 class Replay:
     """The replayed part of a log: all of the log, or up to the first difference.
 
-    ``first_s`` and ``last_s`` are instants of the daemon's monotonic clock; ``events`` and
-    ``actions`` are counts by kind, ``line`` is the number of the last line.
+    ``first_s`` and ``last_s`` are times of the daemon's monotonic clock; ``events`` and ``actions``
+    are counts by kind; ``line`` is the number of the last replayed line.
     """
 
     header: Header
@@ -83,7 +83,7 @@ class Replay:
     difference: Difference | None = None
 
     def count(self, line: int, entry: LogEntry) -> None:
-        """Count an entry that is about to be replayed."""
+        """Add an entry to the counts, before the replay of the entry."""
         if not self.num_entries:
             self.first_s = entry.now_s
         self.num_entries += 1
@@ -93,7 +93,7 @@ class Replay:
 
 
 def write(path: Path, lines: Iterable[bytes]) -> None:
-    """Write the lines of a log; replace an existing file at the end.
+    """Write the lines of a log; an existing file is replaced when all lines are written.
 
     Raises:
         OSError: the file cannot be written.
@@ -113,7 +113,7 @@ def lines(
 ) -> Iterator[bytes]:
     """Yield the lines of a log file, each with a newline.
 
-    ``first`` is the segment that begins the log, None for a log that begins with a new core.
+    ``first`` is the first segment of the log, None for a log that begins with a new core.
     """
     header = msgspec.structs.replace(header, has_state=first is not None)
     yield msgspec.json.encode(header) + b"\n"
@@ -126,7 +126,7 @@ def lines(
 
 @contextmanager
 def open_log(path: Path) -> Iterator[LogFile]:
-    """Open a log; the entries are read on demand and raise the same.
+    """Open a log; entries are read on demand, and reading an entry raises the same errors.
 
     Raises:
         UsageError: the file is not an event log of a known policy, is of another version, or is too
@@ -168,7 +168,7 @@ def _numbered(path: Path, file: BinaryIO) -> _Numbered:
         if len(line) > MAX_LINE_BYTES or num_bytes > MAX_FILE_BYTES:
             limits = f"a line has at most {format_bytes(MAX_LINE_BYTES)}, "
             limits += f"a log {format_bytes(MAX_FILE_BYTES)}"
-            raise UsageError(f"{path}, line {number}: too much for an event log", limits)
+            raise UsageError(f"{path}, line {number}: too large for an event log", limits)
         if not line:
             return
         yield number, line
@@ -188,13 +188,14 @@ def _read_header(path: Path, numbered: _Numbered) -> Header:
     if header.has_state and header.version != __version__:
         raise UsageError(
             f"{path} has a state of gpupool {header.version}, this is {__version__}",
-            "replay it with that version; a log from a daemon's start is replayed by any",
+            f"use gpupool {header.version} to replay the log; only a log from a daemon's start can "
+            "be replayed by other versions",
         )
     return header
 
 
 def _read_state(path: Path, numbered: _Numbered) -> tuple[Core, _Numbered]:
-    """Return the core, and the lines after those of the core's state."""
+    """Return the core, and the lines that follow the core's state."""
     state = []
     for number, line in numbered:
         if not line.startswith(b"["):
@@ -241,7 +242,7 @@ def _untagged(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
     tag = fields.get("type")
     if not isinstance(tag, str) or tag not in kinds:
         raise msgspec.ValidationError(f"type {tag!r} is none of {', '.join(kinds)}")
-    # Not strict: "inf" is a number here.
+    # Not strict, because infinite numbers are written as the text "inf".
     return msgspec.convert(fields, kinds[tag], strict=False)
 
 

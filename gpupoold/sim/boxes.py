@@ -26,8 +26,8 @@ _DEVICES = re.compile(r"(?:(\d+)\s*x\s*)?([A-Za-z][\w .-]*)")
 class Box:
     """``num_devices`` devices of one kind of GPU.
 
-    With ``tensor_parallel_size`` above 1 a device is a group of GPUs that hold each model together:
-    their memory and their links to the host add up.
+    With ``tensor_parallel_size`` above 1 a device is a group of GPUs, each with a part of every
+    model: memory and links to the host add up.
     """
 
     num_devices: int
@@ -36,7 +36,7 @@ class Box:
 
     @property
     def name(self) -> str:
-        """The form that ``parse_box`` reads: GPUs, not groups."""
+        """Number and kind of GPUs, in the form of ``parse_box``."""
         return f"{self.num_devices * self.tensor_parallel_size}x{self.gpu}"
 
     @property
@@ -84,7 +84,7 @@ def box_models(
 
 
 def models_on(box: Box, shapes: Mapping[str, str], targets: Targets) -> dict[str, SimModel]:
-    """Return models with the packaged dimensions that ``shapes`` names for each.
+    """Return models for ``shapes``, a mapping of model names to names of packaged dimensions.
 
     Raises:
         UsageError: a model is unknown on this GPU, or larger than a device.
@@ -104,6 +104,6 @@ def _model_on(box: Box, shape_name: str, targets: Targets) -> SimModel:
         raise UsageError(
             f"{shape_name} weighs {shape.weight_bytes / 1e9:.3g} GB, {gpus} of {box.name} "
             f"can hold {box.device_bytes / 1e9:.3g} GB",
-            "let several GPUs hold it together (--tensor-parallel), or take other devices",
+            "split the model over several GPUs (--tensor-parallel), or use larger GPUs",
         )
     return SimModel(shape_name, targets, latency, shape.weight_bytes, shape.kv_bytes_per_token)

@@ -1,8 +1,8 @@
 """Virtual time: a clock that only events advance, and the event queue.
 
 The order of events is deterministic: by time, then by priority class, then by the order of
-scheduling. An event scheduled for the present during the present follows the same rule among the
-remaining events; time never goes back. No wall clock is read.
+scheduling. The same order holds for an event scheduled at the present time. Time never goes back.
+No wall clock is read.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class VirtualClock:
         return self._now_s
 
     def advance_to(self, at_s: float) -> None:
-        """Let the present be ``at_s``.
+        """Set the present time to ``at_s``.
 
         Raises:
             ValueError: ``at_s`` lies in the past or is not finite.
         """
         if not (math.isfinite(at_s) and at_s >= self._now_s):
-            raise ValueError(f"the clock stands at {self._now_s} s and cannot go to {at_s} s")
+            raise ValueError(f"the clock is at {self._now_s} s and cannot go to {at_s} s")
         self._now_s = at_s
 
 
@@ -79,7 +79,7 @@ class EventQueue(Generic[E]):
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or VirtualClock()
-        # The number is unique, so that a comparison never reaches the event.
+        # The third item is unique, so comparing two entries never compares handles.
         self._heap: list[tuple[float, int, int, Scheduled[E]]] = []
         self._numbers = itertools.count()
         self._num_cancelled = 0
@@ -93,7 +93,7 @@ class EventQueue(Generic[E]):
 
     @property
     def next_at_s(self) -> float | None:
-        """Time of the next event; None without any."""
+        """Time of the next event; None without events."""
         self._drop_cancelled()
         return self._heap[0][0] if self._heap else None
 
@@ -112,7 +112,7 @@ class EventQueue(Generic[E]):
         return handle
 
     def pop(self) -> Scheduled[E] | None:
-        """Return the next event and advance the clock to its time; None without any."""
+        """Return the next event and advance the clock to its time; None without events."""
         self._drop_cancelled()
         if not self._heap:
             return None

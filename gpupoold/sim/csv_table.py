@@ -1,7 +1,7 @@
 """CSV files with a header line; errors name file, line and column.
 
-The only file access of the simulator's inputs. Files may be gzipped (``.gz``); empty lines and
-lines that begin with ``#`` are skipped.
+All inputs of the simulator are read here. Files may be gzipped (``.gz``); empty lines and lines
+that begin with ``#`` are skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CsvRow:
 
 @dataclass(frozen=True, slots=True)
 class CsvTable:
-    """A CSV file's columns by name and its rows; ``name`` is the file's name in messages."""
+    """A CSV file: rows, and the index of each column; ``name`` is the file's name in messages."""
 
     name: str
     columns: dict[str, int]
@@ -43,7 +43,7 @@ class CsvTable:
     rows: list[CsvRow]
 
     def require(self, *columns: str) -> None:
-        """Raise UsageError unless all of ``columns`` are there."""
+        """Raise UsageError unless the table has all ``columns``."""
         missing = [column for column in columns if column not in self.columns]
         if missing:
             raise UsageError(
@@ -78,12 +78,12 @@ class CsvTable:
         return value
 
     def error(self, row: CsvRow, column: str, problem: str) -> UsageError:
-        """Return an error about a cell, with its place."""
+        """Return an error with the file, line and column of a cell."""
         return UsageError(f"{self.name}: line {row.line}, column {column}: {problem}")
 
 
 def read_table(path: Path) -> CsvTable:
-    """The table in a ``.csv`` or ``.csv.gz`` file. Raises UsageError when there is none."""
+    """Read a ``.csv`` or ``.csv.gz`` file. Raises UsageError if unreadable or malformed."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
@@ -96,7 +96,7 @@ def read_table(path: Path) -> CsvTable:
 
 
 def read_package_table(name: str) -> CsvTable:
-    """Return a table in this package's folder ``data``."""
+    """Read a table from this package's folder ``data``."""
     text = (resources.files("gpupoold.sim") / "data" / name).read_text(encoding="utf-8")
     return parse_table(io.StringIO(text, newline=""), name)
 
@@ -111,7 +111,7 @@ def parse_table(lines: Iterable[str], name: str) -> CsvTable:
     columns = {column: index for index, column in enumerate(names)}
     if len(columns) < len(names):
         repeated = next(column for column in names if names.count(column) > 1)
-        raise UsageError(f"{name}: line {header.line}: column {repeated!r} is there twice")
+        raise UsageError(f"{name}: line {header.line}: column {repeated!r} appears twice")
     table = CsvTable(name, columns, header.line, [])
     for row in rows:
         if len(row.cells) != len(names):
@@ -131,7 +131,7 @@ def select_scenario(table: CsvTable, scenario: str | None) -> CsvTable:
     """
     if SCENARIO not in table.columns:
         if scenario is not None:
-            raise UsageError(f"{table.name}: has no column {SCENARIO}, so no {scenario!r} in it")
+            raise UsageError(f"{table.name}: no column {SCENARIO}, so no scenario {scenario!r}")
         return table
     by_name: dict[str, list[CsvRow]] = {}
     for row in table.rows:
@@ -139,8 +139,8 @@ def select_scenario(table: CsvTable, scenario: str | None) -> CsvTable:
     if scenario is None and len(by_name) <= 1:
         return table
     if scenario not in by_name:
-        problem = f"no scenario {scenario!r}" if scenario else "which scenario?"
-        raise UsageError(f"{table.name}: {problem}", f"it has {_listed(by_name)}")
+        problem = f"no scenario {scenario!r}" if scenario else "several scenarios, name one"
+        raise UsageError(f"{table.name}: {problem}", f"known: {_listed(by_name)}")
     return replace(table, rows=by_name[scenario])
 
 

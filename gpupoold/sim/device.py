@@ -24,19 +24,20 @@ from gpupoold.sim.memory import MovedBytes, SimMemory
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.pieces import StepSegment, chunks_of, segment_of
 
-# Between its ends the core knows nothing of a segment, so a long one would let it decide by
-# what is no longer so; in steps of one the attainments are the same to half a point.
+# The core learns of a segment's steps only when the segment ends, so a long segment would let the
+# core decide by outdated numbers. Compared with segments of a single step, attainments differ by
+# at most half a percentage point.
 _SEGMENT_STEPS = 32
 
 
 class SimDevice:
-    """Carries out orders and reports results through ``tell``.
+    """Carries out orders and reports results through ``report``.
 
-    A last token made by a step with prefill is reported by the answer's end alone.
-    ``on_switch`` receives the seconds until the model of a turn can run, and the bytes that came
-    for the model. With ``prepares_next`` a device prefetches the next model at the end of a turn,
-    for a driver whose orders take time to come. ``segment_steps`` is the longest segment in decode
-    steps; with 1 every token is reported at its own time.
+    If a step with prefill produces the last token of an answer, only ``Ended`` is reported.
+    ``on_switch`` receives the seconds until the model of a turn can run, and the bytes moved for
+    the model. With ``prepares_next`` the device prefetches the next model at the end of a turn, for
+    a driver whose orders arrive late. ``segment_steps`` is the longest segment in decode steps;
+    with 1 every token is reported at the token's own time.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class SimDevice:
         models: Mapping[str, SimModel],
         capacity_bytes: int,
         queue: EventQueue[Callable[[], None]],
-        tell: Callable[[e.Event], None],
+        report: Callable[[e.Event], None],
         *,
         on_switch: Callable[[float, MovedBytes], None] | None = None,
         prefetches: bool = True,
@@ -62,7 +63,7 @@ class SimDevice:
         self.in_step: Sequence[SimLive] = ()
         """The requests of the piece of work under way."""
         self._queue = queue
-        self._tell = tell
+        self._report = report
         self._on_switch = on_switch
         self._prefetches = prefetches
         self._prepares_next = prepares_next
@@ -72,12 +73,13 @@ class SimDevice:
         self._last_turn_id = 0
         self._began_s = self._ends_at_s = 0.0
         self._segment: StepSegment | None = None
-        self._piece: Scheduled[Callable[[], None]] | None = None  # the end of what is under way
+        # The end of the piece of work, or of the switch, under way.
+        self._piece: Scheduled[Callable[[], None]] | None = None
 
     # Models
 
     def add_model(self, model: SimModel) -> None:
-        """Add a model, which can then have requests."""
+        """Add a model; requests of the model are accepted from then on."""
         self.models[model.name] = model
         self.memory.add(model.name)
         self._report_memory()
@@ -117,11 +119,11 @@ class SimDevice:
             self.memory.add_kv(live.request.model, -self._remove(live))
         self._report_memory()
 
-    def give_up(self, live: SimLive) -> float | None:
+    def release(self, live: SimLive) -> float | None:
         """Release a request; return the time when the KV is in host memory.
 
-        The request keeps its tokens; the token of the present step is dropped. Return None for a
-        request without complete prefill, which leaves without KV.
+        The request keeps the tokens so far; the token of the present step is dropped. Return None
+        for a request without a complete prefill: such a request leaves without KV.
         """
         model = live.request.model
         if live not in self.requests.running[model]:
@@ -140,7 +142,7 @@ class SimDevice:
         if self.turn is not None and self.turn.model == model and now_s >= self._began_s:
             delay_s, moved = self.memory.switch_in(model, now_s)
             self.tally.moved_bytes += moved
-            self.memory.take_moved(model)  # no switch: the model goes on
+            self.memory.take_moved(model)  # not part of a switch: the model's turn continues
             self._queue.schedule(now_s + delay_s, lambda: self._join(live))
         else:
             self._join(live)
@@ -159,7 +161,7 @@ class SimDevice:
             if turn is not None and turn.turn_id > self._last_turn_id:
                 self._start(turn, then)
         elif turn is not None and turn.turn_id == present.turn_id:
-            self.turn, self._then = turn, then  # with another quota, perhaps, and other chunks
+            self.turn, self._then = turn, then  # the quota and the chunk size may have changed
             self._ends_at_s = self._began_s + turn.quota_s
             if then is not None:
                 self._cut(max(self._queue.now_s, self._ends_at_s))
@@ -171,7 +173,7 @@ class SimDevice:
 
     @property
     def turn_began_s(self) -> float | None:
-        """Time when the present model could run; None while it is brought in."""
+        """Time when the present model could run; None during the switch and without a turn."""
         is_on = self.turn is not None and self._began_s <= self._queue.now_s
         return self._began_s if is_on else None
 
@@ -189,7 +191,7 @@ class SimDevice:
     # Turns
 
     def _start(self, turn: Turn, then: str | None) -> None:
-        """Bring in the model of a turn; a turn without work ends at once."""
+        """Make the model of a turn resident; a turn without work ends at once."""
         self.turn, self._then, self._began_s = turn, then, math.inf
         self.tally.turns += 1
         if not self.requests.has_work(turn.model):
@@ -203,7 +205,7 @@ class SimDevice:
             self._begin()
 
     def _begin(self) -> None:
-        """Start a turn after the model has come in; later KV follows."""
+        """Start a turn once the model is resident; first copy KV attached during the switch."""
         assert self.turn is not None
         if self._switch_in(self.turn)[1]:
             self._piece = self._queue.schedule(self._began_s, self._begin)
@@ -212,7 +214,7 @@ class SimDevice:
             self._work(is_new=True)
 
     def _switch_in(self, turn: Turn) -> tuple[float, int]:
-        """Bring in the model; return the seconds until it can run, and the moved bytes."""
+        """Make the turn's model resident; return the seconds until then, and the moved bytes."""
         now_s = self._queue.now_s
         delay_s, moved = self.memory.switch_in(turn.model, now_s)
         if moved or self._began_s == math.inf:
@@ -226,7 +228,7 @@ class SimDevice:
         return delay_s, moved
 
     def _prefetch(self, current: str) -> None:
-        """Prefetch the next model, beside ``current``."""
+        """Prefetch the next model; ``current`` stays resident."""
         if self._then in self.models and self._prefetches:
             now_s = self._queue.now_s
             self.tally.moved_bytes += self.memory.prefetch(self._then, current, now_s)
@@ -236,7 +238,7 @@ class SimDevice:
         assert turn is not None
         if self._prepares_next and order is None and then is not None:
             self._prefetch(then)
-        self._tell(e.TurnEnded(self.number, turn.turn_id))
+        self._report(e.TurnEnded(self.number, turn.turn_id))
         self.turn = self._then = self._replaced_by = None
         self._last_turn_id, self.in_step = turn.turn_id, ()
         if order is not None:
@@ -245,11 +247,12 @@ class SimDevice:
     # Pieces of work
 
     def _work(self, *, is_new: bool = False) -> None:
-        """Prefill waiting requests, then decode; one piece of work, whose end calls again.
+        """Start the next piece of work: a prefill, or decode steps if no request waits.
 
-        A new turn does at least one piece, however short its quota.
+        The end of the piece calls ``_work`` again. A new turn does at least one piece, however
+        short the quota.
         """
-        self._report_memory()  # KV that grew may have pushed others out
+        self._report_memory()  # growing KV may have evicted other models
         turn = self.turn
         assert turn is not None
         waiting = self.requests.waiting[turn.model]
@@ -277,24 +280,25 @@ class SimDevice:
         self.requests.prefilling = live
         latency, prompt_tokens = self.models[model].latency, live.request.prompt_tokens
         prefill_s = latency.prefill_s([prompt_tokens])
-        if live.done_tokens:  # in chunks, until the orders changed
+        if live.done_tokens:  # chunked prefill had begun before the order changed
             left = (live.done_tokens, prompt_tokens - live.done_tokens)
             prefill_s = latency.mixed_step_s([left], 0, 0)
         self._run((live,), prefill_s, lambda: self._prefilled(model, live))
 
     def _prefilled(self, model: str, live: SimLive) -> None:
-        if self.requests.prefilling is live:  # else it was dropped meanwhile
+        if self.requests.prefilling is live:  # else the request was dropped during the prefill
             self.requests.prefilling = None
             self.memory.add_kv(model, live.request.prompt_tokens - live.done_tokens + 1)
             live.done_tokens = live.request.prompt_tokens
             live.token_times_s.append(self._queue.now_s)
             self.requests.running[model].append(live)
             self._prefill_ended(model, (live,))
-        # After the core has heard: a request that is handed over is not decoded here.
+        # As an event of its own, so that the core handles the reports first: a request that the
+        # core migrates now must not be decoded here.
         self._piece = self._queue.schedule(self._queue.now_s, self._work)
 
     def _mix(self, model: str, waiting: Sequence[SimLive], chunk_tokens: int) -> None:
-        """Run a step of the batch with as many prompt tokens as permitted."""
+        """Run a step that decodes the batch and prefills up to ``chunk_tokens`` in all."""
         batch = list(self.requests.running[model])
         chunks = chunks_of(waiting, chunk_tokens, len(batch))
         step_s = self.models[model].latency.mixed_step_s(
@@ -307,7 +311,7 @@ class SimDevice:
 
     def _mixed(self, model: str, batch: list[SimLive], chunks: list[tuple[SimLive, int]]) -> None:
         here = set(self.requests.running[model])
-        batch = [live for live in batch if live in here]  # some may have been handed over
+        batch = [live for live in batch if live in here]  # some may have migrated during the step
         for live, num_tokens in chunks:
             if live in self.requests.waiting[model]:
                 live.done_tokens += num_tokens
@@ -324,7 +328,7 @@ class SimDevice:
         """Report a token of each request after a step with prefill."""
         ids = tuple([live.request.id for live in batch if live.num_left])
         if ids:
-            self._tell(e.Stepped(self.number, model, ids))
+            self._report(e.Stepped(self.number, model, ids))
         self._end_finished(model)
 
     def _decode(self, model: str) -> None:
@@ -346,7 +350,7 @@ class SimDevice:
         self.memory.add_kv(model, len(batch) * segment.num_steps)
         if batch:
             ids = tuple([live.request.id for live in batch])
-            self._tell(e.Stepped(self.number, model, ids, segment.num_steps, step_s))
+            self._report(e.Stepped(self.number, model, ids, segment.num_steps, step_s))
         self.tally.steps += segment.num_steps
         self.tally.busy_s += segment.num_steps * step_s
         self._end_finished(model)
@@ -369,18 +373,18 @@ class SimDevice:
     def _end_finished(self, model: str) -> None:
         for live in self.requests.take_finished(model):
             self.memory.add_kv(model, -live.context_tokens)
-            self._tell(e.Ended(live.request.id))
+            self._report(e.Ended(live.request.id))
 
     def _join(self, live: SimLive) -> None:
         if live not in self.requests.attaching:
-            return  # dropped meanwhile
+            return  # the request was dropped before the KV arrived
         self.requests.attaching.remove(live)
         self.requests.running[live.request.model].append(live)
-        self._tell(e.Attached(live.request.id, live.num_tokens))
+        self._report(e.Attached(live.request.id, live.num_tokens))
         self._note_change(live.request.model)
 
     def _remove(self, live: SimLive) -> int:
-        """Remove a request; return the number of tokens with KV here."""
+        """Remove a request; return the number of its tokens with KV on this device."""
         segment, now_s = self._segment, self._queue.now_s
         if segment is not None and live in segment.batch:
             self.memory.add_kv(live.request.model, segment.leave(live, now_s))
@@ -396,4 +400,4 @@ class SimDevice:
     def _report_memory(self) -> None:
         changes = self.memory.take_changes()
         if changes:
-            self._tell(e.MemoryChanged(self.number, changes))
+            self._report(e.MemoryChanged(self.number, changes))

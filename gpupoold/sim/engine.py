@@ -22,7 +22,7 @@ from gpupoold.sim.workloads import SimRequest
 
 @dataclass(frozen=True, slots=True)
 class SimOutcome:
-    """The fate of every request, in order of arrival, and each device's work."""
+    """The result of every request, in order of arrival, and each device's counts."""
 
     results: tuple[RequestResult, ...]
     devices: tuple[DeviceTally, ...]
@@ -46,9 +46,9 @@ class Simulation:
     ) -> None:
         """Build the box; ``switch_overhead_s`` is added to every switch that loads weights.
 
-        ``kv_host_bytes`` is the host memory for KV per device in the core's admission; the devices
-        themselves have unlimited memory. ``roles`` fix the devices' roles; None leaves roles to the
-        policy at every tick.
+        ``kv_host_bytes`` is the host memory for KV per device that the core's KV admission assumes;
+        the simulated host memory is unlimited. ``roles`` fix the devices' roles; with None the
+        policy chooses roles at every tick.
 
         Raises:
             UsageError: there are no devices, a model exceeds a device, or the number of roles is
@@ -57,7 +57,7 @@ class Simulation:
         _check(models, num_devices, device_bytes)
         if roles is not None and len(roles) != num_devices:
             raise UsageError(f"{len(roles)} roles for {num_devices} devices: each needs one")
-        # By name: whoever breaks a tie by the order of models must not depend on the caller.
+        # Sorted by name: a tie broken by the order of models must not depend on the caller's order.
         self._models = {name: models[name] for name in sorted(models)}
         self.core = Core(policy)
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
@@ -99,7 +99,9 @@ class Simulation:
         end_s: float,
         on_progress: Callable[[float], None] | None = None,
     ) -> SimOutcome:
-        """Serve until ``end_s``; unfinished work counts as late or never produced.
+        """Serve ``requests`` until ``end_s``; requests unfinished then lack tokens.
+
+        ``on_progress`` gets the virtual time, once every 1000 events.
 
         Raises:
             UsageError: a request names a model that the box lacks.
@@ -107,7 +109,7 @@ class Simulation:
         lives = [SimLive(request) for request in requests]
         for live in lives:
             if live.request.model not in self._models:
-                raise UsageError(f"the workload asks for {live.request.model}, which is not there")
+                raise UsageError(f"the workload asks for {live.request.model}, an unknown model")
             self._arrive_later(live)
         self._tick_later()
         num_handled = 0
@@ -144,7 +146,7 @@ class Simulation:
         )
 
     def _tick_later(self) -> None:
-        """Once a second, as long as anything else is to come."""
+        """Schedule the next tick, unless no other event is left."""
         if len(self._queue):
             self._queue.schedule(self._queue.now_s + _TICK_S, self._tick)
 
@@ -166,7 +168,7 @@ class Simulation:
         )
 
     def _settle(self) -> None:
-        """Let the core and the devices talk until neither has anything more to say now."""
+        """Pass events to the core and actions to the devices until no event is left."""
         while self._events:
             events = tuple(self._events)
             self._events.clear()
@@ -182,10 +184,10 @@ class Simulation:
                 case Migrate():
                     self._migrate(self._lives[action.request_id], action.source, action.target)
                 case ChangeRole():
-                    pass  # the core goes by it already, and devices here can do everything
+                    pass  # the core's state has the role; a simulated device serves in any role
 
     def _migrate(self, live: SimLive, source: int, target: int) -> None:
-        ready_s = self._devices[source].give_up(live)
+        ready_s = self._devices[source].release(live)
         assert ready_s is not None
         self._queue.schedule(ready_s, lambda: self._devices[target].attach(live))
 

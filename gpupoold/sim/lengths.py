@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
 
 class LengthSource(Protocol):
-    """A source of lengths."""
+    """A source of prompt and answer lengths."""
 
     def sample(self, rng: Random) -> Lengths:
         """Return the lengths of one more request."""
@@ -41,7 +41,7 @@ class LengthSampler:
     """Draws whole (prompt, output) pairs, each equally likely."""
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raises UsageError without pairs or with a length below 1."""
+        """Raise UsageError without pairs or for a length below 1."""
         if not pairs:
             raise UsageError("no token lengths to draw from")
         for pair in pairs:
@@ -58,10 +58,10 @@ class LengthSampler:
 
 @dataclass(frozen=True, slots=True)
 class QuantileSampler:
-    """Draws prompt and output independently from their quantiles.
+    """Draws prompt and output lengths independently from two distributions given by quantiles.
 
-    ``prompt_tokens[i]`` and ``output_tokens[i]`` belong to ``quantiles[i]``, which rises from 0 to
-    1; between two quantiles lengths are uniform.
+    ``prompt_tokens[i]`` and ``output_tokens[i]`` belong to ``quantiles[i]``; ``quantiles`` rise
+    from 0 to 1. Between two quantiles lengths are uniform.
     """
 
     quantiles: Sequence[float]
@@ -88,14 +88,14 @@ class QuantileSampler:
 
 @dataclass(frozen=True, slots=True)
 class ScaledLengths:
-    """Another source's lengths times whole factors."""
+    """Lengths of ``source``, multiplied by whole factors."""
 
     source: LengthSource
     prompt_factor: int = 1
     output_factor: int = 1
 
     def sample(self, rng: Random) -> Lengths:
-        """Lengths of the source, multiplied."""
+        """Return lengths of the source, multiplied."""
         prompt, output = self.source.sample(rng)
         return Lengths(prompt * self.prompt_factor, output * self.output_factor)
 
@@ -115,7 +115,7 @@ def length_pairs(table: CsvTable) -> list[Lengths]:
     """Return all (prompt, output) pairs of a table.
 
     Raises:
-        UsageError: naming file, line and column of what is wrong.
+        UsageError: the message names the file, line and column of the error.
     """
     table.require(PROMPT, OUTPUT)
     return [Lengths(table.count(row, PROMPT), table.count(row, OUTPUT)) for row in table.rows]
@@ -123,7 +123,9 @@ def length_pairs(table: CsvTable) -> list[Lengths]:
 
 @functools.cache
 def sharegpt_lengths() -> QuantileSampler:
-    """The built-in lengths: single-turn ShareGPT conversations, prompt and output independent."""
+    """Return the built-in lengths: single-turn ShareGPT conversations, prompt and output
+    independent.
+    """
     table = read_package_table(SHAREGPT_TABLE)
     pairs = length_pairs(table)
     return QuantileSampler(

@@ -13,8 +13,8 @@ class SimLive:
     """A request on a device, with the times of its tokens so far.
 
     ``done_tokens`` counts prefilled prompt tokens during chunked prefill. An answer begun by
-    another process is a request with a longer prompt and fewer tokens left; ``num_before`` counts
-    the tokens from before, for deadlines.
+    another process is represented by a longer prompt and fewer output tokens; ``num_before`` is the
+    number of earlier tokens, for deadlines.
     """
 
     request: SimRequest
@@ -38,7 +38,7 @@ class SimLive:
 
 @dataclass(slots=True)
 class DeviceTally:
-    """Counts of a device's work."""
+    """Counts of a device's work, in steps, bytes and seconds."""
 
     turns: int = 0
     steps: int = 0
@@ -49,10 +49,11 @@ class DeviceTally:
 
 
 class DeviceRequests:
-    """The requests of a device. Pure bookkeeping.
+    """The requests of a device, by state.
 
-    ``waiting`` have no first token, ``running`` are decoded, ``prefilling`` is alone in a prefill.
-    The KV of requests ``attaching`` is on the way from host memory.
+    ``waiting``: without a first token, by model; ``running``: being decoded, by model;
+    ``prefilling``: the request in an unchunked prefill; ``attaching``: with KV on the way from
+    host memory.
     """
 
     def __init__(self) -> None:
@@ -71,16 +72,16 @@ class DeviceRequests:
         return [*prefilling, *self.waiting[model]]
 
     def present(self, model: str) -> list[SimLive]:
-        """Return the requests of a model, without the attaching."""
+        """Return the requests of a model, except attaching requests."""
         return [*self.unprefilled(model), *self.running[model]]
 
     def all(self, model: str) -> list[SimLive]:
-        """Return the requests of a model."""
+        """Return all requests of a model."""
         attaching = (one for one in self.attaching if one.request.model == model)
         return [*self.present(model), *attaching]
 
     def take_finished(self, model: str) -> list[SimLive]:
-        """Remove and return the requests with complete answers."""
+        """Remove and return a model's requests with complete answers."""
         running = self.running[model]
         finished = [one for one in running if len(one.token_times_s) >= one.request.output_tokens]
         if finished:
@@ -88,7 +89,7 @@ class DeviceRequests:
         return finished
 
     def take_prefilled(self, model: str) -> list[SimLive]:
-        """Move the requests with prefilled prompts to ``running``; return these requests."""
+        """Move a model's requests with prefilled prompts to ``running``; return the requests."""
         waiting = self.waiting[model]
         ready = [live for live in waiting if live.done_tokens == live.request.prompt_tokens]
         for live in ready:

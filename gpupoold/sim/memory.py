@@ -1,4 +1,4 @@
-"""A simulated device's memory: weights and KV in bytes, evicted by the daemon's own order."""
+"""A simulated device's memory: weights and KV in bytes, evicted in the same order as by workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from gpupoold.sim.model import SimModel
 
 @dataclass(slots=True)
 class MovedBytes:
-    """The bytes moved for a model since the last switch; ``kv_out`` is KV of other models.
+    """The bytes moved for a model since the last switch.
 
-    ``prefetched`` of ``weights`` came during the turn of another model.
+    ``prefetched`` is the part of ``weights`` copied during the turn of another model. ``kv_out`` is
+    evicted KV of other models.
     """
 
     weights: int = 0
@@ -35,8 +36,8 @@ class _Held:
 class SimMemory:
     """Resident models of a device, and the bytes to move for a switch.
 
-    One link per direction, used sequentially: copies of weights and KV to the device queue up, and
-    so do copies to the host.
+    The device has one link per direction, and each link runs one copy at a time: copies of weights
+    and KV to the device form one queue, copies to the host another.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class SimMemory:
             self._changed.add(name)
 
     def held_bytes(self, name: str) -> tuple[int, int, int]:
-        """Return a model's weights and KV on the device, and its KV in host memory."""
+        """Return the bytes of a model's weights and KV on the device, and of KV in host memory."""
         held = self._held[name]
         weight_bytes = self._models[name].weight_bytes if held.weights else 0
         return weight_bytes, held.kv_bytes, held.kv_host_bytes
 
     def check(self, kv_tokens: Mapping[str, int]) -> None:
-        """Raise AssertionError unless the models hold KV for these tokens, and the sum is right."""
+        """Raise AssertionError unless the models hold KV for ``kv_tokens`` and all sums match."""
         used_bytes = 0
         for name, num_tokens in kv_tokens.items():
             weight_bytes, kv_bytes, host_bytes = self.held_bytes(name)
@@ -114,7 +115,7 @@ class SimMemory:
 
     @property
     def prefetched_bytes(self) -> int:
-        """Bytes of weights, arrived or on the way, for coming switches."""
+        """Bytes of weights prefetched for coming switches, including copies under way."""
         return sum(held.moved.weights for held in self._held.values())
 
     def take_moved(self, name: str) -> MovedBytes:
@@ -124,13 +125,13 @@ class SimMemory:
         return moved
 
     def take_changes(self) -> tuple[tuple[str, int], ...]:
-        """Return the missing bytes of the models for which they changed since the last call."""
+        """Return pairs of model and missing bytes, for each change since the last call."""
         changes = tuple((name, self.missing_bytes(name)) for name in sorted(self._changed))
         self._changed.clear()
         return changes
 
     def switch_in(self, name: str, now_s: float) -> tuple[float, int]:
-        """Make the model resident; return the seconds until it can run, and the moved bytes."""
+        """Make a model resident; return the seconds until then, and the moved bytes."""
         held, model = self._held[name], self._models[name]
         held.last_used_s = self._now_s = now_s
         missing = self.missing_bytes(name)
@@ -145,9 +146,9 @@ class SimMemory:
         return max(end_s, held.ready_s) - now_s, missing + out_bytes
 
     def prefetch(self, name: str, current: str, now_s: float) -> int:
-        """Prefetch a model during another's turn; return the bytes that move to the device.
+        """Prefetch a model during the turn of ``current``; return the bytes to copy.
 
-        No effect if both models do not fit.
+        Without effect if the device cannot hold both models.
         """
         held, model = self._held[name], self._models[name]
         self._now_s = now_s
@@ -168,7 +169,7 @@ class SimMemory:
         return missing
 
     def add_kv(self, name: str, num_tokens: int) -> None:
-        """The model's requests grew (or, negative, ended)."""
+        """Add KV for ``num_tokens`` tokens of a model, or free KV if negative."""
         num_bytes = num_tokens * self._models[name].kv_bytes_per_token
         if num_bytes > 0:
             self._make_room(num_bytes, keep={name})
@@ -176,25 +177,23 @@ class SimMemory:
         grown = max(num_bytes, -held.kv_bytes)
         held.kv_bytes += grown
         self._used_bytes += grown
-        if grown > num_bytes:  # it ended while its KV was in host memory
+        if grown > num_bytes:  # the rest of the freed KV is in host memory
             held.kv_host_bytes = max(0, held.kv_host_bytes + num_bytes - grown)
             self._changed.add(name)
 
     def send_kv(self, name: str, num_tokens: int, now_s: float) -> float:
-        """Copy a request's KV to host memory and free the KV; return the time of arrival."""
+        """Copy a request's KV to host memory and free the device's; return the end of the copy."""
         num_bytes = num_tokens * self._models[name].kv_bytes_per_token
         self.add_kv(name, -num_tokens)
         return self._copy_out(self._models[name], num_bytes, now_s)
 
     def receive_kv(self, name: str, num_tokens: int) -> None:
-        """Add KV of a request in host memory, which the model's next switch brings in."""
+        """Add KV of a request in host memory; the model's next switch copies the KV."""
         self._held[name].kv_host_bytes += num_tokens * self._models[name].kv_bytes_per_token
         self._changed.add(name)
 
     def _fit_together(self, name: str, current: str) -> bool:
-        """Return whether two models (or one, named twice) fit with all their KV, alone on the
-        device.
-        """
+        """Return whether two models (or one, named twice) with all KV fit on an empty device."""
         together = {one: self._held[one] for one in (name, current)}
         held_bytes = sum(
             self._models[one].weight_bytes + held.kv_bytes + held.kv_host_bytes
@@ -224,7 +223,7 @@ class SimMemory:
         return self._out_free_s
 
     def _make_room(self, num_bytes: int, keep: set[str], *, may_move: bool = True) -> int:
-        """Evict until ``num_bytes`` are free; return the bytes of KV that move to the host."""
+        """Evict until ``num_bytes`` are free; return the bytes of KV to copy to the host."""
         short = num_bytes - self.free_bytes
         if short <= 0:
             return 0

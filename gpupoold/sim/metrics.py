@@ -1,15 +1,14 @@
-"""Metrics of a run: attainment in two definitions (and the paper artifact's), TTFT, TBT,
-goodput.
+"""Metrics of a run: three definitions of attainment, TTFT, TBT and goodput.
 
 Worked example, also a test: TTFT 3 s, TBT 2 s, arrival at 0, tokens at 3, 6, 7, 8 s.
 
 - *Token attainment* (gpupool's): deadlines 3, 5, 7, 9 are fixed at arrival; the token at 6 s missed
-  its own: 3 of 4 = 0.75.
-- *On-schedule share*: until 3 s no token is overdue and the next one is due at 5; it comes at 6,
-  one second overdue, and the clock restarts there: the next is due at 8, the following at 10. 7 of
-  8 seconds = 0.875.
-- *Artifact attainment*: as the plots of the Aegaeon artifact compute it. The time from the last
-  token on time (3 s) to the late one (6 s) counts as lost: 5 of 8 seconds = 0.625.
+  the deadline at 5 s: 3 of 4 = 0.75.
+- *On-schedule share*: until 3 s no token is overdue, and the next token is due at 5. That token
+  comes at 6, one second overdue, and the clock restarts there: the next token is due at 8, the
+  following token at 10. 7 of 8 seconds = 0.875.
+- *Artifact attainment*: the definition in the plotting script of the Aegaeon artifact. The time
+  from the last token on time (3 s) to the late token (6 s) counts as lost: 5 of 8 seconds = 0.625.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from gpupoold.sim.workloads import SimRequest
 from gpupoold.stats.percentile import percentile
 
 GOODPUT_ATTAINMENT = 0.9
-# Differences of times of day have lost their last digits.
+# Allowance for the rounding error of a difference between two large times.
 _ROUNDING_S = 1e-9
 
 
@@ -38,7 +37,7 @@ class RequestResult:
     token_times_s: Sequence[float]
 
     def check(self, end_s: float) -> None:
-        """Raise ValueError unless its tokens are in order, within the run and not too many."""
+        """Raise ValueError unless the tokens are in order, within the run and not too many."""
         times = self.token_times_s
         one = self.request
         if len(times) > one.output_tokens:
@@ -52,13 +51,13 @@ class RequestResult:
         return len(self.token_times_s) == self.request.output_tokens
 
     def judged_until_s(self, end_s: float) -> float:
-        """Return the time of its last token, or the end of the run if cut off."""
+        """Return the time of the last token, or the end of the run for an unfinished request."""
         return self.token_times_s[-1] if self.is_finished else end_s
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Tokens that were due or made, and the number on time."""
+    """Number of tokens due or produced, and the number on time."""
 
     num_due: int = 0
     num_in_time: int = 0
@@ -76,10 +75,11 @@ class SimPercentiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one model, or of all. Shares are means over requests, None without any.
+    """The figures of one model, or of all models together.
 
-    ``first_in_time``: requests with a first token on time, of those whose first token came or was
-    due; ``gaps_in_time``: times between tokens within the target.
+    ``on_schedule`` and ``artifact`` are means over requests. ``first_in_time`` is the share of
+    first tokens on time, of the first tokens produced or due; ``gaps_in_time`` is the share of
+    times between tokens within the target. A share of nothing is None.
     """
 
     num_requests: int
@@ -109,16 +109,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The highest load with enough attainment; a lower bound if no load tried was too much."""
+    """The highest load with enough attainment; a lower bound if every load tried had enough."""
 
     load: float
     is_lower_bound: bool
 
 
 def count_tokens(result: RequestResult, end_s: float = math.inf) -> TokenCount:
-    """Count the tokens on time by ``Targets.deadline_s``, of those made or due.
+    """Count the tokens produced or due, and the tokens on time by ``Targets.deadline_s``.
 
-    A missing token counts as late if due by ``end_s``; one due later is left out. With ``end_s``
+    A missing token counts as late if due by ``end_s``, and is left out if due later. With ``end_s``
     infinite every missing token counts as late.
     """
     deadline_s, arrival_s = result.targets.deadline_s, result.request.arrival_s
@@ -130,12 +130,12 @@ def count_tokens(result: RequestResult, end_s: float = math.inf) -> TokenCount:
 
 
 def on_schedule_share(result: RequestResult, end_s: float = math.inf) -> float:
-    """Return the share of a request's time during which its next token was not overdue.
+    """Return the share of a request's time during which the next token was not overdue.
 
-    Its time runs from arrival to its last token, or to ``end_s`` if cut off. The first token is due
-    ``ttft_s`` after arrival, each other ``tbt_s`` after the previous deadline; but after a late
-    token, ``tbt_s`` after its arrival. 1 for a request without any time; 0 for one that waits for
-    ever.
+    The time runs from arrival to the last token, or to ``end_s`` for an unfinished request. The
+    first token is due ``ttft_s`` after arrival. A further token is due ``tbt_s`` after the previous
+    deadline or, if the previous token was late, ``tbt_s`` after that token. A request of zero
+    duration has 1; a request that waits for ever has 0.
     """
     targets, until_s = result.targets, result.judged_until_s(end_s)
     due_s = result.request.arrival_s + targets.ttft_s
@@ -151,14 +151,14 @@ def on_schedule_share(result: RequestResult, end_s: float = math.inf) -> float:
 
 
 def artifact_attainment(result: RequestResult, end_s: float = math.inf) -> float:
-    """Return a request's attainment as the plotting script of the Aegaeon artifact computes it.
+    """Return a request's attainment by the plotting script of the Aegaeon artifact.
 
     Unlike in ``on_schedule_share`` a late token loses the whole time since the deadline of the last
-    token on time; and re-basing the clock keeps the accumulated allowance: after the i-th token of
-    a request (from 0), late or not, the next one may come up to ``ttft_s + (i + 1) * tbt_s`` after
-    the base, which is the arrival or the last late token. So one late token makes all later ones
-    more lenient. Only for comparison with the paper's figures. Requests cut off at ``end_s`` are
-    judged up to it (the artifact's runs always end with all requests finished).
+    token on time. Restarting the clock keeps the accumulated allowance: after the i-th token (from
+    0), late or not, the next token may come up to ``ttft_s + (i + 1) * tbt_s`` after the base,
+    where the base is the arrival or the last late token. So a late token makes the deadlines of all
+    later tokens more lenient. Only for comparison with the paper's figures. An unfinished request
+    is judged up to ``end_s`` (the artifact's runs always end with all requests finished).
     """
     targets, until_s = result.targets, result.judged_until_s(end_s)
     base_s = result.request.arrival_s
@@ -193,11 +193,10 @@ def summarise(results: Iterable[RequestResult], end_s: float = math.inf) -> Repo
 def goodput(
     points: Iterable[tuple[float, float]], threshold: float = GOODPUT_ATTAINMENT
 ) -> Goodput | None:
-    """Return the highest load with attainment of at least ``threshold``, from (load,
-    attainment).
+    """Return the highest load with an attainment of at least ``threshold``.
 
-    Between the highest passing load and the next one, attainment is interpolated linearly. None if
-    no load passed.
+    ``points`` are pairs of load and attainment. Between the highest passing load and the next
+    point, attainment is interpolated linearly. None if no load passed.
 
     Raises:
         ValueError: there are no points, or a load repeats.
@@ -280,7 +279,7 @@ def _share_not_lost(lost_s: float, total_s: float) -> float:
 
 
 def _percentiles(values: list[float]) -> SimPercentiles:
-    values.sort()  # once, so that the four below find them in order
+    values.sort()  # ``percentile`` needs sorted values
     return SimPercentiles(*(percentile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99)))
 
 

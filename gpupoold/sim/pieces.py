@@ -29,14 +29,14 @@ class StepSegment:
         return [start_s + k * step_s for k in range(1, self.num_steps + 1)]
 
     def leave(self, live: SimLive, now_s: float) -> int:
-        """Remove a request, which keeps the tokens of past steps; return their number."""
+        """Remove a request; add the tokens of past steps to the request, return the number."""
         self.batch.remove(live)
         past_s = [at_s for at_s in self.token_times_s()[:-1] if at_s <= now_s]
         live.token_times_s += past_s
         return len(past_s)
 
     def cut(self, act_s: float) -> bool:
-        """End at the first step boundary not before ``act_s``; return False without effect."""
+        """End at the first step boundary not before ``act_s``; return whether that is earlier."""
         steps = max(1, math.ceil((act_s - self.start_s) / self.step_s))
         if steps >= self.num_steps:
             return False
@@ -47,7 +47,10 @@ class StepSegment:
 def segment_of(
     batch: list[SimLive], latency: LatencyModel, now_s: float, end_s: float, max_steps: int
 ) -> StepSegment:
-    """Return a segment from ``now_s`` to past ``end_s``, or to the first end of a request."""
+    """Return a segment from ``now_s`` to the first step boundary not before ``end_s``.
+
+    The segment is shorter if a request ends earlier, or at ``max_steps``.
+    """
     size, context, num_steps = len(batch), 0, max_steps
     for live in batch:  # the simulator's innermost loop
         request, num_made = live.request, len(live.token_times_s)
@@ -59,7 +62,7 @@ def segment_of(
         left_s = max(end_s - now_s, 0.0)
         step_s = latency.decode_step_s(size, context)
         num_steps = min(num_steps, max(1, math.ceil(left_s / step_s)))
-    # The steps grow with the context; by their middle one the whole takes what it takes.
+    # Steps take longer as the context grows, linearly: the duration of the middle step is the mean.
     step_s = latency.decode_step_s(size, context + size * (num_steps - 1) // 2)
     return StepSegment(batch, now_s, step_s, num_steps)
 
@@ -67,10 +70,10 @@ def segment_of(
 def chunks_of(
     waiting: Iterable[SimLive], chunk_tokens: int, num_running: int
 ) -> list[tuple[SimLive, int]]:
-    """Return the prompts of a step with their numbers of tokens.
+    """Return the prompts of a step, each with the number of tokens to prefill.
 
-    The oldest prompt comes first, as in vLLM; at least one token, because prompts would starve
-    where the answers alone fill the step.
+    The oldest prompt comes first, as in vLLM. At least one token is prefilled, because prompts
+    would starve where the answers alone fill the step.
     """
     left = max(1, chunk_tokens - num_running)
     chunks: list[tuple[SimLive, int]] = []

@@ -11,7 +11,7 @@ __all__ = ["POLICY_NAMES", "PolicyOptions", "make_policy"]
 
 
 def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
-    """A new policy of this name. Raises UsageError with the known names."""
+    """Return a new policy. Raises UsageError with the known names if ``name`` is unknown."""
     if name not in POLICY_NAMES:
         raise UsageError(f"no policy is named {name!r}", f"known: {', '.join(POLICY_NAMES)}")
     return named.make_policy(name, options)

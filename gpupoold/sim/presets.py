@@ -1,6 +1,6 @@
 """Experiments by name: figures of the Aegaeon paper, and recorded workloads.
 
-A preset consists of panels; a panel leaves None or empty values to the workload.
+A preset consists of panels. Where a panel has None or no values, the workload's values are used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPARED = (
 _TEN_MINUTES_S = 600.0
 # Aegaeon, section 3.1: the service time for which its figure 4 counts active models.
 _SERVICE_S = 16.79
-# What a GPU of 24 GB holds: section 7.4 serves models of 6 and 7 billion parameters there.
+# Models for a GPU of 24 GB: section 7.4 of the paper serves 6 and 7 billion parameters there.
 _SMALL_SHAPES = ("Yi-1.5-6B", "Qwen2.5-7B", "Llama-2-7B")
 # Grouped-query attention: prompts of 100,000 tokens leave KV that fits beside the weights.
 _LONG_PROMPT_SHAPES = ("Qwen2.5-7B", "Yi-1.5-9B", "Llama-3.1-8B")
@@ -59,7 +59,7 @@ SYNTH_SCENARIOS = (
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return all presets, including groups of presets."""
+    """Return the names of all presets, including groups of presets."""
     return tuple(_presets())
 
 
@@ -81,7 +81,7 @@ def poisson_panel() -> FigurePanel:
 
 
 def trace_panel(path: Path) -> FigurePanel:
-    """Return the panel for a file of requests. Raises nothing: the file is read later."""
+    """Return the panel for a file of requests; the file is read only by a run."""
     workload = RecordedTrace(str(path.absolute()))
     name = path.name.removesuffix(".gz").removesuffix(".csv")
     policies = ("gpupool", "request-level")
@@ -148,12 +148,11 @@ def _figures() -> tuple[FigurePanel, ...]:
 
 
 def _bursts() -> tuple[FigurePanel, ...]:
-    """Return TokenScale's section VI-B2: one prefill and one convertible decode device in a
-    burst.
+    """Return section VI-B2 of TokenScale: a prefill and a convertible decode device in a burst.
 
-    The paper gives neither lengths nor the duration of the burst. This panel uses the mean lengths
-    of the Azure coding trace, with which ten requests a second need 1.4 prefill devices, and one
-    minute. Targets are the paper's for prompts of that length (section V).
+    The paper gives neither lengths nor the duration of the burst. This panel uses one minute and
+    the mean lengths of the Azure coding trace; ten such requests a second need 1.4 prefill devices.
+    Targets are the paper's for prompts of 2048 tokens (section V).
     """
     split = FigurePanel(
         "tokenscale-burst-converting",
@@ -201,7 +200,7 @@ def _fig11a() -> FigurePanel:
 
 
 def _fig12(lengths: str, rps: float) -> FigurePanel:
-    """At 0.5 rps the sweep is figure 11b's; the paper's caption says "under varying RPS"."""
+    """Return figure 12. The paper's caption says "under varying RPS"; 0.5 rps is figure 11b's."""
     what = {"ix2": "prompts", "ox2": "outputs"}[lengths]
     busy = rps == 0.5
     return replace(
@@ -228,9 +227,7 @@ def _fig13(letter: str, scale: float) -> FigurePanel:
 
 
 def _fig17_a10(suffix: str, scale: float) -> FigurePanel:
-    """Return figure 17 on A10s: two models exceed 24 GB, so the paper's system does not
-    prefetch.
-    """
+    """Return figure 17 on A10s; Aegaeon does not prefetch, because two models exceed 24 GB."""
     return FigurePanel(
         f"aegaeon-fig17-a10{suffix}",
         f"4xA10, 0.1 rps per model, TBT x {scale:g}",
@@ -267,8 +264,8 @@ def _fig17_72b(suffix: str, scale: float) -> FigurePanel:
 def _fig6() -> FigurePanel:
     """Return figure 6, which has no numbers, as an experiment.
 
-    Two long answers are running when prompts to three models arrive in turn, four a second. Two of
-    the three models fit on a device, so that each prompt taken first costs a switch.
+    Two long answers are running when prompts to three models arrive in turn, four a second. Only
+    two of the three models fit on a device, so serving prompts first costs switches.
     """
     long = [SimRequest(f"r{n}", f"m{n:02}", 0.1 * n, 512, 1000) for n in range(2)]
     burst = [SimRequest(f"r{n}", f"m{(n - 2) % 3:02}", 1.5 + n / 4, 768, 80) for n in range(2, 32)]
@@ -290,7 +287,7 @@ def _scaled_targets(ttft_scale: float, tbt_scale: float) -> Targets:
 
 
 def _traces() -> tuple[FigurePanel, ...]:
-    """Return recorded workloads at their own pace, on boxes small enough for policies to differ."""
+    """Return recorded workloads at the recorded rate, on boxes so small that policies differ."""
     minute_s = 60.0
 
     def panel(

@@ -1,6 +1,6 @@
 """Workloads read from files: recorded requests, and calls per minute of functions.
 
-Files stay where they are; a workload knows a file by name and is told the folder.
+The files are not part of the package: a workload names a file, and ``located`` adds the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HOW_TO_NAME = "name it with --workloads, GPUPOOL_WORKLOADS or workloads_dir und
 
 @dataclass(frozen=True, slots=True)
 class _InFile:
-    """A workload read from a file, named or, once located, by its path."""
+    """A workload in a file; ``file`` is a name or, once located, an absolute path."""
 
     file: str
 
@@ -44,8 +44,8 @@ class RecordedTrace(_InFile):
     """A CSV file of requests, or its part ``window_s`` (from, until).
 
     ``time_scale`` stretches time: below 1 the load rises and bursts get denser. A requested rate
-    per model replaces it. Requests of a file without models are distributed by a seeded draw with
-    Zipf popularity; those of a file with models are folded onto the requested number.
+    per model replaces ``time_scale``. Requests of a file without models are distributed by a seeded
+    draw with Zipf popularity; the models of a file are folded onto the requested number.
     """
 
     scenario: str | None = None
@@ -72,9 +72,9 @@ class RecordedTrace(_InFile):
 
 @dataclass(frozen=True, slots=True)
 class FunctionCalls(_InFile):
-    """Calls per minute of many functions (``minute, function, requests``), each a model.
+    """Calls per minute of many functions (``minute, function, requests``), each function a model.
 
-    Covers ``num_minutes`` from ``first_minute``. Calls are spread at random over their minute;
+    Covers ``num_minutes`` from ``first_minute``. Calls are spread at random over each minute;
     lengths are ShareGPT's, because the file has none. ``time_scale`` as in ``RecordedTrace``.
     """
 
@@ -151,7 +151,7 @@ def _found(file: str, folder: Path | None) -> str:
     if path.is_absolute():
         return file
     if folder is None:
-        raise UsageError(f"{file}: no folder of recorded workloads is known", _HOW_TO_NAME)
+        raise UsageError(f"{file}: the folder of recorded workloads is not set", _HOW_TO_NAME)
     found = folder.absolute() / path
     if not found.is_file():
         raise UsageError(f"{found}: there is no such file", f"for another folder {_HOW_TO_NAME}")

@@ -1,4 +1,4 @@
-"""Runs of points, sequential or parallel, and the row of each."""
+"""Runs of points, sequential or parallel; the result of a run is a row."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from gpupoold.sim.scenario import Axis, Point, Scenario, build_scenario
 from gpupoold.sim.workloads import SimRequest
 from gpupoold.stats.percentile import percentile
 
-# Called with the virtual time and with the time in which requests arrive, in seconds.
+# Called with the virtual time and the duration of the workload, in seconds.
 OnProgress = Callable[[float, float], None]
-# Multiplexing ends where memory does: that is a result, not a mistake of who asks.
+# ``static`` keeps all models resident, so too many models for the memory is a result of the
+# experiment, not a usage error.
 _MAY_REFUSE = frozenset({"static"})
 
 
@@ -78,9 +79,9 @@ def run_points(
 ) -> Iterator[RunRow]:
     """Yield the rows of several points in order, from up to ``jobs`` processes.
 
-    If the policy ``static`` refuses the models, the row says so in ``refused`` and has no
-    attainment. ``on_progress`` gets the point's index and the arguments of ``OnProgress``; with
-    several processes it is not called.
+    If the policy ``static`` refuses the models, ``refused`` of the row has the reason, and the
+    attainment is None. ``on_progress`` gets the point's index and the arguments of ``OnProgress``;
+    with several processes ``on_progress`` is not called.
 
     Raises:
         UsageError: ``jobs`` is less than one, or as for ``run_point``.
@@ -91,15 +92,15 @@ def run_points(
         yield from _run_in_processes(points, min(jobs, len(points)))
         return
     for index, point in enumerate(points):
-        told = functools.partial(on_progress, index) if on_progress else None
-        yield _run_or_refusal(point, told)
+        report_progress = functools.partial(on_progress, index) if on_progress else None
+        yield _run_or_refusal(point, report_progress)
 
 
 def sweep_goodput(rows: Iterable[RunRow]) -> dict[tuple[str, str], Goodput | None]:
-    """Return the load at 90 % attainment by (preset, policy), where a load was swept.
+    """Return the load at 90 % attainment by (preset, policy), for presets that sweep a load.
 
-    In models or in requests/s per model, by the row's ``axis``. None if even the lowest load was
-    too much. If the next load was refused, the last served one counts.
+    The load is a number of models or requests/s per model, by the row's ``axis``; None if the
+    lowest load was too much. If the next load was refused, the last served load counts.
     """
     swept: dict[tuple[str, str], list[tuple[float, float | None]]] = {}
     for row in rows:
@@ -111,9 +112,10 @@ def sweep_goodput(rows: Iterable[RunRow]) -> dict[tuple[str, str], Goodput | Non
 def mean_active_models(
     requests: Iterable[SimRequest], service_s: float, duration_s: float
 ) -> float:
-    """Mean number of models with a request in flight, if each request stayed ``service_s``.
+    """Return the mean number of models in use, if each request took ``service_s`` seconds.
 
-    Over the time from ``service_s``, when the start is forgotten, to ``duration_s``.
+    The mean is over the time from ``service_s``, when the empty start no longer matters, to
+    ``duration_s``.
     """
     from_s = min(service_s, duration_s / 2)
     until_s: dict[str, float] = {}
@@ -137,8 +139,8 @@ def _goodput(loads: Sequence[tuple[float, float | None]]) -> Goodput | None:
 def _run_in_processes(points: Sequence[Point], jobs: int) -> Iterator[RunRow]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_at_interrupt)
-    # Ctrl-C reaches the whole group of processes. Children inherit that it is held back, until
-    # they can die of it without a word.
+    # Ctrl-C sends SIGINT to the whole process group. Children inherit the blocked signal until
+    # ``_die_at_interrupt`` has set the default action, which ends a child without a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         rows = [pool.submit(_run_or_refusal, point) for point in points]
@@ -148,8 +150,8 @@ def _run_in_processes(points: Sequence[Point], jobs: int) -> Iterator[RunRow]:
         for row in rows:
             yield row.result()
     except BaseException:
-        # Nobody waits for the rest. It is not cancelled: when the children end, the pool's own
-        # thread fails what it takes to be pending, and would fail on what has been cancelled.
+        # The remaining runs are not cancelled: when the children end, the pool's own thread sets
+        # an exception on every pending future, which raises for a cancelled future.
         pool.shutdown(wait=False)
         for child in multiprocessing.active_children():
             child.terminate()
@@ -189,9 +191,9 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
         roles=panel.device_roles,
     )
     duration_s = scenario.duration_s
-    told = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
+    report_progress = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
     started_s = time.perf_counter()
-    outcome = simulation.run(scenario.requests, scenario.end_s, told)
+    outcome = simulation.run(scenario.requests, scenario.end_s, report_progress)
     return _row(point, scenario, outcome, time.perf_counter() - started_s)
 
 
@@ -238,7 +240,7 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
 
 
 def _ttfts_s(outcome: SimOutcome, from_s: float, until_s: float) -> Iterator[float]:
-    """Yield times to first token of requests in between; infinite for one without a token."""
+    """Yield the TTFT of each request that arrived in between; infinite without a token."""
     for result in outcome.results:
         arrival_s, times_s = result.request.arrival_s, result.token_times_s
         if from_s <= arrival_s < until_s:

@@ -28,11 +28,11 @@ from gpupoold.sim.workloads import (
 )
 
 Axis = Literal["models", "rps"]
-# Time for the last requests to end, as a multiple of the time they arrive in.
+# Time for the last requests to end, as a multiple of the workload's duration.
 _DRAIN_FACTOR = 3
 _MAX_MODELS = 10_000
 _USUAL_TARGETS = Targets()
-# Classes of size that a trace may give its models as a suffix, and what stands for them.
+# Size classes that a trace may append to model names, and the packaged model for each class.
 SIZE_CLASSES = {
     "small": "Yi-1.5-6B",
     "mid": "Yi-1.5-9B",
@@ -82,7 +82,7 @@ class Workload(Protocol):
 
 
 class _WithoutFile:
-    """The file-related part of a workload without files."""
+    """``needs_folder`` and ``located`` of a workload without files."""
 
     __slots__ = ()
 
@@ -101,7 +101,7 @@ class PoissonArrivals(_WithoutFile):
     lengths: str = "ix1"
 
     def draw(self, draw: Draw) -> DrawnWorkload:
-        """Raises UsageError without a number of models, a rate and a duration."""
+        """Raise UsageError without a number of models, a rate and a duration."""
         if draw.num_models is None or draw.rps is None or draw.duration_s is None:
             raise UsageError("Poisson arrivals need a number of models, a rate and a duration")
         names = tuple(model_names(draw.num_models))
@@ -113,13 +113,13 @@ class PoissonArrivals(_WithoutFile):
 
 @dataclass(frozen=True, slots=True)
 class FixedRequests(_WithoutFile):
-    """Fixed requests, which cannot be changed."""
+    """A fixed list of requests."""
 
     requests: tuple[SimRequest, ...]
     duration_s: float
 
     def draw(self, draw: Draw) -> DrawnWorkload:
-        """Raises UsageError if a number of models, a rate or a duration is asked for."""
+        """Raise UsageError if a number of models, a rate or a duration is given."""
         if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
             raise UsageError("this preset's requests are fixed: no --models, --rps or --duration")
         models = tuple(sorted({one.model for one in self.requests}))
@@ -137,7 +137,7 @@ class Phases(_WithoutFile):
     lengths: Lengths
 
     def draw(self, draw: Draw) -> DrawnWorkload:
-        """Raises UsageError if a number of models, a rate or a duration is asked for."""
+        """Raise UsageError if a number of models, a rate or a duration is given."""
         if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
             raise UsageError("this preset's rates are fixed: no --models, --rps or --duration")
         names, lengths = model_names(1), LengthSampler([self.lengths])
@@ -175,10 +175,11 @@ class FigurePanel:
     """A plot: attainment of ``policies`` over the values of ``axis``.
 
     Empty ``models`` or ``rps`` keep the workload's. ``num_prefill`` is the number of devices with
-    the prefill role, for policies that split roles; ``without_prefetch`` names policies that do not
-    prefetch here. ``service_s`` asks for the number of models in use if each request stayed that
-    long. ``roles`` of the devices, one for all or one each; None leaves roles to the policy.
-    ``burst_s``: start and end of a burst, whose times to first token are shown.
+    the prefill role, for policies that split roles; ``without_prefetch`` names the policies to run
+    without prefetches. With ``service_s`` the rows have the mean number of models in use if each
+    request took so many seconds. ``roles`` has one role for all devices or a role for each; with
+    None the policy chooses. ``burst_s`` is the start and end of a burst; the rows then have the
+    TTFT of requests in the burst.
     """
 
     name: str
@@ -203,7 +204,7 @@ class FigurePanel:
 
     @property
     def device_roles(self) -> tuple[Role, ...] | None:
-        """One role per device; None leaves roles to the policy."""
+        """One role per device; None if the policy chooses."""
         if self.roles is None or len(self.roles) != 1:
             return self.roles
         return self.roles * self.box.num_devices
@@ -211,7 +212,7 @@ class FigurePanel:
     def changed(self, wanted: Overrides) -> FigurePanel:
         """Return the panel with the changes applied.
 
-        Another box drops the panel's number of prefill devices.
+        If the box changes, the panel's number of prefill devices no longer applies.
 
         Raises:
             UsageError: the workload's files are missing, or the GPUs do not form groups.
@@ -244,7 +245,7 @@ class FigurePanel:
         return self.roles if wanted.roles is None else wanted.roles
 
     def _axis(self, wanted: Overrides) -> Axis:
-        """Return the swept axis: with one number of models or one rate left, the other."""
+        """Return the axis with several values; the panel's axis if both have, or neither has."""
         num_models = len(self.models if wanted.models is None else wanted.models)
         num_rps = len(self.rps if wanted.rps is None else wanted.rps)
         if num_models > 1 >= num_rps:
@@ -252,7 +253,7 @@ class FigurePanel:
         return "rps" if num_rps > 1 >= num_models else self.axis
 
     def points(self) -> list[Point]:
-        """Return all runs of the panel, policy by policy. Raises UsageError for impossible ones."""
+        """Return all runs of the panel, policy by policy. Raises UsageError for wrong values."""
         self._check()
         swept = itertools.product(
             dict.fromkeys(self.policies),
@@ -278,7 +279,7 @@ class FigurePanel:
         if self.device_roles is not None and len(self.device_roles) != num_devices:
             raise UsageError(
                 f"{len(self.device_roles)} roles for {num_devices} devices",
-                "name one for each, such as 2xprefill,6xdecode, or one for all",
+                "name a role for each, such as 2xprefill,6xdecode, or a role for all",
             )
         for policy in self.policies:
             make_policy(policy, PolicyOptions(num_prefill=self.num_prefill))
@@ -327,7 +328,7 @@ class Scenario:
 def end_of_run_s(
     requests: Sequence[SimRequest], targets_of: Callable[[str], Targets], duration_s: float
 ) -> float:
-    """Return the end of a run: every token is due, so that a missing token counts as late."""
+    """Return the end of a run: a time when every token is due, so a missing token is late."""
     due_s = (
         targets_of(one.model).deadline_s(one.arrival_s, one.output_tokens - 1) for one in requests
     )

@@ -1,7 +1,7 @@
 """Recorded requests: CSV traces, and transformations for other experiments.
 
-Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``; optional ``model`` and ``scenario``;
-others are ignored.
+Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, optionally ``model`` and ``scenario``.
+Further columns are ignored.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DEFAULT_MODEL = "model"
 def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
     """Return the requests of a table with one trace, in order of arrival.
 
-    ``default_model`` is the model of all requests where the table has no such column.
+    ``default_model`` is the model of all requests if the table has no column ``model``.
 
     Raises:
-        UsageError: naming file, line and column of what is wrong.
+        UsageError: the message names the file, line and column of the error.
     """
     table.require(ARRIVAL, PROMPT, OUTPUT)
     if not table.rows:
@@ -35,7 +35,7 @@ def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple
 
 
 def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimRequest, ...]:
-    """The same requests over ``factor`` times the time: 0.5 doubles the load, bursts included.
+    """Multiply all arrival times by ``factor``: 0.5 doubles the load, bursts included.
 
     Raises:
         UsageError: ``factor`` is not positive.
@@ -47,7 +47,7 @@ def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimReques
 def rename_models(
     requests: Iterable[SimRequest], names: Mapping[str, str]
 ) -> tuple[SimRequest, ...]:
-    """Rename the models in ``names``; several may become one.
+    """Rename models; ``names`` maps old names to new names, which may repeat.
 
     Raises:
         UsageError: a model in ``names`` has no request here.
@@ -62,8 +62,8 @@ def rename_models(
 def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimRequest, ...]:
     """Fold all requests onto at most ``num_models`` models, named as by ``model_names``.
 
-    Models are dealt out in order of their number of requests (equal ones by name): the busiest to
-    the first, and so on in rounds. With fewer models than ``num_models`` the rest have no requests.
+    Models are dealt out in order of the number of requests (ties by name): the busiest to the first
+    name, and so on in rounds. Surplus names have no requests.
 
     Raises:
         UsageError: ``num_models`` is less than one.

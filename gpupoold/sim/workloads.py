@@ -1,8 +1,8 @@
 """Random arrivals: Poisson streams with a rate per model.
 
-Each model draws arrivals and lengths from its own generators, seeded by the run's seed and its
-name: another model, rate or duration leaves its n-th request's lengths unchanged, so that runs can
-be compared request by request.
+Each model draws arrivals and lengths from generators seeded by the run's seed and the model's name:
+a further model, another rate or another duration leaves the lengths of a model's n-th request
+unchanged, so that runs can be compared request by request.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ def model_names(num_models: int) -> list[str]:
 
 
 def equal_rates(models: Sequence[str], rate_rps: float) -> dict[str, float]:
-    """The same rate for every model, in requests per second. Raises UsageError."""
+    """Return ``rate_rps`` for each model.
+
+    Raises:
+        UsageError: there are no models, a name repeats, or the rate is not positive.
+    """
     return _checked(dict.fromkeys(_distinct(models), rate_rps))
 
 
 def zipf_rates(models: Sequence[str], total_rps: float, exponent: float = 1.0) -> dict[str, float]:
-    """Divide ``total_rps`` so that the k-th model gets a part like ``1 / k**exponent``.
+    """Divide ``total_rps`` in proportion to ``1 / k**exponent`` for the k-th model.
 
     Raises:
         UsageError: there are no models, a name repeats, or a rate is not positive.
@@ -65,8 +69,8 @@ def poisson_workload(
 ) -> tuple[SimRequest, ...]:
     """Return Poisson arrivals in ``[0, duration_s)``, each model at its own rate, in order.
 
-    Equal arguments give equal requests in any process, whatever the order of the models. May be
-    empty by chance.
+    Equal arguments give equal requests in any process, whatever the order of the models. The result
+    may be empty by chance.
 
     Raises:
         UsageError: there are no models, a rate or the duration is not positive, or the requests are
@@ -83,7 +87,7 @@ def poisson_workload(
 
 
 def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
-    """Sort by arrival (stable) and number anew: ``r0``, ``r1``, ..."""
+    """Return the requests sorted by arrival (stable) with new ids: ``r0``, ``r1``, ..."""
     ordered = sorted(requests, key=attrgetter("arrival_s"))
     return tuple(
         SimRequest(f"r{number}", one.model, one.arrival_s, one.prompt_tokens, one.output_tokens)
@@ -94,7 +98,7 @@ def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
 def _stream(
     model: str, rate_rps: float, duration_s: float, lengths: LengthSource, seed: int
 ) -> Iterator[SimRequest]:
-    """Yield one model's requests without numbers."""
+    """Yield one model's requests, without ids."""
     gaps, sizes = (Random(f"{seed}/{model}/{use}") for use in ("arrivals", "lengths"))
     arrival_s = gaps.expovariate(rate_rps)
     while arrival_s < duration_s:

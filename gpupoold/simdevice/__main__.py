@@ -1,4 +1,4 @@
-"""``python -m gpupoold.simdevice``: the process that the daemon starts per simulated device."""
+"""``python -m gpupoold.simdevice``: the worker process of a simulated device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger("gpupoold.simdevice")
 
 
 def main() -> None:
-    """Play the device until the daemon says stop or is gone."""
+    """Simulate the device until the daemon sends ``Shutdown`` or is gone."""
     arguments = _parse()
     begin_child("simdevice", arguments.log_level, arguments.parent_pid)
     raise_oom_score(WORKER_OOM_SCORE_ADJ)
@@ -31,7 +31,7 @@ def main() -> None:
     try:
         _serve(arguments, channel)
     except ChannelClosed:
-        _logger.info("the daemon is gone, leaving")
+        _logger.info("the daemon has closed the connection, exiting")
 
 
 def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) -> None:
@@ -59,7 +59,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
     parser.add_argument("--gpu", required=True, help="a name of latency/hardware.toml")
-    parser.add_argument("--device-bytes", type=int, default=0, help="0: the usable share")
+    parser.add_argument(
+        "--device-bytes", type=int, default=0, help="default: 90 %% of the GPU's memory"
+    )
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """The simulated device in real time: messages in and out.
 
-The model of the device is :class:`gpupoold.sim.device.SimDevice`. A late call (on a busy machine)
-processes all due work at the due times, so that tokens are neither lost nor delayed.
+The model of the device is :class:`gpupoold.sim.device.SimDevice`. If a call comes late (on a busy
+machine), all due work is processed with the times when due, so tokens are neither lost nor delayed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gpupoold.wire import messages as m
 
 
 class PacedDevice:
-    """Orders and requests come in at the present time, messages go out through ``send``.
+    """A device driven by the caller's clock; messages to the daemon go through ``send``.
 
-    ``advance`` must be called at ``next_due_s`` or soon after, and before and after orders
-    and requests.
+    Orders and requests take effect at the time of the last ``advance``. Call ``advance`` at
+    ``next_due_s`` or soon after, and before and after orders and requests.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PacedDevice:
             {},
             capacity_bytes,
             self._queue,
-            self._hear,
+            self._forward,
             on_switch=self._switched,
             prepares_next=True,
             segment_steps=1,
@@ -78,7 +78,7 @@ class PacedDevice:
     # Models and requests
 
     def add_model(self, model: SimModel, vocabulary: Vocabulary) -> None:
-        """Add a model, which can then have requests."""
+        """Add a model; requests of the model are accepted from then on."""
         self._vocabularies[model.name] = vocabulary
         self.sim.add_model(model)
 
@@ -96,7 +96,7 @@ class PacedDevice:
         self.sim.add(live)
 
     def add_migrated(self, live: SimLive, kv_transfer: m.KvTransfer | None) -> None:
-        """Add a request from another device with KV, or for a new prefill."""
+        """Add a request from another device; without ``kv_transfer`` the prefill is repeated."""
         if kv_transfer is None:
             self.add(live)
             self._send(m.RequestAttached(live.request.model, live.request.id))
@@ -111,13 +111,13 @@ class PacedDevice:
         self.sim.abort(lives)
 
     def migrate_out(self, message: m.MigrateOut) -> None:
-        """Release a request; report the departure when the KV is in host memory."""
+        """Release a request; send ``Migrated`` when the KV is in host memory."""
         model, request_id = message.model, message.request_id
         live = self._lives.pop(request_id, None)
         if live is None:
             self._send(m.Migrated(model, request_id, is_known=False))
             return
-        ready_s = self.sim.give_up(live)
+        ready_s = self.sim.release(live)
         if ready_s is None:
             self._send(m.Migrated(model, request_id))
             return
@@ -138,8 +138,8 @@ class PacedDevice:
 
     # Results of the device
 
-    def _hear(self, event: e.Event) -> None:
-        """Pass an event of the device to the daemon."""
+    def _forward(self, event: e.Event) -> None:
+        """Send an event of the device to the daemon as a message."""
         match event:
             case e.Stepped():
                 batch = [self._lives[one] for one in event.request_ids]
@@ -163,7 +163,7 @@ class PacedDevice:
         self._send(m.TurnReport(turn.turn_id, turn.model, began_s, self._queue.now_s, changed))
 
     def _switched(self, total_s: float, moved: MovedBytes) -> None:
-        """Report a switch, unless nothing came."""
+        """Send the record of a switch, unless no bytes moved to the device."""
         assert self.sim.turn is not None
         previous, self._previous = self._previous, self.sim.turn.model
         if not moved.weights and not moved.kv_in:
@@ -194,7 +194,7 @@ class PacedDevice:
         self._send_now(message)
 
     def _send_kv(self, moved: m.Migrated) -> None:
-        """Report a departure, with an eventfd that is set: the KV is complete."""
+        """Send ``Migrated`` with an eventfd, already set because the KV is complete."""
         self._reports.close(self._now_s)
         fd = os.eventfd(1, os.EFD_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""A model on a device without an engine: its files' headers, and its latency model."""
+"""A model on a simulated device: the headers of its files, and a latency model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpupoold.wire.messages import LoadedModel, ModelToLoad
 BLOCK_TOKENS = 16
 
 _DEFAULT_MAX_LEN = 2048
-# The law is exact: it was fitted elsewhere, and this device keeps to it.
+# The device takes exactly the time of the latency model, so the fit has no error.
 _EXACT = FitQuality(r_squared=1.0, mean_relative_error=0.0, p90_relative_error=0.0, num_points=0)
 
 
@@ -49,7 +49,7 @@ class KnownModel:
 
 
 def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
-    """Read the folder of ``model`` without its weights.
+    """Read the checkpoint of ``model``, without weights.
 
     Raises:
         Refused: the checkpoint cannot be served, does not fit on the device, or its latency is
@@ -89,23 +89,27 @@ def _latency(
         shape = from_hf_config(config, info.num_parameters, dtype)
         return shape, latency_for(gpu, shape)
     except LatencyError as error:
-        raise Refused(f"{name}: its latency on {gpu} is not known: {error}") from error
+        raise Refused(f"{name}: the latency on {gpu} is unknown: {error}") from error
 
 
 def _dtype(info: CheckpointInfo, wanted: str) -> str:
-    """The dtype an engine would choose: 32-bit checkpoints are served in 16 bits."""
+    """Return the dtype an engine would choose: 32-bit checkpoints are served in 16 bits."""
     if wanted != "auto":
         return wanted
     return info.dtype if MODEL_DTYPE_BITS.get(info.dtype) == 16 else "bfloat16"
 
 
 def _max_len(model: ModelToLoad, info: CheckpointInfo, room: int, device_bytes: int) -> int:
-    """Tokens of the longest request; without a wish, as many as have room beside the weights."""
+    """Return the tokens of the longest request: the configured number, or as many as fit.
+
+    Raises:
+        Refused: ``room`` (the KV beside the weights, in tokens) is too small.
+    """
     longest = info.max_position_embeddings or _DEFAULT_MAX_LEN
     if room < (model.max_model_len or 1):
         raise Refused(
-            f"{model.name}: beside its weights a device of {format_bytes(device_bytes)} has room "
-            f"for the KV of {max(room, 0)} tokens, not of {model.max_model_len or 1}",
-            "lower --max-len, or take devices with more memory",
+            f"{model.name}: beside the weights a device of {format_bytes(device_bytes)} can hold "
+            f"the KV of {max(room, 0)} tokens, not of {model.max_model_len or 1}",
+            "lower --max-len, or use devices with more memory",
         )
     return model.max_model_len or min(longest, room)

@@ -1,4 +1,4 @@
-"""The process around a device without an engine: messages in, answers out, at the due time."""
+"""The message loop of a simulated device's worker process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATUS_INTERVAL_S = 0.25
 
 
 class SimServer:
-    """The worker's side of the conversation with the daemon."""
+    """Receives the daemon's messages, drives the device in real time and sends the results."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class SimServer:
         self._stopping = False
 
     def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until a ``Shutdown`` message.
 
         Raises:
             ChannelClosed: the daemon is gone.
         """
         while not self._stopping:
             message = self._channel.receive(self._idle_s(time.monotonic()))
-            # What was due before the message came is done before it is heeded.
+            # Work due before the message arrived takes effect before the message does.
             self._device.advance(time.monotonic())
             while message is not None and not self._stopping:
                 self._handle(message)
@@ -78,7 +78,7 @@ class SimServer:
             case m.EndTurn():
                 self._device.end_turn()
             case m.PeerHost():
-                os.close(self._channel.take_fd())  # bytes are none of its business
+                os.close(self._channel.take_fd())  # no bytes are copied from the peer
             case m.MigrateOut():
                 self._device.migrate_out(message)
             case m.AbortRequests():
@@ -102,20 +102,20 @@ class SimServer:
 
     def _add_request(self, message: m.AddRequest) -> None:
         if message.kv_transfer is not None:
-            os.close(self._channel.take_fd())  # the copy has been made when the message comes
+            os.close(self._channel.take_fd())  # the source sends only after the simulated copy
         known = self._known.get(message.model)
         num_prompt = message.num_prompt_tokens
         room = known.loaded.max_model_len - num_prompt if known else 0
         if known is None or room < 1:
             reason = (
-                f"{message.model} is not loaded on worker {self._worker}"
+                f"{message.model} is not loaded on device {self._worker}"
                 if known is None
-                else f"a prompt of {num_prompt} tokens leaves no room for an answer: "
-                f"{message.model} takes {known.loaded.max_model_len} tokens in all"
+                else f"a prompt of {num_prompt} tokens leaves no room for an answer: the limit of "
+                f"{message.model} is {known.loaded.max_model_len} tokens for prompt and answer"
             )
             self._channel.send(m.RequestsFailed(message.model, [message.request_id], reason))
             return
-        # Tokens that the client has are prefilled like the prompt.
+        # Output tokens from before (of a resumed request) are prefilled like the prompt.
         num_before = len(message.output_token_ids)
         num_left = max(1, min(message.max_tokens or room, room) - num_before)
         request = SimRequest(
@@ -133,7 +133,7 @@ class SimServer:
 
     def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelFailed:
         if message.has_snapshot:
-            os.close(self._channel.take_fd())  # there is nothing here to put it
+            os.close(self._channel.take_fd())  # a simulated device has no weights to fill
         model = message.model
         try:
             known = know(model, self._gpu, self._device_bytes)
@@ -159,7 +159,7 @@ class SimServer:
             if call.method != "check_integrity":
                 raise Refused(
                     f"device {self._worker} simulates a {self._gpu} and cannot do {call.method}",
-                    "it has no engine; use an emulated device or a GPU",
+                    "a simulated device has no engine; use an emulated device or a GPU",
                 )
             return m.CallResult(call.call_id, self._check_integrity())
         except GpupoolError as error:
@@ -177,7 +177,7 @@ class SimServer:
         return {"kv_out_bytes": 0}
 
     def _check_integrity(self) -> dict[str, Any]:
-        """Check the sums of the models' memory; raise AssertionError on a mismatch."""
+        """Compare the memory of models and requests; raise AssertionError on a mismatch."""
         self._device.sim.check_memory()
         free_bytes = self._device.sim.memory.free_bytes
         return {"free_pages": free_bytes // PAGE_BYTES, "pages": self._device_bytes // PAGE_BYTES}
@@ -220,4 +220,5 @@ class SimServer:
 def _failure(name: str, error: GpupoolError | OSError) -> m.ModelFailed:
     if isinstance(error, GpupoolError):
         return m.ModelFailed(name, error.code, error.message, error.hint)
-    return m.ModelFailed(name, "failed", f"{name}: {error}", "see that its folder can be read")
+    hint = "check that gpupoold can read the checkpoint's folder"
+    return m.ModelFailed(name, "failed", f"{name}: {error}", hint)

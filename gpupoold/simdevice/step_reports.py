@@ -1,4 +1,4 @@
-"""Reports of a simulated device's steps: late steps of an unchanged batch share a message."""
+"""Reports of a simulated device's steps: steps of an unchanged batch share a message if late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepReports:
         self._steps: _Steps | None = None
 
     def note(self, model: str, batch: list[SimLive], step_s: float | None, now_s: float) -> None:
-        """Add a step, which has given each request a token; ``step_s`` is None for a prefill."""
+        """Add a step with a token for each request; ``step_s`` is None for a prefill."""
         steps = self._steps
         is_decode = step_s is not None and steps is not None and steps.step_s is not None
         if steps is not None and is_decode and steps.batch == batch:
@@ -45,7 +45,7 @@ class StepReports:
         self._steps = _Steps(model, batch, [one.num_tokens - 1 for one in batch], 1, step_s)
 
     def end(self, live: SimLive, now_s: float) -> None:
-        """Report the end of a request; its last token may not have been reported."""
+        """Report the end of a request, unless the collected steps already contain the end."""
         if self._steps is None or live not in self._steps.batch:
             self.note(live.request.model, [live], None, now_s)
 

@@ -1,11 +1,11 @@
 """Histograms of durations in bounded memory. Pure, standard library only.
 
 Default bounds differ by a fixed factor (as in HdrHistogram and DDSketch), so a percentile is within
-half that factor of the exact value: ``10**(1/64)``, 3.7 %. The bounds exported to Prometheus are a
-subset, so exported counts are exact and no value is counted twice.
+half of the factor of the exact value: ``10**(1/64)``, 3.7 %. The bounds exported to Prometheus are
+a subset, so exported counts are exact and no value is counted twice.
 
-The daemon counts ten thousand tokens a second; adding a value takes an eighth of the time of the
-Prometheus client's histogram, which locks.
+The daemon counts ten thousand tokens a second. Adding a value takes an eighth of the time of the
+Prometheus client's histogram, because the client's histogram locks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Self
 
 from gpupoold.stats.percentile import nearest_rank
 
-# Of what users wait for: 1 ms to 5 minutes, closest where targets usually are.
+# Bounds for times that users wait: 1 ms to 5 minutes, closest where targets usually are.
 LATENCY_BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5),
     *(10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0),
 )
-# Of what the daemon does between two tokens: 10 µs to 10 s.
+# Bounds for the daemon's own work between two tokens: 10 µs to 10 s.
 WORK_BOUNDS_S = (
     *(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 10.0),
@@ -34,7 +34,7 @@ WORK_BOUNDS_S = (
 _PER_DECADE = 32
 _LEAST_DECADE, _MOST_DECADE = -4, 4
 
-# Bucket i has what is above bound i-1 and not above bound i: 0.1 ms to 10,000 s.
+# Bucket i counts durations above bound i-1 and up to bound i. Bounds: 0.1 ms to 10,000 s.
 BOUNDS_S = tuple(
     sorted(
         {
@@ -65,7 +65,7 @@ class Histogram:
         return sum(self._counts.values())
 
     def plus(self, other: Histogram) -> Histogram:
-        """Return a new histogram with the counts of both, which have the same bounds."""
+        """Return a new histogram with the counts of both; both must have the same bounds."""
         made = Histogram(self._bounds_s)
         made._counts, made.sum_s = self._counts.copy(), self.sum_s + other.sum_s
         for bucket, num in other._counts.items():
@@ -86,8 +86,9 @@ class Histogram:
         self.sum_s += duration_s * num
 
     def merge(self, other: Histogram, sign: int = 1) -> None:
-        """Add ``other``'s counts, or subtract them if ``sign`` is -1; they must have been added
-        before. Both have the same bounds.
+        """Add the counts of ``other``, or with ``sign`` -1 subtract counts that were added before.
+
+        Both histograms must have the same bounds.
         """
         counts = self._counts
         for bucket, num in other._counts.items():
@@ -110,8 +111,7 @@ class Histogram:
         return counts
 
     def percentile(self, fraction: float) -> float | None:
-        """Return a nearest-rank percentile (``fraction`` 0.99 for p99) in seconds, None if
-        empty.
+        """Return a nearest-rank percentile in seconds, None if empty; ``fraction`` 0.99 is p99.
 
         A value below the lowest bound counts as 0.
         """
@@ -124,7 +124,7 @@ class Histogram:
 
     def _value_at(self, buckets: list[int], num_all: int, fraction: float) -> float | None:
         counts, rank = self._counts, nearest_rank(fraction, num_all)
-        if 2 * rank > num_all:  # it is nearer to the longest
+        if 2 * rank > num_all:  # the upper half: fewer buckets to visit from the longest duration
             left = num_all - rank
             for bucket in reversed(buckets):
                 num = counts[bucket]

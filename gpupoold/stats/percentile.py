@@ -1,4 +1,4 @@
-"""Percentiles, computed alike by the daemon and the simulator. Pure, standard library only."""
+"""Nearest-rank percentiles, for the daemon and the simulator. Pure, standard library only."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def nearest_rank(fraction: float, num_values: int) -> int:
 def _exact(fraction: float) -> tuple[int, int]:
     """Return numerator and denominator of the number's decimal notation.
 
-    In floating point 0.07 * 100 is above 7.
+    Floating point is not exact enough: 0.07 * 100 is above 7.
     """
     return Fraction(str(fraction)).as_integer_ratio()

@@ -128,9 +128,9 @@ class BoundedHttp(HttpToolsProtocol, ABC):
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self._give_up_head)
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self._end_head_timeout)
 
-    def _give_up_head(self) -> None:
+    def _end_head_timeout(self) -> None:
         self._head_timer = None
         if self.transport.is_closing():
             return

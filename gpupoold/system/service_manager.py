@@ -22,18 +22,21 @@ async def informed(
     notifier: Notifier,
     watchdog_s: float | None,
     summary: Callable[[], str],
-    complaint: Callable[[float], str],
+    failure_reason: Callable[[float], str],
 ) -> AsyncIterator[None]:
     """Send status and watchdog pings inside this context.
 
     The service manager kills a daemon without a ping for ``watchdog_s``; None disables the
-    watchdog. ``complaint`` takes the monotonic time and returns a reason why the daemon is unwell,
-    or an empty text. The event loop calls ``complaint``, so a stuck event loop sends no ping.
+    watchdog. ``failure_reason`` takes the monotonic time and returns the reason why the daemon is
+    stuck, or an empty text. The event loop calls ``failure_reason``, so a stuck event loop sends no
+    ping.
     """
-    if not notifier.is_heard:
+    if not notifier.has_listener:
         yield
         return
-    task = asyncio.create_task(_inform(notifier, watchdog_s, summary, complaint), name="informing")
+    task = asyncio.create_task(
+        _inform(notifier, watchdog_s, summary, failure_reason), name="informing"
+    )
     try:
         yield
     finally:
@@ -45,14 +48,14 @@ async def _inform(
     notifier: Notifier,
     watchdog_s: float | None,
     summary: Callable[[], str],
-    complaint: Callable[[float], str],
+    failure_reason: Callable[[float], str],
 ) -> None:
     interval_s = _STATUS_INTERVAL_S
     if watchdog_s is not None:
         interval_s = min(interval_s, watchdog_s / _PINGS_PER_TIMEOUT)
     reported = ""
     while True:
-        problem = complaint(time.monotonic())
+        problem = failure_reason(time.monotonic())
         if problem and problem != reported:
             _logger.error("no watchdog ping is sent: %s", problem)
         reported = problem

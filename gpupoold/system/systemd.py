@@ -129,7 +129,7 @@ class Notifier:
         self._is_failing = False
 
     @property
-    def is_heard(self) -> bool:
+    def has_listener(self) -> bool:
         """True if a service manager receives the messages."""
         return bool(self._address)
 
@@ -198,7 +198,7 @@ class FdStore:
     @property
     def is_there(self) -> bool:
         """True if the service manager stores descriptors."""
-        return self._notifier.is_heard
+        return self._notifier.has_listener
 
     def keep(self, name: str, fds: Sequence[int]) -> bool:
         """Store descriptors under a name; return False if the request cannot be sent."""

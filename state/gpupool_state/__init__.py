@@ -1,6 +1,7 @@
-"""State beyond the daemon's life: the registry and the history, in SQLite.
+"""Persistent state of the daemon: registry, API keys and history, in SQLite.
 
-A leaf: imports only the standard library, aiosqlite and ``gpupoold``'s domain.
+Imports only the standard library, aiosqlite and the domain, errors and file helpers of
+``gpupoold``.
 
     with StateLock.acquire(folder):
         async with await Database.open(folder / DATABASE_NAME) as db:

@@ -22,8 +22,8 @@ _KEPT = ("models", "priority", "requests_per_minute", "tokens_per_minute", "max_
 class KeyPowers:
     """A key's rights and limits; a limit of None means no limit.
 
-    ``models`` None allows all models, an empty tuple only the metrics. ``max_live`` bounds waiting
-    and running requests. ``expires_at`` is in wall-clock seconds.
+    ``models`` is None for all models, and an empty tuple for a key that can only read the metrics.
+    ``max_live`` bounds waiting and running requests. ``expires_at`` is in wall-clock seconds.
     """
 
     models: tuple[str, ...] | None = None
@@ -38,9 +38,9 @@ class KeyPowers:
 class KeyRow:
     """A stored key; times are wall-clock seconds.
 
-    ``digest`` is its hash. After a rotation ``previous_digest`` belongs to the former secret, valid
-    until ``previous_until``. A revoked key stays for its name, without hashes. ``num_tokens``
-    counts prompts and answers.
+    ``digest`` is the hash of the secret. After a rotation ``previous_digest`` is the hash of the
+    former secret, valid until ``previous_until``. The row of a revoked key stays, without hashes,
+    so that the history can show the name. ``num_tokens`` counts prompts and answers.
     """
 
     id: str
@@ -59,7 +59,7 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """A key's use since the last record."""
+    """A key's use since the last call of ``ApiKeys.note_use``."""
 
     key_id: str
     num_requests: int
@@ -68,10 +68,10 @@ class KeyUse:
 
 
 class ApiKeys:
-    """API keys in the database; every change is on disk when its call returns.
+    """API keys in the database; a change is on disk when the call returns.
 
-    Names are free again after the key's revocation. All methods raise ``Failed`` when the disk is
-    full or the database locked or damaged; nothing is changed then.
+    The name of a revoked key is free again. All methods raise ``Failed``, and change nothing, if
+    the disk is full or the database is locked or damaged.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
@@ -79,7 +79,7 @@ class ApiKeys:
         self._now = now
 
     async def list(self, *, with_revoked: bool = False) -> list[KeyRow]:
-        """Return all keys by name; revoked ones last."""
+        """Return all keys by name; revoked keys last."""
         where = "" if with_revoked else "WHERE revoked_at IS NULL"
         rows = await self._db.fetch_all(
             f"SELECT * FROM api_keys {where} ORDER BY revoked_at IS NOT NULL, name, revoked_at"
@@ -110,7 +110,8 @@ class ApiKeys:
             if await tx.fetch_one(_FIND, (name,)):
                 raise Refused(
                     f"a key named {name!r} exists",
-                    f"choose another name, or give it a new secret: `gpupool key rotate {name}`",
+                    "choose another name, or give the existing key a new secret: "
+                    f"`gpupool key rotate {name}`",
                 )
             values = {"id": key_id, "name": name, "digest": digest, "created_at": self._now()}
             values |= _columns(powers)
@@ -122,7 +123,7 @@ class ApiKeys:
             return await _find(tx, name)
 
     async def set(self, name: str, powers: KeyPowers) -> KeyRow:
-        """Change a key's rights; its secret stays.
+        """Change a key's rights and limits, not the secret.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -130,7 +131,9 @@ class ApiKeys:
         return await self._update(name, _columns(powers))
 
     async def rotate(self, name: str, digest: str, previous_until: float | None) -> KeyRow:
-        """Give a key another secret; None ends the former secret at once.
+        """Replace a key's secret; the former secret stays valid until ``previous_until``.
+
+        With None the former secret is invalid at once.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -155,7 +158,7 @@ class ApiKeys:
         return await self._update(name, gone | {"revoked_at": self._now()})
 
     async def note_use(self, uses: Iterable[KeyUse]) -> None:
-        """Add to the keys' use; a power failure may lose the last seconds."""
+        """Add to the keys' counts; a power failure may lose the last additions."""
         rows = [(u.num_requests, u.num_tokens, u.last_used_at, u.key_id) for u in uses]
         async with self._db.write(durable=False) as tx:
             await tx.execute_many(
@@ -187,13 +190,14 @@ async def _update(tx: Transaction, key_id: str, values: dict[str, Any]) -> KeyRo
 
 
 def _storable(text: str) -> str:
-    # As of the registry's names: what was not UTF-8 becomes a question mark, which no name has.
+    # SQLite refuses lone surrogates (bytes that were not UTF-8). A surrogate becomes a question
+    # mark, which no name can contain.
     return text.encode("utf-8", "replace").decode()
 
 
 def _columns(powers: KeyPowers) -> dict[str, Any]:
     values = {column: getattr(powers, column) for column in _KEPT}
-    # A space cannot be part of a model's name, so it can separate them.
+    # A space cannot be part of a model's name, so a space can separate the names.
     models = None if powers.models is None else " ".join(powers.models)
     return values | {"models": models, "priority": powers.priority.value}
 

@@ -8,7 +8,7 @@ from gpupool_state.rows import Entry
 
 
 class Buffer:
-    """Rows waiting to be written, at most ``capacity``; then the oldest are dropped."""
+    """At most ``capacity`` rows waiting to be written; beyond, the oldest rows are dropped."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -21,23 +21,23 @@ class Buffer:
         return len(self._waiting)
 
     def add(self, item: Entry) -> None:
-        """Keep ``item`` for the next write."""
+        """Add a row for the next write."""
         self._waiting.append(item)
         self._trim()
 
     def take(self) -> list[Entry]:
-        """All waiting rows, oldest first; the buffer is empty afterwards."""
+        """Remove and return all waiting rows, oldest first."""
         taken = list(self._waiting)
         self._waiting.clear()
         return taken
 
     def put_back(self, items: list[Entry]) -> None:
-        """Return rows from ``take`` that could not be written."""
+        """Put back rows of ``take`` that could not be written."""
         self._waiting.extendleft(reversed(items))
         self._trim()
 
     def drop(self, num_rows: int = 1) -> None:
-        """Count rows that will never be written."""
+        """Add rows outside the buffer to the count of dropped rows."""
         self.num_dropped += num_rows
 
     def _trim(self) -> None:

@@ -1,9 +1,9 @@
 """The state database: one SQLite file in WAL mode, one writer, one reader.
 
-Durability: a commit is on disk before it is acknowledged (``synchronous=FULL``), and survives any
-end of the process and a power failure. Transactions that are not durable (``synchronous=NORMAL``),
-such as the history's, survive any end of the process, ``kill -9`` included; a power failure or a
-system crash may lose the last ones. Neither damages the file.
+Durability: a durable commit (``synchronous=FULL``) is on disk before the call returns, and survives
+any end of the process and a power failure. A commit that is not durable (``synchronous=NORMAL``),
+such as the history's, survives any end of the process, ``kill -9`` included; a power failure or a
+system crash may lose the last transactions. In no case is the file damaged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_BUSY_TIMEOUT_S = 5.0
 
 
 class Database:
-    """An open state database; made by ``await Database.open(path)``."""
+    """An open state database, returned by ``await Database.open(path)``."""
 
     def __init__(
         self, path: Path, writer: Writer, reader: aiosqlite.Connection, stack: AsyncExitStack
@@ -47,13 +47,14 @@ class Database:
         migrations: Sequence[SchemaMigration] = MIGRATIONS,
         busy_timeout_s: float = DEFAULT_BUSY_TIMEOUT_S,
     ) -> Self:
-        """Open or create the database at ``path`` and update its schema.
+        """Open or create the database at ``path`` and update the schema.
 
-        The caller holds the lock of the state folder (``gpupool_state.lock``). ``busy_timeout_s``
-        is the longest wait for another program's lock.
+        The caller must hold the lock of the state folder (``gpupool_state.lock``).
+        ``busy_timeout_s`` is the longest wait for a lock of another program.
 
         Raises:
-            Failed: unreadable, unwritable, damaged, locked, or no database; disk full.
+            Failed: the file is unreadable, unwritable, damaged, locked or not a database, or the
+                disk is full.
             Refused: the schema is newer than this program, or not gpupool's.
         """
         async with AsyncExitStack() as stack:
@@ -70,11 +71,11 @@ class Database:
             return cls(path, writer, reader, stack.pop_all())
 
     def write(self, *, durable: bool = True) -> AbstractAsyncContextManager[Transaction]:
-        """Begin a write transaction; others wait. See ``Writer.transaction``."""
+        """Begin a write transaction, after any present transaction; see ``Writer.transaction``."""
         return self._writer.transaction(durable=durable)
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """All rows of a query; sees every change acknowledged before the call.
+        """Return all rows of a query, with the changes of all transactions committed before.
 
         Raises:
             Failed: the database is damaged, locked or closed.
@@ -85,12 +86,12 @@ class Database:
             return list(await self._reader.execute_fetchall(sql, values))
 
     async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
-        """The first row of a query, None when there is none; raises as ``fetch_all``."""
+        """Return the first row of a query, or None. Raises as ``fetch_all``."""
         rows = await self.fetch_all(sql, values)
         return rows[0] if rows else None
 
     async def close(self) -> None:
-        """Wait for the present write and close; repeated calls have no effect."""
+        """Wait for the present transaction and close; repeated calls have no effect."""
         self._closed = True
         await self._stack.aclose()
 
@@ -107,22 +108,22 @@ class Database:
 
 
 def _make_file(path: Path) -> None:
-    # Created here for the file mode: SQLite would let everyone read it. An
-    # existing file is only looked at: to close one that this process has open
-    # elsewhere would drop that connection's locks.
+    # The file is created here for the file mode: SQLite would create a file readable by all users.
+    # An existing file is not opened: closing the descriptor would drop the POSIX locks of every
+    # other connection of this process to the file.
     try:
         if not path.exists():
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         elif not path.is_file():
-            raise IsADirectoryError(errno.EISDIR, "it is not a file")
+            raise IsADirectoryError(errno.EISDIR, "not a file")
         elif not os.access(path, os.R_OK | os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission to read and write it")
+            raise PermissionError(errno.EACCES, "no permission to read and write the file")
     except OSError as error:
         raise cannot_open(path, error.strerror or str(error)) from error
 
 
 async def _connect(path: Path, busy_timeout_s: float) -> aiosqlite.Connection:
-    # isolation_level None: transactions begin and end where we say, never by themselves.
+    # isolation_level None: sqlite3 begins no transactions implicitly.
     connection = await aiosqlite.connect(path, isolation_level=None, timeout=busy_timeout_s)
     connection.row_factory = sqlite3.Row
     return connection
@@ -136,7 +137,7 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
             "put the state folder on a local disk, not on a network share",
         )
     await connection.execute_fetchall("PRAGMA foreign_keys = ON")
-    # Found now, damage stops the start with a reason; found later, it would surprise a request.
+    # Checked here, so that a damaged file fails the start with a reason and not a later request.
     (verdict, *_) = await connection.execute_fetchall("PRAGMA quick_check(1)")
     if verdict[0] != "ok":
         raise damaged(path, verdict[0])

@@ -1,4 +1,4 @@
-"""Live events: numbered, stored for a while, awaited."""
+"""The latest events in memory, for followers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from gpupool_state.rows import EventLevel, EventRow
 
 
 class EventFeed:
-    """Numbers events and holds the latest in memory, whatever becomes of the disk.
+    """Numbers events and keeps the latest ``num_held`` in memory, also when the disk fails.
 
-    Not thread-safe: belongs to the event loop's thread.
+    Not thread-safe: to be used in the event loop's thread.
     """
 
     def __init__(self, last_id: int, num_held: int) -> None:
         self.last_id = last_id
-        self.floor_id = last_id  # events up to here are not, or no longer, held
+        self.floor_id = last_id  # events up to this id are not in memory
         self._held: deque[EventRow] = deque()
         self._num_held = num_held
         self._news = asyncio.Event()
@@ -26,7 +26,7 @@ class EventFeed:
     def publish(
         self, at: float, level: EventLevel, kind: str, subject: str, message: str
     ) -> EventRow:
-        """Number a new event and wake all waiters."""
+        """Add an event with the next id and wake all waiters."""
         self.last_id += 1
         event = EventRow(self.last_id, at, level, kind, subject, message)
         self._held.append(event)
@@ -36,7 +36,10 @@ class EventFeed:
         return event
 
     def held_after(self, after_id: int) -> list[EventRow]:
-        """The held events with larger ids, oldest first; complete if ``after_id >= floor_id``."""
+        """Return the events in memory with larger ids, oldest first.
+
+        No event is missing if ``after_id >= floor_id``.
+        """
         return [event for event in self._held if event.id > after_id]
 
     async def wait(self, after_id: int, timeout_s: float) -> bool:
@@ -48,11 +51,12 @@ class EventFeed:
         return self.last_id > after_id
 
     def close(self) -> None:
-        """Wake all waiters for the end."""
+        """Wake all waiters; later calls of ``wait`` return at once."""
         self._closed = True
         self._wake()
 
     def _wake(self) -> None:
-        # A fresh Event each time: those who waited on the old one all see it set.
+        # Each wake-up uses a new Event, so that every waiter on the old Event returns, and none is
+        # left that a ``clear`` could miss.
         self._news.set()
         self._news = asyncio.Event()

@@ -1,4 +1,4 @@
-"""SQLite's error codes in words for the daemon's operator."""
+"""Messages for SQLite's errors, with remedies for the operator."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from gpupoold.errors import Failed
 
 _FULL = (
     "no space left for the state database {path}",
-    "free some space on that disk and try again; nothing of this change was kept",
+    "free some space on the disk and try again; the change was not made",
 )
 _LOCKED = (
     "the state database {path} is locked by another program",
-    "close whatever has it open (a sqlite3 shell, a backup job) and try again",
+    "end the program that has the file open (a sqlite3 shell, a backup job) and try again",
 )
 _READ_ONLY = (
     "the state database {path} cannot be written",
-    "check that the file and its folder belong to the user that runs gpupoold "
-    "and that the disk is not mounted read-only",
+    "check that the file and its folder belong to gpupoold's user, and that the disk is not "
+    "mounted read-only",
 )
 _CANNOT_OPEN = (
     "the state database {path} cannot be opened",
-    "check that its folder exists and that the user that runs gpupoold may write there",
+    "check that the folder exists and that gpupoold's user may write there",
 )
 _NOT_A_DATABASE = (
     "{path} is not a SQLite database",
-    "move it away to start with an empty registry, or put a backup in its place",
+    "move the file away to start with an empty registry, or replace the file by a backup",
 )
 _CORRUPT = (
     "the state database {path} is damaged",
-    "stop gpupoold and put a backup in its place, or recover it with: sqlite3 {path} .recover",
+    "stop gpupoold and replace the file by a backup, or recover the data: sqlite3 {path} .recover",
 )
 _IO_ERROR = (
     "reading or writing the state database {path} failed",
-    "look for disk errors in the system log",
+    "check the system log for disk errors",
 )
 
-# Keyed by primary result code; extended codes carry it in their low byte.
+# By primary result code, which is the low byte of an extended code.
 _MEANINGS: dict[int, tuple[str, str]] = {
     sqlite3.SQLITE_FULL: _FULL,
     sqlite3.SQLITE_BUSY: _LOCKED,
@@ -55,7 +55,7 @@ _MEANINGS: dict[int, tuple[str, str]] = {
 
 
 def explain(error: sqlite3.Error, path: Path) -> Failed | None:
-    """The error a user should see, or None when ``error`` is a mistake in our own SQL."""
+    """Return the error for the operator, or None if ``error`` is a defect of the program."""
     code = getattr(error, "sqlite_errorcode", None)
     meaning = None if code is None else _MEANINGS.get(code & 0xFF)
     if meaning is None:
@@ -64,7 +64,7 @@ def explain(error: sqlite3.Error, path: Path) -> Failed | None:
 
 
 def damaged(path: Path, detail: str) -> Failed:
-    """Return the error for a database whose own consistency check found ``detail``."""
+    """Return the error for a database that SQLite's check found damaged; ``detail`` says how."""
     return _failed(_CORRUPT, path, detail)
 
 
@@ -83,8 +83,9 @@ def explained(path: Path) -> Iterator[None]:
     """Convert SQLite errors caused by the disk or other programs to ``Failed``.
 
     Raises:
-        Failed: disk full, locked, read-only, unreadable, damaged or no database.
-        sqlite3.Error: any other error, a defect of the program.
+        Failed: the disk is full, or the file is locked, read-only, unreadable, damaged or not a
+            database.
+        sqlite3.Error: any other error: a defect of the program.
     """
     try:
         yield

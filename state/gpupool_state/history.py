@@ -36,7 +36,7 @@ from gpupoold.errors import Failed
 _log = logging.getLogger(__name__)
 _event_log = logging.getLogger("gpupoold.events")
 
-_MAX_PRUNED_ROWS = 1000  # per transaction, so that the registry never waits long
+_MAX_PRUNED_ROWS = 1000  # per transaction, because writes of the registry wait meanwhile
 _MAX_RETRY_S = 30.0
 _LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -53,7 +53,7 @@ class HistoryLimits:
     num_events_in_memory: int = 1_000
 
     def rows(self, table: HistoryTable) -> int:
-        """The row limit of ``table``."""
+        """Return the row limit of ``table``."""
         limits = {
             REQUESTS: self.num_requests,
             SWITCHES: self.num_switches,
@@ -64,14 +64,14 @@ class HistoryLimits:
 
 
 class History(HistoryReader):
-    """Stores the history without delaying or failing the caller.
+    """Stores the history without delaying the caller or raising errors of the disk.
 
     ``record_*`` put a row in memory and return; a task writes the rows every ``flush_interval_s``.
-    Rows that cannot be written wait in a bounded buffer and are retried at growing intervals; rows
-    beyond the buffer are dropped, oldest first, and counted in ``dropped_rows``. Reads of requests
-    and switches see written rows, reads of events all.
+    Rows that cannot be written stay in a bounded buffer and are retried at growing intervals; rows
+    beyond the buffer are dropped, oldest first, and counted in ``dropped_rows``. Queries of
+    requests, switches and minutes return written rows, queries of events all rows.
 
-    For the event loop's thread.
+    Not thread-safe: to be used in the event loop's thread.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class History(HistoryReader):
 
     @property
     def dropped_rows(self) -> int:
-        """Rows lost since the start because the buffer or the disk had no room."""
+        """Number of rows lost since the start."""
         return self._buffer.num_dropped
 
     @property
     def last_event_id(self) -> int:
-        """The id of the newest event, 0 when there has been none."""
+        """The id of the newest event, 0 without events."""
         return self._events.last_id
 
     async def start(self) -> None:
-        """Read where the tables end and start writing; needed before anything is recorded.
+        """Read the last ids of the tables and start the writing task; required before recording.
 
         Raises:
             Failed: the database cannot be read.
@@ -122,7 +122,7 @@ class History(HistoryReader):
         self._task = asyncio.create_task(self._write_until_stopped(), name="history-writer")
 
     async def stop(self) -> None:
-        """Write the buffer, if possible, and stop; never raises for the disk."""
+        """Write the buffer, if possible, and stop the writing task; never raises for the disk."""
         if self._task is None:
             return
         self._stopping.set()
@@ -130,7 +130,7 @@ class History(HistoryReader):
         self._events.close()
         await asyncio.wait([self._task])
         if await self._flush_safely():
-            await self._flush_safely()  # the first may have recorded that the disk is back
+            await self._flush_safely()  # the first flush may have recorded an event (disk works)
         self._task = None
         self._buffer.drop(len(self._buffer.take()))
 
@@ -145,11 +145,11 @@ class History(HistoryReader):
         )
 
     def record_request(self, row: RequestRow) -> None:
-        """Keep a finished request; never blocks."""
+        """Store a finished request; never blocks."""
         self._record(REQUESTS, self._next_id(REQUESTS), row)
 
     def record_switch(self, row: Switch) -> None:
-        """Keep a switch; never blocks."""
+        """Store a switch; never blocks."""
         self._record(SWITCHES, self._next_id(SWITCHES), row)
 
     def record_minute(self, row: MinuteRow) -> None:
@@ -159,7 +159,7 @@ class History(HistoryReader):
     def record_event(
         self, level: EventLevel, kind: EventKind, subject: str, message: str
     ) -> EventRow:
-        """Store an event, log it, and show it to followers at once; never blocks."""
+        """Store an event, write a log record and wake followers; never blocks."""
         event = self._events.publish(self._now(), level, kind, subject, message)
         fields = {"event_kind": kind, "event_subject": subject}
         text = "%s %s: %s"
@@ -168,10 +168,10 @@ class History(HistoryReader):
         return event
 
     async def events_after(self, after_id: int, limit: int = 100) -> list[EventRow]:
-        """Events with ids above ``after_id``, oldest first, those not yet on disk included.
+        """Return events with ids above ``after_id``, oldest first, also events not yet on disk.
 
         Raises:
-            Failed: older events are asked for and the database cannot be read.
+            Failed: some of the events are only on disk, and the database cannot be read.
         """
         limit = max(0, limit)
         floor_id = self._events.floor_id
@@ -237,7 +237,7 @@ class History(HistoryReader):
         try:
             return await self.flush()
         except Exception:
-            # Serving depends on nothing in here; the next round may do better.
+            # The writing task must not end: the next flush may succeed.
             _log.exception("writing the history failed unexpectedly")
             return False
 
@@ -245,8 +245,8 @@ class History(HistoryReader):
         try:
             await self._write(batch)
         except (Failed, asyncio.CancelledError):
-            # Whether the commit went through is not known: count again, and
-            # write again, which does nothing for rows that are there.
+            # The commit may have succeeded or not: count the rows again, and write the rows again,
+            # which has no effect for rows already in the table.
             self._num_rows.clear()
             self._buffer.put_back(batch)
             raise
@@ -269,7 +269,7 @@ class History(HistoryReader):
                 self._num_rows[table] += num_added
 
     async def _write_singly(self, batch: list[Entry]) -> None:
-        # One row that SQLite cannot take must not cost its neighbours, nor be retried for ever.
+        # A row that SQLite refuses is dropped; the rest of the batch is written.
         for index, item in enumerate(batch):
             try:
                 await self._write([item])
@@ -284,7 +284,7 @@ class History(HistoryReader):
     async def _prune(self) -> None:
         for table in TABLES:
             limit = self._limits.rows(table)
-            # A tenth at a time, so that a full table is not pruned at every flush.
+            # A tenth of the table at once, so that a full table is not pruned at every flush.
             batch = max(1, min(_MAX_PRUNED_ROWS, limit // 10))
             num_rows = await self._count(table)
             while num_rows > limit:
@@ -302,13 +302,12 @@ class History(HistoryReader):
         if self._failing:
             return
         self._failing = True
-        self.record_event(
-            "error", "history", "state", f"it cannot be written, serving goes on: {error}"
-        )
+        text = f"the history cannot be written, serving continues: {error}"
+        self.record_event("error", "history", "state", text)
 
     def _note_success(self) -> None:
         if not self._failing:
             return
         self._failing = False
-        text = f"the history is written again; {self.dropped_rows} rows were dropped so far"
+        text = f"the history is written again; {self.dropped_rows} rows were lost since the start"
         self.record_event("info", "history", "state", text)

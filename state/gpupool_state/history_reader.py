@@ -22,9 +22,9 @@ _SWITCH_ORDERS = {"latest": "id DESC", "slowest": "total_s DESC, id DESC"}
 
 
 class HistoryReader:
-    """Reads what has been written; every call raises Failed when the database cannot be read.
+    """Queries of written rows; every method raises Failed if the database cannot be read.
 
-    ``since`` is in wall-clock seconds everywhere, and None stands for any.
+    ``since`` is in wall-clock seconds. A condition of None matches all rows.
     """
 
     def __init__(self, db: Database) -> None:
@@ -33,7 +33,7 @@ class HistoryReader:
     async def recent_requests(
         self, model: str | None = None, since: float | None = None, limit: int = 100
     ) -> list[RequestRow]:
-        """Requests, latest arrival first; ``since`` bounds the arrival."""
+        """Return requests that arrived at ``since`` or later, latest arrival first."""
         wanted: dict[str, Value] = {"model = ?": model, "arrived_at >= ?": since}
         rows = await self._select("requests", wanted, "arrived_at DESC, id DESC", limit)
         return [request_row(row) for row in rows]
@@ -61,7 +61,7 @@ class HistoryReader:
         since: float | None = None,
         order: Literal["latest", "slowest"] = "latest",
     ) -> list[Switch]:
-        """Switches to a model on a worker, latest or slowest first."""
+        """Return switches to ``model`` on ``device``, latest or slowest first."""
         wanted: dict[str, Value] = {"model = ?": model, "device = ?": device, "at >= ?": since}
         rows = await self._select("switches", wanted, _SWITCH_ORDERS[order], limit)
         return [switch_row(row) for row in rows]
@@ -71,7 +71,7 @@ class HistoryReader:
     ) -> AsyncIterator[list[MinuteRow]]:
         """Yield minutes that ended after ``since``, of one model or of all, oldest first.
 
-        Minutes come in parts, because there may be very many.
+        Each list has at most ``num_at_once`` rows, because there may be very many minutes.
         """
         after = since - 60, _LARGEST_ID
         while True:
@@ -88,7 +88,7 @@ class HistoryReader:
     async def _select(
         self, table: str, wanted: dict[str, Value], order: str, limit: int
     ) -> list[sqlite3.Row]:
-        """Return rows that match all terms with a value."""
+        """Return the rows that match all conditions whose value is not None."""
         given = {term: value for term, value in wanted.items() if value is not None}
         where = f"WHERE {' AND '.join(given)}" if given else ""
         return await self._db.fetch_all(

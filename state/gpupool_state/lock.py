@@ -1,4 +1,4 @@
-"""One daemon per state folder: an exclusive lock on a file in the folder."""
+"""The exclusive lock of a state folder: a folder belongs to at most one daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCK_NAME = "gpupoold.lock"
 
 
 class StateLock:
-    """The held lock, from ``StateLock.acquire``. The kernel frees it at the process's end."""
+    """A held lock, returned by ``acquire``; the kernel releases the lock when the process ends."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder
@@ -26,12 +26,12 @@ class StateLock:
 
         Raises:
             Refused: another process has the lock; the message names its pid.
-            Failed: the folder cannot be made or written.
+            Failed: the folder cannot be created or written.
         """
         path = folder / LOCK_NAME
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Not inherited by children: they must not keep the lock after us.
+            # O_CLOEXEC, because a child with the descriptor would keep the lock.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(path, flags, 0o600)
         except OSError as error:
@@ -44,11 +44,11 @@ class StateLock:
         return cls(folder, descriptor)
 
     def release(self) -> None:
-        """Release the folder; repeated calls have no effect."""
+        """Release the lock; repeated calls have no effect."""
         if self._descriptor is None:
             return
-        # The file stays: unlinking it would let a third process lock a new
-        # file while a second one waits for the old.
+        # The file stays: after an unlink, a second process could lock the old file, opened before,
+        # while a third process creates and locks a new file.
         os.close(self._descriptor)
         self._descriptor = None
 
@@ -70,7 +70,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     except BlockingIOError as error:
         raise Refused(
             f"the state folder {folder} is in use by {_holder(descriptor)}",
-            "stop that gpupoold first, or give this one another state folder",
+            "stop the running gpupoold first, or choose another state folder",
         ) from error
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -78,8 +78,8 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def _write_pid(descriptor: int) -> None:
-    # The pid only serves the message above; a full disk must not keep the
-    # daemon from starting. Overwriting in place needs no new block then.
+    # Errors are ignored: only an error message uses the pid, and the daemon must start on a full
+    # disk. Writing with a fixed length in place needs no new block.
     try:
         os.pwrite(descriptor, f"{os.getpid():<20}\n".encode(), 0)
     except OSError:
@@ -94,6 +94,6 @@ def _holder(descriptor: int) -> str:
 def _unusable(folder: Path, error: OSError) -> Failed:
     return Failed(
         f"the state folder {folder} cannot be used: {error.strerror or error}",
-        "give gpupoold a folder that its user can create and write, on a disk mounted "
-        "read-write and with space left",
+        "choose a folder that gpupoold's user can create and write, on a disk mounted read-write "
+        "and with space left",
     )

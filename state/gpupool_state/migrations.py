@@ -1,4 +1,4 @@
-"""The schema as numbered steps, and their application to a database."""
+"""The schema as numbered steps, applied to a database in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS schema_migrations (
 
 @dataclass(frozen=True, slots=True)
 class SchemaMigration:
-    """A step of the schema; never changed after a release, only followed by another."""
+    """A step of the schema; a released step is never changed, only followed by further steps."""
 
     number: int
     name: str
@@ -61,7 +61,7 @@ MIGRATIONS: tuple[SchemaMigration, ...] = (
 
 
 async def applied(source: Source) -> tuple[AppliedMigration, ...]:
-    """The steps ``source`` has been through, in order; only reads."""
+    """Return the steps applied to ``source``, in order."""
     if "schema_migrations" not in await _tables(source):
         return ()
     rows = await source.fetch_all(
@@ -73,7 +73,7 @@ async def applied(source: Source) -> tuple[AppliedMigration, ...]:
 async def pending(
     source: Source, migrations: Sequence[SchemaMigration] = MIGRATIONS
 ) -> tuple[SchemaMigration, ...]:
-    """The steps ``source`` still has to go through, in order; only reads."""
+    """Return the steps not yet applied to ``source``, in order."""
     done = {step.number for step in await applied(source)}
     return tuple(step for step in migrations if step.number not in done)
 
@@ -83,9 +83,9 @@ async def migrate(
 ) -> tuple[SchemaMigration, ...]:
     """Update the database at ``path``; return the applied steps.
 
-    Each step and its bookkeeping row are one transaction, so a failed step leaves the database
-    unchanged and is repeated by the next call. An older database is first copied to
-    ``<path>.bak-<its number>``.
+    A step and the row that records the step are one transaction, so a failed step leaves the
+    database unchanged and is repeated by the next call. An older database is first copied to
+    ``<path>.bak-<number>``, with the number of the last applied step.
 
     Raises:
         Refused: the schema is newer than this program, or not gpupool's.
@@ -114,24 +114,25 @@ async def _check_known(
 ) -> None:
     if not done and await _tables(source) - {"schema_migrations"}:
         raise Refused(
-            f"{path} is a SQLite database, but not one of gpupool's",
-            "move it away or choose another state folder",
+            f"{path} is a SQLite database, but not a database of gpupool",
+            "move the file away or choose another state folder",
         )
     newest_known = max((step.number for step in migrations), default=0)
     if done and done[-1].number > newest_known:
         raise Refused(
             f"the state database {path} has schema version {done[-1].number}, "
             f"this gpupoold knows versions up to {newest_known}",
-            f"install a newer gpupool, or put the backup {path.name}.bak-{newest_known} "
-            "in its place if there is one",
+            "install a newer gpupool, or replace the file by the backup "
+            f"{path.name}.bak-{newest_known}, if present",
         )
     names = {step.number: step.name for step in migrations}
     for step in done:
         if names.get(step.number) != step.name:
             raise Refused(
                 f"the state database {path} has schema step {step.number} {step.name!r}, "
-                f"this gpupoold has {names.get(step.number)!r} under that number",
-                "it was made by a different build of gpupool: use that one, or another folder",
+                f"this gpupoold has {names.get(step.number)!r} as step {step.number}",
+                "a different build of gpupool wrote the database: use that build, or another "
+                "state folder",
             )
 
 
@@ -145,7 +146,7 @@ async def _back_up(writer: Writer, path: Path, number: int) -> None:
     except (OSError, Failed) as error:
         raise Failed(
             f"the backup {target} before changing the schema could not be written: {error}",
-            "make room in that folder and start again; the database was not changed",
+            "free some space in the folder and start again; the database was not changed",
         ) from error
 
 
@@ -163,5 +164,5 @@ async def _apply(writer: Writer, path: Path, step: SchemaMigration) -> None:
         detail = explain(error, path) or error if isinstance(error, sqlite3.Error) else error
         raise Failed(
             f"schema step {step.number} ({step.name}) of {path} failed: {detail}",
-            "nothing of that step was kept; mend the cause and start again",
+            "the database was not changed by the step; repair the cause and start again",
         ) from error

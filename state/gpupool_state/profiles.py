@@ -1,4 +1,4 @@
-"""Latency profiles of models per kind of device: fitted models as measured."""
+"""Measured latency profiles of models, by kind of device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpupool_state.writer import Source, Transaction
 
 
 class ProfilePhase(StrEnum):
-    """The phase of a fitted model."""
+    """The phase described by a profile."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -21,12 +21,12 @@ class ProfilePhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """A fitted model of one model and phase on one kind of device.
+    """The measured latency of a model in one phase on one kind of device.
 
-    ``device`` is the device's name, ``dtype`` the weights' type. ``law`` and ``constants`` are
-    those of ``gpupoold.latency``; a switch has only bytes per second. The sizes are 0 where not
-    needed. The measures of the fit are None without a fit. ``measured_at`` is in wall-clock
-    seconds.
+    ``device`` is the name of the kind of device, ``dtype`` the type of the weights. ``law`` and
+    ``constants`` are the fitted function, as in ``gpupoold.latency``; a switch has only bytes per
+    second. ``hidden_size`` and ``intermediate_size`` are 0 where not needed. ``r_squared`` and the
+    relative errors are None without a fit. ``measured_at`` is in wall-clock seconds.
     """
 
     device: str
@@ -53,20 +53,20 @@ _ORDER = "ORDER BY model, measured_at, device, phase"
 
 
 async def replace_profiles(tx: Transaction, model: str, rows: Sequence[ProfileRow]) -> None:
-    """Replace the model's profiles on the rows' devices."""
+    """Replace a model's profiles on the devices named in ``rows``."""
     for device in sorted({row.device for row in rows}):
         await tx.execute("DELETE FROM profiles WHERE model = ? AND device = ?", (model, device))
     await tx.execute_many(_INSERT, [_values(model, row) for row in rows])
 
 
 async def profiles_of(source: Source, model: str) -> tuple[ProfileRow, ...]:
-    """Return all profiles of a model, the latest at the end."""
+    """Return all profiles of a model, the latest last."""
     rows = await source.fetch_all(f"{_SELECT} WHERE model = ? {_ORDER}", (model,))
     return tuple(map(_profile_row, rows))
 
 
 async def all_profiles(source: Source) -> dict[str, tuple[ProfileRow, ...]]:
-    """Return the profiles of every model with some, by name."""
+    """Return the profiles by name of the model; models without profiles are left out."""
     found: dict[str, list[ProfileRow]] = {}
     for row in await source.fetch_all(f"{_SELECT} {_ORDER}"):
         found.setdefault(row["model"], []).append(_profile_row(row))
@@ -75,7 +75,7 @@ async def all_profiles(source: Source) -> dict[str, tuple[ProfileRow, ...]]:
 
 def _values(model: str, row: ProfileRow) -> tuple[str | int | float | None, ...]:
     values = {field.name: getattr(row, field.name) for field in fields(row)}
-    # JSON writes a float with as many digits as it takes to read the same one back.
+    # json.dumps writes enough digits of a float to read back the same value.
     changed = {"phase": row.phase.value, "constants": json.dumps(row.constants)}
     return (model, *(values | changed).values())
 

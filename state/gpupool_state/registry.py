@@ -17,7 +17,7 @@ from gpupoold.errors import NoSuchModel, Refused, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
-# A space cannot be part of an alias, so it can separate them.
+# A space cannot be part of an alias, so a space can separate aliases.
 _SELECT = """
 SELECT models.*, (
     SELECT group_concat(alias, ' ')
@@ -35,12 +35,12 @@ INSERT INTO models (
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A registered model and its known facts.
+    """A registered model and the facts known of the model.
 
-    ``architecture``, the byte counts and ``loaded_max_model_len`` (tokens; the engine's limit,
-    while ``spec.max_model_len`` is the requested one) are empty, 0 and None before the first load.
-    ``created_at`` is in wall-clock seconds. ``profiles`` are its latency profiles, the latest at
-    the end. ``is_pinned``: its snapshot stays in host memory.
+    ``loaded_max_model_len`` is the engine's limit in tokens, ``spec.max_model_len`` the requested
+    limit. Before the first load, ``architecture`` is empty, the byte counts are 0 and
+    ``loaded_max_model_len`` is None. ``created_at`` is in wall-clock seconds. ``profiles`` are the
+    latency profiles, the latest last. The weights snapshot of a pinned model stays in host memory.
     """
 
     spec: ModelSpec
@@ -56,12 +56,12 @@ class ModelRow:
 
 
 class Registry:
-    """Models and aliases in the database; every change is durable when its call returns.
+    """Models and aliases in the database; a change is durable when the call returns.
 
-    Names and aliases share one name space. All methods raise ``Failed`` when the disk is full or
-    the database locked or damaged; nothing is changed then. Methods that change a model take its
-    name, not an alias. All changes go through this object, so the list of models is read again only
-    after a change.
+    Names and aliases share one name space. All methods raise ``Failed``, and change nothing, if the
+    disk is full or the database is locked or damaged. Methods that change a model take the name,
+    not an alias. All changes must go through this object, because the list of models is cached
+    until the next change.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
@@ -99,7 +99,7 @@ class Registry:
         profiles = await all_profiles(self._db)
         rows = await self._db.fetch_all(f"{_SELECT} ORDER BY name")
         listed = [_model_row(row, profiles.get(row["name"], ())) for row in rows]
-        # What was read before a change, or beside it, is not kept.
+        # A list read before a change, or during a change, is not cached.
         if num_changes == self._num_changes:
             self._listed = tuple(listed)
         return listed
@@ -112,14 +112,14 @@ class Registry:
         add_aliases: Iterable[str] = (),
         remove_aliases: Iterable[str] = (),
     ) -> ModelRow:
-        """Change a model's targets and aliases together or not at all.
+        """Change a model's targets and aliases in one transaction.
 
-        Aliases are removed before others are added, so one call can replace aliases.
+        Aliases are removed before new aliases are added, so one call can replace aliases.
 
         Raises:
             NoSuchModel: no model has this name.
             UsageError: an alias is invalid.
-            Refused: an alias to add is taken, or one to remove is not this model's.
+            Refused: an alias to add is taken, or an alias to remove is not this model's.
         """
         added, removed = tuple(add_aliases), tuple(remove_aliases)
         check_names(added)
@@ -138,19 +138,19 @@ class Registry:
             return await _row(tx, name)
 
     async def set_targets(self, name: str, targets: Targets) -> ModelRow:
-        """Change a model's targets; raises as ``update``."""
+        """Change a model's targets. Raises as ``update``."""
         return await self.update(name, targets=targets)
 
     async def add_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
-        """Give a model more aliases, all or none; raises as ``update``."""
+        """Add aliases to a model, all or none. Raises as ``update``."""
         return await self.update(name, add_aliases=aliases)
 
     async def remove_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
-        """Take aliases from a model, all or none; raises as ``update``."""
+        """Remove aliases from a model, all or none. Raises as ``update``."""
         return await self.update(name, remove_aliases=aliases)
 
     async def set_state(self, name: str, state: ModelState, error: str = "") -> ModelRow:
-        """Record the model's state, and the reason of a failure.
+        """Record a model's state, and the reason of a failure.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -172,9 +172,9 @@ class Registry:
         kv_bytes_per_token: int,
         max_model_len: int,
     ) -> ModelRow:
-        """Record the facts of a load; does not change the state.
+        """Record the facts found by a load; ``max_model_len`` is the engine's limit in tokens.
 
-        ``max_model_len`` (tokens) becomes ``loaded_max_model_len``.
+        Does not change the state.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -189,7 +189,7 @@ class Registry:
             return await _row(tx, name)
 
     async def set_pinned(self, name: str, is_pinned: bool) -> ModelRow:
-        """Record whether the model's snapshot is to stay in host memory.
+        """Record whether a model's weights snapshot must stay in host memory.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -200,7 +200,7 @@ class Registry:
             return await _row(tx, name)
 
     async def set_profiles(self, name: str, rows: Sequence[ProfileRow]) -> ModelRow:
-        """Replace the model's profiles on the rows' devices.
+        """Replace a model's profiles on the devices named in ``rows``.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -211,7 +211,7 @@ class Registry:
             return await _row(tx, name)
 
     async def remove(self, name: str) -> None:
-        """Remove a model, its aliases and its profiles; its history stays.
+        """Remove a model with the aliases and profiles; the history stays.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -236,7 +236,7 @@ def _check_spec(spec: ModelSpec) -> None:
         if _storable(text) != text:
             raise UsageError(
                 f"the path {_storable(text)!r} of model {spec.name!r} is not valid UTF-8",
-                "rename the folder, or make a link to it with a plain name",
+                "rename the folder, or make a link with a plain name",
             )
 
 
@@ -258,8 +258,8 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def _storable(text: str) -> str:
-    # Text that was not UTF-8 arrives with lone surrogates, which SQLite cannot take.
-    # Each becomes a question mark, which no name can contain.
+    # SQLite refuses lone surrogates (bytes that were not UTF-8). A surrogate becomes a question
+    # mark, which no name can contain.
     return text.encode("utf-8", "replace").decode()
 
 
@@ -277,22 +277,22 @@ async def _check_free(tx: Transaction, name: str) -> None:
     if owner == name:
         raise Refused(
             f"a model named {name!r} is already registered",
-            "choose another name, or remove that model first",
+            "choose another name, or remove the registered model first",
         )
     if owner is not None:
         raise Refused(
             f"{name!r} is already an alias of model {owner!r}",
-            f"choose another, or take the alias from {owner!r} first",
+            f"choose another name, or remove the alias from {owner!r} first",
         )
 
 
 async def _check_model(tx: Transaction, name: str) -> None:
     owner = await _owner(tx, name)
     if owner is None:
-        raise NoSuchModel(f"no model is named {_storable(name)!r}", "look at the list of models")
+        raise NoSuchModel(f"no model is named {_storable(name)!r}", "see `gpupool list`")
     if owner != name:
         raise NoSuchModel(
-            f"no model is named {name!r}; it is an alias of {owner!r}", f"use {owner!r}"
+            f"no model is named {name!r}; {name!r} is an alias of {owner!r}", f"use {owner!r}"
         )
 
 
@@ -307,7 +307,7 @@ async def _delete_alias(tx: Transaction, name: str, alias: str) -> None:
     if not await tx.execute("DELETE FROM aliases WHERE alias = ? AND model = ?", own):
         raise Refused(
             f"{_storable(alias)!r} is not an alias of model {name!r}",
-            "look at the model's list of aliases",
+            f"see `gpupool show {name}` for the model's aliases",
         )
 
 

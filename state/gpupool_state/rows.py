@@ -23,11 +23,11 @@ Value = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """A finished request. A time is None if the request ended before.
+    """A finished request; a time is None if the request ended before.
 
-    ``arrived_at`` is in wall-clock seconds. ``tbt_*_s`` cover the gaps between its tokens.
-    ``device`` is where the request last ran, None if never. ``error`` is the message to its client,
-    empty without failure; ``api_key`` the public id of its key.
+    ``arrived_at`` is in wall-clock seconds. ``tbt_*_s`` are figures of the times between tokens.
+    ``device`` is the last device, None if the request never ran. ``error`` is the message sent to
+    the client, empty without a failure; ``api_key`` is the public id of the client's key.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """Something worth telling the operator; ids grow, ``at`` is wall-clock seconds."""
+    """An event for the operator; later events have larger ids, ``at`` is in wall-clock seconds."""
 
     id: int
     at: float
@@ -79,14 +79,14 @@ Row = RequestRow | Switch | EventRow | MinuteRow
 
 @dataclass(frozen=True, slots=True)
 class HistoryTable:
-    """A history table; ``columns`` omit its ``id``."""
+    """A history table; ``columns`` are all columns except ``id``."""
 
     name: str
     columns: tuple[str, ...]
 
     @property
     def insert(self) -> str:
-        """Statement that adds a row unless its id exists: writing a batch twice is harmless."""
+        """Statement that adds a row unless the id exists: writing a batch twice is harmless."""
         marks = ", ".join("?" for _ in range(len(self.columns) + 1))
         return (
             f"INSERT INTO {self.name} (id, {', '.join(self.columns)}) VALUES ({marks}) "
@@ -118,14 +118,14 @@ TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row for its table; ``values`` begin with the id."""
+    """A row to write to a table; ``values`` begin with the id."""
 
     table: HistoryTable
     values: tuple[Value, ...]
 
 
 def entry(table: HistoryTable, row_id: int, row: Row) -> Entry:
-    """``row`` ready to be written under ``row_id``."""
+    """Return ``row`` in the form for writing, with the id ``row_id``."""
     names = (column.replace("late_by_", "lateness.") for column in table.columns)
     return Entry(table, (row_id, *attrgetter(*names)(row)))
 

@@ -1,12 +1,13 @@
-"""The statements of the schema's migrations.
+"""The SQL statements of the schema's migrations.
 
-Times named ``*_at`` are wall-clock seconds since 1970, ``*_s`` are durations.
+Columns named ``*_at`` are wall-clock seconds since 1970, columns named ``*_s`` durations in
+seconds.
 """
 
 from __future__ import annotations
 
-# Names and aliases share one name space. The registry checks that and explains
-# it; the triggers keep it true whoever else writes to the file.
+# Names and aliases share one name space. The registry checks names and raises errors with a reason;
+# the triggers protect the file against other programs.
 CREATE_REGISTRY = (
     """
     CREATE TABLE models (
@@ -47,7 +48,7 @@ CREATE_REGISTRY = (
     """,
 )
 
-# A model's laws go with it, so one that is registered anew is measured anew.
+# Removing a model deletes the model's profiles, so a model that is added again is measured again.
 CREATE_PROFILES = (
     """
     CREATE TABLE profiles (
@@ -73,8 +74,8 @@ CREATE_PROFILES = (
 
 ADD_PINS = ("ALTER TABLE models ADD COLUMN is_pinned INTEGER NOT NULL DEFAULT 0",)
 
-# A histogram is JSON: the sum of all durations in seconds, then pairs of a bucket's number and
-# how many fell into it. Bucket i has durations up to 10 ** (i / 32 - 4) seconds.
+# A histogram is JSON: the sum of all durations in seconds, then pairs of bucket number and count,
+# as in gpupoold.stats.histogram.Histogram.text.
 CREATE_SLO_MINUTES = (
     """
     CREATE TABLE slo_minutes (
@@ -101,7 +102,7 @@ CREATE_SLO_MINUTES = (
     "ALTER TABLE requests ADD COLUMN error TEXT NOT NULL DEFAULT ''",
 )
 
-# History keeps models by name without a foreign key: it outlives their removal.
+# The history has model names without a foreign key, because rows outlive the models.
 CREATE_HISTORY = (
     """
     CREATE TABLE requests (
@@ -152,7 +153,7 @@ CREATE_HISTORY = (
     """,
 )
 
-# The rows of revoked keys stay, for the history's sake: their names are free again.
+# The rows of revoked keys stay, because the history refers to keys by id; the names are free again.
 CREATE_API_KEYS = (
     """
     CREATE TABLE api_keys (

@@ -1,4 +1,4 @@
-"""The one writing connection, and its transactions."""
+"""The only writing connection to the database, and transactions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gpupoold.errors import Failed
 
 
 class Source(Protocol):
-    """A source of rows: a transaction, the writer, the database."""
+    """A source of rows: a transaction, the writer or the database."""
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """All rows of a query."""
+        """Return all rows of a query."""
         ...
 
 
@@ -37,23 +37,23 @@ class Transaction:
             return cursor.rowcount
 
     async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
-        """Run one statement once per row of ``rows``; return the total number of changed rows."""
+        """Run a statement for each row of values; return the total number of changed rows."""
         self._check_open()
         async with self._connection.executemany(sql, rows) as cursor:
             return cursor.rowcount
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """All rows of a query; sees this transaction's own changes."""
+        """Return all rows of a query, with this transaction's changes."""
         self._check_open()
         return list(await self._connection.execute_fetchall(sql, values))
 
     async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
-        """The first row of a query, None when there is none."""
+        """Return the first row of a query, or None."""
         rows = await self.fetch_all(sql, values)
         return rows[0] if rows else None
 
     def end(self) -> None:
-        """Forbid later use, which would run outside the transaction."""
+        """Make later calls raise RuntimeError, because these would run outside the transaction."""
         self._open = False
 
     def _check_open(self) -> None:
@@ -62,7 +62,7 @@ class Transaction:
 
 
 class Writer:
-    """Owner of the write connection; transactions run one at a time, in order of arrival."""
+    """The owner of the write connection; runs one transaction at a time, in order of request."""
 
     def __init__(self, connection: aiosqlite.Connection, path: Path) -> None:
         self._connection = connection
@@ -74,16 +74,14 @@ class Writer:
 
     @asynccontextmanager
     async def transaction(self, *, durable: bool = True) -> AsyncIterator[Transaction]:
-        """Begin a write transaction: committed at the block's end, rolled back after an
-        exception.
+        """Begin a write transaction, committed at the end of the block, rolled back on errors.
 
-        After the block's end without an error the change survives a kill of the process and, if
-        ``durable``, a power failure. A cancellation during the commit is delivered after the
-        commit.
+        A committed change survives a kill of the process and, if ``durable``, a power failure. A
+        cancellation during the commit is delivered after the commit.
 
         Raises:
-            Failed: the disk is full; the database is locked, read-only, damaged or closed.
-            RuntimeError: opened inside another transaction of the same task.
+            Failed: the disk is full, or the database is locked, read-only, damaged or closed.
+            RuntimeError: the same task has a transaction open.
         """
         if self._owner is not None and self._owner is asyncio.current_task():
             raise RuntimeError("a write transaction was opened inside another")
@@ -98,7 +96,7 @@ class Writer:
                     yield transaction
                     await to_the_end(self._commit())
             except BaseException:
-                # Does nothing when the commit had gone through or SQLite itself rolled back.
+                # Without effect if the commit succeeded or SQLite has rolled back.
                 with suppress(sqlite3.Error):
                     await to_the_end(self._connection.rollback())
                 raise
@@ -107,12 +105,12 @@ class Writer:
                 self._owner = None
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """All rows of a query outside any transaction (start-up only)."""
+        """Return all rows of a query outside of transactions; to be used only at the start."""
         with explained(self._path):
             return list(await self._connection.execute_fetchall(sql, values))
 
     async def copy_to(self, target: Path) -> None:
-        """Write a consistent, compacted copy of the database to ``target``, which must not exist.
+        """Write a consistent, compacted copy of the database; ``target`` must not exist.
 
         Raises:
             Failed: the disk is full or the folder cannot be written.
@@ -127,27 +125,27 @@ class Writer:
                 await self._connection.close()
 
     async def _begin(self, durable: bool) -> None:
-        if durable != self._durable:  # it cannot be changed within a transaction
+        if durable != self._durable:  # SQLite cannot change the level within a transaction
             level = "FULL" if durable else "NORMAL"
             await self._connection.execute_fetchall(f"PRAGMA synchronous = {level}")
             self._durable = durable
-        # IMMEDIATE takes the write lock now, so that a lock held by another
-        # program shows before any work is done instead of half-way through.
+        # IMMEDIATE takes the write lock now, so that a lock of another program fails the
+        # transaction before any work is done.
         async with self._connection.execute("BEGIN IMMEDIATE"):
             pass
 
     async def _commit(self) -> None:
-        # Not connection.commit(): that is silent when SQLite has already
-        # rolled the transaction back, as it does on some disk errors.
+        # Not connection.commit(), which raises no error if SQLite has rolled the transaction back,
+        # as happens on some disk errors.
         async with self._connection.execute("COMMIT"):
             pass
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work`` until it is finished even if the caller is cancelled meanwhile.
+    """Await ``work`` to the end, even if the caller is cancelled during the wait.
 
     Raises:
-        asyncio.CancelledError: after ``work`` has ended, when a cancellation came.
+        asyncio.CancelledError: the caller was cancelled; raised after ``work`` has ended.
     """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None

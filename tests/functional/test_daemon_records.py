@@ -88,7 +88,7 @@ class TestPlan:
             # The fits of the emulated device are not taken for those of a GPU.
             assert model["step_times"] == "scaled"
             assert model["weight_bytes"] > 0
-        assert any("on CPU x" in note and "says nothing of H800" in note for note in plan["notes"])
+        assert any("on CPU x" in note and "do not apply to H800" in note for note in plan["notes"])
         table = cli(served, "plan", *arguments)
         assert table.returncode == 0
         assert all(name in table.stdout for name in NAMES)

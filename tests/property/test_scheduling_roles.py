@@ -33,9 +33,9 @@ class Arrivals:
         driver.now_s += 1.0
         for _ in range(rps):
             driver.arrive(model, "r", prompt_tokens=prompt_tokens)
-            driver.tell(e.Ended("r"))
+            driver.send(e.Ended("r"))
         before = self.free_covers()
-        changes = [one for one in driver.tell(e.Tick()) if isinstance(one, ChangeRole)]
+        changes = [one for one in driver.send(e.Tick()) if isinstance(one, ChangeRole)]
         assert len(changes) <= 1
         assert not self.fixed & {one.device for one in changes}
         assert self.free_covers() or not before, "a stage has lost its last device"
@@ -77,10 +77,10 @@ def test_whatever_happens_stages_keep_a_device_and_fixed_roles_stay(
         if what == "role":
             assert isinstance(first, Role)
             is_fixed = bool(second)
-            box.driver.tell(e.RoleSet(number, first, is_fixed))
+            box.driver.send(e.RoleSet(number, first, is_fixed))
             (box.fixed.add if is_fixed else box.fixed.discard)(number)
         elif what == "drain":
-            box.driver.tell(e.DrainSet(number, bool(first)))
+            box.driver.send(e.DrainSet(number, bool(first)))
         else:
             assert isinstance(first, int)
             assert isinstance(second, int)

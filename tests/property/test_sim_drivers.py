@@ -42,7 +42,7 @@ class Driver(Protocol):
     def attach(self, live: SimLive) -> None: ...
     def plan(self, turn: Turn | None, then: str | None) -> None: ...
     def abort(self, live: SimLive) -> None: ...
-    def give_up(self, live: SimLive) -> None: ...
+    def release(self, live: SimLive) -> None: ...
     def next_due_s(self) -> float | None: ...
 
 
@@ -99,8 +99,8 @@ class Virtual(Reported):
     def abort(self, live: SimLive) -> None:
         self.sim.abort([live])
 
-    def give_up(self, live: SimLive) -> None:
-        self.sim.give_up(live)
+    def release(self, live: SimLive) -> None:
+        self.sim.release(live)
 
 
 class Real(Reported):
@@ -155,7 +155,7 @@ class Real(Reported):
     def abort(self, live: SimLive) -> None:
         self.device.abort([live.request.id])
 
-    def give_up(self, live: SimLive) -> None:
+    def release(self, live: SimLive) -> None:
         self.device.migrate_out(m.MigrateOut(live.request.model, live.request.id))
 
 
@@ -227,9 +227,9 @@ def carry_out(driver: Driver, order: Order) -> None:
             driver.attach(SimLive(order.request, num_before=1))
         case "abort" if is_here and live is not None:
             driver.abort(live)
-        case "give_up" if is_here and live is not None:
+        case "release" if is_here and live is not None:
             if live not in driver.sim.requests.attaching:
-                driver.give_up(live)
+                driver.release(live)
 
 
 @st.composite
@@ -255,7 +255,7 @@ def scripts(draw: st.DrawFn) -> Script:
         )
         if draw(st.integers(0, 3)) == 0:
             later_s = request.arrival_s + draw(st.integers(0, 3000)) / 1000
-            orders.append(Order(draw(st.sampled_from(("abort", "give_up"))), later_s, request))
+            orders.append(Order(draw(st.sampled_from(("abort", "release"))), later_s, request))
     for _ in range(draw(st.integers(0, 4))):
         at_s = draw(st.integers(0, 4000)) / 1000
         orders.append(Order("turn", at_s, None, draw(quotas_s) + 5e-5, draw(chunks)))

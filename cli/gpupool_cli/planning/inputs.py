@@ -1,4 +1,4 @@
-"""Inputs of ``gpupool plan``: models and their load, with notes on changes."""
+"""Inputs of ``gpupool plan``: models and their load, with notes on what was left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Models(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All inputs of the answers."""
+    """Models and load of a plan, with notes for the report."""
 
     models: tuple[PlannedModel, ...]
     load: PlanLoad
@@ -41,10 +41,10 @@ def models_of_file(path: Path) -> Models:
 
 
 def registered_models(infos: Sequence[ModelInfo]) -> Models:
-    """Return a daemon's models, without failed ones.
+    """Return a daemon's models, without failed models.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no model is left, or a model's sizes are unknown.
     """
     failed = [info.name for info in infos if info.state == "failed"]
     models = tuple(_planned(info) for info in infos if info.state != "failed")
@@ -73,11 +73,16 @@ def make_inputs(
             for one in history
         ]
         load, num_left_out = history_load(past, names, duration_s)
-        left_out = f"Recorded requests left out, without tokens or of others: {num_left_out:,}."
+        left_out = (
+            f"Recorded requests left out, without tokens or of removed models: {num_left_out:,}."
+        )
         return Inputs(models, load, (*found.notes, *([left_out] if num_left_out else [])))
     if trace is not None:
         requests = trace_load(Path(trace), names, duration_s)
-        drawn = "The trace names no models: each request goes to one by a draw, few get most."
+        drawn = (
+            "The trace names no models: a draw assigned the requests to models, most to few of "
+            "them."
+        )
         notes = [drawn] if requests.spread_over else []
         return Inputs(models, requests, (*found.notes, *notes))
     by_name = dict(zip(names, _rates(models, rates), strict=True))
@@ -85,13 +90,13 @@ def make_inputs(
 
 
 def _rates(models: Sequence[PlannedModel], rates: Sequence[float] | None) -> Sequence[float]:
-    """Requests per second of each model."""
+    """Return the requests per second of each model. Raises UsageError if unknown."""
     if rates is None:
         known = [model.rps for model in models if model.rps is not None]
         missing = [model.name for model in models if model.rps is None]
         if missing:
             raise UsageError(
-                f"no load is known of {missing[0]}" if known else "no load to plan for",
+                f"the load of {missing[0]} is unknown" if known else "no load to plan for",
                 "give --rps R, --trace FILE, --trace recorded, or rps in the file of models",
             )
         return known
@@ -100,7 +105,8 @@ def _rates(models: Sequence[PlannedModel], rates: Sequence[float] | None) -> Seq
     if len(rates) != len(models):
         raise UsageError(
             f"--rps has {len(rates)} rates for {len(models)} models",
-            f"give one, or one for each of {', '.join(model.name for model in models)}",
+            "give one rate for all models, or a rate for each of "
+            f"{', '.join(model.name for model in models)}",
         )
     return rates
 
@@ -115,7 +121,7 @@ def _planned(info: ModelInfo) -> PlannedModel:
     except UsageError as error:
         problem = error.message
     if not (weight_bytes and kv_bytes_per_token):
-        raise UsageError(f"{info.name}: was never loaded, and {problem}")
+        raise UsageError(f"{info.name}: not loaded yet, so the sizes are unknown, and {problem}")
     return PlannedModel(
         info.name,
         Targets(info.ttft_s, info.tbt_s),

@@ -1,4 +1,4 @@
-"""``gpupool plan``: the fit of a load on a box before its purchase, and remedies."""
+"""``gpupool plan``: whether a load fits a box, and remedies, before the box is bought."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
 REGISTERED, RECORDED = "registered", "recorded"
-# Runs of a random load, because a single run may be lucky.
+# Runs of a random load; a single run would depend too much on chance.
 _NUM_RUNS = 3
 
 
@@ -101,7 +101,7 @@ def plan(
 def _inputs(
     ctx: typer.Context, models: str, trace: str | None, rps: str | None, duration: float | None
 ) -> Inputs:
-    """The models and the load, from files or from the daemon."""
+    """Read the models and the load, from files or from the daemon."""
     if trace is not None and rps is not None:
         raise UsageError("both --trace and --rps: give one of the two")
     example = "0.1, or 0.1,0.2,0.5 for three models"

@@ -1,4 +1,4 @@
-"""Attainment against load in the papers' form; matplotlib is imported on first use."""
+"""Plots of attainment against load, as in the papers; matplotlib is imported on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUFFIXES = (".svg", ".png")
 _PANELS_PER_LINE = 4
 _PANEL_INCHES = (4.6, 3.4)
 _AXIS_LABELS = {"models": "models", "rps": "requests/s per model"}
-# Okabe and Ito's colours, which the colour-blind can tell apart; then the marker.
+# Colours and markers. The colours are Okabe and Ito's, distinguishable for colour-blind readers.
 _STYLES = (
     ("#0072B2", "o"),
     ("#D55E00", "s"),
@@ -33,7 +33,7 @@ _STYLES = (
 
 
 def check_plot(path: Path) -> None:
-    """Raise UsageError unless a plot can be written there."""
+    """Raise UsageError unless a plot can be written to ``path``."""
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"{path}: the file name of a plot must end in {' or '.join(_SUFFIXES)}")
     if not path.absolute().parent.is_dir():
@@ -43,7 +43,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(rows: Sequence[RunRow], titles: Mapping[str, str], path: Path) -> None:
-    """Draw one panel per preset, with ``titles`` by preset, and write the file.
+    """Draw a panel per preset, with ``titles`` by preset, and write the file.
 
     Raises:
         UsageError: the file cannot be written.
@@ -53,7 +53,7 @@ def save_plot(rows: Sequence[RunRow], titles: Mapping[str, str], path: Path) -> 
 
     with matplotlib.rc_context({"svg.hashsalt": "gpupool", "font.size": 11}):
         figure = _draw(Figure(layout="constrained"), rows, titles)
-        # Without a date the same rows give the same file.
+        # No date, so that equal rows give equal files.
         metadata = {"Date": None} if path.suffix == ".svg" else {}
         try:
             figure.savefig(path, dpi=150, metadata=metadata)
@@ -109,7 +109,7 @@ def _draw_lines(axes: Axes, rows: Sequence[RunRow], styles: Mapping[str, tuple[s
 
 
 def _draw_bars(axes: Axes, rows: Sequence[RunRow], styles: Mapping[str, tuple[str, str]]) -> None:
-    """A single load: one bar per policy, with its number."""
+    """Draw a single load: a labelled bar per policy."""
     for position, row in enumerate(rows):
         height = 100 * (row["attainment"] or 0.0)
         axes.bar(position, height, color=styles[row["policy"]][0])

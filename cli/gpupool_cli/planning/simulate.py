@@ -1,4 +1,4 @@
-"""``gpupool simulate``: a box that is not there, under a policy, in virtual time."""
+"""``gpupool simulate``: a simulated box under scheduling policies, in virtual time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def simulate(
     ] = None,
     roles: Annotated[
         str | None,
-        typer.Option(help="Roles of the devices: auto, mixed, or such as 2xprefill,6xdecode."),
+        typer.Option(help="Roles of the devices: auto, mixed, or a list like 2xprefill,6xdecode."),
     ] = None,
     ttft: TtftOption = None,
     tbt: TbtOption = None,
@@ -93,8 +93,8 @@ def simulate(
 ) -> None:
     """Simulate a box of GPUs: a preset, a file of requests, or Poisson arrivals.
 
-    A preset brings its own values for all options but --jobs, --json and --plot.
-    Without one they are those of aegaeon-fig11a, with 40 and 70 models.
+    A preset sets all options except --jobs, --json and --plot; given options override the preset.
+    Without a preset the values of aegaeon-fig11a apply, with 40 and 70 models.
     """
     if list_presets:
         _print_presets()
@@ -142,7 +142,7 @@ def _points(
 
 
 def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[RunRow]:
-    """The rows of all points; printed one by one as JSON if asked for."""
+    """Run all points and return the rows; with ``as_json`` print each row at once."""
     rows: list[RunRow] = []
     with PointsView(points, jobs, keeps_stdout=as_json) as view:
         for row in run_points(points, jobs=jobs, on_progress=view.show):
@@ -150,12 +150,12 @@ def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[RunRow]:
             view.finished(len(rows))
             if as_json and "refused" not in row:
                 print_line(json.dumps(row))
-    _tell_refusals(rows)
+    _print_refusals(rows)
     return rows
 
 
-def _tell_refusals(rows: Sequence[RunRow]) -> None:
-    """Say which points were refused; raises UsageError if all were."""
+def _print_refusals(rows: Sequence[RunRow]) -> None:
+    """Print the refused points to stderr. Raises UsageError if all points were refused."""
     refusals = [row for row in rows if "refused" in row]
     if len(refusals) == len(rows):
         raise UsageError(refusals[0]["refused"])

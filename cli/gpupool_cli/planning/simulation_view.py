@@ -40,8 +40,8 @@ _GOODPUT_COLUMNS = (Column("PRESET"), Column("POLICY"), Column("90 % GOODPUT"))
 class PointsView(BarView):
     """The progress of a list of points; use as a context manager.
 
-    A bar on a terminal, else one line per point. ``keeps_stdout``: rows go to stdout at the same
-    time, so no bar is drawn on the same terminal.
+    Draws a bar on a terminal, else prints a line per point. With ``keeps_stdout`` the rows are
+    printed to stdout at the same time, so no bar is drawn if stdout is a terminal.
     """
 
     def __init__(self, points: Sequence[Point], jobs: int, *, keeps_stdout: bool) -> None:
@@ -56,11 +56,11 @@ class PointsView(BarView):
     def __enter__(self) -> Self:
         super().__enter__()
         if self._in_order:
-            self._tell(0)
+            self._write(0)
         return self
 
     def show(self, index: int, at_s: float, duration_s: float) -> None:
-        """Point ``index`` is at the virtual time ``at_s`` of ``duration_s``."""
+        """Show that point ``index`` is at the virtual time ``at_s`` of ``duration_s``."""
         if self._bar is None or time.monotonic() - self._shown_s < _SHOW_EVERY_S:
             return
         self._shown_s = time.monotonic()
@@ -69,15 +69,15 @@ class PointsView(BarView):
         self._bar.update(self._task, completed=done, description=text)
 
     def finished(self, count: int) -> None:
-        """The first ``count`` points are done."""
+        """Show that the first ``count`` points are done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=count)
         if not self._in_order:
-            self._tell(count - 1)
+            self._write(count - 1)
         elif count < len(self._points):
-            self._tell(count)
+            self._write(count)
 
-    def _tell(self, index: int) -> None:
+    def _write(self, index: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, description=self._label(index))
         else:
@@ -88,7 +88,7 @@ class PointsView(BarView):
 
 
 def print_rows(rows: Sequence[RunRow]) -> None:
-    """Print a table of the rows, and one of the goodputs where a load was swept."""
+    """Print a table of the rows, and a table of goodputs for presets that sweep a load."""
     more = _more_columns(rows)
     columns = [*_COLUMNS, *(column for column, _ in more)]
     print_table(columns, [[*_cells(row), *(cell(row) for _, cell in more)] for row in rows])
@@ -117,7 +117,7 @@ def _goodput_text(best: Goodput | None, axis: str, lowest: float) -> str:
 
 
 def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow], str]]]:
-    """Return columns that only some experiments need, with their text per row."""
+    """Return the columns that only some experiments need, with functions for the cells."""
     more: list[tuple[Column, Callable[[RunRow], str]]] = []
     if any("active_models_mean" in row for row in rows):
         more.append((_ACTIVE, _active))

@@ -1,4 +1,4 @@
-"""The output of ``gpupool plan``: answers in plain words, or one JSON document."""
+"""The output of ``gpupool plan``: answers as text, or a JSON document."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Planned:
 
 
 class PlanProgress(BarView):
-    """Progress of the simulations on stderr, on a terminal; use as a context manager."""
+    """The progress of the simulations, on stderr of a terminal; use as a context manager."""
 
     def __init__(self) -> None:
         super().__init__(SpinnerColumn(), description_column(), TimeElapsedColumn())
@@ -69,13 +69,13 @@ class PlanProgress(BarView):
             self._task = self._bar.add_task("simulating", total=None)
 
     def show(self, what: str, num_runs: int) -> None:
-        """``num_runs`` are done; next is ``what``."""
+        """Show that ``num_runs`` runs are done and that ``what`` comes next."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"run {num_runs + 1}: {what}")
 
 
 def plan_document(planned: Planned) -> dict[str, object]:
-    """Return everything as one JSON object; ``docs/planning.md`` describes the keys."""
+    """Return the answers as a JSON object; ``docs/planning.md`` describes the keys."""
     question, plan = planned.question, planned.plan
     shown, box, best = plan.forecast, question.box, plan.policies[0]
     size = box.tensor_parallel_size
@@ -134,7 +134,7 @@ def print_plan(planned: Planned) -> None:
 
 
 class _Writer:
-    """Lines of the report; shares are rounded down so that no missed target looks reached."""
+    """Lines of the report. Shares are rounded down: a missed target must not look reached."""
 
     def __init__(self, target: float) -> None:
         self._target = target
@@ -146,13 +146,13 @@ class _Writer:
         return "nothing" if share is None else f"{self.number(share)} %"
 
     def number(self, share: float | None) -> str:
-        """Return a number for a column whose title names the unit."""
+        """Return a percentage without the sign."""
         if share is None:
             return NOTHING
         return f"{self._floored(share):g}"
 
     def cell(self, share: float | None) -> str:
-        """Return a number with all decimals, for alignment."""
+        """Return a percentage without the sign, with all decimals, for a column of a table."""
         return NOTHING if share is None else f"{self._floored(share):.{self._decimals}f}"
 
     def _floored(self, share: float) -> float:
@@ -160,9 +160,9 @@ class _Writer:
         return math.floor(100 * share * scale + 1e-6) / scale
 
     def attained(self, attained: Attained, after: str = "") -> str:
-        """Return a share with the range of several runs, or the reason for none.
+        """Return a share and the range of several runs, or the reason why no run was possible.
 
-        ``after`` is inserted in between.
+        ``after`` is inserted between share and range.
         """
         if attained.refused:
             return attained.refused
@@ -192,7 +192,7 @@ class _Writer:
             print_line(line)
 
     def fit_lines(self, planned: Planned) -> Iterator[str]:
-        """Attainment against target, and the worst models."""
+        """Yield attainment against target, and the worst models."""
         plan = planned.plan
         wanted = self.percent(self._target)
         num_runs = len(plan.attained.by_run)
@@ -214,7 +214,7 @@ class _Writer:
         yield f"{of} {_are(below)} below {wanted}: {', '.join(shares)}{more}"
 
     def device_lines(self, planned: Planned) -> Iterator[str]:
-        """Yield the needed number of devices, with the results around it."""
+        """Yield the needed number of devices, and the results of that number and of fewer."""
         question, plan = planned.question, planned.plan
         size, now = question.box.tensor_parallel_size, question.box.num_devices
         by_count = {one.num_devices: one for one in plan.counts}
@@ -230,7 +230,7 @@ class _Writer:
             return
         needed = by_count[plan.needed]
         verb = "is" if plan.needed * size == 1 else "are"
-        enough = "" if plan.needed != now else ", as many as there are"
+        enough = "" if plan.needed != now else ", as many as the box has"
         yield (
             f"{plan.needed * size} {verb} needed{enough}: {needed.text} gives "
             f"{self.attained(needed.attained)}."
@@ -241,7 +241,7 @@ class _Writer:
             yield f"{fewer_text} is not enough: {self.attained(fewer[-1].attained)}."
 
     def policy_line(self, result: PolicyResult, num_devices: int) -> str:
-        """Return a policy's attainment and its split."""
+        """Return a policy's attainment and best split into prefill and decode devices."""
         if refused := result.attained.refused:
             return f"{result.policy}: {refused.removeprefix(f'{result.policy} ')}"
         split = ""
@@ -251,7 +251,7 @@ class _Writer:
         return f"{result.policy}: {self.attained(result.attained)}{split}"
 
     def change_lines(self, planned: Planned) -> Iterator[str]:
-        """Yield sufficient changes, cheapest first; or the growth that still fits."""
+        """Yield sufficient changes, cheapest first; if the load fits, how much it may grow."""
         plan = planned.plan
         if plan.growth is not None:
             yield f"No change is needed. {_growth_text(plan.growth, plan.growth_limit)}"
@@ -259,7 +259,7 @@ class _Writer:
         enough = [one for one in plan.changes if one.attained.reaches(self._target)]
         short = [one for one in plan.changes if not one.attained.reaches(self._target)]
         if enough:
-            yield "Each of these alone was simulated and is enough; the cheapest comes first:"
+            yield "Each of these changes was simulated and is enough alone, the cheapest first:"
             for number, one in enumerate(enough, start=1):
                 yield f"{number}. {one.text}: {self.attained(one.attained)}"
         best: dict[str, Tried] = {}
@@ -338,8 +338,8 @@ def _growth_text(growth: float, limit: float | None) -> str:
     if limit is None:
         return f"Even {growth:g} times this load fits."
     if growth == 1:
-        return f"But {limit:g} times this load would not fit any more."
-    return f"The load may grow to {growth:g} times this; {limit:g} times is too much."
+        return f"But {limit:g} times this load would not fit."
+    return f"The load may grow to {growth:g} times the present; {limit:g} times is too much."
 
 
 def _count(number: int, what: str) -> str:

@@ -1,1 +1,1 @@
-"""The planner: whether given models fit given devices, and the first change to make."""
+"""The planner: the answer to "do these models fit on these devices", and changes to make."""

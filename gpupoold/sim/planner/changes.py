@@ -1,6 +1,7 @@
 """Single changes to a box that does not fit, from the cheapest: targets, load, hardware.
 
-Each is a :class:`~gpupoold.sim.planner.run.Setup` to simulate; the module decides nothing.
+A change has a :class:`~gpupoold.sim.planner.run.Setup`; the planner simulates the setup to find out
+whether the change suffices.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FASTER_LINK = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """A change; ``kind`` is its word in JSON, ``text`` the instruction."""
+    """A change; ``kind`` is the change's name in JSON, ``text`` the instruction."""
 
     kind: str
     text: str
@@ -39,8 +40,9 @@ def chains(
 ) -> Iterator[tuple[PlanChange, ...]]:
     """Yield changes from the cheapest to the most expensive.
 
-    A tuple has one change in growing amounts: the first sufficient one ends the tuple. ``worst``
-    are the models below the target, ``needed`` the least sufficient number of devices.
+    A tuple has the same change in growing amounts, to be tried up to the first sufficient amount.
+    ``worst`` names the models below the target; ``needed`` is the least sufficient number of
+    devices. ``models_on`` returns the models on another kind of device.
     """
     yield _relaxed(setup, worst, "tbt")
     yield _relaxed(setup, worst, "ttft")
@@ -55,14 +57,14 @@ def chains(
 
 
 def next_round(value: float) -> float:
-    """Return the next value above among usual ones: 1, 1.5, 2, 3, 5, 7.5, 10, ..."""
+    """Return the next larger of the round values 1, 1.5, 2, 3, 5, 7.5, 10, ..."""
     decade = 10.0 ** math.floor(math.log10(value))
     steps = (round(step * scale, 9) for scale in (decade, 10 * decade) for step in _ROUND)
     return next(step for step in steps if step > value * (1 + 1e-9))
 
 
 def _relaxed(setup: Setup, worst: Sequence[str], target: str) -> tuple[PlanChange, ...]:
-    """The worst models' TTFT or TBT at the next round values."""
+    """Return longer TTFT or TBT targets for the worst models, at the next round values."""
     field = f"{target}_s"
     steps: list[PlanChange] = []
     values = {name: getattr(setup.models[name].targets, field) for name in worst}
@@ -94,7 +96,7 @@ def _relaxed_text(setup: Setup, relaxed: Mapping[str, SimModel], field: str) -> 
 
 
 def _moved_off(setup: Setup) -> Iterator[tuple[PlanChange, ...]]:
-    """Without the heaviest model, and without the busiest."""
+    """Yield the change without the heaviest model, and without the busiest model."""
     if len(setup.models) < 2:
         return
     requests = setup.load.draw(setup.seeds[0])
@@ -146,7 +148,7 @@ def _devices(setup: Setup, num_devices: int) -> PlanChange:
 
 
 def _faster_gpu(setup: Setup, models_on: ModelsOn | None) -> Iterator[tuple[PlanChange, ...]]:
-    """As many of the next kind of GPU with more memory bandwidth and no less memory."""
+    """Yield the same number of the next GPU with more memory bandwidth and no less memory."""
     if models_on is None:
         return
     now = hardware(setup.box.gpu)
@@ -160,7 +162,7 @@ def _faster_gpu(setup: Setup, models_on: ModelsOn | None) -> Iterator[tuple[Plan
         box = replace(setup.box, gpu=gpu.name)
         try:
             models = models_on(box)
-        except UsageError:  # nothing is known of a model on that GPU
+        except UsageError:  # the latency of a model on that GPU is unknown
             return
         is_scaled = any(model.latency.is_scaled for model in models.values())
         text = f"other devices: {box.name} instead of {setup.box.name}" + (

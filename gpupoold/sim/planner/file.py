@@ -1,4 +1,4 @@
-"""The file with the models of a plan: TOML, one ``[[model]]`` per model or kind of model."""
+"""The TOML file with the models of a plan: a ``[[model]]`` table per model or kind of model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MAX_COUNT = 10_000
 def read_models(path: Path) -> tuple[PlannedModel, ...]:
     """Return the models of the file, in order.
 
-    ``count`` equal models are named ``name-0``, ``name-1``, ...; a relative ``path`` is relative to
-    the file.
+    ``count`` equal models are named ``name-0``, ``name-1``, ...; a relative ``path`` is resolved
+    against the file's folder.
 
     Raises:
         UsageError: the message names file, entry and key.
@@ -52,7 +52,7 @@ def read_models(path: Path) -> tuple[PlannedModel, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ModelEntry:
-    """A ``[[model]]``; ``number`` counts from 1."""
+    """A ``[[model]]`` table; ``number`` counts from 1."""
 
     file: Path
     number: int

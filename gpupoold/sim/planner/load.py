@@ -20,13 +20,13 @@ from gpupoold.units import format_duration
 USUAL_DURATION_S = 600.0
 SHORT_DURATION_S = 300.0
 _LONGEST_DURATION_S = 4 * 3600.0
-# Below this many requests a longer time is taken, above that one a shorter.
+# With fewer expected requests the run gets longer, with more requests shorter.
 _FEW_REQUESTS, _MANY_REQUESTS = 200, 2000
 _ZIPF_EXPONENT = 1.0
 
 
 class PlanLoad(Protocol):
-    """Requests that arrive in ``duration_s``; immutable."""
+    """An immutable source of requests that arrive in ``duration_s``."""
 
     @property
     def duration_s(self) -> float: ...
@@ -46,7 +46,7 @@ class PlanLoad(Protocol):
         ...
 
     def scaled(self, factor: float) -> Self:
-        """``factor`` times as many requests per second."""
+        """Return the load with ``factor`` times as many requests per second."""
         ...
 
     def without(self, model: str) -> Self:
@@ -71,7 +71,7 @@ class PoissonLoad:
         return f"{total_rps:.3g} requests/s (Poisson arrivals, ShareGPT lengths)"
 
     def draw(self, seed: int) -> tuple[SimRequest, ...]:
-        """Raises UsageError for impossible rates."""
+        """Return Poisson arrivals. Raises UsageError for impossible rates."""
         return poisson_workload(self.rates_rps, self.duration_s, sharegpt_lengths(), seed)
 
     def scaled(self, factor: float) -> Self:
@@ -85,8 +85,11 @@ class PoissonLoad:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoad:
-    """Recorded requests from time 0 on. With ``spread_over``, each is given to one of these
-    models by a seeded draw, the k-th with a chance like 1/k."""
+    """Recorded requests from time 0 on.
+
+    With ``spread_over`` a seeded draw gives each request to a model of ``spread_over``, to the k-th
+    with a probability proportional to 1/k.
+    """
 
     requests: tuple[SimRequest, ...]
     duration_s: float
@@ -96,7 +99,7 @@ class RecordedLoad:
 
     @property
     def is_random(self) -> bool:
-        """Only if models are drawn."""
+        """True if models are drawn."""
         return bool(self.spread_over)
 
     @property
@@ -105,14 +108,14 @@ class RecordedLoad:
         return f"{len(self.requests) / self.duration_s:.3g} requests/s ({self.source})"
 
     def draw(self, seed: int) -> tuple[SimRequest, ...]:
-        """The same for every seed, unless models are drawn."""
+        """Return the requests; ``seed`` matters only if models are drawn."""
         requests: Sequence[SimRequest] = self.requests
         if self.spread_over:
             requests = spread(requests, self.spread_over, _ZIPF_EXPONENT, seed)
         return tuple(one for one in requests if one.model not in self.left_out)
 
     def scaled(self, factor: float) -> Self:
-        """The same requests in ``1 / factor`` of the time, bursts included."""
+        """Return the same requests in ``1 / factor`` of the time, bursts included."""
         duration_s = self.duration_s / factor
         return replace(self, requests=scale_time(self.requests, 1 / factor), duration_s=duration_s)
 
@@ -122,10 +125,10 @@ class RecordedLoad:
 
 
 def poisson_load(rates_rps: Mapping[str, float], duration_s: float | None = None) -> PoissonLoad:
-    """Poisson arrivals for ``duration_s``, by default as long as gives enough requests.
+    """Return Poisson arrivals for ``duration_s``, by default long enough for enough requests.
 
     Raises:
-        UsageError: a rate that is not positive.
+        UsageError: a rate is not positive.
     """
     for model, rate_rps in rates_rps.items():
         if not (math.isfinite(rate_rps) and rate_rps > 0):
@@ -171,10 +174,9 @@ class RecordedRequest(NamedTuple):
 def history_load(
     records: Iterable[RecordedRequest], models: Sequence[str], duration_s: float | None = None
 ) -> tuple[RecordedLoad, int]:
-    """Return the busiest ``duration_s`` of a daemon's record, and the number of requests left
-    out.
+    """Return the busiest ``duration_s`` of a daemon's history, and the number of skipped requests.
 
-    Requests of removed models and requests without a token are left out.
+    Requests of removed models and requests without a token are skipped.
 
     Raises:
         UsageError: no request is left.
@@ -189,7 +191,7 @@ def history_load(
     if not usable:
         raise UsageError(
             "the daemon has recorded no requests of these models",
-            "let it serve for a while, or give --trace FILE or --rps",
+            "let the daemon serve requests first, or give --trace FILE or --rps",
         )
     first_s = usable[0].arrived_at
     requests = in_arrival_order(
@@ -203,7 +205,7 @@ def recorded_load(
 ) -> RecordedLoad:
     """Return the ``duration_s`` of ``requests`` with the most arrivals.
 
-    The default is ten minutes, or five if those have many requests.
+    The default is ten minutes, or five if the busiest ten minutes have many requests.
 
     Raises:
         UsageError: there are no requests.
@@ -223,7 +225,7 @@ def recorded_load(
 
 
 def busiest(requests: Sequence[SimRequest], duration_s: float) -> Sequence[SimRequest]:
-    """The stretch of ``duration_s`` with most requests, the first of several."""
+    """Return the requests of the busiest stretch of ``duration_s``, the first of several."""
     times_s = [one.arrival_s for one in requests]
     ends = [bisect_left(times_s, begin_s + duration_s) for begin_s in times_s]
     start = max(range(len(ends)), key=lambda index: (ends[index] - index, -index))
@@ -231,7 +233,7 @@ def busiest(requests: Sequence[SimRequest], duration_s: float) -> Sequence[SimRe
 
 
 class Admitted(NamedTuple):
-    """Requests within their models' limits, and the effect of the limits."""
+    """Requests within the token limits of the models, and the effect of the limits."""
 
     requests: tuple[SimRequest, ...]
     num_refused: int
@@ -239,10 +241,9 @@ class Admitted(NamedTuple):
 
 
 def admit(requests: Iterable[SimRequest], limits: Mapping[str, int]) -> Admitted:
-    """Return the requests a daemon would serve with ``limits[model]`` tokens for prompt and
-    answer.
+    """Return the requests a daemon serves with ``limits[model]`` tokens for prompt and answer.
 
-    Prompts without space for an answer are refused, longer answers cut.
+    Prompts that leave no space for an answer are refused; longer answers are cut.
     """
     asked = tuple(requests)
     kept = tuple(one for one in asked if one.prompt_tokens < limits[one.model])
@@ -262,7 +263,7 @@ def _from_zero(requests: Sequence[SimRequest]) -> tuple[SimRequest, ...]:
 
 
 def _usual_duration_s(total_rps: float) -> float:
-    """Return a longer duration for few requests, for significance; a shorter one for many."""
+    """Return a longer duration for few requests, for significance; a shorter duration for many."""
     if total_rps * USUAL_DURATION_S > _MANY_REQUESTS:
         return SHORT_DURATION_S
     duration_s = USUAL_DURATION_S

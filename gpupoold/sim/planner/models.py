@@ -22,8 +22,8 @@ from gpupoold.latency.stored import StoredLatency
 from gpupoold.sim.boxes import USABLE_SHARE, Box
 from gpupoold.sim.model import SimModel
 
-# Where step times come from: a daemon's measurement on that kind of device, the packaged fit
-# of the same dimensions and GPU, or the nearest packaged fit, scaled.
+# Source of step times: a daemon's measurement on this kind of device, the packaged fit of the same
+# dimensions and GPU, or the nearest packaged fit, scaled.
 Basis = Literal["measured", "published", "scaled"]
 _LARGEST_GROUP = 4
 _MAX_NAMED = 3
@@ -33,8 +33,9 @@ _MAX_NAMED = 3
 class PlannedModel:
     """A model before its placement on a device.
 
-    ``shape`` None means unknown dimensions, with the reason in ``shape_problem``; then only
-    ``measured`` can be used. ``max_len`` is the longest prompt plus answer in tokens.
+    ``shape`` is None for unknown dimensions, with the reason in ``shape_problem``; the model then
+    needs ``measured`` step times. ``max_len`` is the longest prompt plus answer in tokens; ``rps``
+    is the rate in requests per second.
     """
 
     name: str
@@ -49,7 +50,7 @@ class PlannedModel:
 
 
 class Placed(NamedTuple):
-    """Models on a kind of device, and where each one's step times come from."""
+    """Models on a kind of device, and the source of each model's step times."""
 
     models: dict[str, SimModel]
     basis: dict[str, Basis]
@@ -59,14 +60,16 @@ def place(models: Sequence[PlannedModel], box: Box) -> Placed:
     """Place all models on devices of ``box``.
 
     Raises:
-        UsageError: the message names all models that exceed a device, a repeated name, or a model
-            unknown on this GPU.
+        UsageError: models exceed a device, a name repeats, or the latency of a model on this GPU is
+            unknown.
     """
     if not models:
         raise UsageError("no models to plan for")
     [(name, times)] = Counter(model.name for model in models).most_common(1)
     if times > 1:
-        raise UsageError(f"model {name!r} is named {times} times", "give each a name of its own")
+        raise UsageError(
+            f"model {name!r} is named {times} times", "give each model a different name"
+        )
     _check_sizes(models, box)
     latencies = {model.name: _latency(model, box) for model in models}
     return Placed(
@@ -92,7 +95,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(folder: Path, dtype: str = "auto") -> Checkpoint:
-    """Read ``config.json``, and the weights if present (they may be quantized).
+    """Read ``config.json``, and the headers of the weights if present (for quantized weights).
 
     Raises:
         UsageError: the message names the file and its error.
@@ -128,7 +131,10 @@ def read_shape(folder: Path, dtype: str = "auto") -> ModelShape:
 
 
 def _served_dtype(config: Mapping[str, Any], dtype: str) -> str | None:
-    """As the engine does: ``auto`` is the checkpoint's own, but 16 bits for 32."""
+    """Return the dtype an engine would choose; None is the checkpoint's own.
+
+    With ``auto``, 32-bit checkpoints are served in 16 bits.
+    """
     if dtype != "auto":
         return dtype
     own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -143,7 +149,8 @@ def _latency(model: PlannedModel, box: Box) -> tuple[LatencyModel, Basis]:
                 return measured, "measured"
         if model.shape is None:
             raise UsageError(
-                f"{model.name}: its dimensions are needed for {box.gpu}: {model.shape_problem}"
+                f"{model.name}: step times on {box.gpu} need the model's dimensions: "
+                f"{model.shape_problem}"
             )
         known = latency_for(box.gpu, model.shape, num_gpus=box.tensor_parallel_size)
     except LatencyError as error:
@@ -173,15 +180,15 @@ def _check_sizes(models: Sequence[PlannedModel], box: Box) -> None:
     )
     if len(large) > _MAX_NAMED:
         listed += f"; and {len(large) - _MAX_NAMED} more"
-    pronoun = "it does" if len(large) == 1 else "they do"
+    verb = "the model does" if len(large) == 1 else "these models do"
     can_group = size == 1 and all(m.weight_bytes < _LARGEST_GROUP * room for m in large)
     raise UsageError(
-        f"{listed}: {device} can hold {_gb(room)} ({100 * USABLE_SHARE:.0f} % of its memory), "
-        f"so {pronoun} not fit at all",
-        f"let groups of {_LARGEST_GROUP} GPUs hold each model (--tensor-parallel "
+        f"{listed}: {device} can hold {_gb(room)} ({100 * USABLE_SHARE:.0f} % of the memory), "
+        f"so {verb} not fit at all",
+        f"split each model over {_LARGEST_GROUP} GPUs (--tensor-parallel "
         f"{_LARGEST_GROUP}, with {_LARGEST_GROUP}, {2 * _LARGEST_GROUP}, ... GPUs in the box)"
         if can_group
-        else "take larger GPUs, a quantized version, or leave out what does not fit",
+        else "use larger GPUs or a quantized version, or leave these models out",
     )
 
 

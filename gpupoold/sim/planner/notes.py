@@ -1,4 +1,4 @@
-"""Notes of a plan in sentences: the amount of simulation, and uncertain inputs."""
+"""Notes on a plan, as sentences: the amount of simulation, and uncertain inputs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FEW_REQUESTS = 100
 def notes_on(
     question: PlanQuestion, plan: Plan, basis: Mapping[str, Basis], models: Sequence[PlannedModel]
 ) -> list[str]:
-    """The sentences, most important first."""
+    """Return the sentences, the most important first."""
     return [
         *_size(question, plan),
         *_step_times(question, basis, models),
         *_left_out(question, plan),
-        "A token is in time by its own deadline, fixed when its request arrives: a gap above the "
-        "TBT target is no miss while tokens before it were early.",
+        "A token is in time if it meets its deadline, which is fixed when the request arrives: a "
+        "gap above the TBT target is no miss if earlier tokens were early enough.",
     ]
 
 
@@ -34,15 +34,15 @@ def _size(question: PlanQuestion, plan: Plan) -> Iterator[str]:
         f"one run of {stretch}" + ("" if load.is_random else ", as recorded")
     )  # fmt: skip
     yield (
-        f"Does it fit rests on {shown.num_requests:,} simulated requests: {how}. All answers "
-        f"together took {plan.num_runs} runs."
+        f"Whether the models fit was decided by {shown.num_requests:,} simulated requests: {how}. "
+        f"All answers together took {plan.num_runs} runs."
     )
     if shown.num_requests < _FEW_REQUESTS:
-        yield f"Fewer than {_FEW_REQUESTS} requests are little: take it as a rough guess."
+        yield f"Fewer than {_FEW_REQUESTS} requests were simulated: the result is a rough guess."
     if shown.num_late:
         yield (
-            f"Requests without a token when the runs ended: {shown.num_late:,}; they count as "
-            "missed, but no percentile has them."
+            f"Requests without a token when the runs ended: {shown.num_late:,}; all their tokens "
+            "count as late, but the percentiles do not include these requests."
         )
 
 
@@ -59,8 +59,8 @@ def _step_times(
         yield f"Step times of {names_text(names, num_models)}: published measurements on {gpu}."
     if names := by_basis["scaled"]:
         yield (
-            f"Step times of {names_text(names, num_models)}: scaled from other models or GPUs, "
-            f"nobody measured them on {gpu}; often 10 % off, at worst about 30 %."
+            f"Step times of {names_text(names, num_models)}: not measured on {gpu}, but scaled "
+            "from other models or GPUs; often 10 % off, at worst about 30 %."
         )
     elsewhere: dict[str, list[str]] = {}
     for model in models:
@@ -68,7 +68,7 @@ def _step_times(
             elsewhere.setdefault(model.measured.device, []).append(model.name)
     for device, names in elsewhere.items():
         named = names_text(names, num_models)
-        yield f"What was measured of {named} on {device} says nothing of {gpu}."
+        yield f"The daemon's measurements of {named} on {device} do not apply to {gpu}."
     if not hardware(gpu).is_pcie_measured and len(by_basis["measured"]) < num_models:
         yield f"The host link of {gpu} is taken from GPUs with the same kind of link."
 
@@ -77,11 +77,11 @@ def _left_out(question: PlanQuestion, plan: Plan) -> Iterator[str]:
     shown = plan.forecast
     if shown.num_refused:
         yield (
-            "Prompts longer than their model can take on this device: "
-            f"{shown.num_refused:,}; the daemon refuses them, so they are left out."
+            "Prompts too long for their model on this device: "
+            f"{shown.num_refused:,}; the daemon refuses such requests, so the runs leave them out."
         )
     if shown.num_cut:
-        yield f"Answers cut at the longest their model can give: {shown.num_cut:,}."
+        yield f"Answers cut at the model's limit of tokens: {shown.num_cut:,}."
     idle = [name for name in question.models if name not in shown.models]
     if idle:
-        yield f"No requests, so no answer, for {names_text(idle, len(question.models))}."
+        yield f"No requests, so no result, for {names_text(idle, len(question.models))}."

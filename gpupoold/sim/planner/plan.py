@@ -1,6 +1,6 @@
 """The planner: whether a load fits a box, the number of devices needed, and remedies.
 
-Every number and every advice comes from a simulation; no other change is named.
+Every number and every suggested change was simulated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from gpupoold.sim.planner.run import (
 from gpupoold.sim.policies import PolicyOptions, make_policy
 
 MAX_DEVICES = 256
-# Doubling the devices that closes less than this part of the gap to the target will not do it.
+# If doubling the devices closes less than this part of the gap to the target, no number of devices
+# will.
 _LEAST_GAIN = 0.05
 _GROWTHS = (1.1, 1.25, 1.5, 2.0, 3.0)
 _EXHAUSTIVE_SPLITS = 8
@@ -34,11 +35,11 @@ _EXHAUSTIVE_SPLITS = 8
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """The question; ``models`` are those of ``box``.
+    """The question; ``models`` are the models on the GPU of ``box``.
 
-    ``max_lens`` bounds prompt and answer together, in tokens. ``models_on`` returns the models on
-    another kind of device (UsageError: unknown there); without the function other kinds are not
-    tried. ``seeds`` are the runs of a random load; a recorded load runs once.
+    ``target`` is the wanted attainment. ``max_lens`` bounds prompt and answer together, in tokens.
+    ``models_on`` returns the models on another kind of device (UsageError: unknown there); without
+    the function other kinds are not tried. A random load runs once per seed, a recorded load once.
     """
 
     box: Box
@@ -53,7 +54,7 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """A policy on the present box; ``num_prefill`` is the best split of its devices."""
+    """A policy on the present box; ``num_prefill`` is the best number of prefill devices."""
 
     policy: str
     attained: Attained
@@ -62,7 +63,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A change, or a number of devices, and its result."""
+    """A change, or a number of devices, and the result."""
 
     kind: str
     text: str
@@ -74,10 +75,11 @@ class Tried:
 class Plan:
     """The answers, for the best of the given policies.
 
-    ``needed`` is the least number of devices that reaches the target, None if none up to the
-    largest of ``counts`` does. ``growth`` is the largest tried multiple of the load that fits (1:
-    none), ``growth_limit`` the next one, which does not (None: all fit); both None if the present
-    load does not fit. ``changes`` are all tried changes, cheapest first.
+    ``needed`` is the least number of devices that reaches the target, None if no number up to the
+    largest of ``counts`` suffices. ``growth`` is the largest tried multiple of the load that fits
+    (1 if no multiple fits), and ``growth_limit`` the next multiple, which does not fit (None if all
+    fit); both are None if the present load does not fit. ``changes`` are all tried changes,
+    cheapest first.
     """
 
     fits: bool
@@ -119,13 +121,13 @@ class _Planner:
         self._counts: dict[int, Tried] = {}
 
     def plan(self) -> Plan:
-        """Choose the policy first; all other answers concern the best one."""
+        """Choose the best policy, then answer all other questions for that policy."""
         results = [self._policy_result(name) for name in dict.fromkeys(self._question.policies)]
         results.sort(key=lambda result: -result.attained.worst)
         best = results[0]
         if best.attained.overall is None:
             problem = f"{best.policy} cannot run here: {best.attained.refused}"
-            raise UsageError(problem, "name another --policy, or more devices")
+            raise UsageError(problem, "choose another --policy, or more devices")
         base = self._setup(best.policy, best.num_prefill)
         shown = self._runner.forecast(base)
         fits = best.attained.reaches(self._target)
@@ -159,9 +161,10 @@ class _Planner:
         return PolicyResult(policy, self._runner.attained(setup, f"policy {policy}"))
 
     def _best_split(self, setup: Setup) -> PolicyResult:
-        """Try all splits of a small box; of a large one a sample, then around the best.
+        """Return the best split into prefill and decode devices.
 
-        Splits are compared by one run each; the best one runs in full.
+        A small box is searched completely, a large box by a coarse grid refined around the best
+        split. Splits are compared by one run each; the best split runs with all seeds.
         """
         quick = replace(setup, seeds=setup.seeds[:1])
         last = setup.box.num_devices - 1
@@ -180,12 +183,12 @@ class _Planner:
         return PolicyResult(setup.policy, self._runner.attained(full, setup.policy), best)
 
     def _needed(self, base: Setup, fits: bool) -> int | None:
-        """Return the least number of devices: by doubling until sufficient, then by bisection."""
+        """Return the least number of devices, found by doubling and then bisection."""
         enough = base.box.num_devices
         too_few = 0
         while not fits:
             too_few = enough
-            if too_few >= MAX_DEVICES or self._is_hopeless(base, too_few):
+            if too_few >= MAX_DEVICES or self._is_overloaded(base, too_few):
                 return None
             enough = min(2 * too_few, MAX_DEVICES)
             fits = self._reaches(base, enough)
@@ -197,9 +200,10 @@ class _Planner:
                 too_few = middle
         return enough
 
-    def _is_hopeless(self, base: Setup, num_devices: int) -> bool:
-        """Return whether the last doubling, with a device per model already, gained almost
-        nothing.
+    def _is_overloaded(self, base: Setup, num_devices: int) -> bool:
+        """Return whether more devices are useless.
+
+        True if the last doubling gained almost nothing although each model had a device before.
         """
         before = self._counts.get(num_devices // 2)
         if before is None or num_devices // 2 < len(base.models):
@@ -216,7 +220,7 @@ class _Planner:
         return self._counts[num_devices].attained.reaches(self._target)
 
     def _growth(self, base: Setup) -> tuple[float, float | None]:
-        """Return how much the load may grow, and the first multiple that is too much."""
+        """Return the largest multiple of the load that fits, and the next tried multiple."""
         reached = 1.0
         for factor in _GROWTHS:
             setup = replace(base, load=base.load.scaled(factor))
@@ -227,14 +231,15 @@ class _Planner:
         return reached, None
 
     def _changes(self, base: Setup, shown: Forecast, needed: int | None) -> tuple[Tried, ...]:
-        # Each may be above over all runs together, and all of them below in the worst run.
+        # Every model may reach the target over all runs together although the worst run missed the
+        # target; then the worst model is relaxed.
         worst = models_below(shown, self._target) or models_below(shown, math.inf)[:1]
         tried: list[Tried] = []
         for chain in chains(base, worst, needed, self._question.models_on):
             for change in chain:
                 try:
                     tried.append(self._try(change))
-                except NothingToServe:  # it takes all requests away, which is no advice
+                except NothingToServe:  # the change leaves no requests, so it is no advice
                     break
                 if tried[-1].attained.reaches(self._target):
                     break

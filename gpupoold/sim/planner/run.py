@@ -17,7 +17,7 @@ from gpupoold.units import format_duration
 
 # Policies that split devices into prefill and decode.
 SPLITTING = frozenset({"aegaeon"})
-# Multiplexing ends where memory does, and a split where there is one device: both are answers.
+# Too many models for ``static``, and a single device for a split, are results, not usage errors.
 _MAY_REFUSE = frozenset({"static"}) | SPLITTING
 
 
@@ -25,8 +25,8 @@ _MAY_REFUSE = frozenset({"static"}) | SPLITTING
 class Setup:
     """All inputs of one forecast.
 
-    ``models`` are those of the box's GPU. ``max_lens`` bounds prompt and answer together, in
-    tokens; so does the memory beside the weights.
+    ``models`` are the models on the box's GPU. ``max_lens`` bounds prompt and answer together, in
+    tokens, as the memory beside the weights does.
     """
 
     box: Box
@@ -47,7 +47,7 @@ class Setup:
         return {name: min(room, self.max_lens.get(name, room)) for name, room in kv_tokens.items()}
 
     def on(self, num_devices: int) -> Setup:
-        """Return the setup with another number of devices and proportional roles."""
+        """Return the setup with ``num_devices`` and the same share of prefill devices."""
         num_prefill = self.num_prefill
         if num_prefill is not None:
             share = num_prefill / self.box.num_devices
@@ -59,7 +59,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Attained:
-    """Share of tokens on time: all runs together and each run. Or the reason for no run."""
+    """Share of tokens on time, of all runs together and of each run.
+
+    If the policy cannot run, ``overall`` is None and ``refused`` has the reason.
+    """
 
     overall: float | None
     by_run: tuple[float, ...] = ()
@@ -67,7 +70,7 @@ class Attained:
 
     @property
     def worst(self) -> float:
-        """Share of the worst run; below all others without a run."""
+        """Share of the worst run; -1 without a run, so that any result is better."""
         return min(self.by_run, default=-1.0)
 
     def reaches(self, target: float) -> bool:
@@ -76,11 +79,11 @@ class Attained:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Each model's service as users would see it, all runs together.
+    """Each model's figures, all runs together.
 
-    ``num_refused`` prompts exceeded their model's limit, ``num_cut`` answers were shortened by the
-    limit; ``num_late`` requests had not begun at the end of the run, so no percentile includes
-    them.
+    ``num_refused`` prompts exceeded the model's limit, ``num_cut`` answers were shortened by the
+    limit. ``num_late`` requests had no token at the end of the run; the percentiles do not include
+    these requests.
     """
 
     overall: Summary
@@ -91,7 +94,7 @@ class Forecast:
     num_late: int
 
 
-# Gets what is being looked for and the number of runs done so far.
+# Called with the name of the present search and the number of runs so far.
 OnProgress = Callable[[str, int], None]
 
 
@@ -127,7 +130,7 @@ class Runner:
         return Attained(sum(in_time) / sum(due), by_run)
 
     def forecast(self, setup: Setup) -> Forecast:
-        """The same in full. Raises as ``attained`` does."""
+        """Return each model's figures. Raises as ``attained`` does."""
         runs = self._runs(setup, "what each model gets")
         results = [result for run in runs for result in run.results]
         report = summarise(results, max(run.end_s for run in runs))
@@ -143,7 +146,7 @@ class Runner:
     def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:
         """Return one run per seed; runs of the latest setup are cached."""
         if self._latest is None or self._latest[0] != setup:
-            self._latest = None  # so that never two setups' results are in memory
+            self._latest = None  # frees the memory of the previous results before the new runs
             if self._on_progress is not None:
                 self._on_progress(what, self.num_runs)
             seeds = setup.seeds if setup.load.is_random else setup.seeds[:1]
@@ -183,8 +186,8 @@ def _admitted(setup: Setup, seed: int) -> Admitted:
         return admitted
     if admitted.num_refused:
         raise NothingToServe(
-            f"every request is longer than its model can take on {setup.box.gpu}",
-            "allow a longer max_len, or take devices with more memory",
+            f"every prompt is too long for the model's limit of tokens on {setup.box.gpu}",
+            "allow a longer max_len, or use devices with more memory",
         )
     raise NothingToServe(
         f"no request arrives in {format_duration(setup.load.duration_s)}",

@@ -1,4 +1,4 @@
-"""Words in changes and notes of a plan."""
+"""Lists of model names in changes and notes of a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MAX_NAMED = 3
 
 
 def names_text(names: Sequence[str], num_models: int) -> str:
-    """Return ``a, b``; for more than three the number and the first; for all models no name."""
+    """Return ``a, b``; the number and the first two names if more than three; or "all models"."""
     if len(names) == num_models > 1:
         return "all models"
     if len(names) > _MAX_NAMED:

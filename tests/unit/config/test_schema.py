@@ -237,11 +237,11 @@ class TestDevices:
             ('[[device]]\nkind="sim"\ngpu="A10"\nindex=0', 'index is for kind = "cuda" only'),
             ('[[device]]\nkind="sim"\ngpu="A10"\npage_bytes=4096', "which has no pages"),
             ('devices = ["sim:H9"]', "devices: no hardware profile 'H9'"),
-            ('devices = ["sim"]', "devices: 'sim' is no device: write"),
-            ('devices = ["sim:0xH800"]', "is no device"),
-            ('devices = ["cuda:x"]', "is no device"),
-            ('devices = ["emulated:2"]', "is no device"),
-            ("devices = [3]", "devices: 3 is no device"),
+            ('devices = ["sim"]', "devices: 'sim' is not a device: write"),
+            ('devices = ["sim:0xH800"]', "is not a device"),
+            ('devices = ["cuda:x"]', "is not a device"),
+            ('devices = ["emulated:2"]', "is not a device"),
+            ("devices = [3]", "devices: 3 is not a device"),
             ("devices = []", "devices: write a list such as"),
             ('devices = "cuda"', "devices: write a list such as"),
             ('devices = ["cuda:1", "cuda:1"]', "two devices have the same index"),
@@ -269,8 +269,8 @@ class TestWrongFiles:
             ("[log]\nquota_max = 1", "log.quota_max: unknown key ('quota_max' belongs in"),
             ("[log]\nzzz = 1", "log.zzz: unknown key (known here: level)"),
             ("[[device]]\nkind='cuda'\nindx=1", "device[0].indx: unknown key (did you mean 'index"),
-            ("server = 3", "server: must be a table (write it under [server])"),
-            ("paths = 3", "paths: must be a table (write it under [paths])"),
+            ("server = 3", "server: must be a table (write the keys under [server])"),
+            ("paths = 3", "paths: must be a table (write the keys under [paths])"),
             ('[server]\nport = "80"', "server.port: must be a valid integer, got '80'"),
             ("[server]\nport = 65536", "server.port: must be less than or equal to 65535"),
             ('[server]\nhost = ""', "server.host: "),
@@ -291,7 +291,9 @@ class TestWrongFiles:
 
     def test_unknown_key_is_told_first(self) -> None:
         told = refusal('[server]\nport = "x"\nhots = "y"')
-        assert told == "server.hots: unknown key (did you mean 'host'?; 1 more wrong in this file)"
+        assert (
+            told == "server.hots: unknown key (did you mean 'host'?; 1 more problem in this file)"
+        )
 
 
 class TestExampleAndDocs:

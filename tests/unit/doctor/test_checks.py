@@ -105,7 +105,7 @@ FAULTS: list[tuple[str, Facts, str, str]] = [
     (
         "folder state_dir",
         state_dir(is_writable=False, exists=False),
-        "cannot be made",
+        "cannot be created",
         "daemon's user",
     ),
     ("folder state_dir", state_dir(filesystem="nfs4"), "local disk", "paths.state_dir"),
@@ -199,7 +199,7 @@ def test_warnings(name: str, facts: Facts, found: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "found"), [(0, "will be made"), (3, "migrates to 5"), (5, "is sound")]
+    ("schema", "found"), [(0, "will be created"), (3, "migrates to 5"), (5, "is sound")]
 )
 def test_databases_that_are_well(schema: int, found: str) -> None:
     facts = healthy(database=database(schema=schema))

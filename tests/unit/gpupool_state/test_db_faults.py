@@ -77,7 +77,7 @@ async def test_a_file_that_is_no_database(path: Path) -> None:
 async def test_a_database_of_another_program(path: Path) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute("CREATE TABLE recipes (name TEXT)")
-    with pytest.raises(Refused, match="not one of gpupool's"):
+    with pytest.raises(Refused, match="not a database of gpupool"):
         await Database.open(path)
 
 

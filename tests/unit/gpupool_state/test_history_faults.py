@@ -64,7 +64,7 @@ async def test_rows_wait_for_a_full_disk(history: History, fill_disk: Act, free_
     await free_disk()
     assert await history.flush()
     assert await numbers(history) == list(range(10))
-    assert "written again; 0 rows were dropped" in (await messages(history))[-1]
+    assert "written again; 0 rows were lost" in (await messages(history))[-1]
 
 
 async def test_a_disk_that_stays_full_costs_rows_not_memory(

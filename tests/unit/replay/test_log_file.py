@@ -102,7 +102,7 @@ def test_a_file_replays(tmp_path: Path, policy: str) -> None:
 
 
 def test_a_file_of_a_version_without_kv_limits_has_unlimited_devices(tmp_path: Path) -> None:
-    told = (
+    entries = (
         '{"type":"ModelAdded","model":"a","targets":{"ttft_s":10.0,"tbt_s":0.1},'
         '"weight_bytes":79000000000,"kv_bytes_per_token":1000000,"costs":{}}',
         '{"type":"DeviceUp","device":0,"capacity_bytes":80000000000,'
@@ -115,7 +115,7 @@ def test_a_file_of_a_version_without_kv_limits_has_unlimited_devices(tmp_path: P
         ),
     )
     path = tmp_path / "log"
-    path.write_text(HEADER + f'{{"now_s":0.0,"events":[{",".join(told)}]}}\n')
+    path.write_text(HEADER + f'{{"now_s":0.0,"events":[{",".join(entries)}]}}\n')
     _, [entry] = read(path)
     assert entry.events[1] == e.DeviceUp(0, 80 * 10**9, 2e10)
     difference = replay_file(path).difference
@@ -125,11 +125,11 @@ def test_a_file_of_a_version_without_kv_limits_has_unlimited_devices(tmp_path: P
 
 
 def test_a_difference_is_found(tmp_path: Path) -> None:
-    told = LogEntry(0.0, (e.DeviceUp(0, 1, 1.0),), (Send("r", 0),))
-    write(tmp_path / "log", lines(Header("gpupool"), [LogEntry(0.0, (), ()), told]))
+    entry = LogEntry(0.0, (e.DeviceUp(0, 1, 1.0),), (Send("r", 0),))
+    write(tmp_path / "log", lines(Header("gpupool"), [LogEntry(0.0, (), ()), entry]))
     difference = replay_file(tmp_path / "log").difference
     assert difference is not None
-    assert (difference.index, difference.recorded) == (1, told)
+    assert (difference.index, difference.recorded) == (1, entry)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_changed_log_differs_at_the_changed_entry(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", ["MAX_LINE_BYTES", "MAX_FILE_BYTES"])
 def test_files_without_end_are_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(log_file, limit, 1 << 16)
-    with pytest.raises(UsageError, match="/dev/zero, line 1: too much for an event log"):
+    with pytest.raises(UsageError, match="/dev/zero, line 1: too large for an event log"):
         replay_file(Path("/dev/zero"))
 
 

@@ -1,4 +1,4 @@
-"""A core with models and devices, told things in few words."""
+"""A core with models and devices, driven by short calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FirstDevicePolicy(SimplePolicy):
 
 
 class Driver:
-    """Tells a core, checks its state after every word, and remembers the clock."""
+    """Sends events to a core, checks the state after each call, and keeps the clock."""
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class Driver:
         self.num_requests = 0
         targets = targets or Targets(10.0, 0.1)
         for name in models.split():
-            self.tell(e.ModelAdded(name, targets, weight_bytes, kv_bytes_per_token, costs))
+            self.send(e.ModelAdded(name, targets, weight_bytes, kv_bytes_per_token, costs))
         for number in range(num_devices):
-            self.tell(
+            self.send(
                 e.DeviceUp(
                     number, capacity_bytes, bandwidth_bytes_per_s, kv_host_bytes=kv_host_bytes
                 )
             )
-            self.tell(*(e.Hosted(number, name) for name in models.split()))
+            self.send(*(e.Hosted(number, name) for name in models.split()))
 
-    def tell(self, *events: e.Event, at_s: float | None = None) -> list[Action]:
+    def send(self, *events: e.Event, at_s: float | None = None) -> list[Action]:
         if at_s is not None:
             self.now_s = at_s
         actions = self.core.handle(events, self.now_s)
@@ -99,19 +99,19 @@ class Driver:
         self.num_requests += 1
         name = request_id or f"r{self.num_requests}"
         arrived = e.Arrived(name, model, self.now_s, prompt_tokens, output_tokens, priority)
-        return self.tell(arrived)
+        return self.send(arrived)
 
     def step(
         self, device: int, *request_ids: str, num_tokens: int = 1, step_s: float | None = None
     ) -> list[Action]:
         """Tokens for requests of one model, which is that of the first."""
         model = self.state.requests[request_ids[0]].model.name
-        return self.tell(e.Stepped(device, model, request_ids, num_tokens, step_s))
+        return self.send(e.Stepped(device, model, request_ids, num_tokens, step_s))
 
     def end_turn(self, device: int = 0, *, at_s: float | None = None) -> list[Action]:
         turn = self.state.devices[device].turn
         assert turn is not None
-        return self.tell(e.TurnEnded(device, turn.turn_id), at_s=at_s)
+        return self.send(e.TurnEnded(device, turn.turn_id), at_s=at_s)
 
     def running(self, device: int = 0) -> str | None:
         turn = self.state.devices[device].turn

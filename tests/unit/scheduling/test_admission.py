@@ -35,7 +35,7 @@ def test_a_deadline_met_just_in_time_is_met() -> None:
     assert ids(most_on_time([Job("a", 2, 5)], now_s=3.001).late) == "a"
 
 
-def test_hopeless_jobs_keep_nobody_waiting() -> None:
+def test_expired_jobs_keep_nobody_waiting() -> None:
     jobs = [Job("old", 3, 1), Job("long", 9, 4), Job("new", 2, 5), Job("idle", 1, math.inf)]
     admission = most_on_time(jobs, now_s=2.0)
     assert ids(admission.on_time) == "new" + "idle"

@@ -13,13 +13,13 @@ DEFAULT_TOKENS = 256
 def answer(driver: Driver, num_tokens: int, *, is_complete: bool = True) -> None:
     driver.arrive("a", "r")
     driver.step(0, "r", num_tokens=num_tokens)
-    driver.tell(e.Ended("r", is_complete))
+    driver.send(e.Ended("r", is_complete))
 
 
 def expected_tokens(driver: Driver, **more: int) -> int:
-    driver.tell(e.Arrived("asked", "a", driver.now_s, 100, **more))  # type: ignore[arg-type]
+    driver.send(e.Arrived("asked", "a", driver.now_s, 100, **more))  # type: ignore[arg-type]
     expected = driver.state.requests["asked"].expected_tokens
-    driver.tell(e.Ended("asked", is_complete=False))
+    driver.send(e.Ended("asked", is_complete=False))
     return expected
 
 
@@ -41,27 +41,27 @@ class TestWhatIsLearnt:
         driver = Driver()
         driver.arrive("a", "r")
         driver.step(0, "r", num_tokens=3)
-        driver.tell(e.ModelRemoved("a"))
+        driver.send(e.ModelRemoved("a"))
         assert driver.state.lengths.num_models == 0
 
     def test_an_answer_that_goes_on_after_a_death_is_learnt_once_and_whole(self) -> None:
         driver = Driver()
         driver.arrive("a", "r", prompt_tokens=100)
         driver.step(0, "r", num_tokens=40)
-        driver.tell(e.Ended("r", is_complete=False))
-        driver.tell(e.Arrived("r", "a", 0.0, 100, num_tokens=40))
+        driver.send(e.Ended("r", is_complete=False))
+        driver.send(e.Arrived("r", "a", 0.0, 100, num_tokens=40))
         request = driver.state.requests["r"]
         assert (request.context_tokens, request.num_tokens) == (140, 40)
         driver.step(0, "r", num_tokens=20)
-        driver.tell(e.Ended("r"))
+        driver.send(e.Ended("r"))
         assert list(driver.state.lengths.recent("a")) == [60]
 
     def test_an_answer_cut_off_before_it_was_expected_to_end_is_not_learnt(self) -> None:
         driver = Driver()
         for _ in range(50):
-            driver.tell(e.Arrived("r", "a", 0.0, 100, max_tokens=1))
+            driver.send(e.Arrived("r", "a", 0.0, 100, max_tokens=1))
             driver.step(0, "r")
-            driver.tell(e.Ended("r"))
+            driver.send(e.Ended("r"))
         assert expected_tokens(driver) == DEFAULT_TOKENS
 
     @pytest.mark.parametrize(("max_tokens", "num_tokens"), [(300, 300), (100, 60)])
@@ -69,9 +69,9 @@ class TestWhatIsLearnt:
         self, max_tokens: int, num_tokens: int
     ) -> None:
         driver = Driver()
-        driver.tell(e.Arrived("r", "a", 0.0, 100, max_tokens=max_tokens))
+        driver.send(e.Arrived("r", "a", 0.0, 100, max_tokens=max_tokens))
         driver.step(0, "r", num_tokens=num_tokens)
-        driver.tell(e.Ended("r"))
+        driver.send(e.Ended("r"))
         assert list(driver.state.lengths.recent("a")) == [num_tokens]
 
 
@@ -98,5 +98,5 @@ class TestWhatIsExpected:
         sent = []
         for number in range(6):
             arrived = e.Arrived(f"r{number}", "a", 0.0, 384, max_tokens=1)
-            sent += sends(driver.tell(arrived))
+            sent += sends(driver.send(arrived))
         assert len(sent) == 4

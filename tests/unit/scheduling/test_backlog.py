@@ -59,7 +59,7 @@ def test_it_leaves_a_full_device_for_one_that_has_time_for_all_of_it() -> None:
 def test_the_load_of_a_backlog_is_counted_alike_before_and_after_a_move() -> None:
     driver = busy_driver(12, 2.0)
     before = total_load(driver.state)
-    driver.tell(e.DrainSet(0, is_draining=True))
+    driver.send(e.DrainSet(0, is_draining=True))
     assert total_load(driver.state) == pytest.approx(before)
 
 
@@ -72,8 +72,8 @@ def test_prompts_that_can_be_in_time_are_sent_before_those_that_cannot() -> None
     driver = Driver(GpupoolPolicy(), "a b", targets=Targets(10.0, 0.1))
     driver.arrive("a", "a", at_s=100.0)
     for number in range(3):
-        driver.tell(e.Arrived(f"hopeless{number}", "b", 50.0, 100))
-    driver.tell(e.Arrived("hopeful", "b", 95.0, 100))
-    driver.tell(e.Ended("a"))
+        driver.send(e.Arrived(f"expired{number}", "b", 50.0, 100))
+    driver.send(e.Arrived("hopeful", "b", 95.0, 100))
+    driver.send(e.Ended("a"))
     sent = [request_id for request_id, _ in sends(driver.end_turn())]
-    assert sent == ["hopeful", "hopeless0", "hopeless1", "hopeless2"]
+    assert sent == ["hopeful", "expired0", "expired1", "expired2"]

@@ -59,21 +59,21 @@ class TestRequests:
         driver.step(0, "r1", num_tokens=5)
         driver.step(0, "r2")
         assert (batch.num_waiting, batch.context_tokens) == (0, 16 + 21)
-        driver.tell(e.Ended("r1"))
+        driver.send(e.Ended("r1"))
         assert (batch.num_waiting, batch.context_tokens) == (0, 21)
 
     def test_the_last_request_leaves_the_turn_to_its_device(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
-        assert driver.tell(e.Ended("r")) == []
+        assert driver.send(e.Ended("r")) == []
         assert driver.running() == "a"
         assert runs(driver.end_turn()) == []
         assert driver.running() is None
 
-    def test_a_request_that_comes_before_the_end_of_the_turn_is_told_gets_a_new_turn(self) -> None:
+    def test_a_request_before_the_reported_end_of_the_turn_gets_a_new_turn(self) -> None:
         driver = Driver()
         driver.arrive("a", "r1")
-        driver.tell(e.Ended("r1"))
+        driver.send(e.Ended("r1"))
         # The device has said that the turn is over, but the core hears it later.
         assert runs(driver.arrive("a", "r2")) == []
         assert runs(driver.end_turn()) == [(0, "a", None)]
@@ -82,28 +82,28 @@ class TestRequests:
         driver = Driver()
         driver.arrive("a")
         driver.arrive("b", "r")
-        assert runs(driver.tell(e.Ended("r"))) == [(0, "a", None)]
+        assert runs(driver.send(e.Ended("r"))) == [(0, "a", None)]
 
     def test_an_id_that_is_live_cannot_arrive_again(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
         with pytest.raises(ValueError, match="r arrived, but is live"):
             driver.arrive("b", "r")
-        driver.tell(e.Ended("r"))
+        driver.send(e.Ended("r"))
         assert sends(driver.arrive("b", "r")) == [("r", 0)]
 
     def test_a_token_for_a_request_that_ended_in_the_same_breath(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
-        driver.tell(e.Stepped(0, "a", ("r", "gone")), e.Ended("r"), e.Ended("r"))
+        driver.send(e.Stepped(0, "a", ("r", "gone")), e.Ended("r"), e.Ended("r"))
         assert driver.state.requests == {}
 
 
 class TestTurns:
     def test_turns_are_numbered_over_all_devices(self) -> None:
         driver = Driver(models="a", num_devices=2)
-        driver.tell(e.Unhosted(1, "a"))
-        driver.tell(e.ModelAdded("z", Targets(), GB, 1, COSTS), e.Hosted(1, "z"))
+        driver.send(e.Unhosted(1, "a"))
+        driver.send(e.ModelAdded("z", Targets(), GB, 1, COSTS), e.Hosted(1, "z"))
         driver.arrive("a")
         driver.arrive("z")
         turns = [device.turn for device in driver.state.devices.values()]
@@ -113,9 +113,9 @@ class TestTurns:
         driver = Driver()
         driver.arrive("a")
         for old in (e.TurnEnded(0, 0), e.TurnEnded(0, 2), e.TurnEnded(5, 1)):
-            assert driver.tell(old) == []
+            assert driver.send(old) == []
         assert runs(driver.end_turn()) == [(0, "a", None)]
-        assert driver.tell(e.TurnEnded(0, 1)) == []
+        assert driver.send(e.TurnEnded(0, 1)) == []
 
     def test_the_policy_may_change_the_quota_of_a_turn(self) -> None:
         class Impatient(FirstDevicePolicy):
@@ -134,16 +134,16 @@ class TestDevices:
         driver = Driver(num_devices=0)
         assert driver.arrive("a", "r") == []
         assert driver.place("r") == ("HELD", None)
-        driver.tell(e.DeviceUp(3, GB, GB))
+        driver.send(e.DeviceUp(3, GB, GB))
         assert driver.place("r") == ("HELD", None)
-        actions = driver.tell(e.Hosted(3, "a"))
+        actions = driver.send(e.Hosted(3, "a"))
         assert (sends(actions), runs(actions)) == ([("r", 3)], [(3, "a", None)])
 
     def test_requests_of_a_device_that_goes_down_start_anew_elsewhere(self) -> None:
         driver = Driver(num_devices=2)
         driver.arrive("a", "r", prompt_tokens=10)
         driver.step(0, "r", num_tokens=3)
-        actions = driver.tell(e.DeviceDown(0))
+        actions = driver.send(e.DeviceDown(0))
         assert sends(actions) == [("r", 1)]
         request = driver.state.requests["r"]
         assert (request.num_tokens, request.phase) == (3, RequestPhase.SENT)
@@ -153,14 +153,14 @@ class TestDevices:
     def test_a_device_that_comes_up_twice_has_lost_its_requests(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
-        assert driver.tell(e.DeviceUp(0, GB, GB)) == []
+        assert driver.send(e.DeviceUp(0, GB, GB)) == []
         assert driver.place("r") == ("HELD", None)
-        assert sends(driver.tell(e.Hosted(0, "a"))) == [("r", 0)]
+        assert sends(driver.send(e.Hosted(0, "a"))) == [("r", 0)]
 
-    def test_what_a_device_says_after_it_went_down_is_not_heard(self) -> None:
+    def test_what_a_device_says_after_it_went_down_is_ignored(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
-        driver.tell(e.DeviceDown(0))
+        driver.send(e.DeviceDown(0))
         late = (
             e.Stepped(0, "a", ("r",)),
             e.TurnEnded(0, 1),
@@ -169,25 +169,25 @@ class TestDevices:
             e.DeviceDown(0),
             e.Attached("r"),
         )
-        assert driver.tell(*late) == []
+        assert driver.send(*late) == []
         assert driver.place("r") == ("HELD", None)
 
     def test_unhosting_takes_the_turn_and_the_requests(self) -> None:
         driver = Driver(num_devices=2)
         driver.arrive("a", "r1")
         driver.arrive("b", "r2")
-        actions = driver.tell(e.Unhosted(0, "a"))
+        actions = driver.send(e.Unhosted(0, "a"))
         assert sends(actions) == [("r1", 1)]
         assert sorted(runs(actions)) == [(0, "b", None), (1, "a", None)]
-        assert driver.tell(e.Unhosted(0, "a")) == []
+        assert driver.send(e.Unhosted(0, "a")) == []
 
-    def test_missing_bytes_until_told_are_all_the_weights(self) -> None:
+    def test_missing_bytes_until_reported_are_all_the_weights(self) -> None:
         driver = Driver(weight_bytes=10 * GB, bandwidth_bytes_per_s=5 * GB)
         device, model = driver.state.devices[0], driver.state.models["a"]
         assert device.switch_s(model) == 2.0
-        driver.tell(e.MemoryChanged(0, (("a", 5 * GB), ("stranger", 7))))
+        driver.send(e.MemoryChanged(0, (("a", 5 * GB), ("stranger", 7))))
         assert device.switch_s(model) == 1.0
-        driver.tell(e.ModelRemoved("a"))
+        driver.send(e.ModelRemoved("a"))
         assert device.missing_bytes == {}
 
 
@@ -196,14 +196,14 @@ class TestModels:
         driver = Driver()
         driver.arrive("a", "r1")
         driver.arrive("b", "r2")
-        assert runs(driver.tell(e.ModelRemoved("a"))) == [(0, "b", None)]
+        assert runs(driver.send(e.ModelRemoved("a"))) == [(0, "b", None)]
         assert set(driver.state.requests) == {"r2"}
-        assert driver.tell(e.ModelRemoved("a"), e.Unhosted(0, "a")) == []
+        assert driver.send(e.ModelRemoved("a"), e.Unhosted(0, "a")) == []
 
     def test_new_targets_count_for_requests_under_way(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
-        driver.tell(e.TargetsChanged("a", Targets(2.0, 0.5)))
+        driver.send(e.TargetsChanged("a", Targets(2.0, 0.5)))
         assert driver.state.requests["r"].next_deadline_s == 2.0
         driver.step(0, "r", num_tokens=4)
         assert driver.state.requests["r"].next_deadline_s == 4.0
@@ -215,7 +215,7 @@ class TestModels:
         model = driver.state.models["a"]
         step_ratio = model.speed().step_ratio
         assert step_ratio > 1
-        driver.tell(e.ModelAdded("a", Targets(1.0, 1.0), 3, 4, COSTS))
+        driver.send(e.ModelAdded("a", Targets(1.0, 1.0), 3, 4, COSTS))
         assert driver.state.models["a"] is model
         assert (model.hosts, model.speed().step_ratio, model.weight_bytes) == ({0}, step_ratio, 3)
 
@@ -231,7 +231,7 @@ class TestModels:
             driver.core.handle([e.Stepped(0, "a", ("r",), 1, 0.0)], 0.0)
         assert batch.step_s() > 0
 
-    def test_names_that_were_never_told_are_refused(self) -> None:
+    def test_names_that_were_never_added_are_refused(self) -> None:
         driver = Driver()
         for event in (
             e.Arrived("r", "z", 0.0, 1),
@@ -239,9 +239,9 @@ class TestModels:
             e.Hosted(0, "z"),
         ):
             with pytest.raises(UnknownName, match="model 'z'"):
-                driver.tell(event)
+                driver.send(event)
         with pytest.raises(UnknownName, match="device 7"):
-            driver.tell(e.Hosted(7, "a"))
+            driver.send(e.Hosted(7, "a"))
 
 
 class Prefills(FirstDevicePolicy):
@@ -260,14 +260,14 @@ class TestMigrate:
         assert driver.place("r") == ("MOVING", 1)
         assert driver.state.devices[0].batches["a"].context_tokens == 0
         assert driver.state.devices[1].turn is None
-        assert runs(driver.tell(e.Attached("r"))) == [(1, "a", None)]
+        assert runs(driver.send(e.Attached("r"))) == [(1, "a", None)]
         assert driver.place("r") == ("DECODING", 1)
         assert driver.state.devices[1].batches["a"].context_tokens == 11
-        assert driver.tell(e.Attached("r")) == []
+        assert driver.send(e.Attached("r")) == []
 
     def test_it_stays_where_it_is_if_that_is_where_it_should_go(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
-        driver.tell(e.Unhosted(0, "a"))
+        driver.send(e.Unhosted(0, "a"))
         driver.arrive("a", "r")
         assert migrations_in(driver.step(1, "r")) == []
         assert driver.place("r") == ("DECODING", 1)
@@ -275,28 +275,28 @@ class TestMigrate:
     def test_one_that_has_ended_meanwhile_does_not_move(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
         driver.arrive("a", "r")
-        assert driver.tell(e.Stepped(0, "a", ("r",)), e.Ended("r")) == []
+        assert driver.send(e.Stepped(0, "a", ("r",)), e.Ended("r")) == []
 
     def test_one_that_lost_its_device_meanwhile_does_not_move(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
         driver.arrive("a", "r")
-        actions = driver.tell(e.Stepped(0, "a", ("r",)), e.DeviceDown(0))
+        actions = driver.send(e.Stepped(0, "a", ("r",)), e.DeviceDown(0))
         assert (migrations_in(actions), sends(actions)) == ([], [("r", 1)])
 
     def test_one_whose_new_device_goes_down_on_the_way_starts_anew(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
         driver.arrive("a", "r")
         driver.step(0, "r")
-        assert sends(driver.tell(e.DeviceDown(1))) == [("r", 0)]
-        assert driver.tell(e.Attached("r")) == []
+        assert sends(driver.send(e.DeviceDown(1))) == [("r", 0)]
+        assert driver.send(e.Attached("r")) == []
 
     def test_one_that_ends_on_the_way_is_gone(self) -> None:
         driver = Driver(Prefills(), num_devices=2)
         driver.arrive("a", "r")
         driver.step(0, "r")
-        driver.tell(e.Ended("r"))
+        driver.send(e.Ended("r"))
         assert driver.state.devices[1].moving == {}
-        assert driver.tell(e.Attached("r")) == []
+        assert driver.send(e.Attached("r")) == []
 
 
 class TestRoles:
@@ -304,8 +304,8 @@ class TestRoles:
         driver = Driver(num_devices=2)
         driver.arrive("a", "r")
         driver.step(0, "r")
-        assert migrations_in(driver.tell(e.RoleSet(0, Role.PREFILL))) == [("r", 0, 1)]
-        driver.tell(e.Attached("r", 7))
+        assert migrations_in(driver.send(e.RoleSet(0, Role.PREFILL))) == [("r", 0, 1)]
+        driver.send(e.Attached("r", 7))
         assert driver.place("r") == ("DECODING", 1)
         assert driver.state.requests["r"].num_tokens == 7
         assert driver.state.devices[1].batches["a"].context_tokens == 107
@@ -313,19 +313,19 @@ class TestRoles:
     def test_answers_stay_where_all_devices_prefill(self) -> None:
         driver = Driver(num_devices=2)
         for number in range(2):
-            driver.tell(e.RoleSet(number, Role.PREFILL))
+            driver.send(e.RoleSet(number, Role.PREFILL))
         driver.arrive("a", "r")
         assert migrations_in(driver.step(0, "r")) == []
 
     def test_hosts_go_by_roles_where_any_has_them(self) -> None:
         driver = Driver(num_devices=3)
-        driver.tell(e.RoleSet(0, Role.PREFILL), e.RoleSet(1, Role.DECODE))
+        driver.send(e.RoleSet(0, Role.PREFILL), e.RoleSet(1, Role.DECODE))
         state, model = driver.state, driver.state.models["a"]
         assert [one.number for one in state.prefill_hosts(model)] == [0, 2]
         assert [one.number for one in state.decode_hosts(model)] == [1, 2]
-        driver.tell(e.DrainSet(0, True), e.DrainSet(2, True))
+        driver.send(e.DrainSet(0, True), e.DrainSet(2, True))
         assert [one.number for one in state.prefill_hosts(model)] == [1]
-        driver.tell(e.DrainSet(1, True))
+        driver.send(e.DrainSet(1, True))
         assert [one.number for one in state.decode_hosts(model)] == [1, 2]
 
     def test_the_policy_changes_roles_that_are_not_fixed(self) -> None:
@@ -334,9 +334,9 @@ class TestRoles:
                 return [(one, Role.DECODE) for one in state.devices.values()]
 
         driver = Driver(AllDecode(), num_devices=2)
-        driver.tell(e.RoleSet(0, Role.MIXED))
-        assert driver.tell(e.Tick()) == [ChangeRole(1, Role.DECODE)]
-        assert driver.tell(e.Tick()) == []
+        driver.send(e.RoleSet(0, Role.MIXED))
+        assert driver.send(e.Tick()) == [ChangeRole(1, Role.DECODE)]
+        assert driver.send(e.Tick()) == []
         assert driver.state.devices[0].role is Role.MIXED
 
     def test_the_policy_moves_answers_at_a_tick(self) -> None:
@@ -348,8 +348,8 @@ class TestRoles:
         driver.arrive("a", "r")
         driver.arrive("a", "waits")
         driver.step(0, "r")
-        assert migrations_in(driver.tell(e.Tick())) == [("r", 0, 1)]
-        assert migrations_in(driver.tell(e.Tick())) == []
+        assert migrations_in(driver.send(e.Tick())) == [("r", 0, 1)]
+        assert migrations_in(driver.send(e.Tick())) == []
 
 
 class TestDrain:
@@ -366,19 +366,19 @@ class TestDrain:
         for name in ("answered", "sent", "queued"):
             driver.arrive("a", name)
         driver.step(0, "answered")
-        assert migrations_in(driver.tell(e.DrainSet(0, True))) == [("answered", 0, 1)]
+        assert migrations_in(driver.send(e.DrainSet(0, True))) == [("answered", 0, 1)]
         assert driver.place("queued") == ("QUEUED", 1)
         assert driver.place("sent") == ("SENT", 0)
         assert migrations_in(driver.step(0, "sent")) == [("sent", 0, 1)]
         assert driver.state.devices[0].num_requests == 0
         assert sends(driver.arrive("a", "new")) == [("new", 1)]
-        driver.tell(e.DrainSet(0, False))
+        driver.send(e.DrainSet(0, False))
         assert sends(driver.arrive("a", "later")) == [("later", 0)]
 
     def test_what_can_go_nowhere_is_served_where_it_is(self) -> None:
         driver = Driver()
         driver.arrive("a", "r")
-        driver.tell(e.DrainSet(0, True))
+        driver.send(e.DrainSet(0, True))
         assert migrations_in(driver.step(0, "r")) == []
         assert driver.place("r") == ("DECODING", 0)
 
@@ -386,22 +386,22 @@ class TestDrain:
         driver = Driver(
             num_devices=2, capacity_bytes=12 * GB, kv_bytes_per_token=10**6, kv_host_bytes=0
         )
-        driver.tell(e.RoleSet(0, Role.PREFILL))
+        driver.send(e.RoleSet(0, Role.PREFILL))
         driver.arrive("a", "large", prompt_tokens=1500)
         assert migrations_in(driver.step(0, "large")) == [("large", 0, 1)]
-        driver.tell(e.Attached("large"))
+        driver.send(e.Attached("large"))
         driver.arrive("a", "small", prompt_tokens=10)
         assert migrations_in(driver.step(0, "small")) == []
-        assert migrations_in(driver.tell(e.Ended("large"))) == [("small", 0, 1)]
+        assert migrations_in(driver.send(e.Ended("large"))) == [("small", 0, 1)]
 
 
 def test_a_request_goes_to_an_emptied_device_when_no_other_has_its_model_any_more() -> None:
     driver = Driver(make_policy("request-level"), "a b", num_devices=2)
-    driver.tell(e.DrainSet(0, True))
+    driver.send(e.DrainSet(0, True))
     driver.arrive("a", "running")
     driver.arrive("b", "held")
     assert driver.state.requests["held"].device is None
-    driver.tell(e.Unhosted(1, "b"))
+    driver.send(e.Unhosted(1, "b"))
     assert driver.state.requests["held"].device == 0
 
 

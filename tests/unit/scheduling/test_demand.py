@@ -86,7 +86,7 @@ def test_answers_under_way_are_work_too() -> None:
     driver.arrive("a", "waits")
     model = driver.state.models["a"]
     assert decoding_now(driver.state, model, 80 * GB) == pytest.approx(0.3)
-    driver.tell(e.RoleSet(0, Role.PREFILL))  # all are on their way
+    driver.send(e.RoleSet(0, Role.PREFILL))  # all are on their way
     assert decoding_now(driver.state, model, 80 * GB) == pytest.approx(0.3)
     [demand] = demands_on(driver.state, {"a": {KIND: 0.1}, "gone": {}}, driver.state.devices[0])
     assert (demand.prefill, demand.decode) == pytest.approx((0.01, 0.3))

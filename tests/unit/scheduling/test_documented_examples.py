@@ -68,8 +68,8 @@ class TestWhenKvMemoryIsFull:
         driver.arrive("c", "c1", at_s=5.0, prompt_tokens=10)
         waiting = driver.state.devices[0].waiting_for_kv
         assert [list(line.requests) for line in waiting.values()] == [["a3"], ["b1"], ["c1"]]
-        assert sends(driver.tell(e.Ended("a1"))) == []
-        assert sends(driver.tell(e.Ended("a2"))) == [("b1", 0)]
+        assert sends(driver.send(e.Ended("a1"))) == []
+        assert sends(driver.send(e.Ended("a2"))) == [("b1", 0)]
 
     def test_host_cache_counts_by_seven_eighths(self) -> None:
         for prompt_tokens, is_sent in ((2000 + 1225 - 972 - 272, True), (1982, False)):
@@ -94,7 +94,7 @@ class TestGpupool:
         work = BatchWork(model, requests, self.STEP_S, 0.0, 0, False, model.speed())
         return plan_turn(work, now_s, 0.0, switching, Tuning())
 
-    def test_three_visits_one_of_which_is_put_off(self) -> None:
+    def test_three_planned_turns_one_of_which_is_put_off(self) -> None:
         planned_turns = [
             self.planned_turn("a", 4, 1.0),
             self.planned_turn("b", 1, 1.8),
@@ -117,11 +117,11 @@ class TestGpupool:
         driver = Driver(make_policy("gpupool"), "")
         slow = ModelCosts(decode_base_s=self.STEP_S)
         strict = ModelCosts(prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=self.STEP_S)
-        driver.tell(
+        driver.send(
             e.ModelAdded("a", TARGETS, 10 * GB, 0, slow),
             e.ModelAdded("s", Targets(1.0, 0.1), 2 * GB, 0, strict),
         )
-        driver.tell(e.Hosted(0, "a"), e.Hosted(0, "s"), e.MemoryChanged(0, (("a", 0),)))
+        driver.send(e.Hosted(0, "a"), e.Hosted(0, "s"), e.MemoryChanged(0, (("a", 0),)))
         driver.arrive("a", "r", at_s=0.0)
         driver.step(0, "r")
         driver.end_turn(at_s=9.0)
@@ -154,11 +154,11 @@ class TestGpupool:
         assert self.serve(driver, "a", 8) + self.serve(driver, "c", 8) == [0] * 8 + [1] * 8
         assert sends(driver.arrive("b", "b")) == []
         assert driver.place("b") == ("QUEUED", 0)
-        driver.tell(*(e.Ended(f"c{number}") for number in range(8)))
+        driver.send(*(e.Ended(f"c{number}") for number in range(8)))
         assert driver.place("b") == ("QUEUED", 1)
         assert sends(driver.end_turn(1)) == [("b", 1)]
 
-    def test_mercy_of_a_visit_of_one_and_a_half_seconds(self) -> None:
+    def test_starvation_share_of_a_turn_of_one_and_a_half_seconds(self) -> None:
         tuning = Tuning()
         assert 1.5 / tuning.starvation_share == pytest.approx(50)
         assert tuning.expired_share * TARGETS.ttft_s == pytest.approx(0.02)
@@ -169,7 +169,7 @@ class TestGpupool:
 class TestAegaeon:
     def test_groups_of_eight(self) -> None:
         driver = Driver(AegaeonPolicy(num_prefill=2), "a b", 4)
-        driver.tell(e.Tick())
+        driver.send(e.Tick())
         for number in range(9):
             driver.arrive("a", f"a{number + 1}")
         driver.arrive("b", "b1")
@@ -179,12 +179,12 @@ class TestAegaeon:
 
     def test_three_batches_in_rounds_of_twelve_seconds(self) -> None:
         driver = Driver(AegaeonPolicy(1, quota_max_s=3.0), "a b c", 2, targets=TARGETS)
-        driver.tell(e.Tick())
+        driver.send(e.Tick())
         for model in "abc":
             driver.arrive(model, model)
             assert migrations_in(driver.step(0, model)) == [(model, 0, 1)]
             driver.end_turn(0)
-            driver.tell(e.Attached(model))
+            driver.send(e.Attached(model))
         device = driver.state.devices[1]
         switching_s = sum(batch.model.weight_bytes for batch in device.working.values()) / (
             device.bandwidth_bytes_per_s
@@ -212,7 +212,7 @@ class TestRequestLevel:
             "c1": ("HELD", None),
             "a2": ("SENT", 0),
         }
-        assert sends(driver.tell(e.Ended("b1"))) == [("c1", 1)]
+        assert sends(driver.send(e.Ended("b1"))) == [("c1", 1)]
 
     def test_four_at_a_time(self) -> None:
         driver = Driver(make_policy("request-level-4"), "a b", 1)
@@ -220,7 +220,7 @@ class TestRequestLevel:
             driver.arrive("a", f"a{number}")
         driver.arrive("b", "b1")
         assert [driver.place(f"a{number}")[0] for number in range(1, 6)] == ["SENT"] * 4 + ["HELD"]
-        assert sends(driver.tell(e.Ended("a1"))) == [("a5", 0)]
+        assert sends(driver.send(e.Ended("a1"))) == [("a5", 0)]
         assert driver.place("b1") == ("HELD", None)
 
     def test_the_fifth_takes_another_device_that_is_free(self) -> None:
@@ -234,7 +234,7 @@ class TestRequestLevel:
         driver.arrive("a", "a1", at_s=0.0, output_tokens=300)
         driver.arrive("b", "b1", at_s=1.0, output_tokens=800)
         driver.arrive("c", "c1", at_s=2.0, output_tokens=50)
-        assert sends(driver.tell(e.Ended("a1"))) == [("c1", 0)]
+        assert sends(driver.send(e.Ended("a1"))) == [("c1", 0)]
 
 
 def test_static_refuses_the_third_of_three_models() -> None:
@@ -266,4 +266,4 @@ def test_decode_first_lets_prompts_wait_for_the_answer() -> None:
     driver.arrive("b", "b1", at_s=2.0)
     driver.arrive("a", "a2", at_s=4.0)
     assert {driver.place("b1"), driver.place("a2")} == {("QUEUED", 0)}
-    assert sends(driver.tell(e.Ended("a1"), at_s=20.0)) == [("b1", 0), ("a2", 0)]
+    assert sends(driver.send(e.Ended("a1"), at_s=20.0)) == [("b1", 0), ("a2", 0)]

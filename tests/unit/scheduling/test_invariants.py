@@ -19,13 +19,13 @@ def busy_state() -> State:
     """Requests everywhere: held, queued, sent, decoding, moving."""
     driver = Driver(Prefills(), num_devices=2)
     driver.arrive("a", "decoding")
-    driver.tell(e.Stepped(0, "a", ("decoding",)), e.Attached("decoding"))
-    driver.tell(e.Attached("decoding"))
+    driver.send(e.Stepped(0, "a", ("decoding",)), e.Attached("decoding"))
+    driver.send(e.Attached("decoding"))
     driver.arrive("a", "moving")
     driver.step(0, "moving")
     driver.arrive("a", "sent")
     driver.arrive("b", "other")
-    driver.tell(e.Unhosted(0, "c"), e.Unhosted(1, "c"))
+    driver.send(e.Unhosted(0, "c"), e.Unhosted(1, "c"))
     driver.arrive("c", "held")
     driver.arrive("a", "queued")
     state = driver.state
@@ -133,7 +133,7 @@ BREAKS: dict[str, Callable[[State], object]] = {
 def test_nobody_waits_for_kv_room_that_nobody_will_give_back() -> None:
     driver = Driver(kv_host_bytes=0)
     state, device = driver.state, driver.state.devices[0]
-    driver.tell(e.Arrived("r", "a", 0.0, 1))
+    driver.send(e.Arrived("r", "a", 0.0, 1))
     request = state.requests["r"]
     device.leave(request)
     request.phase, device.turn = RequestPhase.QUEUED, None

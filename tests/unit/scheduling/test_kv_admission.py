@@ -43,7 +43,7 @@ def driver_of(
 
 
 def ended(driver: Driver, request_id: str) -> list[tuple[str, int]]:
-    return sends(driver.tell(e.Ended(request_id)))
+    return sends(driver.send(e.Ended(request_id)))
 
 
 def num_waiting(driver: Driver, device: int = 0) -> int:
@@ -84,7 +84,7 @@ class TestRoom:
 
     def test_the_largest_model_with_work_takes_its_weights_away_from_kv(self) -> None:
         driver = driver_of()
-        driver.tell(
+        driver.send(
             e.ModelAdded("large", Targets(), 11 * GB + 500 * MB, MB, COSTS), e.Hosted(0, "large")
         )
         driver.arrive("a", "a1", prompt_tokens=100)
@@ -99,7 +99,7 @@ class TestRoom:
         driver.arrive("a", "r2", prompt_tokens=500)
         driver.step(0, "r1", num_tokens=900)
         up = e.DeviceUp(1, 12 * GB, GB, kv_host_bytes=0)
-        assert sends(driver.tell(e.DeviceDown(0), up, e.Hosted(1, "a"))) == [("r1", 1)]
+        assert sends(driver.send(e.DeviceDown(0), up, e.Hosted(1, "a"))) == [("r1", 1)]
         assert driver.place("r2") == ("QUEUED", 1)
 
 
@@ -139,7 +139,7 @@ class TestOrder:
         assert ended(driver, "a1") == [("large", 0)]
         assert ended(driver, "large") == [("a2", 0), ("small", 0)]
 
-    def test_when_the_first_gives_up_the_next_is_not_held_back(self) -> None:
+    def test_when_the_first_is_aborted_the_next_is_not_held_back(self) -> None:
         driver = driver_of()
         driver.arrive("a", "a1", prompt_tokens=700)
         driver.arrive("b", "large", at_s=1.0, prompt_tokens=1500)
@@ -174,9 +174,9 @@ class TestGrowth:
             for prompt_tokens, num_tokens in ((100, 20), (400, 60)):
                 driver.arrive("a", "r", prompt_tokens=prompt_tokens)
                 driver.step(0, "r", num_tokens=num_tokens)
-                driver.tell(e.Ended("r"))
+                driver.send(e.Ended("r"))
         driver.arrive("a", "unanswered", prompt_tokens=100)
-        driver.tell(e.Ended("unanswered"))
+        driver.send(e.Ended("unanswered"))
         expected = {}
         for prompt_tokens in (100, 400, 2000):
             driver.arrive("a", f"r{prompt_tokens}", prompt_tokens=prompt_tokens)
@@ -190,7 +190,7 @@ class TestGrowth:
         for _ in range(300):
             driver.arrive("a", "r", prompt_tokens=384)
             driver.step(0, "r")
-            driver.tell(e.Ended("r"))
+            driver.send(e.Ended("r"))
         # The last 256 answers had one token: 384 + 2 + 16 each, so that four fit into 2,000.
         places = [sends(driver.arrive("a", prompt_tokens=384)) for _ in range(6)]
         assert [bool(place) for place in places] == [True] * 4 + [False] * 2
@@ -231,7 +231,7 @@ class TestTurns:
         assert runs(driver.arrive("b", "b1", prompt_tokens=1500)) == []
         assert driver.turns(4, each_s=1.0) == ["a"] * 4
         assert driver.state.devices[0].then is None
-        driver.tell(e.Ended("a1"))
+        driver.send(e.Ended("a1"))
         driver.end_turn()
         assert driver.running() == "b"
         assert driver.place("b1") == ("SENT", 0)
@@ -274,7 +274,7 @@ class TestElsewhere:
         assert {driver.place(name)[0] for name in ("c1", "c2")} == {"QUEUED"}
         other = 1 - (driver.place("c1")[1] or 0)
         at_other = next(name for name in ("a1", "b1") if driver.place(name)[1] == other)
-        driver.tell(e.Ended(at_other))
+        driver.send(e.Ended(at_other))
         driver.end_turn(other)
         assert driver.place("c1") == driver.place("c2") == ("SENT", other)
 
@@ -291,7 +291,7 @@ class TestElsewhere:
         driver = driver_of(GpupoolPolicy(), num_devices=2)
         for name in ("a1", "a2"):
             driver.arrive("a", name, prompt_tokens=700)
-        driver.tell(e.TargetsChanged("b", Targets(10.0, 0.03)))  # needs 25 of every 30 ms
+        driver.send(e.TargetsChanged("b", Targets(10.0, 0.03)))  # needs 25 of every 30 ms
         driver.arrive("b", "b1")
         assert driver.place("b1") == ("SENT", 1)
         driver.arrive("a", "a3", prompt_tokens=700)
@@ -342,11 +342,11 @@ class TestElsewhere:
         for name in ("a1", "a2"):
             driver.arrive("a", name, prompt_tokens=1500)
         assert driver.place("a2") == ("QUEUED", 0)
-        driver.tell(e.Unhosted(0, "a"))
+        driver.send(e.Unhosted(0, "a"))
         assert sorted(driver.place(name) for name in ("a1", "a2")) == [("QUEUED", 1), ("SENT", 1)]
-        driver.tell(e.DeviceDown(1))
+        driver.send(e.DeviceDown(1))
         assert {driver.place(name) for name in ("a1", "a2")} == {("HELD", None)}
-        driver.tell(e.ModelRemoved("a"))
+        driver.send(e.ModelRemoved("a"))
         assert driver.state.requests == {}
 
 

@@ -77,9 +77,9 @@ def prefill_driver(num_prefill: int) -> Driver:
     policy = AegaeonPolicy(num_prefill)
     driver = Driver(policy, "", num_prefill + 1, bandwidth_bytes_per_s=GB)
     for model, switch_s in SWITCH_S.items():
-        driver.tell(e.ModelAdded(model, Targets(), int(switch_s * GB), 0, PREFILL))
-        driver.tell(*(e.Hosted(number, model) for number in range(num_prefill + 1)))
-    driver.tell(e.Tick())
+        driver.send(e.ModelAdded(model, Targets(), int(switch_s * GB), 0, PREFILL))
+        driver.send(*(e.Hosted(number, model) for number in range(num_prefill + 1)))
+    driver.send(e.Tick())
     return driver
 
 
@@ -91,7 +91,7 @@ def prefill_one(driver: Driver, device: int) -> tuple[str | None, list[Action]]:
     name = here.turn.model
     waiting = [r.id for r in here.batches[name].requests.values()]
     actions = driver.step(device, waiting[0])
-    actions += driver.tell(e.Ended(waiting[0]))
+    actions += driver.send(e.Ended(waiting[0]))
     if not here.batches[name].requests:
         actions += driver.end_turn(device)
     return waiting[0], actions
@@ -185,7 +185,7 @@ class TestPrefill:
         driver = prefill_driver(1)
         for model in "abc":
             driver.arrive(model)
-        driver.tell(e.Ended("r2"))
+        driver.send(e.Ended("r2"))
         assert [prefill_one(driver, 0)[0] for _ in range(3)] == ["r1", "r3", None]
 
     def test_without_a_decode_device_a_request_stays(self) -> None:
@@ -199,7 +199,7 @@ def decode_driver(models: str = "a b c d", num_decode: int = 1, quota_max_s: flo
     """One prefill device, and switches of a second."""
     policy = AegaeonPolicy(1, quota_max_s)
     driver = Driver(policy, models, 1 + num_decode, targets=Targets(10.0, 0.1))
-    driver.tell(e.Tick())
+    driver.send(e.Tick())
     return driver
 
 
@@ -208,7 +208,7 @@ def decode(driver: Driver, model: str, request_id: str, prompt_tokens: int = 100
     driver.arrive(model, request_id, prompt_tokens=prompt_tokens)
     [(_, _, target)] = migrations_in(driver.step(0, request_id))
     driver.end_turn(0)
-    driver.tell(e.Attached(request_id))
+    driver.send(e.Attached(request_id))
     return target
 
 
@@ -230,7 +230,7 @@ class TestDecode:
         for model in "abc":
             decode(driver, model, model)
         driver.end_turn(1)
-        driver.tell(e.QuotaMaxSet(1.5))
+        driver.send(e.QuotaMaxSet(1.5))
         quotas_s = []
         for _ in range(8):
             quotas_s.append(driver.quota_s(1))
@@ -258,8 +258,8 @@ class TestDecode:
         for name, step_s in zip(names, steps_s, strict=True):
             weight_bytes = int(switch_s * 10 * GB)
             costs = ModelCosts(decode_base_s=step_s)
-            driver.tell(e.ModelAdded(name, Targets(10.0, 0.1), weight_bytes, 0, costs))
-            driver.tell(e.Hosted(0, name), e.Hosted(1, name))
+            driver.send(e.ModelAdded(name, Targets(10.0, 0.1), weight_bytes, 0, costs))
+            driver.send(e.Hosted(0, name), e.Hosted(1, name))
         for name in names:
             decode(driver, name, name)
         quotas_s = {}
@@ -298,7 +298,7 @@ class TestDecode:
         for model in "abc":
             decode(driver, model, model)
         driver.turns(2, device=1)
-        driver.tell(e.Ended("c"))
+        driver.send(e.Ended("c"))
         assert driver.state.devices[1].then == "a"
         assert driver.turns(4, device=1) == list("baba")
 
@@ -334,7 +334,7 @@ class TestDecode:
         driver = decode_driver(num_decode=2)
         decode(driver, "a", "r1")
         assert decode(driver, "b", "r2") == 2
-        migrations = migrations_in(driver.tell(e.DeviceDown(0), e.Tick()))
+        migrations = migrations_in(driver.send(e.DeviceDown(0), e.Tick()))
         assert migrations == [("r1", 1, 2)]
         roles = [one.role for one in driver.state.devices.values()]
         assert roles == [Role.PREFILL, Role.DECODE]
@@ -349,7 +349,7 @@ class TestOneDevice:
 
     def lone(self) -> Driver:
         driver = Driver(AegaeonPolicy(num_prefill=1))
-        driver.tell(e.Tick())
+        driver.send(e.Tick())
         return driver
 
     def test_a_turn_that_prefills_is_as_long_as_its_prompts_take(self) -> None:
@@ -390,12 +390,12 @@ class TestOneDevice:
 
 def test_a_model_without_a_prefill_device_is_served_where_it_is() -> None:
     driver = decode_driver("a", num_decode=1)
-    driver.tell(e.Unhosted(0, "a"), e.Unhosted(1, "a"))
+    driver.send(e.Unhosted(0, "a"), e.Unhosted(1, "a"))
     driver.arrive("a", "r")
     assert driver.place("r") == ("HELD", None)
-    driver.tell(e.Hosted(1, "a"))  # it decodes, but no other has the model
+    driver.send(e.Hosted(1, "a"))  # it decodes, but no other has the model
     assert driver.place("r") == ("SENT", 1)
-    driver.tell(e.DeviceDown(0), e.Tick())
+    driver.send(e.DeviceDown(0), e.Tick())
     assert driver.state.devices[1].role is Role.MIXED
 
 

@@ -1,4 +1,4 @@
-"""The default policy: the order of visits against brute force, nobody starves, placement."""
+"""The default policy: the order of planned turns against brute force, nobody starves, placement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_on_time(order: tuple[PlannedTurn, ...], start_in_s: float) -> bool:
 
 
 def best_tokens(planned_turns: list[PlannedTurn], start_in_s: float) -> float:
-    """The most that any choice and order of visits, each on time, is worth."""
+    """The most that any choice and order of planned turns, each on time, is worth."""
     return max(
         sum(one.tokens_in_time for one in order)
         for count in range(len(planned_turns) + 1)
@@ -128,14 +128,14 @@ def driver_of(
 
 
 class TestTurns:
-    def test_the_earliest_deadline_is_visited_first(self) -> None:
+    def test_the_earliest_deadline_gets_the_first_turn(self) -> None:
         driver = driver_of("a b c d")
         driver.arrive("d", at_s=0.0)
         for number, model in enumerate("cab", start=1):
             driver.arrive(model, at_s=float(number))
         driver.end_turn()
         assert driver.running() == "d"  # its deadline is still the earliest
-        driver.tell(e.Ended("r1"))
+        driver.send(e.Ended("r1"))
         assert driver.turns(4)[1] == "c"
 
     def test_a_model_that_is_ahead_gives_way(self) -> None:
@@ -153,7 +153,7 @@ class TestTurns:
         assert driver.state.devices[0].then is None
         assert runs(driver.arrive("a")) == []
 
-    def test_a_visit_makes_first_tokens_and_is_not_longer_than_allowed(self) -> None:
+    def test_a_turn_makes_first_tokens_and_is_not_longer_than_allowed(self) -> None:
         tuning = Tuning()
         driver = driver_of(tuning=tuning)
         driver.arrive("a", prompt_tokens=10)
@@ -165,12 +165,12 @@ class TestTurns:
             assert 0 < prefill_s < driver.quota_s() <= prefill_s + tuning.turn_max_s + 1e-9
             driver.end_turn(at_s=driver.now_s + driver.quota_s())
 
-    def test_another_longest_visit_holds_from_the_next(self) -> None:
+    def test_another_longest_turn_holds_from_the_next(self) -> None:
         driver = driver_of()
         for model in "ab":
             driver.arrive(model)
         before_s = driver.quota_s()
-        driver.tell(e.QuotaMaxSet(0.25))
+        driver.send(e.QuotaMaxSet(0.25))
         assert driver.quota_s() == before_s
         for _ in range(3):
             driver.end_turn(at_s=driver.now_s + driver.quota_s())
@@ -178,16 +178,16 @@ class TestTurns:
             prefill_s = device.batches[driver.running() or ""].prefill_s()
             assert driver.quota_s() <= prefill_s + 0.25 + 1e-9 < before_s
 
-    def test_visits_follow_observed_steps(self) -> None:
+    def test_planned_turns_follow_observed_steps(self) -> None:
         """A slower model needs more time to get as far ahead."""
 
         def quota_s(step_s: float) -> float:
             driver = driver_of()
-            driver.tell(e.MemoryChanged(0, (("a", 0), ("b", 0))))  # no switch to pay for
+            driver.send(e.MemoryChanged(0, (("a", 0), ("b", 0))))  # no switch to pay for
             driver.arrive("a", "r")
             for _ in range(200):
                 driver.step(0, "r", step_s=step_s, num_tokens=0)
-            driver.tell(e.TurnEnded(0, 1), at_s=9.0)
+            driver.send(e.TurnEnded(0, 1), at_s=9.0)
             assert driver.running() == "a"
             return driver.quota_s()
 
@@ -210,7 +210,7 @@ class TestTurns:
         driver.arrive("a", at_s=1.0)
         driver.arrive("b", at_s=1.0)
         assert driver.state.devices[0].then == "a"
-        driver.tell(e.TargetsChanged("b", Targets(5.0, 0.1)))
+        driver.send(e.TargetsChanged("b", Targets(5.0, 0.1)))
         driver.end_turn()
         assert driver.running() == "b"
 
@@ -219,18 +219,18 @@ PATIENT = replace(Tuning(), patience_s=5.0, starvation_share=0.2, turn_max_s=1.0
 
 
 def planned_turns_of(
-    hopeless: str, rivals: str, step_s: float = 0.02, until_s: float = 600.0
+    expired: str, rivals: str, step_s: float = 0.02, until_s: float = 600.0
 ) -> list[tuple[float, str, float]]:
     """Start, model and length of each turn on a device that the rivals alone keep busy."""
     costs = ModelCosts(prefill_base_s=0.0, prefill_token_s=0.0, decode_base_s=step_s)
-    models = " ".join((*hopeless, *rivals))
+    models = " ".join((*expired, *rivals))
     driver = driver_of(models, tuning=PATIENT, weight_bytes=1 * GB)
     for model in models.split():
-        driver.tell(e.ModelAdded(model, Targets(10.0, 0.1), GB, 1, costs))
+        driver.send(e.ModelAdded(model, Targets(10.0, 0.1), GB, 1, costs))
     for model in rivals:
         driver.arrive(model, model)
-    for model in hopeless:
-        driver.tell(e.Arrived(model, model, -1000.0, 10))
+    for model in expired:
+        driver.send(e.Arrived(model, model, -1000.0, 10))
     planned_turns = []
     while driver.now_s < until_s:
         served, quota_s = driver.running(), driver.quota_s()
@@ -242,7 +242,7 @@ def planned_turns_of(
 
 
 def longest_wait_s(planned_turns: list[tuple[float, str, float]], model: str) -> float:
-    """The longest time without a visit to the model."""
+    """The longest time without a turn of the model."""
     mine = [
         (start_s, start_s + length_s) for start_s, name, length_s in planned_turns if name == model
     ]
@@ -252,23 +252,23 @@ def longest_wait_s(planned_turns: list[tuple[float, str, float]], model: str) ->
 
 
 class TestStarvation:
-    # A visit of mercy, of at most 1 s and a prompt here, is followed by so long a time without.
+    # The pause after a turn for a starving model, of at most 1 s and a prompt here.
     PAUSE_S = (PATIENT.turn_max_s + 0.1) / PATIENT.starvation_share
     TURN_S = PATIENT.turn_max_s + 0.1
 
-    def test_a_hopeless_batch_is_visited_before_long(self) -> None:
+    def test_an_expired_batch_gets_a_turn_before_long(self) -> None:
         planned_turns = planned_turns_of("h", "xy")
         limit_s = max(PATIENT.patience_s, self.PAUSE_S) + self.TURN_S
         assert longest_wait_s(planned_turns, "h") <= limit_s
 
-    def test_the_hopeless_do_not_take_over_in_overload(self) -> None:
-        """The rivals need 120 % and turn hopeless in time: then all five share alike."""
+    def test_expired_batches_do_not_take_over_in_overload(self) -> None:
+        """The rivals need 120 % and turn expired in time: then all five share alike."""
         planned_turns = planned_turns_of("ghi", "xy", 0.06)
         merciful_s = sum(length_s for _, model, length_s in planned_turns if model in "ghi")
         assert 0 < merciful_s < 0.5 * planned_turns[-1][0]
 
     @pytest.mark.parametrize("step_s", [0.02, 0.06])  # the rivals need 40 % of the device; 120 %
-    def test_every_hopeless_batch_is_visited_in_its_turn(self, step_s: float) -> None:
+    def test_every_expired_batch_gets_a_turn(self, step_s: float) -> None:
         planned_turns = planned_turns_of("ghi", "xy", step_s)
         limit_s = PATIENT.patience_s + 5 * (self.PAUSE_S + self.TURN_S)
         assert max(longest_wait_s(planned_turns, model) for model in "ghixy") <= limit_s
@@ -284,30 +284,30 @@ class TestPlacement:
     def test_joins_the_device_that_serves_the_model(self) -> None:
         driver = driver_of("a b c d", num_devices=2)
         assert [self.device_of(driver, model) for model in "ab"] == [0, 1]
-        driver.tell(e.Ended("a"))
+        driver.send(e.Ended("a"))
         assert self.device_of(driver, "b", "second") == 1
         assert driver.place("second")[0] == "SENT"
 
     def test_a_new_model_goes_where_the_least_is_to_do(self) -> None:
         driver = driver_of("a b c d", num_devices=3)
         assert [self.device_of(driver, model) for model in "abc"] == [0, 1, 2]
-        driver.tell(e.Ended("b"))
+        driver.send(e.Ended("b"))
         assert self.device_of(driver, "d") == 1
 
     def test_among_equals_where_it_is_resident(self) -> None:
         driver = driver_of(num_devices=3)
-        driver.tell(e.MemoryChanged(2, (("a", 0),)))
+        driver.send(e.MemoryChanged(2, (("a", 0),)))
         assert self.device_of(driver, "a") == 2
 
     def test_comes_home_among_equals(self) -> None:
         driver = driver_of(num_devices=2)
         assert [self.device_of(driver, model) for model in "ba"] == [0, 1]
-        driver.tell(e.Ended("a"), e.Ended("b"))
+        driver.send(e.Ended("a"), e.Ended("b"))
         assert self.device_of(driver, "a") == 1
-        driver.tell(e.Ended("a"), e.DeviceDown(1))
+        driver.send(e.Ended("a"), e.DeviceDown(1))
         assert self.device_of(driver, "a") == 0
-        driver.tell(e.DeviceUp(1, 80 * GB, GB), *(e.Hosted(1, model) for model in "abc"))
-        driver.tell(e.Ended("a"))
+        driver.send(e.DeviceUp(1, 80 * GB, GB), *(e.Hosted(1, model) for model in "abc"))
+        driver.send(e.Ended("a"))
         assert self.device_of(driver, "a") == 0  # the new home
 
     def test_without_a_host_it_waits(self) -> None:

@@ -28,7 +28,7 @@ def order_of(driver: Driver) -> list[str]:
     """The requests in the order in which the device gets them, one after the other."""
     last, order = "first", []
     while len(driver.state.requests) > 1:
-        [(last, _)] = sends(driver.tell(e.Ended(last)))
+        [(last, _)] = sends(driver.send(e.Ended(last)))
         order.append(last)
     return order
 
@@ -71,5 +71,5 @@ def test_order_among_those_that_wait_for_their_model_s_turn() -> None:
     for name, priority in (("n", NORMAL), ("l", LOW), ("h", HIGH)):
         assert sends(driver.arrive("b", name, priority=priority)) == []
     driver.step(0, "running")
-    sent = sends(driver.tell(e.Ended("running"))) + sends(driver.end_turn(0, at_s=1.0))
+    sent = sends(driver.send(e.Ended("running"))) + sends(driver.end_turn(0, at_s=1.0))
     assert [name for name, _ in sent] == ["h", "n", "l"]

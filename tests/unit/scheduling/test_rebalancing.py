@@ -19,16 +19,16 @@ def box(*answers: int, role: Role = Role.DECODE) -> Driver:
     num_devices = len(answers) + 1
     driver = Driver(GpupoolPolicy(), "a", 0, costs=COSTS, targets=Targets(10.0, 0.1))
     for number, count in enumerate(answers, 1):
-        driver.tell(e.DeviceUp(number, 80 * GB, 10 * GB), e.Hosted(number, "a"))
+        driver.send(e.DeviceUp(number, 80 * GB, 10 * GB), e.Hosted(number, "a"))
         names = [f"r{number}-{k}" for k in range(count)]
         for name in names:
             driver.arrive("a", name)
-        driver.tell(e.RoleSet(number, Role.DECODE))  # so that they stay
+        driver.send(e.RoleSet(number, Role.DECODE))  # so that they stay
         for name in names:
             driver.step(number, name, num_tokens=10)
-    driver.tell(e.DeviceUp(0, 80 * GB, 10 * GB), e.Hosted(0, "a"), e.RoleSet(0, Role.PREFILL))
-    driver.tell(*(e.RoleSet(number, role) for number in range(1, num_devices)))
-    driver.tell(*(e.MemoryChanged(number, (("a", 0),)) for number in range(num_devices)))
+    driver.send(e.DeviceUp(0, 80 * GB, 10 * GB), e.Hosted(0, "a"), e.RoleSet(0, Role.PREFILL))
+    driver.send(*(e.RoleSet(number, role) for number in range(1, num_devices)))
+    driver.send(*(e.MemoryChanged(number, (("a", 0),)) for number in range(num_devices)))
     devices = driver.state.devices
     placed = [len(devices[number].batches["a"].requests) for number in range(1, num_devices)]
     assert placed == list(answers)
@@ -37,7 +37,7 @@ def box(*answers: int, role: Role = Role.DECODE) -> Driver:
 
 def attach_all(driver: Driver) -> None:
     moving = [one.id for device in driver.state.devices.values() for one in device.moving.values()]
-    driver.tell(*(e.Attached(request_id) for request_id in moving))
+    driver.send(*(e.Attached(request_id) for request_id in moving))
 
 
 def test_a_full_device_gives_to_one_with_room_until_it_is_full_no_more() -> None:
@@ -45,7 +45,7 @@ def test_a_full_device_gives_to_one_with_room_until_it_is_full_no_more() -> None
     num_migrated = 0
     for _ in range(20):
         driver.now_s += 1.0
-        migrations = migrations_in(driver.tell(e.Tick()))
+        migrations = migrations_in(driver.send(e.Tick()))
         assert len(migrations) <= 8
         assert all((source, target) == (1, 2) for _, source, target in migrations)
         num_migrated += len(migrations)
@@ -56,11 +56,11 @@ def test_a_full_device_gives_to_one_with_room_until_it_is_full_no_more() -> None
 
 def test_nothing_moves_where_nobody_has_room_or_nobody_is_full() -> None:
     for answers in ((90, 70), (70, 20), (79,)):
-        assert migrations_in(box(*answers).tell(e.Tick())) == []
+        assert migrations_in(box(*answers).send(e.Tick())) == []
 
 
 def test_devices_that_do_both_keep_their_answers() -> None:
-    assert migrations_in(box(90, 20, role=Role.MIXED).tell(e.Tick())) == []
+    assert migrations_in(box(90, 20, role=Role.MIXED).send(e.Tick())) == []
 
 
 def test_no_answer_moves_for_the_last_of_its_tokens() -> None:
@@ -76,13 +76,13 @@ def test_no_answer_moves_for_the_last_of_its_tokens() -> None:
 def test_an_answer_is_not_made_late_for_it() -> None:
     driver = box(90, 20)
     due_s = Targets(10.0, 0.1).deadline_s(0.0, 10)
-    assert migrations_in(driver.tell(e.Tick(), at_s=due_s - 0.001)) == []  # a copy takes 2 ms
-    assert migrations_in(driver.tell(e.Tick(), at_s=due_s + 0.001)) != []  # late anyway
+    assert migrations_in(driver.send(e.Tick(), at_s=due_s - 0.001)) == []  # a copy takes 2 ms
+    assert migrations_in(driver.send(e.Tick(), at_s=due_s + 0.001)) != []  # late anyway
 
 
 def test_whoever_has_moved_stays_a_while() -> None:
     driver = box(90, 20)
-    migrations = migrations_in(driver.tell(e.Tick()))
+    migrations = migrations_in(driver.send(e.Tick()))
     moved = {request_id for request_id, _, _ in migrations}
     assert moved
     attach_all(driver)
@@ -91,10 +91,10 @@ def test_whoever_has_moved_stays_a_while() -> None:
         driver.step(0, f"n{number}")
         attach_all(driver)
     for request_id in [f"r1-{k}" for k in range(90) if f"r1-{k}" not in moved]:
-        driver.tell(e.Ended(request_id))
+        driver.send(e.Ended(request_id))
     counts = [len(driver.state.devices[n].batches["a"].requests) for n in (1, 2)]
     assert counts[1] > 80 > counts[0]
-    migrations = migrations_in(driver.tell(e.Tick(), at_s=5.0))
+    migrations = migrations_in(driver.send(e.Tick(), at_s=5.0))
     assert {source for _, source, _ in migrations} == {2}
     assert not moved & {request_id for request_id, _, _ in migrations}
 

@@ -47,8 +47,8 @@ def pass_time(
         for number in range(rps):
             name = models[number % len(models)]
             driver.arrive(name, "r", prompt_tokens=prompt_tokens)
-            driver.tell(e.Ended("r"))
-        actions = driver.tell(e.Tick())
+            driver.send(e.Ended("r"))
+        actions = driver.send(e.Tick())
         changes += [(one.device, one.role) for one in actions if isinstance(one, ChangeRole)]
     return changes
 
@@ -106,7 +106,7 @@ def test_a_split_ends_when_another_model_has_as_much_to_do() -> None:
 
 def test_fixed_roles_and_drained_devices_are_left_alone() -> None:
     box = driver()
-    box.tell(e.RoleSet(2, DECODE), e.DrainSet(3, is_draining=True))
+    box.send(e.RoleSet(2, DECODE), e.DrainSet(3, is_draining=True))
     changes = pass_time(box, 60, 4)
     assert changes == [(0, PREFILL), (1, DECODE)]
     assert roles(box) == [PREFILL, DECODE, DECODE, MIXED]
@@ -114,14 +114,14 @@ def test_fixed_roles_and_drained_devices_are_left_alone() -> None:
 
 def test_a_fixed_device_that_does_both_keeps_the_others_so() -> None:
     box = driver()
-    box.tell(e.RoleSet(2, MIXED))
+    box.send(e.RoleSet(2, MIXED))
     assert pass_time(box, 60, 6) == []
 
 
 def test_the_last_device_of_a_stage_is_replaced_at_once() -> None:
     box = driver()
     pass_time(box, 60, 6)
-    box.tell(e.DeviceDown(0))
+    box.send(e.DeviceDown(0))
     assert not covers(list(box.state.devices.values()))
     [(_, role)] = pass_time(box, 1, 6)
     assert role is not DECODE
@@ -132,7 +132,7 @@ def test_one_device_that_is_left_does_both() -> None:
     box = driver()
     pass_time(box, 60, 6)
     for number in (0, 1, 2):
-        box.tell(e.DeviceDown(number))
+        box.send(e.DeviceDown(number))
     pass_time(box, 1, 6)
     assert roles(box) == [MIXED]
 
@@ -141,9 +141,9 @@ def test_one_device_that_is_left_does_both() -> None:
 def test_one_small_device_does_not_decide_for_all(small: int) -> None:
     """It has KV for 12,500 tokens, the others for 175,000; wherever it is among them."""
     box = Driver(GpupoolPolicy(), "", 0, costs=COSTS)
-    box.tell(e.ModelAdded("a", Targets(10.0, 0.1), 10 * GB, 400_000, COSTS))
+    box.send(e.ModelAdded("a", Targets(10.0, 0.1), 10 * GB, 400_000, COSTS))
     for number in range(4):
         capacity_bytes = (15 if number == small else 80) * GB
-        box.tell(e.DeviceUp(number, capacity_bytes, 10 * GB), e.Hosted(number, "a"))
+        box.send(e.DeviceUp(number, capacity_bytes, 10 * GB), e.Hosted(number, "a"))
     pass_time(box, 60, 6)
     assert roles(box).count(PREFILL) == 1

@@ -18,10 +18,10 @@ SLOW = ModelCosts(decode_base_s=0.0, decode_sequence_s=0.04, decode_context_s=0.
 def unlike_driver() -> Driver:
     """Two devices of one kind and one of another, which is four times as slow."""
     driver = Driver(models="", num_devices=0)
-    driver.tell(e.ModelAdded("a", Targets(), GB, 1, COSTS))
+    driver.send(e.ModelAdded("a", Targets(), GB, 1, COSTS))
     for number, kind in enumerate(("fast", "fast", "slow")):
-        driver.tell(e.DeviceUp(number, 80 * GB, GB, kind=kind))
-        driver.tell(e.Hosted(number, "a", SLOW if kind == "slow" else COSTS))
+        driver.send(e.DeviceUp(number, 80 * GB, GB, kind=kind))
+        driver.send(e.Hosted(number, "a", SLOW if kind == "slow" else COSTS))
     return driver
 
 
@@ -52,7 +52,7 @@ class TestSteps:
     def test_a_step_of_requests_that_are_gone_teaches_nothing(self) -> None:
         driver = Driver(models="a", costs=COSTS)
         driver.arrive("a", "r")
-        driver.tell(e.Stepped(0, "a", ("gone",), 1, 9.0))
+        driver.send(e.Stepped(0, "a", ("gone",), 1, 9.0))
         assert driver.state.models["a"].speed().step_ratio == 1.0
 
 
@@ -75,7 +75,7 @@ class TestKinds:
         driver.arrive("a", "r")
         for _ in range(100):
             driver.step(0, "r", step_s=0.02)
-        driver.tell(
+        driver.send(
             e.DeviceUp(3, 80 * GB, GB, kind="fast"),
             e.ModelAdded("a", Targets(), GB, 1, COSTS),
             e.Hosted(3, "a", COSTS),
@@ -86,12 +86,12 @@ class TestKinds:
         driver = unlike_driver()
         driver.arrive("a", "r")
         driver.step(0, "r", step_s=0.02)
-        driver.tell(e.Hosted(1, "a", SLOW))
+        driver.send(e.Hosted(1, "a", SLOW))
         assert (speed_on(driver, 0).costs, speed_on(driver, 0).step_ratio) == (SLOW, 1.0)
 
     def test_a_queue_is_reckoned_at_the_speed_of_its_device(self) -> None:
         driver = unlike_driver()
-        driver.tell(*(e.DrainSet(number, is_draining=True) for number in range(2)))
+        driver.send(*(e.DrainSet(number, is_draining=True) for number in range(2)))
         driver.arrive("a", "r")
         [batch] = driver.state.devices[2].working.values()
         assert batch.speed is speed_on(driver, 2)

@@ -33,9 +33,9 @@ def driver(*roles: Role, converts: bool = True, ttft_s: float = 2.0, models: str
     policy = GpupoolPolicy(converts_decoders=converts)
     box = Driver(policy, models, len(roles), costs=COSTS, targets=Targets(ttft_s, 0.1))
     for number, role in enumerate(roles):
-        box.tell(e.RoleSet(number, role))
+        box.send(e.RoleSet(number, role))
     resident = tuple((name, 0) for name in models.split())
-    box.tell(*(e.MemoryChanged(number, resident) for number in range(len(roles))))
+    box.send(*(e.MemoryChanged(number, resident) for number in range(len(roles))))
     return box
 
 
@@ -48,7 +48,7 @@ def decoding(box: Driver, count: int, device: int = 1) -> None:
         assert where is not None
         box.step(where, name)
         if box.state.requests[name].phase.name == "MOVING":
-            box.tell(e.Attached(name))
+            box.send(e.Attached(name))
         assert box.place(name) == ("DECODING", device)
 
 
@@ -83,7 +83,7 @@ class TestChunks:
         for name in decoding_more:
             box.arrive("a", name, prompt_tokens=10)
             box.step(0, name)
-            box.tell(e.Attached(name))
+            box.send(e.Attached(name))
         turn = box.state.devices[1].turn
         assert turn is not None
         assert turn.chunk_tokens == (490 + 21) // 64 * 64
@@ -174,7 +174,7 @@ class TestWhere:
             box.arrive("a", f"r{number}", prompt_tokens=10)
             migrations = migrations_in(box.step(0, f"r{number}"))
             targets += [target for _, _, target in migrations]
-            box.tell(e.Attached(f"r{number}"))
+            box.send(e.Attached(f"r{number}"))
         assert targets[:70] == [targets[0]] * 70
         assert set(targets) == {1, 2}
 
@@ -190,14 +190,14 @@ class TestWhere:
         box = Driver(
             GpupoolPolicy(), "a", 2, costs=COSTS, kv_host_bytes=0, capacity_bytes=11 * GB
         )  # 1 GB of KV: 10,000 tokens
-        box.tell(e.RoleSet(0, PREFILL), e.RoleSet(1, DECODE))
+        box.send(e.RoleSet(0, PREFILL), e.RoleSet(1, DECODE))
         for name in ("r1", "r2"):
             box.arrive("a", name, prompt_tokens=6000)
         assert migrations_in(box.step(0, "r1")) == [("r1", 0, 1)]
         assert box.place("r2")[0] == "SENT"
         assert migrations_in(box.step(0, "r2")) == []
-        box.tell(e.Attached("r1"))
-        assert migrations_in(box.tell(e.Ended("r1"))) == [("r2", 0, 1)]
+        box.send(e.Attached("r1"))
+        assert migrations_in(box.send(e.Ended("r1"))) == [("r2", 0, 1)]
 
 
 def test_a_prefill_device_orders_models_by_first_tokens_alone() -> None:
@@ -206,6 +206,6 @@ def test_a_prefill_device_orders_models_by_first_tokens_alone() -> None:
     box.arrive("c", "c1", at_s=0.0)
     for number in range(10):
         box.arrive("a", f"a{number}", at_s=0.2, prompt_tokens=1000)
-    box.tell(e.TargetsChanged("b", Targets(1.0, 0.1)))
+    box.send(e.TargetsChanged("b", Targets(1.0, 0.1)))
     box.arrive("b", "b1", at_s=0.3, prompt_tokens=1000)
     assert box.state.devices[0].then == "b"

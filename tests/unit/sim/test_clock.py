@@ -106,7 +106,7 @@ def test_the_clock_may_stand_but_not_go_back() -> None:
     clock = VirtualClock()
     clock.advance_to(1.5)
     clock.advance_to(1.5)
-    with pytest.raises(ValueError, match=r"stands at 1.5 s and cannot go to 1 s"):
+    with pytest.raises(ValueError, match=r"the clock is at 1.5 s and cannot go to 1 s"):
         clock.advance_to(1)
     with pytest.raises(ValueError, match="nan"):
         clock.advance_to(math.nan)

@@ -18,18 +18,18 @@ KV = 10_000_000
 
 
 class Bench:
-    """A device, its clock, and all that it has told."""
+    """A device, its clock, and all that it has reported."""
 
     def __init__(self, device_gb: int = 80, prefetches: bool = True) -> None:
         box = models("abc", 10, kv_bytes_per_token=KV)
         self.queue: EventQueue[Callable[[], None]] = EventQueue()
-        self.told: list[tuple[float, e.Event]] = []
+        self.reported: list[tuple[float, e.Event]] = []
         self.device = SimDevice(
-            0, box, device_gb * GB, self.queue, self.tell, prefetches=prefetches
+            0, box, device_gb * GB, self.queue, self.record, prefetches=prefetches
         )
 
-    def tell(self, event: e.Event) -> None:
-        self.told.append((self.queue.now_s, event))
+    def record(self, event: e.Event) -> None:
+        self.reported.append((self.queue.now_s, event))
 
     def run(self, until_s: float = math.inf) -> None:
         while (at_s := self.queue.next_at_s) is not None and at_s <= until_s:
@@ -45,14 +45,14 @@ class Bench:
         self.device.add(live)
         return live
 
-    def give_up(self, live: SimLive) -> None:
-        self.device.give_up(live)
+    def release(self, live: SimLive) -> None:
+        self.device.release(live)
 
     def attach(self, live: SimLive, at_s: float) -> None:
         self.at(at_s, lambda: self.device.attach(live))
 
     def times(self, kind: type) -> list[float]:
-        return [at_s for at_s, event in self.told if isinstance(event, kind)]
+        return [at_s for at_s, event in self.reported if isinstance(event, kind)]
 
 
 def test_a_turn_switches_prefills_decodes_and_ends() -> None:
@@ -63,7 +63,7 @@ def test_a_turn_switches_prefills_decodes_and_ends() -> None:
     assert live.token_times_s == pytest.approx([1.02 + 0.01 * k for k in range(11)])
     assert bench.times(e.Stepped) == pytest.approx([1.02, 1.12])
     assert bench.times(e.Ended) == bench.times(e.TurnEnded) == pytest.approx([1.12])
-    [stepped] = [one for _, one in bench.told if isinstance(one, e.Stepped) and one.step_s]
+    [stepped] = [one for _, one in bench.reported if isinstance(one, e.Stepped) and one.step_s]
     assert stepped.num_tokens == 10
     assert stepped.step_s == pytest.approx(0.01)
 
@@ -109,7 +109,9 @@ def test_a_new_request_is_prefilled_after_the_step_in_progress() -> None:
     bench.run(2.0)
     bench.at(2.003, second_arrives)
     bench.run(3.0)
-    prefilled_s = [at_s for at_s, event in bench.told if event == e.Stepped(0, "a", ("second",))]
+    prefilled_s = [
+        at_s for at_s, event in bench.reported if event == e.Stepped(0, "a", ("second",))
+    ]
     assert prefilled_s == pytest.approx([2.01 + 0.02])
     gaps_s = [b - a for a, b in zip(first.token_times_s, first.token_times_s[1:], strict=False)]
     assert max(gaps_s) == pytest.approx(0.01 + 0.02)
@@ -181,8 +183,8 @@ class TestMigrate:
         bench.device.plan(Turn(1, "a", 60.0), None)
         bench.run(1.041)
         kv_s = 101 * KV / (10 * GB)
-        assert bench.device.give_up(one) == pytest.approx(bench.queue.now_s + kv_s)
-        assert bench.device.give_up(other) == pytest.approx(bench.queue.now_s + 2 * kv_s)
+        assert bench.device.release(one) == pytest.approx(bench.queue.now_s + kv_s)
+        assert bench.device.release(other) == pytest.approx(bench.queue.now_s + 2 * kv_s)
 
     def test_adopted_between_turns_it_comes_in_with_the_switch(self) -> None:
         bench = Bench()
@@ -223,7 +225,7 @@ class TestMigrate:
         due = bench.queue.pop()  # its first token
         assert due is not None
         due.event()
-        bench.device.give_up(live)
+        bench.device.release(live)
         bench.run()
         assert bench.times(e.TurnEnded) == pytest.approx([1.02])
 
@@ -249,8 +251,8 @@ class TestChunks:
         assert second[0].token_times_s[0] == pytest.approx(2.01 + 0.0159 + 0.0141)
         gaps_s = [b - a for a, b in zip(first.token_times_s, first.token_times_s[1:], strict=False)]
         assert max(gaps_s) == pytest.approx(0.0159)
-        assert e.Stepped(0, "a", ("first",)) in [event for _, event in bench.told]
-        assert e.Stepped(0, "a", ("first", "second")) in [event for _, event in bench.told]
+        assert e.Stepped(0, "a", ("first",)) in [event for _, event in bench.reported]
+        assert e.Stepped(0, "a", ("first", "second")) in [event for _, event in bench.reported]
 
     def test_what_a_step_has_left_goes_to_the_next_prompt(self) -> None:
         bench = Bench()
@@ -287,11 +289,11 @@ def test_an_answer_that_is_given_away_keeps_the_tokens_it_has() -> None:
     other = bench.add("a", "other", output_tokens=500)
     bench.device.plan(Turn(1, "a", 60.0), None)
     bench.run(1.04)
-    bench.at(1.065, lambda: bench.give_up(live))
+    bench.at(1.065, lambda: bench.release(live))
     bench.run(1.5)
     # First tokens at 1.02 and 1.04, then steps of 10 ms: the one under way is left out.
     assert live.token_times_s == pytest.approx([1.02, 1.05, 1.06])
     assert other.token_times_s[:4] == pytest.approx([1.04, 1.05, 1.06, 1.07])
     assert bench.device.memory.held_bytes("a")[1] == KV * other.context_tokens
-    told = [one.request_ids for _, one in bench.told if isinstance(one, e.Stepped)]
-    assert told[-1] == ("other",)
+    reported = [one.request_ids for _, one in bench.reported if isinstance(one, e.Stepped)]
+    assert reported[-1] == ("other",)

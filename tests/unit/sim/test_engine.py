@@ -144,14 +144,14 @@ def test_a_run_that_is_cut_off_keeps_the_tokens_until_then(policy: str) -> None:
     assert summarise([result], 2.0).overall.attainment == 1.0
 
 
-def test_progress_is_told_in_virtual_time() -> None:
-    told: list[float] = []
+def test_progress_is_reported_in_virtual_time() -> None:
+    reported: list[float] = []
     requests = [request("ab"[n % 2], 0.1 * n, request_id=f"r{n}") for n in range(2000)]
     simulation = Simulation(models("ab"), make_policy("gpupool"), 1, 80 * GB)
-    simulation.run(requests, 300.0, told.append)
-    assert told
-    assert told == sorted(told)
-    assert told[-1] <= 300.0
+    simulation.run(requests, 300.0, reported.append)
+    assert reported
+    assert reported == sorted(reported)
+    assert reported[-1] <= 300.0
 
 
 def test_impossible_boxes_are_refused_in_one_line() -> None:
@@ -159,7 +159,7 @@ def test_impossible_boxes_are_refused_in_one_line() -> None:
         Simulation(models("a"), make_policy("gpupool"), 0, GB)
     with pytest.raises(UsageError, match=r"a weighs 10 GB, a device has 1 GB"):
         Simulation(models("a"), make_policy("gpupool"), 1, GB)
-    with pytest.raises(UsageError, match="asks for z, which is not there"):
+    with pytest.raises(UsageError, match="asks for z, an unknown model"):
         simulate([request("z")], models("a"))
     with pytest.raises(UsageError, match="static refuses: "):
         Simulation(models("abc", weight_gb=30), make_policy("static"), 1, 80 * GB)
@@ -194,7 +194,7 @@ def test_roles_are_for_all_devices() -> None:
         Simulation(models("a"), make_policy("gpupool"), 2, 80 * GB, roles=[Role.MIXED])
 
 
-def test_the_core_hears_a_tick_every_second_while_anything_is_to_come() -> None:
+def test_the_core_gets_a_tick_every_second_while_anything_is_to_come() -> None:
     simulation = Simulation(models("a"), make_policy("gpupool"), 1, 80 * GB)
     ticks_s: list[float] = []
     handle = simulation.core.handle

@@ -93,20 +93,20 @@ def test_lengths_from_a_compressed_file_with_scenarios(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(TWO_SCENARIOS.encode()))
     assert set(draws(load_lengths(path, "a"), 50)) == {(5, 6), (9, 10)}
     assert set(draws(load_lengths(path, "b"), 5)) == {(7, 8)}
-    with pytest.raises(UsageError, match=r"which scenario\? \(it has a, b\)"):
+    with pytest.raises(UsageError, match=r"several scenarios, name one \(known: a, b\)"):
         load_lengths(path)
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "problem"),
     [
         ("prompt_tokens\n1\n", r"lengths.csv: line 1: no column output_tokens"),
         ("prompt_tokens,output_tokens\n3,0\n", "line 2, column output_tokens: 0 is less than 1"),
         ("prompt_tokens,output_tokens\n3.5,1\n", "column prompt_tokens: '3.5' is not a whole"),
     ],
 )
-def test_what_is_wrong_with_a_file_of_lengths(tmp_path: Path, text: str, complaint: str) -> None:
+def test_what_is_wrong_with_a_file_of_lengths(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text(text)
-    with pytest.raises(UsageError, match=complaint):
+    with pytest.raises(UsageError, match=problem):
         load_lengths(path)

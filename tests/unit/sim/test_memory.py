@@ -36,16 +36,16 @@ def test_a_model_comes_in_once() -> None:
     assert one.resident == {"a"}
 
 
-def test_changes_are_told_once_and_in_order() -> None:
+def test_changes_are_reported_once_and_in_order() -> None:
     one = memory()
     one.switch_in("b", 0.0)
     one.switch_in("a", 3.0)
     assert one.take_changes() == (("a", 0), ("b", 0))
     assert one.take_changes() == ()
     one.switch_in("c", 6.0)
-    told = dict(one.take_changes())
-    assert told["c"] == 0
-    assert sum(told.values()) == 30 * GB
+    changes = dict(one.take_changes())
+    assert changes["c"] == 0
+    assert sum(changes.values()) == 30 * GB
 
 
 def test_idle_models_go_first_and_the_least_recently_used_of_them() -> None:

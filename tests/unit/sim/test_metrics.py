@@ -186,7 +186,7 @@ def test_percentiles_are_nearest_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "complaint"),
+    ("wrong", "problem"),
     [
         (result(1.0, 2.0, num_tokens=1), "r0: 2 tokens of 1"),
         (result(2.0, 1.0), "times go back"),
@@ -195,8 +195,8 @@ def test_percentiles_are_nearest_ranks() -> None:
         (result(arrival_s=11.0, num_tokens=2), "times go back"),
     ],
 )
-def test_results_that_cannot_be(wrong: RequestResult, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_results_that_cannot_be(wrong: RequestResult, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         summarise([wrong], end_s=10.0)
 
 

@@ -105,7 +105,7 @@ class TestFigures:
         points = preset_points("aegaeon-fig12", Overrides(policies=ONE_POLICY, models=(2,)))
         assert [point.preset for point in points] == names
 
-    def test_unknown_name_is_told_what_is_near(self) -> None:
+    def test_unknown_name_gets_similar_names(self) -> None:
         with pytest.raises(UsageError, match="did you mean aegaeon-fig11a"):
             preset_panels("aegaeon-fig-11a")
 

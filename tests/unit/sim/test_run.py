@@ -64,13 +64,13 @@ def test_an_error_in_a_process_comes_out() -> None:
         list(run_points(small_points(wanted), jobs=2))
 
 
-def test_progress_is_told_in_virtual_time() -> None:
-    told: list[tuple[int, float, float]] = []
+def test_progress_is_reported_in_virtual_time() -> None:
+    reported: list[tuple[int, float, float]] = []
     wanted = replace(SMALL, models=(8,), rps=(1.0,), duration_s=60.0)
     points = small_points(wanted)
-    list(run_points(points, on_progress=lambda *args: told.append(args)))
-    assert told == sorted(told)
-    assert {(index, duration_s) for index, _, duration_s in told} <= {(0, 60.0)}
+    list(run_points(points, on_progress=lambda *args: reported.append(args)))
+    assert reported == sorted(reported)
+    assert {(index, duration_s) for index, _, duration_s in reported} <= {(0, 60.0)}
 
 
 def test_overload_counts_what_never_came_as_missed() -> None:

@@ -73,26 +73,26 @@ def test_a_scenario_is_a_trace_by_itself(tmp_path: Path) -> None:
 
 def test_scenarios_that_cannot_be_had(tmp_path: Path) -> None:
     path = written(tmp_path, SCENARIOS)
-    with pytest.raises(UsageError, match=r"t.csv: which scenario\? \(it has x, y\)"):
+    with pytest.raises(UsageError, match=r"t.csv: several scenarios, name one \(known: x, y\)"):
         load_trace(path)
-    with pytest.raises(UsageError, match=r"t.csv: no scenario 'z' \(it has x, y\)"):
+    with pytest.raises(UsageError, match=r"t.csv: no scenario 'z' \(known: x, y\)"):
         load_trace(path, scenario="z")
     many = "".join(f"s{number},0,a,1,1\n" for number in range(30))
     with pytest.raises(UsageError, match="s19 and 10 more"):
         load_trace(written(tmp_path, "scenario," + HEADER + many))
-    with pytest.raises(UsageError, match="has no column scenario, so no 'x' in it"):
+    with pytest.raises(UsageError, match="no column scenario, so no scenario 'x'"):
         load_trace(written(tmp_path, HEADER + "0,a,1,1\n"), scenario="x")
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "problem"),
     [
         ("", "t.csv: empty, expected a header line"),
         ("# only a comment\n", "t.csv: empty, expected a header line"),
         (HEADER, "t.csv: has a header and no requests"),
         ("arrival_s,model\n0,a\n", r"line 1: no column prompt_tokens, output_tokens \(the col"),
         ("# note\narrival_s,prompt_tokens\n", "line 2: no column output_tokens"),
-        ("arrival_s,arrival_s\n", "line 1: column 'arrival_s' is there twice"),
+        ("arrival_s,arrival_s\n", "line 1: column 'arrival_s' appears twice"),
         (HEADER + "0,a,1\n", "line 2: 3 cells, expected 4"),
         (HEADER + "0,a,1,1,1\n", "line 2: 5 cells, expected 4"),
         (HEADER + "0,a,1,1\n2,a,1,1\n1.5,a,1,1\n", "line 4, column arrival_s: 1.5 comes after 2"),
@@ -110,14 +110,14 @@ def test_scenarios_that_cannot_be_had(tmp_path: Path) -> None:
         (HEADER + f'0,"{"x" * 200_000}",1,1\n', "line 2: field larger than field limit"),
     ],
 )
-def test_what_is_wrong_and_where(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint) as raised:
+def test_what_is_wrong_and_where(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as raised:
         load_trace(written(tmp_path, text))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("raw", "complaint"),
+    ("raw", "problem"),
     [
         (b"plain text", "cannot be read: Not a gzipped file"),
         (gzip.compress(b"x" * 1000)[:-12], "cannot be read: Compressed file ended"),
@@ -125,10 +125,10 @@ def test_what_is_wrong_and_where(tmp_path: Path, text: str, complaint: str) -> N
     ],
     ids=["plain", "cut", "garbage"],  # its header has the time
 )
-def test_broken_compressed_files(tmp_path: Path, raw: bytes, complaint: str) -> None:
+def test_broken_compressed_files(tmp_path: Path, raw: bytes, problem: str) -> None:
     path = tmp_path / "t.csv.gz"
     path.write_bytes(raw)
-    with pytest.raises(UsageError, match=complaint):
+    with pytest.raises(UsageError, match=problem):
         load_trace(path)
 
 

@@ -133,7 +133,7 @@ def test_durations_must_be_positive(duration_s: float) -> None:
         poisson_workload({"a": 1.0}, duration_s, LENGTHS, seed=0)
 
 
-def test_other_complaints() -> None:
+def test_other_errors() -> None:
     for make_rates in (equal_rates, zipf_rates):
         with pytest.raises(UsageError, match="no models: at least one is needed"):
             make_rates([], 1.0)

@@ -25,20 +25,20 @@ class Box:
     def __init__(
         self, *names: str, capacity_gb: float = 80, weight_gb: float = 10, number: int = 0
     ) -> None:
-        self.said: list[m.Message] = []
+        self.sent: list[m.Message] = []
         self.fds: list[int] = []
-        self.device = PacedDevice(number, int(capacity_gb * GB), self.hear)
+        self.device = PacedDevice(number, int(capacity_gb * GB), self.record)
         self.sim = self.device.sim
         self.now_s = 0.0
         self._turns = 0
         kind = models(names, weight_gb, kv_bytes_per_token=KV_BYTES, speed=latency(STEP_S))
         for model in kind.values():
             self.device.add_model(model, Vocabulary.of_size(32_000))
-        self.said.clear()
+        self.sent.clear()
 
-    def hear(self, message: m.Message, fds: Sequence[int] = ()) -> None:
+    def record(self, message: m.Message, fds: Sequence[int] = ()) -> None:
         """Note what is said."""
-        self.said.append(message)
+        self.sent.append(message)
         self.fds += [os.dup(fd) for fd in fds]
 
     def ask(self, model: str, request_id: str, max_tokens: int, prompt: int = PROMPT) -> SimLive:
@@ -77,15 +77,15 @@ class Box:
 
     def of(self, kind: type[m.Message]) -> list[m.Message]:
         """What was said of one kind."""
-        return [message for message in self.said if isinstance(message, kind)]
+        return [message for message in self.sent if isinstance(message, kind)]
 
     def outputs(self) -> list[m.StepOutputs]:
         """All outputs."""
-        return [message for message in self.said if isinstance(message, m.StepOutputs)]
+        return [message for message in self.sent if isinstance(message, m.StepOutputs)]
 
     def ended(self) -> list[int]:
         """Ids of turns that ended, in order."""
-        return [message.turn_id for message in self.said if isinstance(message, m.TurnReport)]
+        return [message.turn_id for message in self.sent if isinstance(message, m.TurnReport)]
 
     def token_times(self, request_id: str) -> list[float]:
         """When each token of a request was told of."""

@@ -151,7 +151,7 @@ class TestTurns:
         assert box.tokens("s") == []
 
 
-def told(box: Box) -> tuple[int, float | None]:
+def prefetch_and_turn(box: Box) -> tuple[int, float | None]:
     """What its status has of prefetched weights and of the turn."""
     return box.sim.memory.prefetched_bytes, box.sim.turn_began_s
 
@@ -172,16 +172,16 @@ class TestMemory:
         assert (second.weight_bytes, second.prefetched_bytes) == (0, 10 * GB)
         assert second.total_s == 0.0
 
-    def test_what_came_ahead_of_its_turn_is_told_until_that_begins(self) -> None:
+    def test_prefetched_weights_are_reported_until_that_begins(self) -> None:
         box = Box("a", "b")
         box.ask("a", "ra", max_tokens=300)
         box.ask("b", "rb", max_tokens=1)
         box.turn("a", quota_s=1.5, then="b")
-        assert told(box) == (0, None)
+        assert prefetch_and_turn(box) == (0, None)
         box.at(1.2)
-        assert told(box) == (10 * GB, 1.0)
+        assert prefetch_and_turn(box) == (10 * GB, 1.0)
         box.at(2.51)
-        assert told(box) == (10 * GB, None)
+        assert prefetch_and_turn(box) == (10 * GB, None)
         box.turn("b")
         assert box.sim.memory.prefetched_bytes == 0
 
@@ -191,7 +191,7 @@ class TestMemory:
         box.turn("a")
         box.at(3.0)
         box.turn("b")
-        first, second = [one for one in box.said if isinstance(one, m.TurnReport)]
+        first, second = [one for one in box.sent if isinstance(one, m.TurnReport)]
         assert (first.model, first.began_s) == ("a", 1.0)
         assert first.ended_s == pytest.approx(1.0 + PREFILL_S + 9 * STEP_S)
         assert (second.model, second.began_s) == ("b", None)
@@ -222,7 +222,7 @@ class TestMemory:
         assert box.token_times("rb")[0] == pytest.approx(end_s + 6.0 + PREFILL_S, abs=2 * kv_out_s)
         assert box.sim.memory.resident == {"b"}
 
-    def test_changes_are_told_with_the_turn_or_without(self) -> None:
+    def test_changes_are_reported_with_the_turn_or_without(self) -> None:
         box = Box("a", "b", weight_gb=60)
         box.ask("a", "ra", max_tokens=100)
         box.turn("a", quota_s=0.5, then="b")
@@ -231,7 +231,7 @@ class TestMemory:
             missing |= message.missing_bytes  # type: ignore[attr-defined]
         assert missing == {"a": 0}
         box.at(7.0)
-        ended = box.said[-1]
+        ended = box.sent[-1]
         assert isinstance(ended, m.TurnReport)
         missing_bytes = {"a": 60 * GB + box.sim.memory.held_bytes("a")[2], "b": 0}
         assert (ended.turn_id, ended.missing_bytes) == (1, missing_bytes)

@@ -83,9 +83,9 @@ class Pool:
             self._settle()
 
     def _listener(self, number: int) -> Callable[..., None]:
-        return lambda message, fds=(): self._hear(number, message)
+        return lambda message, fds=(): self._record(number, message)
 
-    def _hear(self, number: int, message: m.Message) -> None:
+    def _record(self, number: int, message: m.Message) -> None:
         if isinstance(message, m.StepOutputs):
             ids = tuple(item.request_id for item in message.progress)
             self._events.append(e.Stepped(number, message.model, ids, 1, message.step_s))

@@ -35,10 +35,10 @@ class Moving(Box):
     def migrate_out(self, request_id: str, model: str = "a") -> None:
         self.device.migrate_out(m.MigrateOut(model, request_id))
 
-    def heard(self) -> list[Any]:
+    def received(self) -> list[Any]:
         """What has been said of moves."""
-        messages = [one for one in self.said if isinstance(one, MOVES)]
-        self.said.clear()
+        messages = [one for one in self.sent if isinstance(one, MOVES)]
+        self.sent.clear()
         return messages
 
     def kv_bytes(self, model: str = "a") -> tuple[int, int]:
@@ -83,9 +83,9 @@ class TestOut:
         source.migrate_out("r")
         left_s = source.now_s + live.context_tokens * KV_BYTES / 10e9
         source.at((source.now_s + left_s) / 2)
-        assert source.heard() == []
+        assert source.received() == []
         source.at(left_s + STEP_S / 10)
-        [moved] = source.heard()
+        [moved] = source.received()
         assert (moved.model, moved.request_id, moved.is_known) == ("a", "r", True)
         assert (moved.kv_transfer.source, moved.kv_transfer.num_blocks) == (0, live.context_tokens)
         [fd] = source.fds
@@ -108,7 +108,7 @@ class TestOut:
             source.run(name)
             source.migrate_out(name)
         source.at(source.now_s + 1.0)
-        assert len({moved.kv_transfer.transfer_id for moved in source.heard()}) == 2
+        assert len({moved.kv_transfer.transfer_id for moved in source.received()}) == 2
 
     @pytest.mark.parametrize("num_before", [0, 7])
     def test_one_that_is_not_prefilled_has_no_kv(self, source: Moving, num_before: int) -> None:
@@ -116,12 +116,12 @@ class TestOut:
         source.device.add(waits)
         source.migrate_out("waits")
         source.at(source.now_s)
-        assert source.heard() == [m.Migrated("a", "waits")]
+        assert source.received() == [m.Migrated("a", "waits")]
 
     def test_one_that_is_not_here(self, source: Moving) -> None:
         source.migrate_out("nobody")
         source.migrate_out("r", "unknown")
-        assert source.heard() == [
+        assert source.received() == [
             m.Migrated("a", "nobody", is_known=False),
             m.Migrated("unknown", "r", is_known=False),
         ]
@@ -133,16 +133,16 @@ class TestIn:
         """Same tokens as where it came from, without another prefill."""
         live = source.run("r")
         target.run("other")
-        target.said.clear()
+        target.sent.clear()
         num_before = live.num_tokens
         kv_s = live.context_tokens * KV_BYTES / 10e9
         target.device.add_migrated(taken(live), kv_transfer(live))
-        assert target.heard() == [m.KvTransferUsed("p", 0)]
+        assert target.received() == [m.KvTransferUsed("p", 0)]
         assert len(target.sim.requests.present("a")) == 1
         target.at(target.now_s + kv_s / 2)  # its KV is fetched: the model is on its turn
-        assert target.heard() == []
+        assert target.received() == []
         target.at(target.now_s + kv_s)
-        assert target.heard() == [m.RequestAttached("a", "r")]
+        assert target.received() == [m.RequestAttached("a", "r")]
         joined_s = target.now_s
         target.at(joined_s + 1.0)
         tokens = target.tokens("r")
@@ -157,7 +157,7 @@ class TestIn:
         target.device.add_migrated(coming, kv_transfer(live))
         assert target.kv_bytes() == (0, live.context_tokens * KV_BYTES)
         target.at(0.0)
-        assert target.heard() == [m.KvTransferUsed("p", 0), m.RequestAttached("a", "r")]
+        assert target.received() == [m.KvTransferUsed("p", 0), m.RequestAttached("a", "r")]
         target.turn("a")
         target.at(SWITCHED_S)
         assert len(target.tokens("r")) > 1
@@ -166,20 +166,20 @@ class TestIn:
     def test_without_kv_it_is_prefilled(self, target: Moving) -> None:
         live = SimLive(SimRequest("r", "a", 0.0, PROMPT + 7, 493), num_before=7)
         target.device.add_migrated(live, None)
-        assert target.heard() == [m.RequestAttached("a", "r")]
+        assert target.received() == [m.RequestAttached("a", "r")]
         assert target.device.next_due_s is None
         assert target.sim.requests.present("a") == target.sim.requests.unprefilled("a") == [live]
 
     def test_it_ends_on_the_way(self, source: Moving, target: Moving) -> None:
         live = source.run("r")
         target.run("other")
-        target.said.clear()
+        target.sent.clear()
         target.device.add_migrated(taken(live), kv_transfer(live))
         target.device.abort(["r", "unknown"])
         [other] = target.sim.requests.all("a")
         assert target.kv_bytes() == (other.context_tokens * KV_BYTES, 0)
         target.at(target.now_s + 1.0)
-        assert target.heard() == [m.KvTransferUsed("p", 0)]
+        assert target.received() == [m.KvTransferUsed("p", 0)]
 
     def test_its_model_goes(self, source: Moving, target: Moving) -> None:
         live = source.run("r")

@@ -35,7 +35,7 @@ def test_the_same_model_as_the_simulator_has(checkpoint: Path) -> None:
     assert known.sim == simulated
 
 
-def test_what_frontend_and_registry_are_told(checkpoint: Path) -> None:
+def test_what_frontend_and_registry_receive(checkpoint: Path) -> None:
     loaded, shape = load(checkpoint).loaded, builtin_shape("Qwen2.5-7B")
     assert (loaded.architecture, loaded.dtype) == ("Qwen2ForCausalLM", "bfloat16")
     assert loaded.weight_bytes == shape.weight_bytes
@@ -63,9 +63,9 @@ def test_longest_request_is_what_has_room(checkpoint: Path) -> None:
     room = weight_bytes + 1000 * builtin_shape("Qwen2.5-7B").kv_bytes_per_token
     assert load(checkpoint, device_bytes=room).loaded.max_model_len == 1000 // 16 * 16
     assert load(checkpoint, device_bytes=room, max_model_len=500).loaded.max_model_len == 500
-    with pytest.raises(Refused, match="room for the KV of 992 tokens, not of 2000"):
+    with pytest.raises(Refused, match="can hold the KV of 992 tokens, not of 2000"):
         load(checkpoint, device_bytes=room, max_model_len=2000)
-    with pytest.raises(Refused, match="room for the KV of 0 tokens"):
+    with pytest.raises(Refused, match="can hold the KV of 0 tokens"):
         load(checkpoint, device_bytes=weight_bytes)
 
 
@@ -77,7 +77,7 @@ def test_dtype_is_the_one_an_engine_would_choose(checkpoint: Path, tmp_path: Pat
 
 def test_what_has_no_known_latency_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     copy = edited(checkpoint, tmp_path, kv_lora_rank=512)
-    with pytest.raises(Refused, match=r"m: its latency on H800 is not known: .*compressed KV"):
+    with pytest.raises(Refused, match=r"m: the latency on H800 is unknown: .*compressed KV"):
         load(copy)
 
 

@@ -151,9 +151,12 @@ def test_status_tells_what_it_holds(peer: Peer, checkpoint: Path) -> None:
 def test_requests_that_cannot_be_served_fail_with_the_reason(peer: Peer, checkpoint: Path) -> None:
     peer.load("m", checkpoint, max_model_len=100)
     peer.ask("m", "long", max_tokens=1)
-    assert "leaves no room for an answer: m takes 100" in peer.wait(m.RequestsFailed).message
+    assert (
+        "leaves no room for an answer: the limit of m is 100 tokens"
+        in peer.wait(m.RequestsFailed).message
+    )
     peer.ask("other", "r", max_tokens=1)
-    assert "other is not loaded on worker 3" in peer.wait(m.RequestsFailed).message
+    assert "other is not loaded on device 3" in peer.wait(m.RequestsFailed).message
     peer.ask("m", "open", max_tokens=0, prompt=PROMPT[:90])
     peer.channel.send(m.RunTurn(1, "m", 4.0))
     assert len(peer.answer("open")[0]) == 10, "without a limit, up to the model's length"

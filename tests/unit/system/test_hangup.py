@@ -1,4 +1,4 @@
-"""A closed terminal is told from a reload."""
+"""A closed terminal is reported from a reload."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from gpupoold.system.hangup import hangup_handler
 def test_a_terminal_that_is_closed() -> None:
     ours, theirs = pty.openpty()
     try:
-        told: list[str] = []
+        reported: list[str] = []
         handler = hangup_handler(
-            theirs, lambda: told.append("closed"), lambda: told.append("reload")
+            theirs, lambda: reported.append("closed"), lambda: reported.append("reload")
         )
         handler()
-        assert told == ["reload"]
+        assert reported == ["reload"]
         os.close(ours)
         handler()
-        assert told == ["reload", "closed"]
+        assert reported == ["reload", "closed"]
     finally:
         os.close(theirs)
 
 
 def test_without_a_terminal_it_is_a_reload(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     with (tmp_path / "log").open("w") as log:
-        hangup_handler(log.fileno(), lambda: told.append("closed"), lambda: told.append("reload"))()
-    assert told == ["reload"]
+        hangup_handler(
+            log.fileno(), lambda: reported.append("closed"), lambda: reported.append("reload")
+        )()
+    assert reported == ["reload"]

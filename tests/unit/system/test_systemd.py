@@ -105,7 +105,7 @@ def test_sockets_and_others_are_taken_by_name(caplog: pytest.LogCaptureFixture) 
         os.fstat(stranger)
 
 
-def test_what_is_told(manager: FakeManager) -> None:
+def test_what_is_sent(manager: FakeManager) -> None:
     notifier = Notifier(manager.address)
     notifier.ready()
     notifier.status("two models")
@@ -122,9 +122,9 @@ def test_what_is_told(manager: FakeManager) -> None:
     assert manager.values("EXTEND_TIMEOUT_USEC") == ["1500000"]
 
 
-def test_nobody_is_told_without_an_address() -> None:
+def test_nothing_is_sent_without_an_address() -> None:
     notifier = Notifier()
-    assert not notifier.is_heard
+    assert not notifier.has_listener
     assert not notifier.send("READY=1")
 
 

@@ -94,7 +94,7 @@ def test_policies_are_compared(cli: Cli, models: str) -> None:
     assert "best with 1 to prefill and 1 to decode" in result.stdout
     assert "  static: refuses: " in result.stdout
     alone = cli("plan", *arguments, "--devices", "3xA10", "--policy", "static")
-    assert "One fewer is not enough: static refuses: 2 of 3 models fit" in alone.stdout
+    assert "One fewer is not enough: static refuses: only 2 of 3 models fit" in alone.stdout
 
 
 def test_a_trace_and_a_rate_per_model(cli: Cli, models: str, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_trace_and_a_rate_per_model(cli: Cli, models: str, tmp_path: Path) -> 
     base = ("plan", "--devices", "1xH800", "--models", models)
     plan = document(cli(*base, "--trace", str(trace), "--json"))
     assert (plan["requests"], plan["attainment"], len(plan["attainment_by_run"])) == (2, 1.0, 1)
-    assert any("No requests, so no answer, for tune-0." in note for note in plan["notes"])
+    assert any("No requests, so no result, for tune-0." in note for note in plan["notes"])
     assert any("rough guess" in note for note in plan["notes"])
     result = cli(*base, "--rps", "0.1,0.2,0.3", *SHORT, "--json")
     assert document(result)["load"].startswith("0.6 requests/s")
@@ -167,7 +167,7 @@ class TestDaemon:
         assert plan["fits"]
         notes = " ".join(plan["notes"])
         assert "broken failed to load" in notes
-        assert "left out, without tokens or of others: 1." in notes
+        assert "left out, without tokens or of removed models: 1." in notes
         assert cli(*base, "--rps", "0.1", *SHORT).exit_code == 0
 
     def test_elsewhere_the_dimensions_are_needed(
@@ -183,7 +183,7 @@ class TestDaemon:
         )
         plan = document(cli(*base, "--json"))
         assert plan["models"][0]["step_times"] == "scaled"
-        assert any("on NVIDIA A10 says nothing of H800" in note for note in plan["notes"])
+        assert any("on NVIDIA A10 do not apply to H800" in note for note in plan["notes"])
 
     def test_no_daemon_no_models_no_history(
         self, daemon: FakeDaemon, cli: Cli, models: str, process_cli: ProcessCli

@@ -181,7 +181,7 @@ class TestTraces:
     def test_no_folder(self, env: dict[str, str], tmp_path: Path) -> None:
         nowhere = simulate(env, "azure23-conv")
         assert (nowhere.returncode, nowhere.stdout) == (2, "")
-        assert "azure23_conv.csv.gz: no folder" in nowhere.stderr
+        assert "azure23_conv.csv.gz: the folder of recorded workloads is not set" in nowhere.stderr
         assert "--workloads" in nowhere.stderr
         elsewhere = simulate(env, "azure23-conv", "--workloads", str(tmp_path))
         assert elsewhere.returncode == 2

@@ -154,11 +154,13 @@ class TestPlan:
         assert runner.attained(setup, "") == attained
         assert runner.num_runs == 6
 
-    def test_what_is_told_meanwhile(self) -> None:
-        told: list[tuple[str, int]] = []
-        plan = make_plan(question("1xH800", 2, 0.1), lambda what, done: told.append((what, done)))
-        assert told[0] == ("policy gpupool", 0)
-        counts = [done for _, done in told]
+    def test_progress_reports(self) -> None:
+        reported: list[tuple[str, int]] = []
+        plan = make_plan(
+            question("1xH800", 2, 0.1), lambda what, done: reported.append((what, done))
+        )
+        assert reported[0] == ("policy gpupool", 0)
+        counts = [done for _, done in reported]
         assert counts == sorted(counts)
         assert counts[-1] < plan.num_runs
 
@@ -166,8 +168,9 @@ class TestPlan:
         asked, plan = tight
         models = [PlannedModel(name, Targets(), 1, 1) for name in asked.models]
         notes = notes_on(asked, plan, dict.fromkeys(asked.models, "scaled"), models)
-        assert f"rests on {plan.forecast.num_requests} simulated requests: 2 runs" in notes[0]
-        assert any("all models: scaled from other models or GPUs" in note for note in notes)
+        assert f"decided by {plan.forecast.num_requests} simulated requests: 2 runs" in notes[0]
+        scaled = "all models: not measured on A10, but scaled from other models or GPUs"
+        assert any(scaled in note for note in notes)
 
 
 class TestPolicies:
@@ -231,7 +234,9 @@ class TestModels:
             shape=None, shape_problem="it is gone", measured=self.measured("NVIDIA A10")
         )
         assert place([model], parse_box("A10")).basis == {"one": "measured"}
-        with pytest.raises(UsageError, match="dimensions are needed for H800: it is gone"):
+        with pytest.raises(
+            UsageError, match="step times on H800 need the model's dimensions: it is gone"
+        ):
             place([model], parse_box("H800"))
 
     def test_too_large(self) -> None:
@@ -240,7 +245,7 @@ class TestModels:
             place([large, small, replace(large, name="twin")], parse_box("4xA10"))
         assert caught.value.message == (
             "big weighs 141 GB, 119 GB too much; twin weighs 141 GB, 119 GB too much: "
-            "one A10 can hold 21.7 GB (90 % of its memory), so they do not fit at all"
+            "one A10 can hold 21.7 GB (90 % of the memory), so these models do not fit at all"
         )
         assert "quantized" in caught.value.hint
         with pytest.raises(UsageError) as caught:
@@ -460,7 +465,7 @@ class TestLoad:
 
     def test_every_request_is_too_long(self) -> None:
         asked = question("1xH800", 1, 1.0, max_lens={"m00": 1})
-        with pytest.raises(UsageError, match="every request is longer than its model can take"):
+        with pytest.raises(UsageError, match="every prompt is too long for the model"):
             make_plan(asked)
 
     def test_a_recorded_load_is_run_once(self) -> None:

@@ -1,4 +1,4 @@
-"""What a visit is worth: of requests that can still be on time, whoever else waits with them."""
+"""The value of a planned turn counts the requests that can still be in time."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("prefills_only", [False, True])
-def test_hopeless_prompts_do_not_make_others_worthless(model: Model, prefills_only: bool) -> None:
+def test_expired_prompts_do_not_make_others_worthless(model: Model, prefills_only: bool) -> None:
     hopeful = prompts(model, 3, due_in_s=4.0)
     alone = turn_to(*hopeful, prefills_only=prefills_only)
     behind = turn_to(*prompts(model, 100, due_in_s=-5.0), *hopeful, prefills_only=prefills_only)
     assert rule_of(alone) is rule_of(behind) is Rule.DEADLINE
     assert behind.tokens_in_time == pytest.approx(alone.tokens_in_time)
-    assert behind.duration_s > alone.duration_s + 19.0  # the hopeless are prefilled too
+    assert behind.duration_s > alone.duration_s + 19.0  # expired requests are prefilled too
 
 
 def test_what_is_due_and_cannot_be_in_time_is_not_ahead(model: Model) -> None:
@@ -82,5 +82,5 @@ def test_what_is_due_beyond_the_window_is_ahead(model: Model) -> None:
     assert rule_of(turn_to(*prompts(model, 3, due_in_s=7.0))) is Rule.DEADLINE
 
 
-def test_only_hopeless_ones_are_hopeless(model: Model) -> None:
+def test_only_expired_requests_have_no_value(model: Model) -> None:
     assert rule_of(turn_to(*prompts(model, 3, due_in_s=-1.0))) is Rule.EXPIRED

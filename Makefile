@@ -47,10 +47,10 @@ types: venv ## mypy, strict
 imports: venv ## import-linter: who may import whom
 	@$(BIN)/lint-imports
 
-prose: venv ## pronouns and beginnings of docstrings, comments and pages
-	@$(BIN)/python scripts/prose.py $(ARGS)
+prose: venv ## pronouns and beginnings of docstrings, comments, messages and pages
+	@$(BIN)/python scripts/prose.py --max-pronouns 4 --max-beginnings 1
 
-check: lint types imports ## lint, types and imports
+check: lint types imports prose ## lint, types, imports and prose
 
 bench-switch: venv ## how long a switch between models takes
 	@$(BIN)/gpupool bench switch --json

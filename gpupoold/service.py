@@ -18,11 +18,9 @@ import uvicorn
 
 from gpupool_state import (
     DATABASE_NAME,
-    ApiKeys,
     Database,
     History,
     HistoryLimits,
-    Registry,
     StateLock,
 )
 from gpupoold import __version__
@@ -33,12 +31,10 @@ from gpupoold.admin.guard import Door, Guard
 from gpupoold.api.paths import check_runtime_dir
 from gpupoold.config.engine_variables import drop_unlisted
 from gpupoold.config.file import read_config_file
-from gpupoold.config.listening import why_keys_are_required
 from gpupoold.config.schema import ServerSettings, Settings
-from gpupoold.control.access.keyring import Keyring
-from gpupoold.control.build import build_pool
+from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.weights import fd_store as snapshot_store
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
@@ -107,17 +103,15 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
-        registry = Registry(database)
-        reason = why_keys_are_required(settings.access, listener)
-        host_names = (*settings.access.host_names, settings.server.host.lower())
-        keyring = await Keyring.load(ApiKeys(database), registry, history, reason, host_names)
         kept = (snapshot_store.PREFIX, snapshot_store.EARLIER_PREFIX)
         found = [one for prefix in kept for one in inherited.named(prefix)]
         fd_store = FdStore(notifier, found)
-        pool = build_pool(configuration, registry, history, listener, fd_store, keyring)
-        exporter = Exporter(pool)
+        control_plane = await build_control_plane(
+            configuration, database, history, listener, fd_store
+        )
+        exporter = Exporter(control_plane)
         on_hangup = hangup_handler(
-            sys.stderr.fileno(), stop.set, lambda: pool.reloader.begin(notifier.reloading)
+            sys.stderr.fileno(), stop.set, lambda: control_plane.reloader.begin(notifier.reloading)
         )
         groups = AdminGroups(settings.access.admin_group, settings.access.read_only_group)
         if not await groups.look_up(_NAMES_LIMIT_S):
@@ -127,14 +121,18 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
             )
         admin = admin_listener(settings.paths.runtime_dir, groups, inherited.socket)
         admin_socket = stack.enter_context(admin)
-        await stack.enter_async_context(_running_admin(pool, exporter, groups, admin_socket))
+        await stack.enter_async_context(
+            _running_admin(control_plane, exporter, groups, admin_socket)
+        )
         inherited.close()
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
-        await stack.enter_async_context(_running_pool(pool, exporter.text))
-        _logger.info("gpupoold %s serves at %s", __version__, pool.http_url)
+        await stack.enter_async_context(_running_pool(control_plane, exporter.text))
+        _logger.info("gpupoold %s serves at %s", __version__, control_plane.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
-        health = pool.health
-        async with informed(notifier, environment.watchdog_s, health.summary, health.complaint):
+        health = control_plane.health
+        async with informed(
+            notifier, environment.watchdog_s, health.summary, health.failure_reason
+        ):
             settle_collector()
             notifier.ready()
             await stop.wait()
@@ -168,22 +166,22 @@ async def _running_history(database: Database, settings: Settings) -> AsyncItera
 
 @contextlib.asynccontextmanager
 async def _running_pool(
-    pool: Pool, metrics_text: Callable[[], Awaitable[bytes]]
+    control_plane: ControlPlane, metrics_text: Callable[[], Awaitable[bytes]]
 ) -> AsyncIterator[None]:
-    await pool.minutes.restore()
-    pool.start(metrics_text)
+    await control_plane.minutes.restore()
+    control_plane.start(metrics_text)
     try:
         yield
     finally:
-        await pool.stop()
+        await control_plane.stop()
 
 
 @contextlib.asynccontextmanager
 async def _running_admin(
-    pool: Pool, exporter: Exporter, groups: AdminGroups, listener: socket.socket
+    control_plane: ControlPlane, exporter: Exporter, groups: AdminGroups, listener: socket.socket
 ) -> AsyncIterator[None]:
     config = uvicorn.Config(
-        Guard(build_app(pool, exporter), groups),
+        Guard(build_app(control_plane, exporter), groups),
         http=Door(groups).protocol(),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
@@ -197,7 +195,7 @@ async def _running_admin(
     try:
         yield
     finally:
-        pool.stopping = True
+        control_plane.stopping = True
         server.should_exit = True
         await asyncio.wait([task])
 

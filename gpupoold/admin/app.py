@@ -37,7 +37,7 @@ from gpupoold.api.schemas import (
     SetModelRequest,
     Status,
 )
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.info import model_info
 from gpupoold.control.views import bodies as views
@@ -52,64 +52,64 @@ _LINES_AT_ONCE = 200
 Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 
-def build_app(pool: Pool, exporter: Exporter) -> FastAPI:
-    """The admin API over ``pool``."""
+def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
+    """The admin API over ``control_plane``."""
     app = FastAPI(title="gpupoold", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(GpupoolError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    _add_model_routes(app, pool)
-    _add_cache_routes(app, pool.cache_control)
-    _add_device_routes(app, pool)
-    _add_view_routes(app, pool)
-    add_access_routes(app, pool)
-    add_config_routes(app, pool)
+    _add_model_routes(app, control_plane)
+    _add_cache_routes(app, control_plane.cache_control)
+    _add_device_routes(app, control_plane)
+    _add_view_routes(app, control_plane)
+    add_access_routes(app, control_plane)
+    add_config_routes(app, control_plane)
     add_metrics_routes(app, exporter)
-    add_explain_routes(app, pool)
-    add_top_routes(app, pool)
+    add_explain_routes(app, control_plane)
+    add_top_routes(app, control_plane)
     return app
 
 
-def _add_model_routes(app: FastAPI, pool: Pool) -> None:
+def _add_model_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     @app.get("/models")
     async def list_models() -> list[ModelInfo]:
-        return await pool.models()
+        return await control_plane.models()
 
     @app.post("/models")
     async def add_model(body: AddModelRequest) -> StreamingResponse:
-        return StreamingResponse(_progress_lines(pool, body), media_type=_NDJSON)
+        return StreamingResponse(_progress_lines(control_plane, body), media_type=_NDJSON)
 
     @app.get("/models/{name:path}")
     async def show_model(name: str) -> ModelInfo:
-        return await pool.model(name)
+        return await control_plane.model(name)
 
     @app.patch("/models/{name:path}")
     async def set_model(name: str, body: SetModelRequest) -> ModelInfo:
-        row = await pool.lifecycle.set(name, body)
-        return model_info(row, pool.lifecycle.state_of(row))
+        row = await control_plane.lifecycle.set(name, body)
+        return model_info(row, control_plane.fleet.availability(row.spec.name).state)
 
     @app.delete("/models/{name:path}")
     async def remove_model(
         name: str, mode: Literal["refuse", "drain", "force"] = "refuse"
     ) -> ModelInfo:
-        return model_info(await pool.lifecycle.remove(name, mode))
+        return model_info(await control_plane.lifecycle.remove(name, mode))
 
     @app.post("/bench/switch")
     async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:
-        return await pool.bench_switch(body)
+        return await control_plane.bench_switch(body)
 
     @app.post("/bench/memory")
     async def bench_memory(body: BenchMemoryRequest) -> dict[str, Any]:
-        return await pool.bench_memory(body)
+        return await control_plane.bench_memory(body)
 
     @app.post("/check")
     async def check() -> list[object]:
-        return await pool.check_integrity()
+        return await control_plane.check_integrity()
 
     # /stimuli is the earlier name of /event-log, answered for one release.
     @app.get("/stimuli", deprecated=True)
     @app.get("/event-log")
     async def event_log() -> StreamingResponse:
-        return StreamingResponse(_chunks(pool.event_log()), media_type=_NDJSON)
+        return StreamingResponse(_chunks(control_plane.event_log()), media_type=_NDJSON)
 
 
 def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
@@ -130,50 +130,52 @@ def _add_cache_routes(app: FastAPI, cache: CacheControl) -> None:
         return await cache.drop(name)
 
 
-def _add_device_routes(app: FastAPI, pool: Pool) -> None:
+def _add_device_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     # /instances is the earlier name of /devices, kept for one release.
     @app.patch("/instances/{number}", deprecated=True)
     @app.patch("/devices/{number}")
     async def set_device(number: int, body: SetDeviceRequest) -> DeviceInfo:
-        pool.workers.set_role(number, None if body.role == "auto" else Role(body.role))
-        return pool.devices()[number]
+        control_plane.workers.set_role(number, None if body.role == "auto" else Role(body.role))
+        return control_plane.devices()[number]
 
     @app.post("/instances/{number}/drain", deprecated=True)
     @app.post("/devices/{number}/drain")
     async def drain(number: int) -> DeviceInfo:
-        await pool.workers.drain(number)
-        return pool.devices()[number]
+        await control_plane.workers.drain(number)
+        return control_plane.devices()[number]
 
     @app.delete("/instances/{number}/drain", deprecated=True)
     @app.delete("/devices/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:
-        pool.workers.undrain(number)
-        return pool.devices()[number]
+        control_plane.workers.undrain(number)
+        return control_plane.devices()[number]
 
 
-def _add_view_routes(app: FastAPI, pool: Pool) -> None:
+def _add_view_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     @app.get("/status")
     async def status() -> Status:
-        return await pool.status()
+        return await control_plane.status()
 
     @app.get("/ps", response_model=Ps)
     async def ps() -> Response:
-        return Response(await pool.ps(), media_type="application/json")
+        return Response(await control_plane.ps(), media_type="application/json")
 
     @app.get("/requests")
     async def requests(limit: Limit = 10_000) -> StreamingResponse:
-        await pool.history.flush()
-        rows = await pool.history.recent_requests(limit=limit)
+        await control_plane.history.flush()
+        rows = await control_plane.history.recent_requests(limit=limit)
         return StreamingResponse(_request_lines(rows), media_type=_NDJSON)
 
     @app.get("/events", response_model=None)
     async def events(
         after: int | None = None, limit: Limit = 100, follow: bool = False
     ) -> list[EventInfo] | StreamingResponse:
-        first = after if after is not None else max(0, pool.history.last_event_id - limit)
+        first = after if after is not None else max(0, control_plane.history.last_event_id - limit)
         if follow:
-            return StreamingResponse(_event_lines(pool, first), media_type=_NDJSON)
-        return [views.event_info(row) for row in await pool.history.events_after(first, limit)]
+            return StreamingResponse(_event_lines(control_plane, first), media_type=_NDJSON)
+        return [
+            views.event_info(row) for row in await control_plane.history.events_after(first, limit)
+        ]
 
     @app.get("/logs")
     async def logs(
@@ -182,14 +184,14 @@ def _add_view_routes(app: FastAPI, pool: Pool) -> None:
         process: str | None = None,
         follow: bool = False,
     ) -> StreamingResponse:
-        paths = _log_paths(pool.settings.paths.log_dir, process)
+        paths = _log_paths(control_plane.settings.paths.log_dir, process)
         stream = follow_logs(paths, lines, follow=follow, is_gone=request.is_disconnected)
         return StreamingResponse(stream, media_type=_NDJSON)
 
 
-async def _progress_lines(pool: Pool, body: AddModelRequest) -> AsyncIterator[str]:
+async def _progress_lines(control_plane: ControlPlane, body: AddModelRequest) -> AsyncIterator[str]:
     try:
-        async for line in pool.lifecycle.add(body):
+        async for line in control_plane.lifecycle.add(body):
             yield line.model_dump_json() + "\n"
     except GpupoolError as error:
         yield Progress(stage="failed", error=_body(error)).model_dump_json() + "\n"
@@ -209,12 +211,12 @@ async def _request_lines(rows: Sequence[RequestRow]) -> AsyncIterator[str]:
         await asyncio.sleep(0)
 
 
-async def _event_lines(pool: Pool, after_id: int) -> AsyncIterator[str]:
-    while not pool.stopping:
-        for row in await pool.history.events_after(after_id, 1000):
+async def _event_lines(control_plane: ControlPlane, after_id: int) -> AsyncIterator[str]:
+    while not control_plane.stopping:
+        for row in await control_plane.history.events_after(after_id, 1000):
             after_id = row.id
             yield views.event_info(row).model_dump_json() + "\n"
-        await pool.history.wait_event(after_id, _FOLLOW_WAIT_S)
+        await control_plane.history.wait_event(after_id, _FOLLOW_WAIT_S)
         await asyncio.sleep(0)
 
 

@@ -17,14 +17,14 @@ from gpupoold.api.schemas_access import (
     SetKeyRequest,
 )
 from gpupoold.control.access.keyring import Keyring
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.domain import Priority
 from gpupoold.errors import UsageError
 
 
-def add_access_routes(app: FastAPI, pool: Pool) -> None:
+def add_access_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     """Add the routes of API keys, see :mod:`gpupoold.control.access.keyring`."""
-    keyring = pool.keyring
+    keyring = control_plane.keyring
 
     @app.get("/keys")
     async def list_keys(revoked: bool = False) -> list[KeyInfo]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 
 
-def add_config_routes(app: FastAPI, pool: Pool) -> None:
+def add_config_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     """Add the routes that show, compare and reload the configuration."""
 
     @app.get("/config")
     async def show_config() -> ConfigInfo:
-        return pool.configuration.info()
+        return control_plane.configuration.info()
 
     @app.post("/config/diff")
     async def diff_config(body: DiffRequest) -> DiffInfo:
-        return await pool.configuration.diff(body.text, body.name)
+        return await control_plane.configuration.diff(body.text, body.name)
 
     @app.post("/reload")
     async def reload() -> ReloadInfo:
-        return await pool.reloader.reload()
+        return await control_plane.reloader.reload()

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Query
 
 from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import SpanInfo, Why
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.spans import Spans, span_s
 from gpupoold.domain import Switch
@@ -20,24 +20,24 @@ Since = Annotated[float, Query(gt=0, le=10 * 365 * 86400)]
 Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 
-def add_explain_routes(app: FastAPI, pool: Pool) -> None:
+def add_explain_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     """``/why``, ``/history``, ``/history/requests`` and ``/switches``; times as ``since_s`` ago."""
 
     @app.get("/why/{name:path}")
     async def why(name: str) -> Why:
-        return await pool.explainer.why(name)
+        return await control_plane.explainer.why(name)
 
     @app.get("/history")
     async def history(model: str | None = None, since_s: Since = 3600.0) -> list[SpanInfo]:
-        return await _spans(pool, await _name(pool, model), since_s)
+        return await _spans(control_plane, await _name(control_plane, model), since_s)
 
     @app.get("/history/requests")
     async def requests(
         model: str | None = None, since_s: Since = 3600.0, limit: Limit = 100
     ) -> list[RequestRecord]:
-        await pool.history.flush()
-        rows = await pool.history.recent_requests(
-            await _name(pool, model), time.time() - since_s, limit
+        await control_plane.history.flush()
+        rows = await control_plane.history.recent_requests(
+            await _name(control_plane, model), time.time() - since_s, limit
         )
         return [views.request_record(row) for row in rows]
 
@@ -49,30 +49,30 @@ def add_explain_routes(app: FastAPI, pool: Pool) -> None:
         since_s: Since | None = None,
         order: Literal["latest", "slowest"] = "latest",
     ) -> list[Switch]:
-        await pool.history.flush()
-        return await pool.history.recent_switches(
+        await control_plane.history.flush()
+        return await control_plane.history.recent_switches(
             limit,
-            model=await _name(pool, model),
+            model=await _name(control_plane, model),
             device=device,
             since=None if since_s is None else time.time() - since_s,
             order=order,
         )
 
 
-async def _name(pool: Pool, name: str | None) -> str | None:
+async def _name(control_plane: ControlPlane, name: str | None) -> str | None:
     """Return the model's name for an alias; an unknown name may still have a history."""
-    row = None if name is None else await pool.registry.get(name)
+    row = None if name is None else await control_plane.registry.get(name)
     return name if row is None else row.spec.name
 
 
-async def _spans(pool: Pool, model: str | None, since_s: float) -> list[SpanInfo]:
-    await pool.history.flush()
+async def _spans(control_plane: ControlPlane, model: str | None, since_s: float) -> list[SpanInfo]:
+    await control_plane.history.flush()
     spans = Spans(span_s(since_s))
     try:
-        async for rows in pool.history.minutes(time.time() - since_s, model):
+        async for rows in control_plane.history.minutes(time.time() - since_s, model):
             # In a thread, because many rows would delay tokens.
             await asyncio.to_thread(spans.add, rows)
-        spans.add(pool.minutes.under_way(model))
+        spans.add(control_plane.minutes.under_way(model))
     except ValueError as error:
         raise Failed(
             f"a row of slo_minutes in the state database is damaged: {error}",

@@ -10,20 +10,22 @@ from fastapi.responses import Response
 
 from gpupoold.admin import top_view
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded, UnloadMode
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 
 Id = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(gt=0, le=10_000)]
 Count = Annotated[int, Query(ge=0, le=10_000)]
 
 
-def add_top_routes(app: FastAPI, pool: Pool) -> None:
+def add_top_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     """Add the routes to the admin API."""
 
     @app.get("/turns", response_model=list[TurnInfo])
     async def turns(after: Id = 0, limit: Limit = 1000) -> Response:
         return _json(
-            msgspec.json.encode(top_view.turns(pool.dispatcher.accounts.turns.after(after, limit)))
+            msgspec.json.encode(
+                top_view.turns(control_plane.dispatcher.accounts.turns.after(after, limit))
+            )
         )
 
     @app.get("/top", response_model=Top)
@@ -36,12 +38,12 @@ def add_top_routes(app: FastAPI, pool: Pool) -> None:
         minutes: bool = True,
     ) -> Response:
         limits = top_view.TopLimits(turns_after, events_after, turns, events, requests, minutes)
-        return _json(await top_view.top(pool, limits))
+        return _json(await top_view.top(control_plane, limits))
 
     @app.delete("/requests/{request_id:path}")
     async def cancel(request_id: str) -> CancelledRequest:
-        request = pool.dispatcher.cancel(request_id, "cancelled by the operator")
-        pool.history.record_event(
+        request = control_plane.dispatcher.cancel(request_id, "cancelled by the operator")
+        control_plane.history.record_event(
             "info", "request_cancelled", request.model, f"{request_id}, by hand"
         )
         return CancelledRequest(
@@ -52,7 +54,7 @@ def add_top_routes(app: FastAPI, pool: Pool) -> None:
 
     @app.delete("/loaded/{name:path}")
     async def unload(name: str, mode: UnloadMode = "refuse", keep_host: bool = False) -> Unloaded:
-        return await pool.unloader.unload(name, mode, keep_host=keep_host)
+        return await control_plane.unloader.unload(name, mode, keep_host=keep_host)
 
 
 def _json(body: bytes) -> Response:

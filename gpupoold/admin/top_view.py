@@ -15,7 +15,7 @@ from gpupoold.control.accounting.turns import TurnRecord
 from gpupoold.control.views import bodies as views
 
 if TYPE_CHECKING:
-    from gpupoold.control.control_plane import Pool
+    from gpupoold.control.control_plane import ControlPlane
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class TopLimits:
     has_minutes: bool
 
 
-async def top(pool: Pool, limits: TopLimits) -> bytes:
-    """Return the state of the pool at this moment: ``Top`` as JSON."""
-    rows = await pool.registry.list()
-    dispatcher, history = pool.dispatcher, pool.history
+async def top(control_plane: ControlPlane, limits: TopLimits) -> bytes:
+    """Return the state of the control plane at this moment: ``Top`` as JSON."""
+    rows = await control_plane.registry.list()
+    dispatcher, history = control_plane.dispatcher, control_plane.history
     after = limits.events_after
     if after is None or history.last_event_id - after > limits.num_events:
         after = max(0, history.last_event_id - limits.num_events)
@@ -44,9 +44,9 @@ async def top(pool: Pool, limits: TopLimits) -> bytes:
     return msgspec.json.encode(
         {
             "at": time.time(),
-            "status": views.raw(pool.status_of(len(rows))),
-            "devices": [views.raw(one) for one in pool.devices()],
-            "models": _models(pool, rows, has_minutes=limits.has_minutes),
+            "status": views.raw(control_plane.status_of(len(rows))),
+            "devices": [views.raw(one) for one in control_plane.devices()],
+            "models": _models(control_plane, rows, has_minutes=limits.has_minutes),
             "requests": [views.live_request(request, now_s) for request in live],
             "turns": turns(dispatcher.accounts.turns.after(limits.turns_after, limits.num_turns)),
             "last_turn_id": dispatcher.accounts.turns.last_id,
@@ -61,10 +61,10 @@ async def top(pool: Pool, limits: TopLimits) -> bytes:
 def turns(ended: Iterable[TurnRecord]) -> list[msgspec.Raw]:
     """Return turns with wall-clock times, each as the JSON of a ``TurnInfo``."""
     offset_s = time.time() - time.monotonic()
-    return [turn.told or _tell(turn, offset_s) for turn in ended]
+    return [turn.encoded or _encoded(turn, offset_s) for turn in ended]
 
 
-def _tell(turn: TurnRecord, offset_s: float) -> msgspec.Raw:
+def _encoded(turn: TurnRecord, offset_s: float) -> msgspec.Raw:
     values = {
         "id": turn.id,
         "device": turn.device,
@@ -76,25 +76,27 @@ def _tell(turn: TurnRecord, offset_s: float) -> msgspec.Raw:
         "switch_s": turn.switch.total_s if turn.switch is not None else 0.0,
         "did_run": turn.did_run,
     }
-    turn.told = msgspec.Raw(msgspec.json.encode(values))
-    return turn.told
+    turn.encoded = msgspec.Raw(msgspec.json.encode(values))
+    return turn.encoded
 
 
-def _models(pool: Pool, rows: Iterable[ModelRow], *, has_minutes: bool) -> list[views.Values]:
-    memories = views.memories_of(pool.supervisor.workers)
+def _models(
+    control_plane: ControlPlane, rows: Iterable[ModelRow], *, has_minutes: bool
+) -> list[views.Values]:
+    memories = views.memories_of(control_plane.supervisor.workers)
     found = []
     for row in rows:
         name, targets = row.spec.name, row.spec.targets
-        state = pool.lifecycle.state_of(row).value
+        state = control_plane.fleet.availability(name).state.value
         held_by = memories.get(name, ())
         found.append(
             {
                 "usage": views.usage(
                     name,
                     state,
-                    pool.dispatcher,
+                    control_plane.dispatcher,
                     memories,
-                    pool.cache,
+                    control_plane.cache,
                     has_minutes=has_minutes,
                 ),
                 "ttft_s": targets.ttft_s,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 import socket
 
-from gpupool_state import History, Registry
+from gpupool_state import ApiKeys, Database, History, Registry
+from gpupoold.config.listening import why_keys_are_required
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.configuration import Configuration
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.reload import Reloader, configured_roles
@@ -33,43 +36,50 @@ from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.systemd import FdStore
 
 
-def build_pool(
+async def build_control_plane(
     configuration: Configuration,
-    registry: Registry,
+    database: Database,
     history: History,
     listener: socket.socket,
     fd_store: FdStore,
-    keyring: Keyring,
-) -> Pool:
-    """Wire the parts together without starting any."""
-    settings = configuration.settings
-    options = PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
-    header = Header(settings.scheduling.policy, options)
-    policy = make_policy(header.policy, header.options)
-    dispatcher = Dispatcher(settings.limits, history, policy, configured_roles(settings), keyring)
-    cache = SnapshotCache(settings.memory.model_cache_bytes)
-    snapshots_dir = settings.paths.state_dir / "snapshots"
-    shutil.rmtree(settings.paths.state_dir / "images", ignore_errors=True)  # of earlier releases
-    keys = SnapshotKeys()
-    saved = SavedSnapshots(snapshots_dir, settings.memory.snapshot_files_bytes, keys)
-    cache.fd_store = stored_snapshots = StoredSnapshots(fd_store, keys)
+) -> ControlPlane:
+    """Wire the parts together without starting any; each part gets only finished parts.
 
-    forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
-    supervisor = WorkerSupervisor(settings, forks)
-    lifecycle = ModelLifecycle(
-        settings, registry, history, dispatcher, supervisor, cache, saved, stored_snapshots
+    Raises:
+        Failed: the database cannot be read.
+    """
+    settings, registry = configuration.settings, Registry(database)
+    header = Header(
+        settings.scheduling.policy, PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)
     )
+    cache, saved, stored = _snapshot_stores(settings, fd_store)
+    simulated = [i for i, device in enumerate(settings.devices) if device.kind == "sim"]
+    fleet = Fleet(cache, without_snapshots=simulated)
+    fleet.restore(await registry.list())
+    forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
     frontends = Frontends(settings, forks, listener)
-    dispatcher.replies.send = frontends.send_to
-    dispatcher.warmth = lifecycle.warmer
-    dispatcher.isolation.verdicts = lifecycle.quarantine
-    lifecycle.loader.frontends = keyring.frontends = frontends
-    control = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
-    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, saved)
-    return Pool(
+    supervisor = WorkerSupervisor(settings, forks, fleet.hosts)
+    required_because = why_keys_are_required(settings.access, listener)
+    host_names = (*settings.access.host_names, settings.server.host.lower())
+    keyring = await Keyring.load(
+        ApiKeys(database), registry, history, frontends.send, required_because, host_names
+    )
+    policy, roles = make_policy(header.policy, header.options), configured_roles(settings)
+    dispatcher = Dispatcher(
+        settings.limits, history, policy, fleet, frontends.send_to, roles, keyring
+    )
+    snapshots = ModelSnapshots(settings, history, dispatcher.live, supervisor, cache, saved, stored)
+    lifecycle = ModelLifecycle(
+        settings, registry, history, fleet, dispatcher, supervisor, frontends, snapshots
+    )
+    host_budget = snapshots.host_budget
+    operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
+    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, host_budget, saved)
+    return ControlPlane(
         settings=settings,
         registry=registry,
         history=history,
+        fleet=fleet,
         dispatcher=dispatcher,
         forks=forks,
         supervisor=supervisor,
@@ -78,20 +88,33 @@ def build_pool(
         cache=cache,
         saved=saved,
         cache_control=cache_control,
-        workers=control,
-        unloader=ModelUnloader(lifecycle, dispatcher, supervisor, cache, history),
+        workers=operations,
+        unloader=ModelUnloader(
+            registry, history, fleet, dispatcher, supervisor, cache, host_budget, lifecycle.drains
+        ),
         configuration=configuration,
         reloader=Reloader(
-            configuration, history, dispatcher, supervisor, frontends, control, cache_control
+            configuration, history, dispatcher, supervisor, frontends, operations, cache_control
         ),
         policy=header,
-        health=Health(dispatcher, supervisor),
+        health=Health(fleet, dispatcher, supervisor),
         minutes=Minutes(history, dispatcher.accounts.stats),
-        explainer=Explainer(registry, history, dispatcher, lifecycle, supervisor.workers, cache),
+        explainer=Explainer(registry, history, dispatcher, fleet, supervisor.workers, cache),
         keyring=keyring,
         http_url=_url(listener, settings),
         gpu_readings=GpuReadings(settings.devices),
     )
+
+
+def _snapshot_stores(
+    settings: Settings, fd_store: FdStore
+) -> tuple[SnapshotCache, SavedSnapshots, StoredSnapshots]:
+    """Return the snapshots in host memory, on disk, and in the service manager."""
+    folder, memory, keys = settings.paths.state_dir, settings.memory, SnapshotKeys()
+    shutil.rmtree(folder / "images", ignore_errors=True)  # of earlier releases
+    stored = StoredSnapshots(fd_store, keys)
+    saved = SavedSnapshots(folder / "snapshots", memory.snapshot_files_bytes, keys)
+    return SnapshotCache(memory.model_cache_bytes, stored), saved, stored
 
 
 def _url(listener: socket.socket, settings: Settings) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
-from gpupool_state import History, Registry
+from gpupool_state import History, ModelRow, Registry
 from gpupoold import __version__
 from gpupoold.api.schemas import (
     BenchMemoryRequest,
@@ -27,6 +27,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.configuration import Configuration
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
@@ -34,6 +35,7 @@ from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
+from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.processes.supervised import Supervised
@@ -48,6 +50,7 @@ from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import ModelState
 from gpupoold.errors import Failed, Refused
 from gpupoold.replay.log_file import Header, lines as log_lines
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
@@ -59,16 +62,17 @@ _TICK_S = 1.0
 _CHECK_INTERVAL_S = 5.0
 _BENCH_TIMEOUT_S = 3600.0
 
-PoolState = Literal["starting", "ready", "stopping"]
+ControlPlaneState = Literal["starting", "ready", "stopping"]
 
 
 @dataclass(slots=True)
-class Pool:
-    """The parts of the control plane, see :func:`gpupoold.control.build.build_pool`."""
+class ControlPlane:
+    """The parts of the control plane, see :func:`gpupoold.control.build.build_control_plane`."""
 
     settings: Settings
     registry: Registry
     history: History
+    fleet: Fleet
     dispatcher: Dispatcher
     forks: ForkServer
     supervisor: WorkerSupervisor
@@ -99,25 +103,26 @@ class Pool:
         ``metrics_text`` returns the text that the frontends serve as ``/metrics``.
         """
         of_worker, models = self.dispatcher.from_worker, self.lifecycle
-        self.supervisor.start(Handlers(of_worker, models.worker_up, models.worker_down))
-        of_frontend = Handlers(self._from_frontend, self._set_up, models.frontend_down)
+        worker_up, worker_down = models.reloads.worker_up, models.quarantine.worker_down
+        self.supervisor.start(Handlers(of_worker, worker_up, worker_down))
+        of_frontend = Handlers(self._from_frontend, self._set_up, self._frontend_down)
         self.frontends.start(of_frontend, metrics_text)
         self.gpu_readings.start()
-        looks = (
+        checks = (
             self._note_readings,
-            self.supervisor.oom_kills.look,
-            self.frontends.look,
-            self._watchdog().look,
+            self.supervisor.oom_kills.check,
+            self.frontends.check,
+            self._watchdog().check,
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
-            self.lifecycle.quarantine.look,
-            self.health.look,
+            self.lifecycle.retries.check,
+            self.health.check,
             self.keyring.tick,
             self.minutes.tick,
         )
         self._tasks = [
             asyncio.create_task(self._check_when_idle(), name="check-core"),
-            asyncio.create_task(tick(looks), name="tick"),
+            asyncio.create_task(tick(checks), name="tick"),
             asyncio.create_task(measure_lag(self.loop_lag.add), name="loop-lag"),
             asyncio.create_task(self.keyring.run(), name="keys"),
         ]
@@ -139,7 +144,7 @@ class Pool:
         self.cache.close()
 
     @property
-    def state(self) -> PoolState:
+    def state(self) -> ControlPlaneState:
         """True if requests can be served."""
         if self.stopping:
             return "stopping"
@@ -148,7 +153,7 @@ class Pool:
 
     async def models(self) -> list[ModelInfo]:
         """Return all registered models by name, with their present states."""
-        return [model_info(row, self.lifecycle.state_of(row)) for row in await self.registry.list()]
+        return [model_info(row, self._state_of(row)) for row in await self.registry.list()]
 
     async def model(self, name: str) -> ModelInfo:
         """Return a model with its present use.
@@ -157,7 +162,7 @@ class Pool:
             NoSuchModel: the model is not registered.
         """
         row = await self.lifecycle.find(name)
-        info = model_info(row, self.lifecycle.state_of(row))
+        info = model_info(row, self._state_of(row))
         memories = views.memories_of(self.supervisor.workers)
         now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
         return info.model_copy(update={"usage": ModelUsage(**now)})
@@ -165,12 +170,12 @@ class Pool:
     async def ps(self) -> bytes:
         """Return running models, devices and requests: ``Ps`` as JSON."""
         rows = await self.registry.list()
-        states = {str(row.spec.name): self.lifecycle.state_of(row).value for row in rows}
-        workers = self.supervisor.workers
-        return msgspec.json.encode(views.ps(states, self.dispatcher, workers, self.cache))
+        names, workers = [str(row.spec.name) for row in rows], self.supervisor.workers
+        now = views.ps(names, self.fleet, self.dispatcher, workers, self.cache)
+        return msgspec.json.encode(now)
 
     def devices(self) -> list[DeviceInfo]:
-        return views.devices(self.supervisor.workers, self.dispatcher)
+        return views.devices(self.supervisor.workers, self.dispatcher, self.fleet)
 
     async def status(self) -> Status:
         """Return the daemon's status."""
@@ -251,19 +256,22 @@ class Pool:
         first, second = [(await self.lifecycle.find(name)).spec.name for name in names]
         if first == second:
             raise Refused("a switch needs two different models")
-        routes = self.dispatcher.routes
-        shared = [i for i in routes.get(first, []) if i in routes.get(second, [])]
+        others = self.fleet.availability(second).devices
+        shared = [one for one in self.fleet.availability(first).devices if one in others]
         if not shared:
             raise Refused(f"no worker has both {first} and {second} loaded")
         for name in (first, second):
             await self.lifecycle.warmer.warm(name)
-        return shared[0], [first, second]
+        return self.supervisor.workers[shared[0]], [first, second]
 
     def event_log(self) -> Iterator[bytes]:
         """Return the lines of the core's event log; any thread may read the lines."""
         core = self.dispatcher.scheduler.core
         first = None if core.is_from_start else core.segments[0]
         return log_lines(self.policy, core.entries(), first)
+
+    def _state_of(self, row: ModelRow) -> ModelState:
+        return self.fleet.availability(row.spec.name).state
 
     def _watchdog(self) -> Watchdog[Supervised[Any]]:
         def limits_s() -> tuple[float, float]:
@@ -284,7 +292,13 @@ class Pool:
     async def _set_up(self, frontend: Frontend) -> None:
         """Send the rules of access before the models: a frontend without rules refuses requests."""
         self.keyring.publish()
-        await self.lifecycle.frontend_up(frontend)
+        await self.lifecycle.mounts.mount_all(frontend)
+
+    async def _frontend_down(self, frontend: Frontend, death: Death) -> None:
+        """Cancel the requests of an ended frontend."""
+        text = f"ended ({death.reason}), it is restarted"
+        self.history.record_event("error", "frontend_down", frontend.name, text)
+        self.dispatcher.frontend_down(frontend.number)
 
     def _note_readings(self, _: float) -> None:
         for worker in self.supervisor.workers:
@@ -292,7 +306,7 @@ class Pool:
 
     async def _check_when_idle(self) -> None:
         """Check the core's state while the daemon is idle; report each inconsistency once."""
-        told = ""
+        reported = ""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             if len(self.dispatcher.live):
@@ -300,10 +314,10 @@ class Pool:
             try:
                 self.dispatcher.scheduler.check_state()
             except AssertionError as error:
-                if str(error) != told:
-                    told = str(error)
+                if str(error) != reported:
+                    reported = str(error)
                     _logger.error("the scheduling core's books disagree: %s", error)
-                    self.history.record_event("error", "core_inconsistent", "core", told)
+                    self.history.record_event("error", "core_inconsistent", "core", reported)
 
     async def check_integrity(self) -> list[object]:
         """Check the core's state and every worker's accounts.
@@ -320,15 +334,15 @@ class Pool:
 
 
 async def tick(
-    looks: Sequence[Callable[[float], None]],
+    checks: Sequence[Callable[[float], None]],
     interval_s: float = _TICK_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Call all of ``looks`` periodically with the monotonic time; an error stops no other call."""
+    """Call all of ``checks`` periodically with the monotonic time; an error stops no other call."""
     while True:
-        for look in looks:
+        for check in checks:
             try:
-                look(clock())
+                check(clock())
             except Exception:
                 _logger.exception("a periodic check of the pool failed")
         await asyncio.sleep(interval_s)

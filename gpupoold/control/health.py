@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
 
-# A round of looks is due every second; a busy machine may delay some.
+# A round of checks is due every second; a busy machine may delay some.
 _ROUND_TIMEOUT_S = 10.0
 # Requests without tokens are ended after their time by the same rounds.
 _OVERDUE_S = 30.0
@@ -16,23 +17,24 @@ _OVERDUE_S = 30.0
 class Health:
     """Records each round of the periodic checks."""
 
-    def __init__(self, dispatcher: Dispatcher, supervisor: WorkerSupervisor) -> None:
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, supervisor: WorkerSupervisor) -> None:
+        self._fleet = fleet
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._round_s = time.monotonic()
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Record a round; to be called at its end."""
         self._round_s = now_s
 
-    def complaint(self, now_s: float) -> str:
+    def failure_reason(self, now_s: float) -> str:
         """Return why the control plane makes no progress, empty if it does.
 
         A hung worker is no reason here: the watchdog ends hung workers.
         """
         late_s = now_s - self._round_s
         if late_s > _ROUND_TIMEOUT_S:
-            return f"workers and requests have not been looked after for {late_s:.0f} s"
+            return f"workers and requests have not been checked for {late_s:.0f} s"
         limit_s = self._dispatcher.token_timeout_s + _OVERDUE_S
         stuck = self._dispatcher.live.silent_since(now_s - limit_s)
         if stuck:
@@ -44,8 +46,7 @@ class Health:
         """Devices, models and requests, for ``systemctl status``."""
         workers = self._supervisor.workers
         num_ready = sum(worker.is_ready for worker in workers)
-        num_models = sum(bool(hosts) for hosts in self._dispatcher.routes.values())
         return (
-            f"{num_ready} of {len(workers)} devices ready, {num_models} models served, "
-            f"{len(self._dispatcher.live)} live requests"
+            f"{num_ready} of {len(workers)} devices ready, "
+            f"{self._fleet.num_served()} models served, {len(self._dispatcher.live)} live requests"
         )

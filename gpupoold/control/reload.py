@@ -54,20 +54,20 @@ class Reloader:
         self._reloading = asyncio.Lock()
         self._is_asked = False
         self._task: asyncio.Task[None] | None = None
-        # Who has to be told, by the beginnings of the keys.
-        self._told: dict[tuple[str, ...], Callable[[Settings], None]] = {
+        # The effects of changed keys, by the beginnings of the keys.
+        self._effects: dict[tuple[str, ...], Callable[[Settings], None]] = {
             (
                 "log.",
                 "memory.self_check_interval",
                 "server.max_body",
                 "limits.max_",
-            ): self._tell_processes,
-            ("limits.",): self._tell_limits,
-            ("history.",): self._tell_history,
-            ("memory.model_cache",): self._tell_cache,
-            ("memory.snapshot_files",): self._tell_saved,
-            ("scheduling.quota_max",): self._tell_quota_max,
-            ("scheduling.roles",): self._tell_roles,
+            ): self._apply_to_processes,
+            ("limits.",): self._apply_limits,
+            ("history.",): self._apply_history,
+            ("memory.model_cache",): self._apply_cache,
+            ("memory.snapshot_files",): self._apply_saved,
+            ("scheduling.quota_max",): self._apply_quota_max,
+            ("scheduling.roles",): self._apply_roles,
         }
 
     async def reload(self) -> ReloadInfo:
@@ -92,9 +92,9 @@ class Reloader:
             self._configuration.take(file, settings)
             changed = [one for one in changes if one.effect is not Effect.RESTART]
             waiting = [one for one in changes if one.effect is Effect.RESTART]
-            for beginnings, tell in self._told.items():
+            for beginnings, apply in self._effects.items():
                 if any(one.key.startswith(beginnings) for one in changed):
-                    tell(before)
+                    apply(before)
         text = _summary(changed, waiting)
         self._history.record_event("info", "config_reloaded", "gpupoold", text)
         path = self._configuration.path
@@ -119,29 +119,29 @@ class Reloader:
             with around(), contextlib.suppress(GpupoolError):
                 await self.reload()
 
-    def _tell_processes(self, before: Settings) -> None:
+    def _apply_to_processes(self, before: Settings) -> None:
         set_log_level(self._settings.log.level)
         self._frontends.reconfigure()
         self._supervisor.reconfigure()
 
-    def _tell_limits(self, before: Settings) -> None:
+    def _apply_limits(self, before: Settings) -> None:
         self._dispatcher.set_limits(self._settings.limits)
         self._workers.limits = self._settings.limits
 
-    def _tell_history(self, before: Settings) -> None:
+    def _apply_history(self, before: Settings) -> None:
         now = self._settings.history
         self._history.keep(now.max_requests, now.max_switches, now.max_events, now.max_minutes)
 
-    def _tell_cache(self, before: Settings) -> None:
+    def _apply_cache(self, before: Settings) -> None:
         self._cache.set_host_budget(self._settings.memory.model_cache_bytes)
 
-    def _tell_saved(self, before: Settings) -> None:
+    def _apply_saved(self, before: Settings) -> None:
         self._cache.set_disk_budget(self._settings.memory.snapshot_files_bytes)
 
-    def _tell_quota_max(self, before: Settings) -> None:
+    def _apply_quota_max(self, before: Settings) -> None:
         self._dispatcher.scheduler.set_quota_max(self._settings.scheduling.quota_max_s)
 
-    def _tell_roles(self, before: Settings) -> None:
+    def _apply_roles(self, before: Settings) -> None:
         pairs = zip(configured_roles(before), configured_roles(self._settings), strict=True)
         for number, (old, new) in enumerate(pairs):
             if new is not old:

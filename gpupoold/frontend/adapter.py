@@ -168,7 +168,7 @@ class VllmModelApi:
         """Finish the start on the serving event loop."""
         state = self._app.state
         await init_app_state(self._llm, state, self._args, self._tasks)
-        # vLLM's error handler looks at its server; ours must not be stopped by one model.
+        # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 
     @property

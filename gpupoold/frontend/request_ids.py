@@ -82,7 +82,7 @@ def with_id(scope: Scope, ids: RequestIds, *, body_has_id: bool) -> Scope:
     return {**scope, "headers": [*scope["headers"], (_HEADER, ids.http_id.encode())]}
 
 
-def telling_id(send: Send, ids: RequestIds) -> Send:
+def sending_id(send: Send, ids: RequestIds) -> Send:
     """Return ``send`` with the server's id added to the headers of an answer."""
 
     async def send_with_id(message: MutableMapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.origins import check_origin
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
-from gpupoold.frontend.request_ids import RequestIds, naming, telling_id, with_id
+from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
 from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Router:
             await _refuse_websocket(scope, receive, send)
             return
         ids = RequestIds()
-        send = telling_id(send, ids)
+        send = sending_id(send, ids)
         try:
             await self._dispatch(scope, receive, send, ids)
         except Disconnected:

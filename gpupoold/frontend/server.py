@@ -137,7 +137,7 @@ class FrontendServer:
         """
         # uvicorn warns of every request that is not HTTP, which would fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        server = _HttpServer(self._uvicorn_config(), self._tell_accepting)
+        server = _HttpServer(self._uvicorn_config(), self._report_accepting)
         serving = asyncio.create_task(self._serve_when_told(server))
         mounting = asyncio.create_task(self._mount_in_order())
         measuring = asyncio.create_task(measure_lag(self._lags_s.append))
@@ -169,7 +169,7 @@ class FrontendServer:
         await self._may_accept.wait()
         await server.serve(sockets=[listener])
 
-    def _tell_accepting(self) -> None:
+    def _report_accepting(self) -> None:
         with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end
             self._channel.send(Accepting())
 

@@ -20,7 +20,7 @@ def daemon_families(scrape: Scrape) -> Iterator[Family]:
 
 
 def _state(scrape: Scrape) -> Iterator[Family]:
-    pool = scrape.pool
+    control_plane = scrape.control_plane
     readies = [one.ready for one in scrape.workers if one.ready is not None]
     engine = readies[0].engine_version if readies else ""
     yield gauge(
@@ -29,35 +29,37 @@ def _state(scrape: Scrape) -> Iterator[Family]:
         ("version", "engine_version", "python_version"),
         [((__version__, engine, platform.python_version()), 1)],
     )
-    yield gauge("ready", "1 while requests can be served.", (), [((), pool.state == "ready")])
+    yield gauge(
+        "ready", "1 while requests can be served.", (), [((), control_plane.state == "ready")]
+    )
     yield gauge("models", "Registered models.", (), [((), len(scrape.rows))])
     yield counter(
         "history_dropped_rows",
         "Rows of the history that were lost because the disk did not accept the rows.",
         (),
-        [((), pool.history.dropped_rows)],
+        [((), control_plane.history.dropped_rows)],
     )
 
 
 def _caches(scrape: Scrape) -> Iterator[Family]:
-    pool = scrape.pool
+    control_plane = scrape.control_plane
     yield gauge(
         "model_cache_bytes",
         "Host memory used by weights snapshots, including loads and evictions in progress.",
         (),
-        [((), pool.cache.used_bytes)],
+        [((), control_plane.cache.used_bytes)],
     )
     yield gauge(
         "model_cache_limit_bytes",
         "Limit of host memory for weights snapshots.",
         (),
-        [((), pool.cache.budget_bytes)],
+        [((), control_plane.cache.budget_bytes)],
     )
     yield counter(
         "model_cache_evictions",
         "Weights snapshots that were evicted from host memory, or dropped by hand.",
         (),
-        [((), pool.cache.num_evicted)],
+        [((), control_plane.cache.num_evicted)],
     )
     yield gauge(
         "model_cache_disk_bytes",
@@ -69,12 +71,15 @@ def _caches(scrape: Scrape) -> Iterator[Family]:
         "model_cache_disk_limit_bytes",
         "Limit of disk space for snapshot files.",
         (),
-        [((), pool.saved.budget_bytes)],
+        [((), control_plane.saved.budget_bytes)],
     )
 
 
 def _recoveries(scrape: Scrape) -> Iterator[Family]:
-    migrations, frontends = scrape.pool.dispatcher.migrations, scrape.pool.frontends
+    migrations, frontends = (
+        scrape.control_plane.dispatcher.migrations,
+        scrape.control_plane.frontends,
+    )
     yield gauge(
         "frontend_up",
         "1 while the frontend of this number accepts connections.",
@@ -102,12 +107,12 @@ def _recoveries(scrape: Scrape) -> Iterator[Family]:
 
 
 def _speed(scrape: Scrape) -> Iterator[Family]:
-    pool = scrape.pool
+    control_plane = scrape.control_plane
     yield histogram(
         "scheduler_decision_seconds",
         "Duration of a call of the scheduling core.",
         (),
-        [((), pool.dispatcher.scheduler.decisions)],
+        [((), control_plane.dispatcher.scheduler.decisions)],
         WORK_BOUNDS_S,
     )
     yield histogram(
@@ -115,8 +120,8 @@ def _speed(scrape: Scrape) -> Iterator[Family]:
         "By how much an event loop came too late, ten times a second.",
         ("process",),
         [
-            (("daemon",), pool.loop_lag),
-            *(((one.name,), one.loop_lag) for one in pool.frontends),
+            (("daemon",), control_plane.loop_lag),
+            *(((one.name,), one.loop_lag) for one in control_plane.frontends),
         ],
         WORK_BOUNDS_S,
     )

@@ -22,7 +22,7 @@ def device_families(scrape: Scrape) -> Iterator[Family]:
 
 
 def _device(scrape: Scrape) -> Iterator[Family]:
-    dispatcher = scrape.pool.dispatcher
+    dispatcher = scrape.control_plane.dispatcher
     gauge_of = one_each(gauge, "device", scrape.devices())
     counter_of = one_each(counter, "device", scrape.devices())
     yield gauge(
@@ -50,7 +50,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_draining",
         "1 while the device is emptied for maintenance.",
-        lambda one: dispatcher.roles.is_draining(one.number),
+        lambda one: scrape.control_plane.fleet.is_device_draining(one.number),
     )
     numbers = [one.number for one in scrape.workers]
     nums = dict(zip(numbers, dispatcher.nums_of_requests(numbers), strict=True))
@@ -72,13 +72,13 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     yield counter_of(
         "device_steps",
         "Steps of engines; from 0 again when the worker is started again.",
-        _told(lambda now: now.num_steps),
+        _reported(lambda now: now.num_steps),
     )
     yield counter_of(
         "device_kv_recomputed",
         "Times a model's KV was dropped for want of host memory and had to be computed anew; "
         "from 0 again when the worker is started again.",
-        _told(lambda now: now.num_recomputed),
+        _reported(lambda now: now.num_recomputed),
     )
 
 
@@ -126,7 +126,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_kv_host_bytes",
         "Host memory used by the device's worker for offloaded KV.",
-        _told(lambda now: now.kv_host_bytes),
+        _reported(lambda now: now.kv_host_bytes),
     )
     yield gauge_of(
         "device_kv_host_limit_bytes",
@@ -197,7 +197,7 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
         ("kind",),
         (
             ((kind,), one)
-            for kind, one in scrape.pool.dispatcher.accounts.meters.switch_seconds.items()
+            for kind, one in scrape.control_plane.dispatcher.accounts.meters.switch_seconds.items()
         ),
     )
 
@@ -214,7 +214,7 @@ def _memory_split(worker: Worker) -> list[tuple[str, int]]:
     ]
 
 
-def _told(value: Callable[[WorkerStatus], float]) -> Callable[[Worker], float | None]:
+def _reported(value: Callable[[WorkerStatus], float]) -> Callable[[Worker], float | None]:
     return lambda worker: None if worker.status is None else value(worker.status)
 
 

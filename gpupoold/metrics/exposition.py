@@ -13,7 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from gpupool_state import ModelRow
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.metrics.daemon_families import daemon_families
 from gpupoold.metrics.device_families import device_families
 from gpupoold.metrics.families import Family
@@ -29,9 +29,11 @@ _HOLDS_S = 0.5
 class Exporter:
     """A generator of one daemon's metrics; not thread-safe."""
 
-    def __init__(self, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, control_plane: ControlPlane, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._pool = pool
+        self._pool = control_plane
         self._making = asyncio.Lock()
         self._text = b""
         self._rows: dict[str, ModelRow] = {}

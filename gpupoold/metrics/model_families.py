@@ -96,8 +96,8 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
 
 
 def _now(scrape: Scrape) -> Iterator[Family]:
-    lifecycle, dispatcher = scrape.pool.lifecycle, scrape.pool.dispatcher
-    states = {name: lifecycle.state_of(row) for name, row in scrape.rows.items()}
+    fleet, dispatcher = scrape.control_plane.fleet, scrape.control_plane.dispatcher
+    states = {name: fleet.availability(name).state for name in scrape.rows}
     waiting = Counter({name: dispatcher.live.num_waiting(name) for name in scrape.rows})
     for worker in scrape.workers:
         for held in memories(worker):
@@ -140,7 +140,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             held[one.model, "weights"] += one.weights_resident_bytes
             held[one.model, "kv"] += one.kv_resident_bytes
             held[one.model, "kv_host"] += one.kv_host_bytes
-    for name, snapshot in scrape.pool.cache.snapshots.items():
+    for name, snapshot in scrape.control_plane.cache.snapshots.items():
         held[name, "snapshot_host"] += snapshot.num_bytes
     yield gauge(
         "model_memory_bytes",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpupool_state import ModelRow
 from gpupoold.control.accounting.meters import DeviceMeter, ModelMeter
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed
 from gpupoold.wire.messages import ModelMemory
@@ -20,41 +20,43 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The pool, with its models by name: counts since the start, attainment of the last minute.
+    """The control plane and its models by name: counts, attainment of the last minute.
 
     An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
     read.
     """
 
-    pool: Pool
+    control_plane: ControlPlane
     rows: dict[str, ModelRow]
     counts: dict[str, Counts]
     attainments: dict[str, float | None]
     saved_bytes: int | None
 
     @classmethod
-    async def of(cls, pool: Pool, known: dict[str, ModelRow]) -> Scrape:
+    async def of(cls, control_plane: ControlPlane, known: dict[str, ModelRow]) -> Scrape:
         """Collect the data; drop counts of models that are no longer registered.
 
         If the registry cannot be read, the models ``known`` from an earlier scrape are used,
         because metrics matter most while a disk fails.
         """
         try:
-            rows = {str(row.spec.name): row for row in await pool.registry.list()}
+            rows = {str(row.spec.name): row for row in await control_plane.registry.list()}
         except Failed as error:
             _logger.warning("metrics of the models known before: %s", error)
             rows = known
         else:
-            pool.dispatcher.accounts.meters.forget_others(rows.keys())
+            control_plane.dispatcher.accounts.meters.forget_others(rows.keys())
         try:
-            saved_bytes = await pool.saved.used_bytes()
+            saved_bytes = await control_plane.saved.used_bytes()
         except OSError as error:
             _logger.warning("the folder of saved snapshots cannot be read: %s", error)
             saved_bytes = None
         now_s = time.monotonic()
-        stats = {name: pool.dispatcher.accounts.stats.get(name, ModelStats()) for name in rows}
+        stats = {
+            name: control_plane.dispatcher.accounts.stats.get(name, ModelStats()) for name in rows
+        }
         return cls(
-            pool,
+            control_plane,
             rows,
             {name: one.so_far_with_latencies() for name, one in stats.items()},
             {name: one.attainment_1m(now_s) for name, one in stats.items()},
@@ -64,11 +66,11 @@ class Scrape:
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
         """Yield all registered models by name, with meters."""
         for name in self.rows:
-            yield name, self.pool.dispatcher.accounts.meters.model(name)
+            yield name, self.control_plane.dispatcher.accounts.meters.model(name)
 
     @property
     def workers(self) -> list[Worker]:
-        return self.pool.supervisor.workers
+        return self.control_plane.supervisor.workers
 
     def devices(self) -> Iterator[tuple[str, Worker]]:
         """Yield all workers by the number of their device."""
@@ -78,7 +80,7 @@ class Scrape:
     def meters(self) -> Iterator[tuple[str, DeviceMeter]]:
         """Yield the meters of all devices by number."""
         for number, worker in self.devices():
-            yield number, self.pool.dispatcher.accounts.meters.device(worker.number)
+            yield number, self.control_plane.dispatcher.accounts.meters.device(worker.number)
 
 
 def memories(worker: Worker) -> list[ModelMemory]:

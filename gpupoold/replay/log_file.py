@@ -23,7 +23,7 @@ from gpupoold.errors import UsageError
 from gpupoold.replay.core_state import BadLine, Line, core_of, lines_of
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.event_log import Difference, LogEntry, Segment, replay_on
+from gpupoold.scheduling.event_log import Difference, LogEntry, LogSegment, replay_on
 from gpupoold.scheduling.events import Event
 from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make_policy
 from gpupoold.units import format_bytes
@@ -109,7 +109,7 @@ def write(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def lines(
-    header: Header, entries: Iterable[LogEntry], first: Segment | None = None
+    header: Header, entries: Iterable[LogEntry], first: LogSegment | None = None
 ) -> Iterator[bytes]:
     """Yield the lines of a log file, each with a newline.
 

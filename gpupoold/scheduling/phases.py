@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class IllegalTransition(AssertionError):
-    """A transition that the table lacks: a bug of the policy or the shell."""
+    """A transition that a table of phases lacks: a bug."""
 
 
 class RequestPhase(Enum):

@@ -22,7 +22,7 @@ from gpupoold.sim.clock import EventQueue, Scheduled
 from gpupoold.sim.live import DeviceRequests, DeviceTally, SimLive
 from gpupoold.sim.memory import MovedBytes, SimMemory
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.pieces import Segment, chunks_of, segment_of
+from gpupoold.sim.pieces import StepSegment, chunks_of, segment_of
 
 # The core learns of a segment's steps only when the segment ends, so a long segment would let the
 # core decide by outdated numbers. Compared with segments of a single step, attainments differ by
@@ -72,7 +72,7 @@ class SimDevice:
         self._replaced_by: tuple[Turn | None, str | None] | None = None
         self._last_turn_id = 0
         self._began_s = self._ends_at_s = 0.0
-        self._segment: Segment | None = None
+        self._segment: StepSegment | None = None
         # The end of the piece of work, or of the switch, under way.
         self._piece: Scheduled[Callable[[], None]] | None = None
 

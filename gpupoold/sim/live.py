@@ -83,7 +83,7 @@ class DeviceRequests:
     def take_finished(self, model: str) -> list[SimLive]:
         """Remove and return a model's requests with complete answers."""
         running = self.running[model]
-        finished = [live for live in running if live.num_left <= 0]
+        finished = [one for one in running if len(one.token_times_s) >= one.request.output_tokens]
         if finished:
             self.running[model] = [live for live in running if live.num_left > 0]
         return finished

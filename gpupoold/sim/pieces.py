@@ -11,7 +11,7 @@ from gpupoold.sim.live import SimLive
 
 
 @dataclass(slots=True)
-class Segment:
+class StepSegment:
     """Decode steps of an unchanged batch from ``start_s``, equally long."""
 
     batch: list[SimLive]
@@ -46,21 +46,25 @@ class Segment:
 
 def segment_of(
     batch: list[SimLive], latency: LatencyModel, now_s: float, end_s: float, max_steps: int
-) -> Segment:
+) -> StepSegment:
     """Return a segment from ``now_s`` to the first step boundary not before ``end_s``.
 
     The segment is shorter if a request ends earlier, or at ``max_steps``.
     """
-    size = len(batch)
-    context = sum([live.context_tokens for live in batch])
-    num_steps = min(min([live.num_left for live in batch]), max_steps)
+    size, context, num_steps = len(batch), 0, max_steps
+    for live in batch:  # the simulator's innermost loop
+        request, num_made = live.request, len(live.token_times_s)
+        context += request.prompt_tokens + num_made
+        num_left = request.output_tokens - num_made
+        if num_left < num_steps:
+            num_steps = num_left
     if end_s < math.inf:
         left_s = max(end_s - now_s, 0.0)
         step_s = latency.decode_step_s(size, context)
         num_steps = min(num_steps, max(1, math.ceil(left_s / step_s)))
     # Steps take longer as the context grows, linearly: the duration of the middle step is the mean.
     step_s = latency.decode_step_s(size, context + size * (num_steps - 1) // 2)
-    return Segment(batch, now_s, step_s, num_steps)
+    return StepSegment(batch, now_s, step_s, num_steps)
 
 
 def chunks_of(

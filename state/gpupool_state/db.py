@@ -20,7 +20,7 @@ from typing import Any, Self
 import aiosqlite
 
 from gpupool_state.faults import cannot_open, damaged, explained
-from gpupool_state.migrations import MIGRATIONS, Migration, migrate
+from gpupool_state.migrations import MIGRATIONS, SchemaMigration, migrate
 from gpupool_state.writer import Transaction, Writer
 from gpupoold.errors import Failed
 
@@ -44,7 +44,7 @@ class Database:
         cls,
         path: Path,
         *,
-        migrations: Sequence[Migration] = MIGRATIONS,
+        migrations: Sequence[SchemaMigration] = MIGRATIONS,
         busy_timeout_s: float = DEFAULT_BUSY_TIMEOUT_S,
     ) -> Self:
         """Open or create the database at ``path`` and update the schema.

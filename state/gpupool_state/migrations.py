@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS schema_migrations (
 
 
 @dataclass(frozen=True, slots=True)
-class Migration:
+class SchemaMigration:
     """A step of the schema; a released step is never changed, only followed by further steps."""
 
     number: int
@@ -49,14 +49,14 @@ class AppliedMigration:
     applied_at: float
 
 
-MIGRATIONS: tuple[Migration, ...] = (
-    Migration(1, "registry", CREATE_REGISTRY),
-    Migration(2, "history", CREATE_HISTORY),
-    Migration(3, "profiles", CREATE_PROFILES),
-    Migration(4, "pins", ADD_PINS),
-    Migration(5, "slo_minutes", CREATE_SLO_MINUTES),
-    Migration(6, "api_keys", CREATE_API_KEYS),
-    Migration(7, "device_columns", RENAME_INSTANCES),
+MIGRATIONS: tuple[SchemaMigration, ...] = (
+    SchemaMigration(1, "registry", CREATE_REGISTRY),
+    SchemaMigration(2, "history", CREATE_HISTORY),
+    SchemaMigration(3, "profiles", CREATE_PROFILES),
+    SchemaMigration(4, "pins", ADD_PINS),
+    SchemaMigration(5, "slo_minutes", CREATE_SLO_MINUTES),
+    SchemaMigration(6, "api_keys", CREATE_API_KEYS),
+    SchemaMigration(7, "device_columns", RENAME_INSTANCES),
 )
 
 
@@ -71,16 +71,16 @@ async def applied(source: Source) -> tuple[AppliedMigration, ...]:
 
 
 async def pending(
-    source: Source, migrations: Sequence[Migration] = MIGRATIONS
-) -> tuple[Migration, ...]:
+    source: Source, migrations: Sequence[SchemaMigration] = MIGRATIONS
+) -> tuple[SchemaMigration, ...]:
     """Return the steps not yet applied to ``source``, in order."""
     done = {step.number for step in await applied(source)}
     return tuple(step for step in migrations if step.number not in done)
 
 
 async def migrate(
-    writer: Writer, path: Path, migrations: Sequence[Migration] = MIGRATIONS
-) -> tuple[Migration, ...]:
+    writer: Writer, path: Path, migrations: Sequence[SchemaMigration] = MIGRATIONS
+) -> tuple[SchemaMigration, ...]:
     """Update the database at ``path``; return the applied steps.
 
     A step and the row that records the step are one transaction, so a failed step leaves the
@@ -110,7 +110,7 @@ async def _check_known(
     source: Source,
     path: Path,
     done: Sequence[AppliedMigration],
-    migrations: Sequence[Migration],
+    migrations: Sequence[SchemaMigration],
 ) -> None:
     if not done and await _tables(source) - {"schema_migrations"}:
         raise Refused(
@@ -150,7 +150,7 @@ async def _back_up(writer: Writer, path: Path, number: int) -> None:
         ) from error
 
 
-async def _apply(writer: Writer, path: Path, step: Migration) -> None:
+async def _apply(writer: Writer, path: Path, step: SchemaMigration) -> None:
     try:
         async with writer.transaction() as tx:
             await tx.execute(_BOOKKEEPING)

@@ -115,7 +115,7 @@ async def test_one_request_that_crashes_workers_ends_alone(
     assert num_deaths(box) - before == 2, events(box, "worker_down")[before:]
     assert events(box, "model_quarantined") == []
     await eventually(lambda: {one.state for one in ps(box).devices} == {"ready"}, BACK_S)
-    assert {one.state for one in ps(box).models} == {"ready"}
+    await eventually(lambda: {one.state for one in ps(box).models} == {"ready"}, BACK_S)
     assert await ask(api, *ASKED[0], NUM_TOKENS) == alone[0]
     await eventually(lambda: not ps(box).requests)
     check_all(box)

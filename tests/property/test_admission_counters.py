@@ -15,6 +15,7 @@ from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
+from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.loaded import loaded
 
 PER_MODEL, IN_ALL = 3, 7
@@ -81,28 +82,6 @@ class Clients:
                     self.open.pop(request_id, None)
 
 
-class Snapshots:
-    """Model c has to be warmed."""
-
-    is_c_warm = False
-
-    def is_warm(self, model: str) -> bool:
-        """Return whether it may be scheduled."""
-        return model != "c" or self.is_c_warm
-
-    def begin(self, model: str) -> None:
-        """Some time later."""
-
-    def used(self, model: str) -> None:
-        """It was asked."""
-
-    def left(self, model: str) -> None:
-        """A request has ended."""
-
-    def damaged(self, message: m.WrongAnswer) -> None:
-        """Never."""
-
-
 class AdmissionMachine(RuleBasedStateMachine):
     """Arrivals, ends, aborts and losses in any order."""
 
@@ -116,10 +95,12 @@ class AdmissionMachine(RuleBasedStateMachine):
             drop_late=self.drop_late,
         )
         policy = make_policy("gpupool", PolicyOptions())
-        self.dispatcher = Dispatcher(limits, cast(History, Unwritten()), policy)
-        self.clients, self.snapshots = Clients(), Snapshots()
-        self.dispatcher.replies.send = self.clients.send
-        self.dispatcher.warmth = self.snapshots
+        self.clients, self.box = Clients(), FleetBox(MODELS, Targets(1.0, 0.1))
+        for name in set(MODELS) - {"c"}:
+            self.box.warm.add(name)
+        self.dispatcher = Dispatcher(
+            limits, cast(History, Unwritten()), policy, self.box.fleet, self.clients.send
+        )
         self.devices = [Device(0), Device(1)]
         self.down: list[Device] = []
         self.num_asked = 0
@@ -131,6 +112,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.dispatcher.worker_up(device)
         for name in MODELS:
             self.dispatcher.host(Targets(1.0, 0.1), loaded(name), None, device)
+        self.box.come_up(device.number)
 
     @rule(
         which=st.sampled_from(MODELS),
@@ -152,7 +134,11 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.dispatcher.from_frontend(request)
             assert self.clients.asked == []
             refused = self.clients.refusals[num_before:]
-            assert bool(refused) == is_full or self.drop_late or not self.dispatcher.routes[which]
+            assert (
+                bool(refused) == is_full
+                or self.drop_late
+                or not self.box.fleet.availability(which).devices
+            )
             assert all(one.retry_after_s >= 0 for one in refused)
 
     @rule(which=WHICH, num_steps=st.integers(1, 3), ends=st.booleans())
@@ -213,7 +199,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(is_warm=st.booleans(), fails=st.booleans())
     def warm(self, is_warm: bool, fails: bool) -> None:
-        self.snapshots.is_c_warm = is_warm
+        (self.box.warm.add if is_warm else self.box.warm.discard)("c")
         if fails:
             self.dispatcher.fail_waiting("c", "no room")
         elif is_warm:

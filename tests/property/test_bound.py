@@ -16,6 +16,7 @@ from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
+from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
 LIMIT_S = 10.0
@@ -31,28 +32,6 @@ class Nothing:
         pass
 
     def record_event(self, *_: object) -> None:
-        pass
-
-
-class Snapshots:
-    """Which models are warm; nobody ever warms one but the test."""
-
-    def __init__(self) -> None:
-        self.cold: set[str] = set()
-
-    def is_warm(self, model: str) -> bool:
-        return model not in self.cold
-
-    def begin(self, model: str) -> None:
-        pass
-
-    def used(self, model: str) -> None:
-        pass
-
-    def left(self, model: str) -> None:
-        pass
-
-    def damaged(self, message: m.WrongAnswer) -> None:
         pass
 
 
@@ -78,16 +57,22 @@ class Clients:
                     self.heard_s[item.request_id] = message.at_s
 
 
-class Pool:
+class ControlPlane:
     """A dispatcher whose workers die, hang and come back as the test says."""
 
     def __init__(self) -> None:
         policy = make_policy("gpupool", PolicyOptions())
         limits = LimitSettings(token_timeout=LIMIT_S)
-        self.dispatcher = Dispatcher(limits, cast(History, Nothing()), policy)
-        self.clients, self.snapshots = Clients(), Snapshots()
-        self.dispatcher.replies.send = lambda _, message: self.clients.send(message)
-        self.dispatcher.warmth = self.snapshots
+        self.clients, self.box = Clients(), FleetBox(MODELS)
+        for name in MODELS:
+            self.box.warm.add(name)
+        self.dispatcher = Dispatcher(
+            limits,
+            cast(History, Nothing()),
+            policy,
+            self.box.fleet,
+            lambda _, message: self.clients.send(message),
+        )
         self.workers = [
             Worker(number, DeviceSettings(kind="emulated")) for number in range(NUM_INSTANCES)
         ]
@@ -116,6 +101,7 @@ class Pool:
         self.dispatcher.worker_up(worker)
         for name in MODELS:
             self.dispatcher.host(Targets(), loaded(name), None, worker)
+        self.box.come_up(number)
 
     def die(self, number: int, blamed: int | None) -> None:
         if number not in self.up:
@@ -145,9 +131,9 @@ class Pool:
 
     def cool(self, model: int, is_cold: bool) -> None:
         if is_cold:
-            self.snapshots.cold.add(MODELS[model])
+            self.box.warm.discard(MODELS[model])
         else:
-            self.snapshots.cold.discard(MODELS[model])
+            self.box.warm.add(MODELS[model])
             self.dispatcher.go_on(MODELS[model])
 
     def cancel(self, nth: int) -> None:
@@ -189,7 +175,7 @@ HAPPENING = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(HAPPENING, max_size=40))
 def test_no_client_waits_longer_than_the_bound(happenings: list[tuple[str, int]]) -> None:
-    pool = Pool()
+    pool = ControlPlane()
     for name, *arguments in happenings:
         getattr(pool, name)(*arguments)
         pool.check()

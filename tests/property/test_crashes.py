@@ -18,6 +18,7 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
+from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
 MODELS = ("one", "two")
@@ -76,9 +77,16 @@ class Box:
 
     def __init__(self, poisons: dict[str, Poison]) -> None:
         limits, policy = LimitSettings(), make_policy("gpupool", PolicyOptions())
-        self.dispatcher = Dispatcher(limits, cast(History, Nothing()), policy)
-        self.clients = Clients()
-        self.dispatcher.replies.send = lambda _, message: self.clients.send(message)
+        self.clients, self.box = Clients(), FleetBox(MODELS)
+        for name in MODELS:
+            self.box.warm.add(name)
+        self.dispatcher = Dispatcher(
+            limits,
+            cast(History, Nothing()),
+            policy,
+            self.box.fleet,
+            lambda _, message: self.clients.send(message),
+        )
         self.poisons = poisons
         self.num_deaths = 0
         self.was_added: dict[int, set[str]] = {number: set() for number in range(NUM_WORKERS)}
@@ -96,6 +104,7 @@ class Box:
         self.dispatcher.worker_up(worker)
         for name in MODELS:
             self.dispatcher.host(Targets(), loaded(name), None, worker)
+        self.box.come_up(number)
 
     def ask(self, request_id: str, model: str) -> None:
         request = m.AddRequest(model, request_id, time.monotonic(), 3, NUM_TOKENS, [b""])

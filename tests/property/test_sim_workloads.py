@@ -91,13 +91,13 @@ HEADERS = st.sampled_from(["arrival_s,prompt_tokens,output_tokens", "arrival_s,m
 @given(HEADERS, st.lists(st.lists(CELL, max_size=5).map(",".join), max_size=5))
 def test_any_text_is_a_trace_or_a_complaint_of_one_line(header: str, lines: list[str]) -> None:
     text = "\n".join([header, *lines])
-    complaint = ""
+    failure_reason = ""
     requests: tuple[SimRequest, ...] = ()
     try:
         requests = trace_requests(parse_table(io.StringIO(text, newline=""), "t.csv"))
     except UsageError as error:
-        complaint = str(error)
-    assert bool(complaint) != bool(requests)
-    assert complaint.startswith("t.csv: " if complaint else "")
-    assert "\n" not in complaint
+        failure_reason = str(error)
+    assert bool(failure_reason) != bool(requests)
+    assert failure_reason.startswith("t.csv: " if failure_reason else "")
+    assert "\n" not in failure_reason
     assert_in_order(requests)

@@ -193,9 +193,9 @@ class SnapshotKept(Scenario):
         keys = SnapshotKeys()
         model = ModelToLoad(name="a", path=str(self.folder / "model"), ttft_s=1.0, tbt_s=0.1)
         await keys.note(model, READY)
-        self._cache = SnapshotCache(10 * SIZE)
         store = FdStore(Notifier(str(self.folder / "notify")), [])
-        self._cache.fd_store = self._stored_snapshots = StoredSnapshots(store, keys)
+        self._stored_snapshots = StoredSnapshots(store, keys)
+        self._cache = SnapshotCache(10 * SIZE, self._stored_snapshots)
         self._saved = SavedSnapshots(self.folder / "snapshots", 10 * SIZE, keys)
         self._new: int | None = memory()
 

@@ -1,4 +1,4 @@
 """API keys: rights, use and rates.
 
-May import ``requests`` (refusals are recorded as events) and ``frontends``.
+Imports ``accounting`` (refusals are recorded as events); no request.
 """

@@ -12,8 +12,7 @@ from typing import Self
 from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
 from gpupoold.access.secret import make_key
 from gpupoold.control.access.rates import KeyLeft, KeyRates
-from gpupoold.control.frontends.frontends import Frontends
-from gpupoold.control.requests.admission import RefusalEvents
+from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.domain import KeyEvent, Priority
 from gpupoold.errors import Failed, NoSuchModel
 from gpupoold.wire import messages as m
@@ -39,18 +38,21 @@ class Keyring:
         store: ApiKeys,
         registry: Registry,
         history: History,
+        send: Callable[[m.Message], None],
         required_because: str,
         host_names: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``required_because`` says why every request needs a key; empty: none does.
+        """``send`` sends a message to all frontends. ``required_because`` says why every request
+        needs a key; empty: none does.
 
         ``host_names``: see :class:`AccessRules`. ``clock`` and ``wall_clock`` return seconds.
         """
         self._store = store
         self._registry = registry
         self._history = history
+        self._send = send
         self._required_because = required_because
         self._host_names = host_names
         self._clock = clock
@@ -60,7 +62,6 @@ class Keyring:
         self._unsaved: dict[str, KeyUse] = {}
         self._rates = KeyRates()
         self._was_locked_out = False
-        self.frontends: Frontends | None = None
 
     @property
     def are_required(self) -> bool:
@@ -92,6 +93,7 @@ class Keyring:
         store: ApiKeys,
         registry: Registry,
         history: History,
+        send: Callable[[m.Message], None],
         required_because: str,
         host_names: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +104,9 @@ class Keyring:
         Raises:
             Failed: the database cannot be read.
         """
-        keyring = cls(store, registry, history, required_because, host_names, clock, wall_clock)
+        keyring = cls(
+            store, registry, history, send, required_because, host_names, clock, wall_clock
+        )
         for row in await store.list():
             keyring._keep(row)
         keyring._warn_if_locked_out()
@@ -187,9 +191,8 @@ class Keyring:
 
     def publish(self) -> None:
         """Send the rules of access to the frontends."""
-        if self.frontends is not None:
-            keys = [_record(row) for row in self._rows.values()]
-            self.frontends.send(m.AccessRules(keys, self.are_required, self._host_names))
+        keys = [_record(row) for row in self._rows.values()]
+        self._send(m.AccessRules(keys, self.are_required, self._host_names))
 
     def begin(self, message: m.AskRate) -> m.RateAnswer:
         """Count an HTTP request of a key, unless the key's rates refuse the request."""
@@ -207,7 +210,7 @@ class Keyring:
 
     def tick(self, now_s: float) -> None:
         """Record the events that are due; to be called every second."""
-        self._refusals.tell(now_s)
+        self._refusals.report(now_s)
         self._warn_if_locked_out()  # the last key may have expired
 
     def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:

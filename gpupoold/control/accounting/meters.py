@@ -132,12 +132,12 @@ class Meters:
         self.model(model).refused[reason] += 1
 
     def switched(self, switch: m.SwitchRecord) -> None:
-        """A device has told of a switch."""
+        """Count a device's switch."""
         source = self.device(switch.device).switched(switch)
         self.switch_seconds[source].add(switch.total_s)
 
     def turn_ended(self, number: int, message: m.TurnReport) -> None:
-        """A device has told of the end of a turn."""
+        """Count the end of a device's turn."""
         if self.device(number).turn_ended(message):
             self.switch_seconds["resident"].add(0.0)
 

@@ -31,7 +31,7 @@ class TurnRecord:
     num_tokens: int
     switch: m.SwitchRecord | None
     did_run: bool = True
-    told: msgspec.Raw | None = field(default=None, compare=False)
+    encoded: msgspec.Raw | None = field(default=None, compare=False)
     """The JSON for the admin API, cached after the first use."""
 
     @property

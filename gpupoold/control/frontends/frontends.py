@@ -71,7 +71,7 @@ class Frontends:
         """Stop all processes; open streams get the grace time."""
         await asyncio.gather(*(one.stop() for one in self._all))
 
-    def look(self, _: float) -> None:
+    def check(self, _: float) -> None:
         """Ping the frontends that are up; to be called every second."""
         for one in self._all:
             if one.is_up:

@@ -7,6 +7,7 @@ from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
@@ -21,13 +22,14 @@ class CacheControl:
         lifecycle: ModelLifecycle,
         live: LiveRequests,
         cache: SnapshotCache,
+        host_budget: HostMemoryBudget,
         saved: SavedSnapshots,
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
         self._live = live
         self._cache = cache
-        self._room = lifecycle.loader.room
+        self._host_budget = host_budget
         self._saved = saved
 
     async def info(self) -> CacheInfo:
@@ -58,7 +60,7 @@ class CacheControl:
             self._cache.pinned.add(model)
         else:
             self._cache.pinned.discard(model)
-            self._room.changed()
+            self._host_budget.changed()
         return self._view(row, saved_bytes)
 
     async def drop(self, name: str) -> CachedModel:
@@ -69,7 +71,7 @@ class CacheControl:
             Refused: the snapshot is pinned, in use or loading.
         """
         row = await self._lifecycle.find(name)
-        await self._room.drop(row.spec.name)
+        await self._host_budget.drop(row.spec.name)
         return self._view(row, await self._saved.sizes())
 
     async def warm(self, name: str) -> CachedModel:
@@ -85,8 +87,8 @@ class CacheControl:
     def set_host_budget(self, num_bytes: int) -> None:
         """Set the budget of host memory; snapshots beyond the budget are evicted when possible."""
         self._cache.budget_bytes = num_bytes
-        self._room.changed()
-        self._room.shrink()
+        self._host_budget.changed()
+        self._host_budget.shrink()
 
     def set_disk_budget(self, num_bytes: int) -> None:
         """Set the budget of disk space; snapshots beyond the budget are deleted."""

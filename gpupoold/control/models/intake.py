@@ -13,7 +13,7 @@ from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.specs import checked_info, spec_of
-from gpupoold.control.weights.host_budget import SnapshotRoom
+from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 
@@ -32,12 +32,12 @@ class Intake:
         request: AddModelRequest,
         settings: Settings,
         supervisor: WorkerSupervisor,
-        room: SnapshotRoom,
+        host_budget: HostMemoryBudget,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
-        self._room = room
+        self._host_budget = host_budget
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
 
@@ -73,10 +73,10 @@ class Intake:
         self._info = await self._check(path)
         self._spec = spec_of(request, source, path)
 
-    def preview(self) -> ModelInfo:
+    def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request that only checks."""
         assert self._info is not None
-        return checked_info(self.spec, self._info, self._request.dtype)
+        return checked_info(self.spec, self._info, self._request.dtype, checked_at)
 
     async def _check(self, path: Path) -> CheckpointInfo:
         security = self._settings.security
@@ -91,7 +91,7 @@ class Intake:
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
         if any(device.kind != "sim" for device in self._settings.devices):
-            self._room.check(self._request.name, weight_bytes)
+            self._host_budget.check(self._request.name, weight_bytes)
         return info
 
     async def _download(self, repo_id: str, lines: asyncio.Queue[Progress]) -> Path:

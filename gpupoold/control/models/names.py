@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpupool_state import Registry, check_names
-from gpupoold.errors import Refused
+from gpupool_state import ModelRow, Registry, check_names
+from gpupoold.errors import NoSuchModel, Refused
 
 
 async def check_names_free(registry: Registry, names: tuple[str, ...]) -> None:
@@ -14,3 +14,16 @@ async def check_names_free(registry: Registry, names: tuple[str, ...]) -> None:
         if row is not None:
             what = "registered" if row.spec.name == name else f"an alias of {row.spec.name}"
             raise Refused(f"{name!r} is already {what}", "choose another name or remove it")
+
+
+async def find_model(registry: Registry, name: str) -> ModelRow:
+    """Return the model of this name or alias.
+
+    Raises:
+        NoSuchModel: there is none; the registered names are in the hint.
+    """
+    row = await registry.get(name)
+    if row is None:
+        names = ", ".join(row.spec.name for row in await registry.list())
+        raise NoSuchModel(f"no model is named {name!r}", f"registered: {names or 'none'}")
+    return row

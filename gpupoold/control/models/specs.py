@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from gpupool_state import ModelRow
@@ -29,8 +28,8 @@ def spec_of(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
     )
 
 
-def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str) -> ModelInfo:
-    """Return the body of a model that was only checked."""
+def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str, checked_at: float) -> ModelInfo:
+    """Return the body of a model that was only checked, at ``checked_at`` (wall-clock seconds)."""
     row = ModelRow(
         spec=spec,
         state=ModelState.REGISTERED,
@@ -39,7 +38,7 @@ def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str) -> ModelInfo
         weight_bytes=estimate_weight_bytes(info, dtype),
         kv_bytes_per_token=0,
         loaded_max_model_len=info.max_position_embeddings,
-        created_at=time.time(),
+        created_at=checked_at,
     )
     return model_info(row)
 

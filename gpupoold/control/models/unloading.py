@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from gpupool_state import History
+from gpupool_state import History, Registry
 from gpupoold.api.schemas_top import Unloaded, UnloadMode
-from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.drains import Drains
+from gpupoold.control.models.names import find_model
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Refused
@@ -20,13 +23,19 @@ class ModelUnloader:
 
     def __init__(
         self,
-        lifecycle: ModelLifecycle,
+        registry: Registry,
+        history: History,
+        fleet: Fleet,
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         cache: SnapshotCache,
-        history: History,
+        host_budget: HostMemoryBudget,
+        drains: Drains,
     ) -> None:
-        self._lifecycle = lifecycle
+        self._registry = registry
+        self._fleet = fleet
+        self._host_budget = host_budget
+        self._drains = drains
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._cache = cache
@@ -45,21 +54,18 @@ class ModelUnloader:
             TimedOut: requests were left after the drain timeout.
             Failed: a worker does not answer.
         """
-        model = (await self._lifecycle.find(name)).spec.name
+        model = (await find_model(self._registry, name)).spec.name
         if model in self._cache.pinned and not keep_host:
             raise Refused(
                 f"{model} is pinned",
                 f"`gpupool cache unpin {model}` first, or keep its snapshot with --keep-host",
             )
-        num_live = self._dispatcher.live.num_of(model)
-        if num_live and mode == "refuse":
-            raise Refused(
-                f"{model} has {num_live} live requests", "use --drain to wait or --force to cancel"
-            )
-        async with self._lifecycle.closed(model):
+        if mode == "refuse":
+            self._drains.check_idle(model)
+        async with self._drains.closed(model):
             if mode == "force":
                 self._dispatcher.fail_model(model, f"{model} is being unloaded")
-            await self._lifecycle.wait_idle(model)
+            await self._drains.wait_idle(model)
             freed = await self._free(model, keep_host=keep_host)
         text = f"{format_bytes(freed.device_bytes)} on devices, "
         text += f"{format_bytes(freed.host_bytes)} of host memory freed, by hand"
@@ -67,7 +73,8 @@ class ModelUnloader:
         return freed
 
     async def _free(self, model: str, *, keep_host: bool) -> Unloaded:
-        hosts = self._dispatcher.routes.get(model, [])
+        workers = self._supervisor.workers
+        hosts = [workers[number] for number in self._fleet.availability(model).devices]
         ready = [worker for worker in hosts if worker.is_ready]
         device_bytes = sum(_held_bytes(worker, model) for worker in ready)
         calls = (self._supervisor.call(one, "page_out", model=model) for one in ready)
@@ -75,7 +82,7 @@ class ModelUnloader:
         snapshot = self._cache.get(model)
         host_bytes = 0 if snapshot is None or keep_host else snapshot.num_bytes
         if host_bytes:
-            await self._lifecycle.loader.room.drop(model)
+            await self._host_budget.drop(model)
         return Unloaded(name=model, device_bytes=device_bytes, host_bytes=host_bytes)
 
 

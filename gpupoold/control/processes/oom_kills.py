@@ -19,9 +19,9 @@ class OomKills:
     def __init__(self, now_s: float, path: Path = VMSTAT) -> None:
         self._path = path
         self._seen: deque[tuple[float, int]] = deque()
-        self.look(now_s)
+        self.check(now_s)
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Sample the count; to be called about every second."""
         while self._seen and now_s - self._seen[0][0] > _MOMENT_S and len(self._seen) > 1:
             self._seen.popleft()

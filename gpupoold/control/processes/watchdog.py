@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-# On a busy machine, the time between two looks is often up to this long.
+# On a busy machine, the time between two checks is often up to this long.
 _SLEPT_S = 2.0
 
 
@@ -17,7 +17,7 @@ class Watch:
     """Observations of one run of a worker; instants of one monotonic clock."""
 
     def __init__(self, now_s: float) -> None:
-        self._started_s = self._heard_s = self._moved_s = now_s
+        self._started_s = self._seen_s = self._moved_s = now_s
         self._is_up = False
         self._num_steps = -1
 
@@ -26,25 +26,25 @@ class Watch:
         self._is_up = True
         self.excuse(now_s)
 
-    def heard(self, now_s: float) -> None:
-        self._heard_s = now_s
+    def seen(self, now_s: float) -> None:
+        self._seen_s = now_s
 
     def stepped(self, now_s: float, num_steps: int, *, has_work: bool) -> None:
         """Record the number of steps; without work the number need not grow."""
-        self._heard_s = now_s
+        self._seen_s = now_s
         if num_steps != self._num_steps or not has_work:
             self._num_steps, self._moved_s = num_steps, now_s
 
     def excuse(self, now_s: float) -> None:
         """Excuse the process for its silence until now."""
-        self._heard_s = self._moved_s = now_s
+        self._seen_s = self._moved_s = now_s
 
-    def complaint(self, now_s: float, hang_timeout_s: float, start_timeout_s: float) -> str:
+    def failure_reason(self, now_s: float, hang_timeout_s: float, start_timeout_s: float) -> str:
         """Return why the process must end, empty if all is well."""
         if not self._is_up:
             is_late = now_s - self._started_s > start_timeout_s
             return f"not ready within {start_timeout_s:g} s" if is_late else ""
-        if now_s - self._heard_s > hang_timeout_s:
+        if now_s - self._seen_s > hang_timeout_s:
             return f"hung: no sign of life for {hang_timeout_s:g} s"
         if now_s - self._moved_s > hang_timeout_s:
             return f"hung: its turn made no step for {hang_timeout_s:g} s"
@@ -83,7 +83,7 @@ class Watchdog(Generic[W]):
         self._limits_s = limits_s
         self._looked_s: float | None = None
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """End hung processes; to be called every second.
 
         If this call itself is late, the daemon was asleep, and the silence of the processes proves
@@ -98,6 +98,6 @@ class Watchdog(Generic[W]):
                 continue
             if was_asleep or one.is_excused:
                 one.watch.excuse(now_s)
-            reason = one.watch.complaint(now_s, hang_timeout_s, start_timeout_s)
+            reason = one.watch.failure_reason(now_s, hang_timeout_s, start_timeout_s)
             if reason:
                 self._end(one, reason)

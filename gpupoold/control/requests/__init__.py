@@ -1,4 +1,5 @@
 """Live requests between frontends and workers: dispatch, admission, migration, retries.
 
-Owns the scheduling core's shell. Imports ``workers`` and ``accounting``; no model's life cycle.
+Owns the scheduling core's shell. Imports ``access``, ``accounting``, ``workers`` and ``fleet``; no
+model's life cycle.
 """

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from gpupool_state import History
+from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.meters import Meters
 from gpupoold.control.accounting.model_stats import ModelStats, SwitchStats
 from gpupoold.control.accounting.turns import TurnLog
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.control.requests.ports import Keys
 from gpupoold.control.requests.rows import request_row
 from gpupoold.control.requests.tokens import TokenCounter
 from gpupoold.domain import FinishReason
@@ -29,7 +29,7 @@ class Accounts:
         history: History,
         live: LiveRequests,
         state: State,
-        keys: Keys | None = None,
+        keys: Keyring | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Literal, Protocol, get_args
 
 from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.control.live_requests import LiveRequest, LiveRequests, num_bytes_of
 from gpupoold.domain import KEY_BYTES_SHARE, Priority
 from gpupoold.scheduling.state import State
@@ -25,7 +26,6 @@ _MAX_TURNS = 3
 # Retry time without an estimate.
 _UNKNOWN_S = 5.0
 _UNROUTED_S = 1.0
-_EVENT_EVERY_S = 60.0
 
 RefusalReason = Literal[
     "not_served", "model_queue_full", "queue_full", "key_full", "bytes_full", "too_late"
@@ -126,9 +126,9 @@ class Overload:
             self._stats.setdefault(one.model, ModelStats()).now.dropped += 1
         return late
 
-    def tell(self, now_s: float) -> None:
+    def report(self, now_s: float) -> None:
         """Record due events."""
-        self._events.tell(now_s)
+        self._events.report(now_s)
 
     def forget(self, model: str) -> None:
         self._drains.pop(model, None)
@@ -222,34 +222,6 @@ class Overload:
             f"more than its target of {format_duration(ttft_s)}."
         )
         return "too_late", text, max(wait_s - ttft_s, 0.0)
-
-
-class RefusalEvents:
-    """Events of refused requests, one per model and minute."""
-
-    def __init__(self, history: History) -> None:
-        self._history = history
-        self._told_s: dict[str, float] = {}
-        self._untold: dict[str, tuple[int, str]] = {}
-
-    def note(self, model: str, reason: str, now_s: float, num_requests: int = 1) -> None:
-        num, _ = self._untold.get(model, (0, ""))
-        self._untold[model] = num + num_requests, reason
-        self._tell((model,), now_s)
-
-    def tell(self, now_s: float) -> None:
-        """Record held-back events after the end of the minute."""
-        self._tell(tuple(self._untold), now_s)
-
-    def _tell(self, models: Iterable[str], now_s: float) -> None:
-        for model in models:
-            told_s = self._told_s.get(model)
-            if told_s is not None and now_s - told_s < _EVENT_EVERY_S:
-                continue
-            num, reason = self._untold.pop(model)
-            self._told_s[model] = now_s
-            requests = "1 request was refused" if num == 1 else f"{num} requests were refused"
-            self._history.record_event("warning", "refused", model, f"{requests}: {reason}")
 
 
 def _refusal(

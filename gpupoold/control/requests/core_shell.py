@@ -51,7 +51,7 @@ class Scheduler:
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
     ) -> None:
         """Add a model, for requests once a worker hosts the model; or change the description."""
-        self._tell(
+        self._handle(
             e.ModelAdded(
                 loaded.name,
                 targets,
@@ -67,15 +67,15 @@ class Scheduler:
 
     def remove_model(self, name: str) -> None:
         """Remove a model without live requests."""
-        self._tell(e.ModelRemoved(name))
+        self._handle(e.ModelRemoved(name))
 
     def set_targets(self, name: str, targets: Targets) -> None:
         """Change the targets, also for requests under way."""
-        self._tell(e.TargetsChanged(name, targets))
+        self._handle(e.TargetsChanged(name, targets))
 
     def device_up(self, number: int, ready: m.WorkerReady, role: Role, *, is_fixed: bool) -> None:
         """Add a worker in this role."""
-        self._tell(
+        self._handle(
             e.DeviceUp(
                 number,
                 ready.device_bytes,
@@ -89,11 +89,11 @@ class Scheduler:
 
     def set_role(self, number: int, role: Role, *, is_fixed: bool) -> None:
         """Set a worker's role."""
-        self._tell(e.RoleSet(number, role, is_fixed))
+        self._handle(e.RoleSet(number, role, is_fixed))
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
         """Drain a worker, or end the drain."""
-        self._tell(e.DrainSet(number, is_draining))
+        self._handle(e.DrainSet(number, is_draining))
 
     def set_bandwidth(self, number: int, bandwidth_bytes_per_s: float) -> None:
         """Set the measured bandwidth of a worker; a change of a few per cent is ignored."""
@@ -102,11 +102,11 @@ class Scheduler:
             return
         before = device.bandwidth_bytes_per_s
         if abs(bandwidth_bytes_per_s - before) > _BANDWIDTH_STEP * before:
-            self._tell(e.BandwidthMeasured(number, bandwidth_bytes_per_s))
+            self._handle(e.BandwidthMeasured(number, bandwidth_bytes_per_s))
 
     def set_quota_max(self, quota_max_s: float) -> None:
         """Set the longest turn, from the next planned turn on."""
-        self._tell(e.QuotaMaxSet(quota_max_s))
+        self._handle(e.QuotaMaxSet(quota_max_s))
 
     def num_requests(self, number: int) -> int:
         """Return the number of live requests on or assigned to a worker."""
@@ -115,12 +115,12 @@ class Scheduler:
 
     def attached(self, request_id: str, num_tokens: int) -> None:
         """Continue a migrated request after ``num_tokens`` of the answer."""
-        self._tell(e.Attached(request_id, num_tokens))
+        self._handle(e.Attached(request_id, num_tokens))
 
     def tick(self) -> None:
         """Pass the time to the core if there are requests; to be called every second."""
         if self.state.requests:
-            self._tell(e.Tick())
+            self._handle(e.Tick())
 
     def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
         """Remove a worker, and end the requests there.
@@ -128,20 +128,20 @@ class Scheduler:
         Both in one call: between two calls the core would send further requests to the worker.
         """
         ended = [e.Ended(request_id, is_complete=False) for request_id in request_ids]
-        self._tell(*ended, e.DeviceDown(number))
+        self._handle(*ended, e.DeviceDown(number))
 
     def host(self, number: int, name: str, costs: ModelCosts | None = None) -> None:
         """Add a model to a worker at these costs; None means the costs of the description."""
-        self._tell(e.Hosted(number, name, costs))
+        self._handle(e.Hosted(number, name, costs))
 
     def unhost(self, number: int, name: str) -> None:
         """Remove a model from a worker."""
-        self._tell(e.Unhosted(number, name))
+        self._handle(e.Unhosted(number, name))
 
     def arrived(self, request: LiveRequest) -> None:
         """Schedule a request; the policy decides the time of the action ``Send``."""
         order = request.order
-        self._tell(
+        self._handle(
             e.Arrived(
                 order.request_id,
                 order.model,
@@ -160,20 +160,20 @@ class Scheduler:
         """
         ended = [e.Ended(request_id, is_complete=False) for request_id in request_ids]
         if ended:
-            self._tell(*ended)
+            self._handle(*ended)
 
     def stepped(self, number: int, outputs: m.StepOutputs) -> None:
         """Record the tokens of a worker's step, and the ends of requests in the step."""
         ended = [_ended(one) for one in outputs.progress if one.finish_reason is not None]
-        self._tell(*_steps(number, outputs), *ended)
+        self._handle(*_steps(number, outputs), *ended)
 
     def turn_ended(self, number: int, message: m.TurnReport) -> None:
         changed = _memory_changed(number, message)
-        self._tell(changed, e.TurnEnded(number, message.turn_id))
+        self._handle(changed, e.TurnEnded(number, message.turn_id))
 
     def memory_changed(self, number: int, message: m.MemoryReport) -> None:
         """Update the bytes missing to run models."""
-        self._tell(_memory_changed(number, message))
+        self._handle(_memory_changed(number, message))
 
     def num_waiting_for_kv(self, number: int) -> int:
         """Return the number of requests held back for lack of KV memory on a worker."""
@@ -189,7 +189,7 @@ class Scheduler:
         """Raise AssertionError when the core's books disagree."""
         check_state(self.state)
 
-    def _tell(self, *events: e.Event) -> None:
+    def _handle(self, *events: e.Event) -> None:
         started_s = time.perf_counter()
         actions = self.core.handle(events, self._clock())
         self.decisions.add(time.perf_counter() - started_s)

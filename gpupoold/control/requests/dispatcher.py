@@ -9,6 +9,8 @@ from http import HTTPStatus
 
 from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
+from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.live_requests import LiveRequest, LiveRequests, request_id_of
 from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.accounts import Accounts
@@ -17,8 +19,7 @@ from gpupoold.control.requests.core_shell import Scheduler
 from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.kv_peers import KvPeers
 from gpupoold.control.requests.migrations import Migrations
-from gpupoold.control.requests.orders import Orders
-from gpupoold.control.requests.ports import Keys, Warmth
+from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.replies import Replies
 from gpupoold.control.requests.rows import finish_reason
 from gpupoold.control.requests.silence import waits_for
@@ -36,9 +37,9 @@ _SAME_ID = "Another request is served by the same id. Please send this one again
 class Dispatcher:
     """Conducts all live requests; one per daemon.
 
-    :class:`Scheduler` decides, :class:`Orders` has the workers carry out decisions,
+    :class:`Scheduler` decides, :class:`WorkerOrders` has the workers carry out decisions,
     :class:`Replies` writes to the frontends, :class:`Accounts` counts. A request without a token
-    for ``token_timeout_s`` ends. ``routes`` maps the models that accept requests to their workers.
+    for ``token_timeout_s`` ends.
     """
 
     def __init__(
@@ -46,34 +47,35 @@ class Dispatcher:
         limits: LimitSettings,
         history: History,
         policy: Policy,
+        fleet: Fleet,
+        send: Callable[[int, m.Message], None],
         roles: Sequence[Role | None] = (),
-        keys: Keys | None = None,
+        keys: Keyring | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``roles`` are the workers' roles by number; None leaves the choice to the policy.
-
-        ``clock`` and ``wall_clock`` return seconds.
+        """``send`` takes a frontend's number and a message. ``roles`` are the workers' roles by
+        number; None leaves the choice to the policy. ``clock`` and ``wall_clock`` return seconds.
         """
         self._clock = clock
         self._history = history
+        self._fleet = fleet
         self.token_timeout_s = limits.token_timeout_s
         self.live = live = LiveRequests()
-        self.replies = Replies(live)
-        self.routes: dict[str, list[Worker]] = {}
-        self.targets: dict[str, Targets] = {}
-        self.warmth: Warmth | None = None
+        self.replies = Replies(live, send)
         self.roles = Roles(roles)
         self._workers: dict[int, Worker] = {}
         self.kv_peers = peers = KvPeers(self._workers)
         self.migrations = Migrations(self._workers, live, peers)
-        self._orders = Orders(self._workers, live, self.roles, self.migrations, peers, history)
+        self._orders = WorkerOrders(
+            self._workers, live, self.roles, self.migrations, peers, history
+        )
         self.scheduler = Scheduler(policy, self._orders.carry_out, clock)
         state = self.scheduler.state
         self.accounts = Accounts(history, live, state, keys, clock, wall_clock)
         stats, refused = self.accounts.stats, self.accounts.meters.refused
         self._overload = Overload(limits, history, live, stats, state, refused, keys)
-        self.isolation = Isolation(live, history, self._orders)
+        self.isolation = Isolation(live, history, self._orders, fleet.signals)
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """Handle a request or a cancellation."""
@@ -108,8 +110,7 @@ class Dispatcher:
                 found = (self.live.get(request_id) for request_id in message.request_ids)
                 self._fail([one for one in found if one is not None], message.message)
             case m.WrongAnswer():
-                if self.warmth is not None:
-                    self.warmth.damaged(message)
+                self._fleet.signals.weights_damaged(message)
             case m.Switched():
                 self.scheduler.set_bandwidth(worker.number, message.bandwidth_bytes_per_s)
                 self.accounts.switched(message.switch)
@@ -122,7 +123,7 @@ class Dispatcher:
         self._orders.introduce_peers()
         role, is_fixed = self.roles.of(number)
         self.scheduler.device_up(number, worker.ready, role, is_fixed=is_fixed)
-        if self.roles.is_draining(number):
+        if self._fleet.is_device_draining(number):
             self.scheduler.set_draining(number, is_draining=True)
 
     def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
@@ -138,7 +139,7 @@ class Dispatcher:
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
         """Drain a worker, or end the drain."""
-        self.roles.drain(number, is_draining=is_draining)
+        self._fleet.drain_device(number, is_draining=is_draining)
         self.scheduler.set_draining(number, is_draining=is_draining)
         text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
         kind: DeviceEvent = "drain_began" if is_draining else "drain_ended"
@@ -152,20 +153,15 @@ class Dispatcher:
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, worker: Worker
     ) -> None:
-        """Route a model's requests to a worker with the loaded model."""
-        name = loaded.name
-        self.targets[name] = targets
+        """Let a worker with the loaded model take requests of the model."""
         self.scheduler.add_model(targets, loaded, costs)
-        self.scheduler.host(worker.number, name, costs)
-        hosts = self.routes.setdefault(name, [])
-        if worker not in hosts:
-            hosts.append(worker)
+        self.scheduler.host(worker.number, loaded.name, costs)
+        self._fleet.host(loaded, worker.number)
 
     def unhost(self, name: str, worker: Worker) -> None:
         """Remove a model from a worker without requests of the model."""
-        hosts = self.routes.get(name, [])
-        if worker in hosts:
-            hosts.remove(worker)
+        if worker.number in self._fleet.availability(name).devices:
+            self._fleet.unhost(name, worker.number)
             self.scheduler.unhost(worker.number, name)
 
     def go_on(self, name: str) -> None:
@@ -188,13 +184,15 @@ class Dispatcher:
 
     def set_targets(self, name: str, targets: Targets) -> None:
         """Change the targets, also for requests under way."""
-        self.targets[name] = targets
-        self.scheduler.set_targets(name, targets)
+        self._fleet.set_targets(name, targets)
+        for number in self._devices(name):
+            self._workers[number].send(m.SetTargets(name, targets.ttft_s, targets.tbt_s))
+        if name in self.scheduler.state.models:
+            self.scheduler.set_targets(name, targets)
 
     def forget(self, name: str) -> None:
-        """Remove a model without live requests."""
-        self.routes.pop(name, None)
-        self.targets.pop(name, None)
+        """Remove a model without live requests from all workers."""
+        self._fleet.unhost_all(name)
         self._overload.forget(name)
         self.scheduler.remove_model(name)
 
@@ -221,9 +219,7 @@ class Dispatcher:
 
         The ``candidates`` for the cause are retried one at a time.
         """
-        for workers in self.routes.values():
-            if worker in workers:
-                workers.remove(worker)
+        self._fleet.lose_device(worker.number)
         self.accounts.worker_down(worker.number)
         lost = self.live.on_device(worker.number)
         gone = [*lost, *self.migrations.worker_down(worker.number)]
@@ -244,13 +240,13 @@ class Dispatcher:
 
     def fail_unhosted(self, reason: str) -> None:
         """End the waiting requests of models without a worker."""
-        self._fail([one for one in self.live.all() if not self.routes.get(one.model)], reason)
+        self._fail([one for one in self.live.all() if not self._devices(one.model)], reason)
 
     def tick(self, now_s: float) -> None:
         """End late requests if configured, and start trials; to be called every second."""
         late = self._overload.too_late(now_s)
         self._fail(late, "dropped: it had not begun when its first token was due")
-        self._overload.tell(now_s)
+        self._overload.report(now_s)
         self._try_suspects(now_s)
         self.scheduler.tick()
 
@@ -267,9 +263,8 @@ class Dispatcher:
         self._abandon(self.live.of_frontend(number))
 
     def _add(self, message: m.AddRequest) -> None:
-        is_warm = self._is_warm(message.model)
-        hosts = [worker.number for worker in self.routes.get(message.model, ())]
-        is_routed = bool(hosts) and not self.roles.all_draining(hosts)
+        is_warm = self._fleet.is_warm(message.model)
+        is_routed = self._fleet.availability(message.model).has_open_device
         if self.live.get(message.request_id) is not None:
             refusal = m.AdmissionAnswer(message.model, message.request_id, 503, _SAME_ID)
             self.replies.send(message.frontend, refusal)
@@ -281,29 +276,28 @@ class Dispatcher:
         self.replies.send(message.frontend, admission)
         if admission.status != HTTPStatus.OK:
             return
-        request = LiveRequest(message, self.targets[message.model])
+        request = LiveRequest(message, self._fleet.targets(message.model))
         self.live.add(request)
         self.accounts.admitted(message, is_warm=is_warm)
-        if self.warmth is not None:
-            self.warmth.used(message.model)
+        self._fleet.signals.request_began(message.model)
         self._schedule(request, is_warm=is_warm)
 
-    def _is_warm(self, model: str) -> bool:
-        return self.warmth is None or self.warmth.is_warm(model)
+    def _devices(self, model: str) -> tuple[int, ...]:
+        return self._fleet.availability(model).devices
 
     def _schedule(self, request: LiveRequest, *, is_warm: bool) -> None:
         """Pass a request to the core, or let the request wait until its model is warm."""
-        if self.warmth is not None and not is_warm:
-            self.live.set_cold(request, is_cold=True)
-            self.warmth.begin(request.model)
+        if is_warm:
+            self.scheduler.arrived(request)
             return
-        self.scheduler.arrived(request)
+        self.live.set_cold(request, is_cold=True)
+        self._fleet.signals.weights_wanted(request.model)
 
     def _restart(self, request: LiveRequest) -> None:
         """Schedule a request without a worker again, to continue after the tokens so far."""
         request.device = None
         self.accounts.meters.model(request.model).resumed += 1
-        self._schedule(request, is_warm=self._is_warm(request.model))
+        self._schedule(request, is_warm=self._fleet.is_warm(request.model))
 
     def _try_suspects(self, now_s: float) -> None:
         """Start the next trial of a suspect unless a trial is under way."""
@@ -314,7 +308,7 @@ class Dispatcher:
         return [one for one in self.live.of_model(model) if one.is_cold]
 
     def _waits_for(self, request: LiveRequest) -> str:
-        has_hosts = bool(self.routes.get(request.model))
+        has_hosts = bool(self._devices(request.model))
         return waits_for(request, has_hosts=has_hosts, on_turn=self.scheduler.on_turn)
 
     def _note_outputs(self, worker: Worker, message: m.StepOutputs) -> None:
@@ -353,5 +347,4 @@ class Dispatcher:
             return
         self.isolation.ended(request, reason)
         self.accounts.ended(request, reason, error)
-        if self.warmth is not None:
-            self.warmth.left(request.model)
+        self._fleet.signals.request_ended(request.model)

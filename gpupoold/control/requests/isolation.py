@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gpupool_state import History
+from gpupoold.control.fleet.signals import Signals
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.processes.crash_attribution import Candidates
-from gpupoold.control.requests.orders import Orders
-from gpupoold.control.requests.ports import Verdicts
+from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.suspects import Suspects
 from gpupoold.domain import FinishReason
 from gpupoold.wire import messages as m
@@ -21,12 +21,14 @@ _logger = logging.getLogger(__name__)
 class Isolation:
     """Suspects of one daemon; records events and reports verdicts, but starts no request."""
 
-    def __init__(self, live: LiveRequests, history: History, orders: Orders) -> None:
+    def __init__(
+        self, live: LiveRequests, history: History, orders: WorkerOrders, signals: Signals
+    ) -> None:
         self._live = live
         self._history = history
         self._orders = orders
         self._suspects = Suspects()
-        self.verdicts: Verdicts | None = None
+        self._signals = signals
 
     def worker_down(self, lost: Sequence[LiveRequest], candidates: Candidates) -> list[LiveRequest]:
         """Hold the suspects among the requests ``lost`` with a worker; return the convicted."""
@@ -43,8 +45,7 @@ class Isolation:
         """Record a convicted request, which has been ended."""
         text = f"request {request.request_id} ended a worker while it was tried alone"
         self._history.record_event("error", "request_convicted", request.model, text)
-        if self.verdicts is not None:
-            self.verdicts.convicted(request.model, request.request_id)
+        self._signals.convicted(request.model, request.request_id)
 
     def next_trial(self, now_s: float) -> LiveRequest | None:
         """Return the suspect to start now, None during a trial or without held suspects."""
@@ -63,8 +64,7 @@ class Isolation:
                 _logger.info("request %s of %s is cleared", request.request_id, request.model)
                 self._orders.end_isolation(request)
                 self._report_models()
-                if self.verdicts is not None:
-                    self.verdicts.answered(request.model)
+                self._signals.answered(request.model)
 
     def ended(self, request: LiveRequest, reason: FinishReason) -> None:
         """Record the end of a request."""
@@ -72,10 +72,9 @@ class Isolation:
         if is_whole and self._suspects.clear(request):
             self._report_models()
         self._suspects.ended(request)
-        if is_whole and self.verdicts is not None:
-            self.verdicts.answered(request.model)
+        if is_whole:
+            self._signals.answered(request.model)
 
     def _report_models(self) -> None:
         for model in self._suspects.take_charges():
-            if self.verdicts is not None:
-                self.verdicts.left_over(model)
+            self._signals.acquitted(model)

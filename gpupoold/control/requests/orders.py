@@ -15,7 +15,7 @@ from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, Start
 from gpupoold.wire import messages as m
 
 
-class Orders:
+class WorkerOrders:
     """Sends orders to workers by number, and records the worker of each request."""
 
     def __init__(

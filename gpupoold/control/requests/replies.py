@@ -16,9 +16,9 @@ class Replies:
     ``send`` takes a frontend's number and a message; messages of ended requests are dropped.
     """
 
-    def __init__(self, live: LiveRequests) -> None:
+    def __init__(self, live: LiveRequests, send: Callable[[int, m.Message], None]) -> None:
         self._live = live
-        self.send: Callable[[int, m.Message], None] = _discard
+        self.send = send
 
     def outputs(self, message: m.StepOutputs) -> None:
         """Send each frontend its part of one step's outputs."""
@@ -68,7 +68,3 @@ def _frames_by_frontend(message: m.StepOutputs) -> dict[int, list[bytes]]:
         found[number] = message.frames[begin : begin + count]
         begin += count
     return found
-
-
-def _discard(_: int, __: m.Message) -> None:
-    """Drop a message without a receiver."""

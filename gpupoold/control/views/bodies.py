@@ -20,6 +20,7 @@ from gpupoold.api.schemas import (
     RequestRecord,
 )
 from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -64,19 +65,21 @@ def event_info(row: EventRow) -> EventInfo:
 
 
 def ps(
-    states: Mapping[str, str],
+    models: Iterable[str],
+    fleet: Fleet,
     dispatcher: Dispatcher,
     workers: Sequence[Worker],
     cache: SnapshotCache,
 ) -> Values:
-    """Return the values of ``Ps``; ``states`` are the models' states."""
+    """Return the values of ``Ps`` for the registered models."""
     now_s = time.monotonic()
     switches = dispatcher.accounts.switches
     memories = memories_of(workers)
     return {
-        "devices": [raw(one) for one in devices(workers, dispatcher)],
+        "devices": [raw(one) for one in devices(workers, dispatcher, fleet)],
         "models": [
-            usage(name, state, dispatcher, memories, cache) for name, state in states.items()
+            usage(name, fleet.availability(name).state.value, dispatcher, memories, cache)
+            for name in models
         ],
         "requests": [live_request(request, now_s) for request in dispatcher.live],
         "num_switches": switches.count,
@@ -90,17 +93,22 @@ def raw(body: BaseModel) -> msgspec.Raw:
     return msgspec.Raw(body.model_dump_json().encode())
 
 
-def devices(workers: Sequence[Worker], dispatcher: Dispatcher) -> list[DeviceInfo]:
+def devices(workers: Sequence[Worker], dispatcher: Dispatcher, fleet: Fleet) -> list[DeviceInfo]:
     """Return all devices and their workers as of the latest reports."""
     nums = dispatcher.nums_of_requests(worker.number for worker in workers)
-    return [_device(worker, dispatcher, num) for worker, num in zip(workers, nums, strict=True)]
+    return [
+        _device(worker, dispatcher, num, is_draining=fleet.is_device_draining(worker.number))
+        for worker, num in zip(workers, nums, strict=True)
+    ]
 
 
 def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _device(worker: Worker, dispatcher: Dispatcher, num_requests: int) -> DeviceInfo:
+def _device(
+    worker: Worker, dispatcher: Dispatcher, num_requests: int, *, is_draining: bool
+) -> DeviceInfo:
     ready, status, number = worker.ready, worker.status, worker.number
     role, is_role_fixed = dispatcher.roles.of(number)
     quota_s, used_s = _quota(status)
@@ -125,7 +133,7 @@ def _device(worker: Worker, dispatcher: Dispatcher, num_requests: int) -> Device
         num_steps=status.num_steps if status else 0,
         role=role.value,
         is_role_fixed=is_role_fixed,
-        is_draining=dispatcher.roles.is_draining(number),
+        is_draining=is_draining,
         num_requests=num_requests,
         weights_bytes=sum(one.weights_resident_bytes for one in held),
         kv_bytes=sum(one.kv_resident_bytes for one in held),

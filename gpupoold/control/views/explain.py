@@ -16,8 +16,9 @@ from gpupoold.api.schemas_explain import (
     Why,
 )
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, ModelStats
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.fleet.transitions import ModelPhase
 from gpupoold.control.live_requests import LiveRequest, request_id_of
-from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.advice import advice, main_cause
@@ -32,7 +33,7 @@ from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.units import format_bytes, format_duration
 from gpupoold.wire.messages import ModelMemory
 
-# A prompt to tell how long the first token of a new request would take.
+# Length of the prompt for the estimate of a new request's first token.
 _PROMPT_TOKENS = 256
 _MAX_EVENTS = 1000
 _LOADING = "loading"
@@ -40,15 +41,15 @@ _SUSPECT = "suspect"
 
 _STANDINGS = {
     _LOADING: "waits until {model} is in host memory",
-    _SUSPECT: "waits to be tried alone, after others: a worker died that it may have ended",
+    _SUSPECT: "waits to be retried alone: a worker crashed, perhaps because of the request",
     Standing.NO_DEVICE: "waits: no device has {model} now",
-    Standing.HELD: "has no device yet: the policy lets it wait",
-    Standing.KV_ROOM: "waits for room for its KV on device {device}",
+    Standing.HELD: "waits: the policy has not chosen a device",
+    Standing.KV_ROOM: "waits for KV memory on device {device}",
     Standing.WAITS_FOR_TURN: "waits for the turn of {model} on device {device}",
-    Standing.PREFILLING: "is on turn on device {device}: its prompt is processed",
+    Standing.PREFILLING: "is on turn on device {device}: the prompt is being processed",
     Standing.PAUSED: "is paused on device {device} until the next turn of {model}",
     Standing.ON_TURN: "is on turn on device {device}",
-    Standing.MOVING: "is on its way to device {device} with its KV",
+    Standing.MOVING: "is migrating to device {device} with its KV",
 }
 
 
@@ -60,14 +61,14 @@ class Explainer:
         registry: Registry,
         history: History,
         dispatcher: Dispatcher,
-        lifecycle: ModelLifecycle,
+        fleet: Fleet,
         workers: list[Worker],
         cache: SnapshotCache,
     ) -> None:
         self._registry = registry
         self._history = history
         self._dispatcher = dispatcher
-        self._lifecycle = lifecycle
+        self._fleet = fleet
         self._workers = workers
         self._cache = cache
 
@@ -133,7 +134,7 @@ class Explainer:
         span_s = NUM_MINUTES * 60.0
         return ModelWhy(
             name=name,
-            state=self._lifecycle.state_of(row).value,
+            state=self._fleet.availability(name).state.value,
             text=self._model_text(row),
             ttft_s=targets.ttft_s,
             tbt_s=targets.tbt_s,
@@ -195,11 +196,10 @@ class Explainer:
         return standings
 
     def _devices_of(self, model: str, now_s: float) -> list[ModelOnDevice]:
-        hosts = self._dispatcher.routes.get(model, [])
         return [
-            self._on_device(worker, model, now_s)
-            for worker in sorted(hosts, key=lambda one: one.number)
-            if worker.number in self._state.devices
+            self._on_device(self._workers[number], model, now_s)
+            for number in sorted(self._fleet.availability(model).devices)
+            if number in self._state.devices
         ]
 
     def _on_device(self, worker: Worker, model: str, now_s: float) -> ModelOnDevice:
@@ -213,17 +213,20 @@ class Explainer:
         )
 
     def _model_text(self, row: ModelRow) -> str:
-        name, state = row.spec.name, self._lifecycle.state_of(row)
-        if state is ModelState.FAILED:
-            return f"failed: {row.error or 'see `gpupool events`'}; try `gpupool cache warm {name}`"
-        if state is not ModelState.READY:
-            return f"{state.value}: it takes no requests"
-        if self._dispatcher.live.num_waiting(name):
-            return "its requests wait until it is in host memory"
-        if not self._dispatcher.routes.get(name):
-            return "no device has it now"
-        num_live = self._dispatcher.live.num_of(name)
-        return f"ready: {num_live or 'no'} live request{'s' * (num_live != 1)}"
+        name, now = row.spec.name, self._fleet.availability(row.spec.name)
+        if now.can_serve:
+            if self._dispatcher.live.num_waiting(name):
+                return "ready: requests wait until the model is in host memory"
+            num_live = self._dispatcher.live.num_of(name)
+            return f"ready: {num_live or 'no'} live request{'s' * (num_live != 1)}"
+        if now.state is ModelState.FAILED:
+            reason = now.reason or "see `gpupool events`"
+            return f"failed: {reason}; try `gpupool cache warm {name}`"
+        if now.phase is ModelPhase.LOADING and self._fleet.loaded(name) and not now.devices:
+            return "no device has the model now"
+        if now.phase is ModelPhase.READY:
+            return "accepts no requests: all devices of the model are being drained"
+        return f"{now.state.value}: accepts no requests"
 
     async def _finished(self, row: RequestRow) -> FinishedWhy:
         end = row.arrived_at + row.total_s

@@ -35,14 +35,19 @@ class FdStorePort(Protocol):
 class SnapshotCache:
     """One snapshot per model within a byte budget; all workers share the memory.
 
-    ``fd_store`` keeps the snapshots beyond the daemon's life. ``pinned`` are the models whose
-    snapshots stay. Bytes of snapshots on the way in or out count as used. ``num_evicted`` counts
-    snapshots evicted before their model was removed.
+    ``fd_store`` keeps the snapshots beyond the daemon's life. ``now`` returns wall-clock seconds.
+    ``pinned`` are the models whose snapshots stay. Bytes of snapshots on the way in or out count as
+    used. ``num_evicted`` counts snapshots evicted before their model was removed.
     """
 
-    def __init__(self, budget_bytes: int, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        fd_store: FdStorePort | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self.budget_bytes = budget_bytes
-        self.fd_store: FdStorePort | None = None
+        self._fd_store = fd_store
         self.pinned: set[str] = set()
         self.num_evicted = 0
         self._now = now
@@ -103,8 +108,8 @@ class SnapshotCache:
             return old
         self.drop(model)
         self._snapshots[model] = snapshot
-        if self.fd_store is not None:
-            self.fd_store.store(model, snapshot)
+        if self._fd_store is not None:
+            self._fd_store.store(model, snapshot)
         return snapshot
 
     def retire(self, model: str) -> None:
@@ -146,8 +151,8 @@ class SnapshotCache:
                 self._close(snapshots, model)
 
     def _drop_from_fd_store(self, snapshot: CachedSnapshot) -> None:
-        if self.fd_store is not None:
-            self.fd_store.release(snapshot)
+        if self._fd_store is not None:
+            self._fd_store.release(snapshot)
 
     @staticmethod
     def _close(snapshots: dict[str, CachedSnapshot], model: str) -> None:

@@ -130,7 +130,7 @@ class StoredSnapshots:
                     stored.label.model,
                     format_bytes(stored.label.num_bytes),
                 )
-                self._let_go(stored.name, stored.fd)
+                self._release(stored.name, stored.fd)
             self._found.clear()
 
     async def _take_back(
@@ -163,14 +163,14 @@ class StoredSnapshots:
                     raise _Unfit(f"it is the second one of {stored.label.model}")
             except (_Unfit, OSError) as error:
                 _logger.warning("what systemd kept as %s is not used: %s", name, error)
-                self._let_go(name, *fds)
+                self._release(name, *fds)
                 continue
             self._found[stored.label.model] = stored
             for fd in fds:
                 if fd != stored.fd:
                     os.close(fd)
 
-    def _let_go(self, name: str, *fds: int) -> None:
+    def _release(self, name: str, *fds: int) -> None:
         self._store.drop(name)
         for fd in fds:
             os.close(fd)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -21,10 +20,10 @@ class NoRoom(Refused):
     """Too few snapshots can be evicted for another one."""
 
 
-class SnapshotRoom:
+class HostMemoryBudget:
     """Frees memory in ``cache``, least recently used snapshots first.
 
-    A snapshot stays while pinned, while the model ``is_in_use``, or while held. ``let_go`` returns
+    A snapshot stays while pinned, while the model ``is_in_use``, or while held. ``release`` returns
     when no worker maps the snapshot.
     """
 
@@ -32,13 +31,13 @@ class SnapshotRoom:
         self,
         cache: SnapshotCache,
         is_in_use: Callable[[str], bool],
-        let_go: Callable[[str], Awaitable[None]],
+        release: Callable[[str], Awaitable[None]],
     ) -> None:
         self._cache = cache
         self._is_in_use = is_in_use
-        self._let_go = let_go
+        self._release = release
         self._holds: Counter[str] = Counter()
-        # One at a time makes room: else two would let snapshots go for the same bytes.
+        # One eviction at a time, because two would evict snapshots for the same bytes.
         self._making = asyncio.Lock()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._change = asyncio.Event()
@@ -79,7 +78,8 @@ class SnapshotRoom:
             NoRoom: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
             TimedOut: used snapshots left too little for ``wait_s``.
         """
-        deadline_s = time.monotonic() + wait_s
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
         leaving = self._leaving.get(model)
         if leaving is not None:
             await asyncio.shield(leaving)
@@ -89,7 +89,7 @@ class SnapshotRoom:
                 if await self._make(model, num_bytes):
                     self._cache.reserve(model, num_bytes)
                     return
-            left_s = deadline_s - time.monotonic()
+            left_s = deadline_s - loop.time()
             if not wait_s or not self._would_fit(model, num_bytes):
                 raise self._refusal(model, num_bytes)
             if left_s <= 0:
@@ -166,7 +166,7 @@ class SnapshotRoom:
 
     async def _leave(self, model: str) -> None:
         try:
-            await self._let_go(model)
+            await self._release(model)
         except GpupoolError as error:
             _logger.error("%s: its snapshot may still take memory: %s", model, error)
         finally:

@@ -1,4 +1,4 @@
 """The worker processes, one per device: start, orders, messages, roles, readings.
 
-Imports ``processes`` and ``weights``; owns no request.
+Imports ``fleet``, ``processes`` and ``weights``; owns no request.
 """

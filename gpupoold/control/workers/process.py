@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.hosts import Hosts
+from gpupoold.control.fleet.transitions import HostEvent, HostPhase
 from gpupoold.control.processes.child import Child, Starter
 from gpupoold.control.processes.crash_attribution import Death, death_of
 from gpupoold.control.processes.handlers import Handlers
@@ -26,6 +28,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self,
         worker: Worker,
         settings: Settings,
+        hosts: Hosts,
         starter: Starter,
         oom_kills: OomKills,
         handlers: Handlers[Worker, m.FromWorker],
@@ -33,6 +36,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
     ) -> None:
         super().__init__(f"worker {worker.number}", settings, timing)
         self._worker = worker
+        self._hosts = hosts
         self._starter = starter
         self._oom_kills = oom_kills
         self._handlers = handlers
@@ -83,7 +87,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
 
     def _note(self, message: m.FromWorker, watch: Watch, now_s: float) -> None:
         worker = self._worker
-        watch.heard(now_s)
+        watch.seen(now_s)
         match message:
             case m.WorkerReady():
                 watch.came_up(now_s)
@@ -91,7 +95,9 @@ class WorkerProcess(Supervised[m.FromWorker]):
             case m.ModelLoaded():
                 self._note_loaded(message)
             case m.ModelFailed():
-                worker.models.discard(message.name)
+                host = self._hosts.of(message.name, worker.number)
+                if host.phase is HostPhase.LOADING:
+                    host.note(HostEvent.FAIL)
                 error = error_from_code(message.error_code, message.message, message.hint)
                 worker.loading.reject(message.name, error)
             case m.ModelUnloaded():
@@ -121,15 +127,15 @@ class WorkerProcess(Supervised[m.FromWorker]):
 
     def _note_loaded(self, message: m.ModelLoaded) -> None:
         worker, name = self._worker, message.model.name
-        worker.layouts[name] = message.layout_digest
-        if message.has_snapshot:
-            fd = self.take_fd()
-            worker.snapshots.add(name)
-            if name in worker.loading:
+        fd = self.take_fd() if message.has_snapshot else None
+        host = self._hosts.of(name, worker.number)
+        if name in worker.loading and host.phase is HostPhase.LOADING:
+            host.loaded(message.layout_digest, has_snapshot=message.has_snapshot)
+            if fd is not None:
                 worker.snapshot_fds[name] = fd
-            else:
-                os.close(fd)  # the caller has given up and unloads the model
-        worker.loading.resolve(name, message)
+            worker.loading.resolve(name, message)
+        elif fd is not None:
+            os.close(fd)  # the caller has given up and unloads the model
 
     def _forget(self, reason: str) -> None:
         super()._forget(reason)
@@ -146,7 +152,5 @@ class WorkerProcess(Supervised[m.FromWorker]):
         if worker.kv_host_fd is not None:
             os.close(worker.kv_host_fd)
             worker.kv_host_fd = None
-        worker.models.clear()
-        worker.layouts.clear()
-        worker.snapshots.clear()
+        self._hosts.lose_worker(worker.number)
         worker.status = None

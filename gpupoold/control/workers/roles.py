@@ -1,4 +1,4 @@
-"""Roles and drains of workers across restarts. Pure bookkeeping."""
+"""Roles of workers across restarts. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class Roles:
         """``fixed`` are the roles of workers 0, 1, ...; None: the policy's to choose."""
         self._fixed = dict(enumerate(fixed))
         self._chosen: dict[int, Role] = {}
-        self._draining: set[int] = set()
 
     def of(self, number: int) -> tuple[Role, bool]:
         """Return a worker's role, and whether an operator fixed the role."""
@@ -29,15 +28,3 @@ class Roles:
 
     def chosen(self, number: int, role: Role) -> None:
         self._chosen[number] = role
-
-    def drain(self, number: int, *, is_draining: bool) -> None:
-        """A worker is to be emptied, or no longer."""
-        (self._draining.add if is_draining else self._draining.discard)(number)
-
-    def is_draining(self, number: int) -> bool:
-        """Return whether a worker is draining."""
-        return number in self._draining
-
-    def all_draining(self, numbers: Sequence[int]) -> bool:
-        """Return whether none of these workers gets anything new; not of none."""
-        return bool(numbers) and all(number in self._draining for number in numbers)

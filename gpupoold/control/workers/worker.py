@@ -20,8 +20,7 @@ class WorkerEnded(Failed):
 class Worker:
     """A worker and its awaited answers.
 
-    ``process`` is None before the start. ``models`` are the models ordered to load, ``layouts`` the
-    digests of loaded models, ``snapshots`` the models with an attached snapshot.
+    ``process`` is None before the start.
     """
 
     number: int
@@ -34,9 +33,6 @@ class Worker:
     status: m.WorkerStatus | None = None
     reading: Reading = NO_READING
     """The driver's latest readings of the GPU."""
-    models: set[str] = field(default_factory=set)
-    layouts: dict[str, str] = field(default_factory=dict)
-    snapshots: set[str] = field(default_factory=set)
     loading: Pending[str, m.ModelLoaded] = field(default_factory=Pending)
     unloading: Pending[str, None] = field(default_factory=Pending)
     taking: Pending[str, str] = field(default_factory=Pending)

@@ -7,6 +7,8 @@ import os
 from typing import TypeVar
 
 from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.hosts import Hosts
+from gpupoold.control.fleet.transitions import HostEvent, HostPhase
 from gpupoold.control.processes.child import Starter, execute
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.handlers import Handlers
@@ -33,16 +35,19 @@ class WorkerSupervisor:
         self,
         settings: Settings,
         forks: ForkServer,
+        hosts: Hosts,
         execute: Starter = execute,
         timing: Timing = REAL_TIME,
     ) -> None:
-        """``forks`` starts the processes of emulated devices, ``execute`` all others.
+        """``forks`` starts the processes of emulated devices, ``execute`` all others. ``hosts`` has
+        the phases of the models on the workers.
 
         A GPU's process is a program of its own, because the choice of the GPU must precede any use
         of CUDA.
         """
         self._settings = settings
         self._forks = forks
+        self._hosts = hosts
         self._execute = execute
         self._timing = timing
         self.workers = [Worker(i, device) for i, device in enumerate(settings.devices)]
@@ -60,7 +65,13 @@ class WorkerSupervisor:
             is_forked = worker.device.kind == "emulated"
             starter = self._forks.fork if is_forked else self._execute
             process = WorkerProcess(
-                worker, self._settings, starter, self.oom_kills, handlers, self._timing
+                worker,
+                self._settings,
+                self._hosts,
+                starter,
+                self.oom_kills,
+                handlers,
+                self._timing,
             )
             worker.process = process
             self.processes.append(process)
@@ -114,7 +125,8 @@ class WorkerSupervisor:
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
         await worker.unloading.settled(model.name)
-        worker.models.add(model.name)  # also if the caller does not wait for the end
+        # The phase lasts also if the caller does not wait for the end.
+        self._hosts.of(model.name, worker.number).note(HostEvent.LOAD)
         if snapshot is None:
             worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
         else:
@@ -138,15 +150,16 @@ class WorkerSupervisor:
             TimedOut: the worker did not answer.
         """
         await worker.unloading.settled(name)
-        if name not in worker.models:
+        host = self._hosts.of(name, worker.number)
+        if not host.is_ordered:
             return
-        worker.models.discard(name)
-        worker.layouts.pop(name, None)
-        worker.snapshots.discard(name)
+        host.note(HostEvent.UNLOAD)
         worker.send(m.UnloadModel(name))
         try:
             await self._answer(worker, worker.unloading, name, f"let go of {name}")
         finally:
+            if host.phase is HostPhase.UNLOADING:
+                host.note(HostEvent.UNLOADED)
             if (fd := worker.snapshot_fds.pop(name, None)) is not None:
                 os.close(fd)
 
@@ -159,6 +172,7 @@ class WorkerSupervisor:
         """
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}")
+        host = self._hosts.of(name, worker.number)
         worker.send(m.TakeSnapshot(name), (snapshot.fd,))
         try:
             what = f"take the snapshot of {name}"
@@ -171,7 +185,8 @@ class WorkerSupervisor:
                 f"worker {worker.number} cannot take the snapshot of {name}: {problem}",
                 "see `gpupool logs`",
             )
-        worker.snapshots.add(name)
+        if host.phase is HostPhase.LOADED:  # else the worker has ended since its answer
+            host.note(HostEvent.ATTACH)
 
     async def drop_snapshot(self, worker: Worker, name: str) -> None:
         """Make a worker release a model's snapshot; return after the release.
@@ -179,9 +194,10 @@ class WorkerSupervisor:
         Raises:
             TimedOut: the worker did not answer.
         """
-        if name not in worker.snapshots:
+        host = self._hosts.of(name, worker.number)
+        if not host.has_snapshot:
             return
-        worker.snapshots.discard(name)
+        host.note(HostEvent.DETACH)
         worker.send(m.DropSnapshot(name))
         await self._answer(worker, worker.dropping, name, f"let the snapshot of {name} go")
 

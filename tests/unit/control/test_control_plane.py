@@ -12,19 +12,19 @@ from gpupoold.control.control_plane import tick
 async def test_one_that_fails_keeps_no_other_from_looking(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    looks: list[float] = []
+    checks: list[float] = []
     enough = asyncio.Event()
 
     def fail(_: float) -> None:
         raise ValueError("on purpose")
 
-    def look(now_s: float) -> None:
-        looks.append(now_s)
-        if len(looks) == 3:
+    def check(now_s: float) -> None:
+        checks.append(now_s)
+        if len(checks) == 3:
             enough.set()
 
-    ticking = asyncio.create_task(tick((fail, look), 0.001))
+    ticking = asyncio.create_task(tick((fail, check), 0.001))
     await asyncio.wait_for(enough.wait(), 20)
     ticking.cancel()
-    assert looks == sorted(looks)
+    assert checks == sorted(checks)
     assert caplog.text.count("on purpose") >= 3

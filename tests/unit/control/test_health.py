@@ -5,18 +5,22 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.health import Health
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.live import live_request
+from tests.unit.control.loaded import loaded
 
 TOKEN_TIMEOUT_S = 600.0
 
 
-def health(live: LiveRequests, routes: dict[str, list[object]] | None = None) -> Health:
-    dispatcher = SimpleNamespace(live=live, routes=routes or {}, token_timeout_s=TOKEN_TIMEOUT_S)
+def health(live: LiveRequests, fleet: Fleet | None = None) -> Health:
+    dispatcher = SimpleNamespace(live=live, token_timeout_s=TOKEN_TIMEOUT_S)
     workers = [SimpleNamespace(is_ready=True), SimpleNamespace(is_ready=False)]
     supervisor = SimpleNamespace(workers=workers)
-    return Health(cast(Any, dispatcher), cast(Any, supervisor))
+    fleet = fleet or FleetBox([]).fleet
+    return Health(fleet, cast(Any, dispatcher), cast(Any, supervisor))
 
 
 def request(arrival_s: float) -> LiveRequest:
@@ -25,11 +29,11 @@ def request(arrival_s: float) -> LiveRequest:
 
 def test_rounds_have_to_be_made() -> None:
     watched = health(LiveRequests())
-    watched.look(1000.0)
-    assert watched.complaint(1009.0) == ""
-    assert "not been looked after for 11 s" in watched.complaint(1011.0)
-    watched.look(1012.0)
-    assert watched.complaint(1013.0) == ""
+    watched.check(1000.0)
+    assert watched.failure_reason(1009.0) == ""
+    assert "not been checked for 11 s" in watched.failure_reason(1011.0)
+    watched.check(1012.0)
+    assert watched.failure_reason(1013.0) == ""
 
 
 def test_a_request_that_nobody_ends() -> None:
@@ -37,14 +41,16 @@ def test_a_request_that_nobody_ends() -> None:
     live.add(request(1000.0))
     watched = health(live)
     for now_s, is_stuck in ((1000.0 + TOKEN_TIMEOUT_S, False), (1100.0 + TOKEN_TIMEOUT_S, True)):
-        watched.look(now_s)
-        assert ("r1 of qwen" in watched.complaint(now_s)) == is_stuck
+        watched.check(now_s)
+        assert ("r1 of qwen" in watched.failure_reason(now_s)) == is_stuck
     live.pop("r1")
-    assert watched.complaint(1100.0 + TOKEN_TIMEOUT_S) == ""
+    assert watched.failure_reason(1100.0 + TOKEN_TIMEOUT_S) == ""
 
 
 def test_the_line_for_the_status() -> None:
     live = LiveRequests()
     live.add(request(0.0))
-    watched = health(live, {"qwen": [object()], "gone": []})
+    box = FleetBox(["qwen", "gone"])
+    box.fleet.host(loaded("qwen"), 0)
+    watched = health(live, box.fleet)
     assert watched.summary() == "1 of 2 devices ready, 1 models served, 1 live requests"

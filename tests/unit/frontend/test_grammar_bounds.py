@@ -64,7 +64,7 @@ def test_each_field_is_bounded(field: Any) -> None:
         ),
         ({"format": {"regex": "a"}}, {"format": {"regex": "a" * 9_000}}, "9000 characters"),
         ({"grammar": "a" * 60_000}, {"grammar": "a" * 70_000}, "70000 characters"),
-        # What only looks like a pattern or a property is not one.
+        # What only checks like a pattern or a property is not one.
         ({"description": "(" * 9_000, "properties": {"pattern": {}}}, nested(90), "nested"),
     ],
 )

@@ -23,7 +23,7 @@ class Unsupported(Exception):
     pass
 
 
-class Pool:
+class ControlPlane:
     """A client whose messages are collected; frames are the text itself."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def step(frame: bytes) -> StepOutputs:
 
 
 def test_request_is_sent_with_its_frames() -> None:
-    pool = Pool()
+    pool = ControlPlane()
     before_s = time.monotonic()
     asyncio.run(pool.client.add_request_async(engine_request()))
     (message,) = pool.sent
@@ -75,7 +75,7 @@ def test_request_is_sent_with_its_frames() -> None:
 
 @pytest.mark.parametrize("field", ["prompt_token_ids", "sampling_params"])
 def test_only_generation_from_tokens(field: str) -> None:
-    pool = Pool()
+    pool = ControlPlane()
     with pytest.raises(Unsupported):
         asyncio.run(pool.client.add_request_async(engine_request(**{field: None})))
     assert pool.sent == []
@@ -83,14 +83,14 @@ def test_only_generation_from_tokens(field: str) -> None:
 
 def test_what_no_message_should_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_client, "MAX_REQUEST_BYTES", 7)
-    pool = Pool()
+    pool = ControlPlane()
     with pytest.raises(Unsupported, match=r"takes 8 bytes .* limit of 7"):
         asyncio.run(pool.client.add_request_async(engine_request()))
     assert pool.sent == []
 
 
 def test_stopped_client_refuses_with_the_reason() -> None:
-    pool = Pool()
+    pool = ControlPlane()
     pool.client.stop("gone")
     assert pool.client.stopped
     with pytest.raises(Unavailable, match="gone"):
@@ -99,7 +99,7 @@ def test_stopped_client_refuses_with_the_reason() -> None:
 
 def test_outputs_without_frames_are_made_from_progress() -> None:
     async def run() -> Any:
-        pool = Pool()
+        pool = ControlPlane()
         progress = [RequestProgress("r1", [5, 6]), RequestProgress("r2", [7], "length")]
         pool.client.push(StepOutputs(model="m", at_s=0.0, frames=[], progress=progress))
         return await pool.client.get_output_async()
@@ -108,14 +108,14 @@ def test_outputs_without_frames_are_made_from_progress() -> None:
 
 
 def test_aborts_are_sent_unless_empty() -> None:
-    pool = Pool()
+    pool = ControlPlane()
     asyncio.run(pool.client.abort_requests_async([]))
     asyncio.run(pool.client.abort_requests_async(("r1", "r2")))
     assert pool.sent == [AbortRequests(model="m", request_ids=["r1", "r2"])]
 
 
 def test_unreadable_outputs_are_reported_and_skipped() -> None:
-    pool = Pool()
+    pool = ControlPlane()
     pool.client.push(step(b"\xff"))
     pool.client.push(step(b"fine"))
     assert asyncio.run(pool.client.get_output_async()) == "fine"
@@ -124,7 +124,7 @@ def test_unreadable_outputs_are_reported_and_skipped() -> None:
 
 def test_steps_that_wait_are_read_as_one_without_those_that_are_unreadable() -> None:
     async def run() -> list[Any]:
-        pool = Pool()
+        pool = ControlPlane()
         for frame in (b"one", b"\xff", b"two"):
             pool.client.push(step(frame))
         together = await pool.client.get_output_async()
@@ -136,4 +136,4 @@ def test_steps_that_wait_are_read_as_one_without_those_that_are_unreadable() -> 
 
 def test_other_engine_operations_are_named() -> None:
     with pytest.raises(AttributeError, match="sleep_async is not available through gpupool"):
-        Pool().client.sleep_async()
+        ControlPlane().client.sleep_async()

@@ -13,7 +13,7 @@ from gpupoold.frontend.request_ids import (
     RequestIds,
     make_engine_id,
     naming,
-    telling_id,
+    sending_id,
     with_id,
 )
 
@@ -54,7 +54,7 @@ def test_the_answer_tells_the_servers_id_once() -> None:
         sent.append(message)
 
     async def answer() -> None:
-        tell = telling_id(send, ids)
+        tell = sending_id(send, ids)
         headers = [(b"a", b"b"), (b"X-Request-Id", b"mine")]
         await tell({"type": "http.response.start", "status": 200, "headers": headers})
         await tell({"type": "http.response.body", "body": b"x"})

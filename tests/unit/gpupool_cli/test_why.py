@@ -80,7 +80,7 @@ MODEL = ModelWhy(
     prompt_tokens=256,
     first_token_in_s=1.5,
     main_cause="queueing",
-    advice=["it waited for other models' turns"],
+    advice=["requests waited for other models' turns"],
 )
 
 
@@ -122,7 +122,7 @@ def test_a_model(daemon: FakeDaemon, cli: Cli) -> None:
     assert "weights        device 1 (25 % of the weights), host memory (16 GiB)\n" in text
     assert "live requests  1 kv-room, 2 paused\n" in text
     assert "in about 1.5s (prompt of 256)\n" in text
-    assert "hint: it waited for other models' turns\n" in text
+    assert "hint: requests waited for other models' turns\n" in text
 
 
 def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from gpupool_state import Database
-from gpupool_state.migrations import MIGRATIONS, Migration, applied, pending
+from gpupool_state.migrations import MIGRATIONS, SchemaMigration, applied, pending
 from gpupoold.errors import Failed, Refused
 
 pytestmark = pytest.mark.asyncio
 
-ONE = Migration(1, "one", ("CREATE TABLE first (value TEXT)",))
-TWO = Migration(2, "two", ("CREATE TABLE second (value TEXT)",))
-BROKEN = Migration(2, "two", ("CREATE TABLE second (value TEXT)", "CREATE TABLE first (x)"))
+ONE = SchemaMigration(1, "one", ("CREATE TABLE first (value TEXT)",))
+TWO = SchemaMigration(2, "two", ("CREATE TABLE second (value TEXT)",))
+BROKEN = SchemaMigration(2, "two", ("CREATE TABLE second (value TEXT)", "CREATE TABLE first (x)"))
 
 
 def tables(path: Path) -> set[str]:
@@ -94,7 +94,7 @@ async def test_a_newer_schema_is_refused_with_both_versions(path: Path) -> None:
 async def test_another_history_of_steps_is_refused(path: Path) -> None:
     await (await Database.open(path, migrations=[ONE])).close()
     with pytest.raises(Refused, match=r"'one'.*'uno'"):
-        await Database.open(path, migrations=[Migration(1, "uno", ())])
+        await Database.open(path, migrations=[SchemaMigration(1, "uno", ())])
 
 
 async def test_a_backup_that_cannot_be_written_stops_the_change(path: Path) -> None:

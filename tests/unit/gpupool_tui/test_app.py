@@ -256,7 +256,7 @@ async def test_details_say_why(busy: FakeDaemon) -> None:
     async with running(busy) as run:
         await run.press("enter")
         await run.until_text(
-            ["ready: 3 live requests", "in 1.5s", "it waited for other models' turns"]
+            ["ready: 3 live requests", "in 1.5s", "requests waited for other models' turns"]
         )
         await run.press("escape")
         run.app.view.focus = Panel.REQUESTS

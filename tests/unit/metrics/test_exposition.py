@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.control_plane import Pool
+from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.workers.nvml import Reading
 from gpupoold.domain import ModelName, ModelSpec, Targets
 from gpupoold.errors import Failed
@@ -20,10 +20,10 @@ from gpupoold.wire import messages as m
 MODEL = "org/llama-3:8b"
 
 
-def exporter_of(pool: Pool) -> Exporter:
+def exporter_of(control_plane: ControlPlane) -> Exporter:
     """An exporter whose text is new at each call: its clock goes on by a second."""
     seconds = itertools.count()
-    return Exporter(pool, lambda: float(next(seconds)))
+    return Exporter(control_plane, lambda: float(next(seconds)))
 
 
 async def samples(exporter: Exporter) -> list[Sample]:
@@ -38,12 +38,14 @@ def values(found: Iterable[Sample], name: str) -> dict[str, float]:
     }
 
 
-async def add(pool: Pool) -> None:
-    await pool.registry.add(ModelSpec(ModelName(MODEL), "hub", "/it", targets=Targets(3, 0.2)))
+async def add(control_plane: ControlPlane) -> None:
+    await control_plane.registry.add(
+        ModelSpec(ModelName(MODEL), "hub", "/it", targets=Targets(3, 0.2))
+    )
 
 
-async def test_a_pool_that_has_just_begun(pool: Pool) -> None:
-    found = await samples(exporter_of(pool))
+async def test_a_pool_that_has_just_begun(control_plane: ControlPlane) -> None:
+    found = await samples(exporter_of(control_plane))
     assert values(found, "ready") == {"": 0}
     assert values(found, "models") == {"": 0}
     assert values(found, "device_up") == {"0": 0, "1": 0}
@@ -51,9 +53,9 @@ async def test_a_pool_that_has_just_begun(pool: Pool) -> None:
     assert all(one.labels.get("model") is None for one in found)
 
 
-async def test_a_model_has_all_its_samples_from_the_first(pool: Pool) -> None:
-    await add(pool)
-    found = await samples(exporter_of(pool))
+async def test_a_model_has_all_its_samples_from_the_first(control_plane: ControlPlane) -> None:
+    await add(control_plane)
+    found = await samples(exporter_of(control_plane))
     reasons = ("stop", "length", "abort", "error")
     assert values(found, "requests_finished_total") == {f"{MODEL} {one}": 0 for one in reasons}
     assert values(found, "target_time_to_first_token_seconds") == {MODEL: 3}
@@ -63,11 +65,16 @@ async def test_a_model_has_all_its_samples_from_the_first(pool: Pool) -> None:
     assert len(states) == 5
 
 
-async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -> None:
-    await add(pool)
-    exporter, meter = exporter_of(pool), pool.dispatcher.accounts.meters.model(MODEL)
+async def test_what_was_counted_is_told_until_the_model_is_removed(
+    control_plane: ControlPlane,
+) -> None:
+    await add(control_plane)
+    exporter, meter = (
+        exporter_of(control_plane),
+        control_plane.dispatcher.accounts.meters.model(MODEL),
+    )
     meter.refused["queue_full"] = 3
-    counts = pool.dispatcher.accounts.stats.setdefault(MODEL, ModelStats()).now
+    counts = control_plane.dispatcher.accounts.stats.setdefault(MODEL, ModelStats()).now
     counts.tokens, counts.tokens_in_time = 8, 6
     for seconds in (0.0015, 0.04, 1000.0):
         counts.tbt.add(seconds)
@@ -77,14 +84,14 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(pool: Pool) -
     buckets = values(found, "time_between_tokens_seconds_bucket")
     expected = {"0.001": 0, "0.002": 1, "0.03": 1, "0.05": 2, "300.0": 2, "+Inf": 3}
     assert {le: buckets[f"{le} {MODEL}"] for le in expected} == expected
-    await pool.registry.remove(ModelName(MODEL))
+    await control_plane.registry.remove(ModelName(MODEL))
     assert not [one for one in await samples(exporter) if "model" in one.labels]
-    assert pool.dispatcher.accounts.meters.models == {}
+    assert control_plane.dispatcher.accounts.meters.models == {}
 
 
-async def test_what_devices_tell(pool: Pool) -> None:
-    await add(pool)
-    worker = pool.supervisor.workers[1]
+async def test_what_devices_tell(control_plane: ControlPlane) -> None:
+    await add(control_plane)
+    worker = control_plane.supervisor.workers[1]
     worker.reading = Reading(0.5, 61.0, None)
     worker.ready = m.WorkerReady(1, 7, 1000, 10, 1e9, "0.32.0", "H100", kv_host_bytes=500)
     held = m.ModelMemory(
@@ -97,7 +104,7 @@ async def test_what_devices_tell(pool: Pool) -> None:
         num_waiting=2,
     )
     worker.status = m.WorkerStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
-    found = await samples(exporter_of(pool))
+    found = await samples(exporter_of(control_plane))
     assert values(found, "device_utilisation_ratio") == {"1": 0.5}
     assert values(found, "device_temperature_celsius") == {"1": 61}
     assert values(found, "device_power_watts") == {}
@@ -113,37 +120,37 @@ async def test_what_devices_tell(pool: Pool) -> None:
 
 
 async def test_disk_that_fails_takes_only_its_own_sample(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail() -> int:
         raise OSError(5, "Input/output error")
 
-    exporter = exporter_of(pool)
+    exporter = exporter_of(control_plane)
     assert values(await samples(exporter), "model_cache_disk_bytes") == {"": 0}
-    monkeypatch.setattr(type(pool.saved), "used_bytes", lambda _: fail())
+    monkeypatch.setattr(type(control_plane.saved), "used_bytes", lambda _: fail())
     found = await samples(exporter)
     assert values(found, "model_cache_disk_bytes") == {}
     assert values(found, "models") == {"": 0}
 
 
 async def test_registry_that_cannot_be_read_has_the_models_of_before(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await add(pool)
-    exporter = exporter_of(pool)
+    await add(control_plane)
+    exporter = exporter_of(control_plane)
     before = {one.name for one in await samples(exporter)}
 
     async def fail() -> None:
         raise Failed("the database is locked")
 
-    monkeypatch.setattr(pool.registry, "list", fail)
+    monkeypatch.setattr(control_plane.registry, "list", fail)
     found = await samples(exporter)
     assert {one.name for one in found} == before
     assert values(found, "requests_total") == {MODEL: 0}
 
 
-async def test_who_asks_often_gets_the_same(pool: Pool) -> None:
-    exporter = Exporter(pool, lambda: 7.0)
+async def test_who_asks_often_gets_the_same(control_plane: ControlPlane) -> None:
+    exporter = Exporter(control_plane, lambda: 7.0)
     first = await exporter.text()
-    await add(pool)
+    await add(control_plane)
     assert await exporter.text() is first

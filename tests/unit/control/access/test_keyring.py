@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self, cast
+from typing import Self
 
 import pytest
 import pytest_asyncio
@@ -10,7 +10,6 @@ import pytest_asyncio
 from gpupool_state import ApiKeys, Database, History, KeyPowers, Registry
 from gpupoold.access.secret import matches
 from gpupoold.control.access.keyring import Keyring
-from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.domain import ModelName, ModelSpec, Priority
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel
 from gpupoold.wire import messages as m
@@ -32,28 +31,41 @@ class Frontend:
     def __init__(self) -> None:
         self.rules: list[m.AccessRules] = []
 
-    def send(self, message: m.AccessRules) -> None:
+    def send(self, message: m.Message) -> None:
+        assert isinstance(message, m.AccessRules)
         self.rules.append(message)
 
 
 class Ring:
     """A keyring over a database of its own."""
 
-    def __init__(self, keyring: Keyring, store: ApiKeys, history: History, clock: Clock) -> None:
+    def __init__(
+        self,
+        keyring: Keyring,
+        frontend: Frontend,
+        store: ApiKeys,
+        history: History,
+        clock: Clock,
+    ) -> None:
         self.clock = clock
-        self.frontend = Frontend()
+        self.frontend = frontend
         self.history = history
         self.store = store
         self.keyring = keyring
-        self.keyring.frontends = cast(Frontends, self.frontend)
 
     @classmethod
     async def make(cls, database: Database, history: History, because: str = NEEDED) -> Self:
-        store, clock = ApiKeys(database), Clock()
+        store, frontend, clock = ApiKeys(database), Frontend(), Clock()
         keyring = await Keyring.load(
-            store, Registry(database), history, because, clock=clock, wall_clock=clock
+            store,
+            Registry(database),
+            history,
+            frontend.send,
+            because,
+            clock=clock,
+            wall_clock=clock,
         )
-        return cls(keyring, store, history, clock)
+        return cls(keyring, frontend, store, history, clock)
 
     @property
     def told(self) -> dict[str, m.KeyRecord]:

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from gpupool_state import History, Registry
-from gpupoold.control.models.circuit_breaker import FIRST_WAIT_S, MAX_CONVICTED, CircuitBreakers
+from gpupoold.config.schema import parse_settings
+from gpupoold.control.fleet.circuit_breaker import FIRST_WAIT_S, MAX_CONVICTED
+from gpupoold.control.fleet.transitions import ModelPhase
+from gpupoold.control.frontends import frontends as frontends_module
+from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
+from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.quarantine import Quarantine
+from gpupoold.control.models.reloads import Reloads
+from gpupoold.control.models.retries import Retries
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.workers.worker import WorkerEnded
-from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, Unavailable
 from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
+from tests.unit.control.fleet_box import spec_of
+from tests.unit.control.loaded import loaded
 from tests.unit.control.requests.test_dispatcher import NAME, Bench
 
 
 class Models:
     """What takes a model off the workers, and loads it again; ``errors`` are of its loads."""
 
-    def __init__(self) -> None:
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
         self.withdrawn: list[str] = []
-        self.num_published = 0
         self.num_tried = 0
         self.errors: list[GpupoolError] = []
-        self.works: Callable[[str], None] = lambda _: None
+        self.mounts: ModelMounts | None = None
 
     async def cancel(self, model: str) -> None:
         """Nothing is being warmed."""
@@ -39,32 +50,51 @@ class Models:
     async def withdraw(self, model: str) -> None:
         self.withdrawn.append(model)
 
-    async def publish(self) -> None:
-        self.num_published += 1
-
-    async def try_again(self, model: str) -> None:
+    async def load_later(self, model: str, worker: Worker) -> None:
         self.num_tried += 1
         if self.errors:
             raise self.errors.pop(0)
-        self.works(model)
+        assert self.mounts is not None
+        self.bench.dispatcher.host(Targets(), loaded(model), None, worker)
+        await self.mounts.open(spec_of(model))
+
+
+class Frontends:
+    """Takes whatever it is sent."""
+
+    def send(self, message: m.Message) -> None:
+        pass
+
+    async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
+        pass
 
 
 class Rig:
     def __init__(self, registry: Registry, history: History) -> None:
         self.registry, self.history = registry, history
-        self.bench, self.models, self.breakers = Bench(history), Models(), CircuitBreakers()
+        self.bench = Bench(history)
+        self.fleet, dispatcher = self.bench.fleet, self.bench.dispatcher
+        self.models, self.breakers = Models(self.bench), self.fleet.breakers
+        self.bench.worker.state = "ready"
+        supervisor = cast(
+            WorkerSupervisor, SimpleNamespace(any_ready=True, workers=[self.bench.worker])
+        )
+        settings = parse_settings({"devices": ["cuda:0"]}, "test")
+        frontends = cast(frontends_module.Frontends, Frontends())
+        mounts = ModelMounts(settings, registry, history, self.fleet, supervisor, frontends)
+        self.models.mounts = mounts
+        self.failures = Failures(registry, history, self.fleet, dispatcher, mounts)
         self.quarantine = Quarantine(
-            self.breakers,
-            registry,
             history,
-            self.bench.dispatcher,
+            self.fleet,
+            dispatcher,
             cast(ModelLoader, self.models),
             cast(Warmer, self.models),
-            self.models.publish,
-            self.models.try_again,
+            self.failures,
+            mounts,
         )
-        self.models.works = self.quarantine.works
-        self.bench.dispatcher.isolation.verdicts = self.quarantine
+        reloads = cast(Reloads, self.models)
+        self.retries = Retries(self.fleet, dispatcher, supervisor, reloads, self.failures)
         self.bench.cold.warm.add(NAME)
 
     def die(self, *activities: Activity) -> None:
@@ -72,12 +102,16 @@ class Rig:
         candidates = self.quarantine.crashed(0, death)
         self.bench.dispatcher.worker_down(self.bench.worker, "died", candidates)
         self.bench.come_back()
+        if self.breakers.is_shut_out(NAME):  # then nobody loads it
+            self.bench.dispatcher.forget(NAME)
 
     async def state(self) -> tuple[ModelState, str]:
         """Of the model, when all that has been begun is done."""
-        await asyncio.gather(*self.quarantine._tasks)
+        await asyncio.gather(*self.quarantine._tasks, *self.retries._tasks)
         row = await self.registry.get(NAME)
         assert row is not None
+        now = self.fleet.availability(NAME)
+        assert (now.state, now.reason) == (row.state, row.error)
         return row.state, row.error
 
     async def events(self, kind: str) -> list[Any]:
@@ -87,11 +121,12 @@ class Rig:
 
 @pytest.fixture
 async def rig(registry: Registry, history: History) -> AsyncIterator[Rig]:
-    await registry.add(ModelSpec(name=ModelName(NAME), source="s", path="/p", targets=Targets()))
+    await registry.add(spec_of(NAME))
     await registry.set_state(NAME, ModelState.READY)
     made = Rig(registry, history)
     yield made
     await made.quarantine.stop()
+    await made.retries.stop()
 
 
 LOADING = Activity(ThreadPhase.LOAD, NAME)
@@ -111,6 +146,7 @@ async def test_a_model_whose_load_crashes_twice(rig: Rig) -> None:
     assert error.startswith("ended the worker of device 0 twice: signal 11, in the load of llama;")
     assert "it is tried again at" in error
     assert rig.models.withdrawn == [NAME]
+    assert rig.fleet.availability(NAME).phase is ModelPhase.QUARANTINED
     assert isinstance(rig.bench.frontend.sent[-1], m.RequestsFailed)
     [told] = await rig.events("model_quarantined")
     assert told.message == error
@@ -123,10 +159,10 @@ async def test_it_is_tried_again_when_its_wait_is_over(rig: Rig) -> None:
     rig.die(LOADING)
     await rig.state()
     now_s = time.monotonic()
-    rig.quarantine.look(now_s + FIRST_WAIT_S - 5.0)
+    rig.retries.check(now_s + FIRST_WAIT_S - 5.0)
     assert rig.models.num_tried == 0
-    rig.quarantine.look(now_s + FIRST_WAIT_S + 1.0)
-    rig.quarantine.look(now_s + FIRST_WAIT_S + 2.0)
+    rig.retries.check(now_s + FIRST_WAIT_S + 1.0)
+    rig.retries.check(now_s + FIRST_WAIT_S + 2.0)
     await rig.state()
     assert rig.models.num_tried == 1
     assert not rig.breakers.is_shut_out(NAME)
@@ -147,23 +183,24 @@ async def test_a_retry_that_fails(rig: Rig, error: GpupoolError, wait_s: float) 
     rig.die(LOADING)
     await rig.state()
     rig.models.errors = [error]
-    rig.quarantine.look(time.monotonic() + FIRST_WAIT_S + 1.0)
+    rig.retries.check(time.monotonic() + FIRST_WAIT_S + 1.0)
     state, _ = await rig.state()
     assert state is ModelState.FAILED
     retry_in_s = (rig.breakers.retry_at_s(NAME) or 0.0) - time.monotonic()
     assert wait_s - 10.0 < retry_in_s <= wait_s
-    rig.quarantine.look(time.monotonic() + wait_s + 1.0)
+    rig.retries.check(time.monotonic() + wait_s + 1.0)
     await rig.state()
     assert not rig.breakers.is_shut_out(NAME)
 
 
 async def test_a_model_that_no_worker_could_load(rig: Rig) -> None:
-    await rig.quarantine.failed(NAME, "no such file")
-    await rig.quarantine.failed(NAME, "no such file")  # on the next worker
+    rig.bench.dispatcher.unhost(NAME, rig.bench.worker)
+    await rig.failures.failed(NAME, "no such file")
+    await rig.failures.failed(NAME, "no such file")  # on the next worker
     state, error = await rig.state()
     assert (state, error.partition("; ")[0]) == (ModelState.FAILED, "no such file")
     assert not rig.breakers.is_shut_out(NAME), "a worker that comes up may load it"
-    rig.quarantine.look(time.monotonic() + FIRST_WAIT_S + 1.0)
+    rig.retries.check(time.monotonic() + FIRST_WAIT_S + 1.0)
     await rig.state()
     assert rig.models.num_tried == 1
 

@@ -20,7 +20,7 @@ def test_one_is_new_for_a_moment(tmp_path: Path) -> None:
     write(path, 5)
     assert kills.is_new()
     for later_s in range(1, 10):
-        kills.look(float(later_s))
+        kills.check(float(later_s))
     assert not kills.is_new()
 
 

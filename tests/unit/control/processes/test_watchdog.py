@@ -23,7 +23,7 @@ class Worker:
 
 
 class Post:
-    """A watchdog that looks once a second, and when it ended whom."""
+    """A watchdog that checks once a second, and when it ended whom."""
 
     def __init__(self, *workers: Worker) -> None:
         self.ended: list[tuple[float, Worker, str]] = []
@@ -33,11 +33,11 @@ class Post:
     def look_until(self, end_s: float) -> None:
         while self.now_s < end_s:
             self.now_s += 1.0
-            self._dog.look(self.now_s)
+            self._dog.check(self.now_s)
 
     def sleep_until(self, end_s: float) -> None:
         self.now_s = end_s
-        self._dog.look(end_s)
+        self._dog.check(end_s)
 
     def _end(self, worker: Worker, reason: str) -> None:
         self.ended.append((self.now_s, worker, reason))
@@ -78,7 +78,7 @@ def test_who_has_nothing_to_do_need_not_step() -> None:
         watch.stepped(float(second), 7, has_work=False)
     watch.stepped(300.0, 7, has_work=True)
     post.look_until(350.0)
-    watch.heard(350.0)
+    watch.seen(350.0)
     assert post.ended == []
     post.look_until(361.0)
     assert [reason for _, _, reason in post.ended] == ["hung: its turn made no step for 60 s"]

@@ -21,6 +21,7 @@ from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
+from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.loaded import loaded
 
 MODELS = ("llama", "mixtral")
@@ -214,14 +215,18 @@ class Box:
     def __init__(self, num_workers: int) -> None:
         self.now_s = 0.0
         self.records = Records()
+        self.sent: list[m.Message] = []
+        self.box = FleetBox(MODELS)
+        for name in MODELS:
+            self.box.warm.add(name)
         self.dispatcher = Dispatcher(
             LimitSettings(),
             cast(History, self.records),
             make_policy("gpupool"),
+            self.box.fleet,
+            lambda _, message: self.sent.append(message),
             clock=lambda: self.now_s,
         )
-        self.sent: list[m.Message] = []
-        self.dispatcher.replies.send = lambda _, message: self.sent.append(message)
         self.migrations = self.dispatcher.migrations
         self.workers = [FakeWorker(number) for number in range(num_workers)]
         self._num_asked = 0
@@ -242,6 +247,7 @@ class Box:
         self.dispatcher.worker_up(worker)
         for name in MODELS:
             self.dispatcher.host(Targets(), loaded(name), None, worker)
+        self.box.come_up(number)
 
     def die(self, number: int, num_heard: int = 1_000) -> None:
         """A worker ends. So many of the messages that it had sent are still heard."""

@@ -9,8 +9,9 @@ import pytest
 from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.control.live_requests import LiveRequests
-from gpupoold.control.requests.admission import Overload, RefusalEvents, bound_for
+from gpupoold.control.requests.admission import Overload, bound_for
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
@@ -149,10 +150,10 @@ async def test_not_all_are_told_the_same_time(history: History) -> None:
     queue = Queue(history, max_live_requests_per_model=3)
     for number in range(3):
         queue.take("a", f"a{number}")
-    told_s = [queue.ask("a").retry_after_s for _ in range(20)]
-    assert told_s == sorted(told_s)
-    assert told_s[3] == pytest.approx(2 * told_s[0], rel=0.2)
-    assert told_s[9] == told_s[-1] == pytest.approx(4 * told_s[0], rel=0.2)
+    reported_s = [queue.ask("a").retry_after_s for _ in range(20)]
+    assert reported_s == sorted(reported_s)
+    assert reported_s[3] == pytest.approx(2 * reported_s[0], rel=0.2)
+    assert reported_s[9] == reported_s[-1] == pytest.approx(4 * reported_s[0], rel=0.2)
 
 
 async def test_nothing_is_known_of_who_waits_for_an_snapshot(history: History) -> None:
@@ -223,9 +224,9 @@ async def test_one_event_per_model_and_minute(history: History) -> None:
     for _ in range(3):
         events.note("a", "full", 0.0)
         events.note("b", "full", 1.0)
-    events.tell(59.0)
-    events.tell(60.5)
-    events.tell(200.0)
+    events.report(59.0)
+    events.report(60.5)
+    events.report(200.0)
     rows = await history.events_after(0)
     assert [(row.kind, row.subject, row.message) for row in rows] == [
         ("refused", "a", "1 request was refused: full"),

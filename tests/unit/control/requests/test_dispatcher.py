@@ -17,6 +17,7 @@ from gpupoold.errors import NoSuchRequest
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.scheduling.state import Request
 from gpupoold.wire import messages as m
+from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
 NAME = "llama"
@@ -29,25 +30,15 @@ def due_to(*request_ids: str) -> Candidates:
 class Cold:
     """What is told of models' use, and which are warm."""
 
-    def __init__(self) -> None:
-        self.warm: set[str] = set()
+    def __init__(self, box: FleetBox) -> None:
+        self.warm = box.warm
         self.begun: list[str] = []
         self.uses: list[str] = []
-
-    def is_warm(self, model: str) -> bool:
-        return model in self.warm
-
-    def begin(self, model: str) -> None:
-        self.begun.append(model)
-
-    def used(self, model: str) -> None:
-        self.uses.append(f"used {model}")
-
-    def left(self, model: str) -> None:
-        self.uses.append(f"left {model}")
-
-    def damaged(self, message: m.WrongAnswer) -> None:
-        self.uses.append(f"damaged {message.model}")
+        signals = box.fleet.signals
+        signals.weights_wanted.connect(self.begun.append)
+        signals.request_began.connect(lambda model: self.uses.append(f"used {model}"))
+        signals.request_ended.connect(lambda model: self.uses.append(f"left {model}"))
+        signals.weights_damaged.connect(lambda one: self.uses.append(f"damaged {one.model}"))
 
 
 class Frontend:
@@ -69,11 +60,12 @@ class Bench:
 
     def __init__(self, history: History, *, drop_late: bool = False) -> None:
         limits = LimitSettings(max_live_requests_per_model=3, drop_late=drop_late)
-        self.dispatcher = Dispatcher(limits, history, make_policy("gpupool", PolicyOptions()))
-        self.cold, self.frontend = Cold(), Frontend()
-        self.dispatcher.warmth = self.cold
+        policy = make_policy("gpupool", PolicyOptions())
+        self.box = FleetBox([NAME])
+        self.fleet = self.box.fleet
+        self.dispatcher = Dispatcher(limits, history, policy, self.fleet, self.send)
+        self.cold, self.frontend = Cold(self.box), Frontend()
         self.others: dict[int, Frontend] = {}
-        self.dispatcher.replies.send = self.send
         self.worker = Worker(0, DeviceSettings(kind="emulated"))
         self.come_back()
 
@@ -83,6 +75,15 @@ class Bench:
         )
         self.dispatcher.worker_up(self.worker)
         self.dispatcher.host(Targets(), loaded(NAME), None, self.worker)
+        self.box.come_up(self.worker.number)
+
+    def add_worker(self) -> None:
+        """Another worker with the model."""
+        worker = Worker(1, DeviceSettings(kind="emulated"))
+        worker.ready = m.WorkerReady(1, 1, 1 << 30, 4096, 1e9, "0.32.0")
+        self.dispatcher.worker_up(worker)
+        self.dispatcher.host(Targets(), loaded(NAME), None, worker)
+        self.box.come_up(1)
 
     def send(self, number: int, message: m.Message) -> None:
         """To the frontend 0, or another one."""
@@ -252,10 +253,10 @@ async def test_a_model_that_is_removed_takes_them_along(bench: Bench) -> None:
 
 async def test_a_worker_that_has_the_model_no_more(bench: Bench) -> None:
     bench.dispatcher.host(Targets(), loaded(NAME), None, bench.worker)  # anew: no second route
-    assert bench.dispatcher.routes[NAME] == [bench.worker]
+    assert bench.fleet.availability(NAME).devices == (0,)
     bench.dispatcher.unhost(NAME, bench.worker)
     bench.dispatcher.unhost(NAME, bench.worker)
-    assert bench.dispatcher.routes[NAME] == []
+    assert bench.fleet.availability(NAME).devices == ()
     bench.ask("a")
     [refused] = bench.frontend.refusals
     assert (refused.status, refused.retry_after_s) == (503, 1.0)
@@ -412,6 +413,7 @@ class TestDeadWorker:
         bench.cold.warm.add(NAME)
         bench.ask("a")
         self.give_tokens(bench, "a", 7)
+        bench.add_worker()  # else nobody could warm it now
         bench.cold.warm.clear()
         bench.dispatcher.worker_down(bench.worker, "died")
         assert (bench.cold.begun, bench.dispatcher.live.num_waiting(NAME)) == ([NAME], 1)

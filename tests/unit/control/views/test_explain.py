@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import pytest_asyncio
 
 from gpupool_state import DATABASE_NAME, Database, History, Registry
-from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.views.explain import Explainer
-from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.wire import messages as m
@@ -27,14 +23,13 @@ class Told:
     def __init__(self, db: Database, history: History) -> None:
         self.registry, self.history = Registry(db), history
         self.bench = Bench(history)
-        self.lifecycle = SimpleNamespace(state_of=lambda row: row.state)
         self.explainer = Explainer(
             self.registry,
             history,
             self.bench.dispatcher,
-            cast(ModelLifecycle, self.lifecycle),
+            self.bench.fleet,
             [self.bench.worker],
-            SnapshotCache(1 << 30),
+            self.bench.box.cache,
         )
 
 
@@ -59,7 +54,7 @@ async def test_a_request_whose_model_is_not_in_host_memory(told: Told) -> None:
     model = (await told.explainer.why(NAME)).model
     assert model is not None
     assert model.standings == {"loading": 1}
-    assert model.text == "its requests wait until it is in host memory"
+    assert model.text == "ready: requests wait until the model is in host memory"
 
 
 async def test_a_request_that_may_have_crashed_a_worker(told: Told) -> None:
@@ -125,19 +120,33 @@ async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -
     [
         (ModelState.FAILED, "ended the worker twice", "failed: ended the worker twice; try"),
         (ModelState.FAILED, "", "failed: see `gpupool events`; try"),
-        (ModelState.LOADING, "", "loading: it takes no requests"),
-        (ModelState.READY, "", "no device has it now"),
+        (ModelState.LOADING, "", "loading: accepts no requests"),
+        (ModelState.READY, "", "no device has the model now"),
     ],
 )
 async def test_models_that_do_not_serve(
     told: Told, state: ModelState, error: str, says: str
 ) -> None:
     told.bench.dispatcher.unhost(NAME, told.bench.worker)
-    await told.registry.set_state(NAME, state, error)
+    if state is ModelState.FAILED:
+        told.bench.fleet.fail(NAME, error)
+    elif state is ModelState.LOADING:
+        told.bench.fleet.unmounted(NAME)
     model = (await told.explainer.why(NAME)).model
     assert model is not None
     assert model.text.startswith(says)
     assert (model.devices, model.first_token_in_s) == ([], None)
+
+
+async def test_a_model_whose_devices_are_drained(told: Told) -> None:
+    told.bench.cold.warm.add(NAME)
+    told.bench.dispatcher.set_draining(0, is_draining=True)
+    model = (await told.explainer.why(NAME)).model
+    assert model is not None
+    assert (model.state, model.text) == (
+        "ready",
+        "accepts no requests: all devices of the model are being drained",
+    )
 
 
 async def test_a_paused_requests_kv_is_found(told: Told) -> None:

@@ -45,8 +45,7 @@ class Daemon:
         self.stored_snapshots = StoredSnapshots(
             FdStore(Notifier(manager.address), stored), self.keys
         )
-        self.cache = SnapshotCache(budget_bytes)
-        self.cache.fd_store = self.stored_snapshots
+        self.cache = SnapshotCache(budget_bytes, self.stored_snapshots)
 
     async def put(self, model: ModelToLoad, data: bytes = b"weights") -> None:
         await self.keys.note(model, READY)
@@ -198,8 +197,7 @@ async def test_what_is_no_snapshot_is_let_go(
 
 async def test_nothing_is_kept_without_a_manager(model: ModelToLoad) -> None:
     keys = SnapshotKeys()
-    cache = SnapshotCache(SIZE)
-    cache.fd_store = StoredSnapshots(FdStore(Notifier()), keys)
+    cache = SnapshotCache(SIZE, StoredSnapshots(FdStore(Notifier()), keys))
     await keys.note(model, READY)
     cache.put("a", create_memfd("snapshot", SIZE), "layout")
     cache.drop("a")

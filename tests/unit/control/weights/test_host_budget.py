@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.weights.host_budget import SnapshotRoom
+from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.errors import Refused, TimedOut
 
 MIB = 1 << 20
@@ -25,9 +25,9 @@ class Bench:
         self.gate.set()
         self.gone: list[str] = []
         self.error: Exception | None = None
-        self.room = SnapshotRoom(self.cache, self.in_use.__contains__, self._let_go)
+        self.host_budget = HostMemoryBudget(self.cache, self.in_use.__contains__, self._release)
 
-    async def _let_go(self, model: str) -> None:
+    async def _release(self, model: str) -> None:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
@@ -40,15 +40,15 @@ class Bench:
         self.cache.touch(model, at)
 
     async def bring(self, model: str, mib: int, wait_s: float = 0.0) -> None:
-        with self.room.holding(model):
-            await self.room.reserve(model, mib * MIB, wait_s)
+        with self.host_budget.holding(model):
+            await self.host_budget.reserve(model, mib * MIB, wait_s)
             assert self.cache.used_bytes <= self.cache.budget_bytes
             self.put(model, mib)
 
     def end(self, model: str) -> None:
         """The model has no requests any more."""
         self.in_use.discard(model)
-        self.room.changed()
+        self.host_budget.changed()
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ async def test_nothing_goes_while_there_is_room(bench: Bench) -> None:
 
 
 async def test_room_that_is_not_used_is_given_up(bench: Bench) -> None:
-    with bench.room.holding("a"):
-        with bench.room.holding("a"):
-            await bench.room.reserve("a", 3 * MIB)
+    with bench.host_budget.holding("a"):
+        with bench.host_budget.holding("a"):
+            await bench.host_budget.reserve("a", 3 * MIB)
         assert bench.cache.used_bytes == 3 * MIB
     assert bench.cache.used_bytes == 0
 
@@ -103,7 +103,7 @@ async def test_pinned_snapshots_stay(bench: Bench) -> None:
             "unpin a model (`gpupool cache unpin`) or raise memory.model_cache"
         )
     with pytest.raises(Refused):
-        bench.room.check("c", 3 * MIB)
+        bench.host_budget.check("c", 3 * MIB)
     await bench.bring("c", 2)
     assert sorted(bench.cache.snapshots) == ["a", "c"]
 
@@ -124,8 +124,8 @@ async def test_without_patience_busy_snapshots_are_in_the_way(bench: Bench) -> N
     with pytest.raises(Refused, match="of 4 MiB, where 2 MiB in use"):
         await bench.bring("c", 3)
     with pytest.raises(Refused):
-        bench.room.check("c", 3 * MIB)
-    bench.room.check("c", 2 * MIB)
+        bench.host_budget.check("c", 3 * MIB)
+    bench.host_budget.check("c", 2 * MIB)
     assert bench.gone == []
 
 
@@ -134,7 +134,7 @@ async def test_one_waits_until_a_model_is_idle(bench: Bench) -> None:
     bench.in_use.add("a")
     task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
     assert not await soon(task)
-    bench.room.changed()
+    bench.host_budget.changed()
     assert not await soon(task)
     bench.end("a")
     await task
@@ -149,7 +149,7 @@ async def test_one_waits_until_a_pin_is_removed_beside_busy_ones(bench: Bench) -
     task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
     assert not await soon(task)
     bench.cache.pinned.clear()
-    bench.room.changed()
+    bench.host_budget.changed()
     await task
     assert sorted(bench.cache.snapshots) == ["a", "c"]
 
@@ -167,7 +167,7 @@ async def test_waiting_ends(bench: Bench) -> None:
 
 async def test_held_snapshots_stay(bench: Bench) -> None:
     bench.put("a", 4)
-    with bench.room.holding("a"):
+    with bench.host_budget.holding("a"):
         task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
         assert not await soon(task)
     await task
@@ -228,23 +228,23 @@ async def test_a_worker_that_does_not_answer(
 class TestDrop:
     async def test_it_goes(self, bench: Bench) -> None:
         bench.put("a", 2)
-        await bench.room.drop("a")
-        await bench.room.drop("a")
+        await bench.host_budget.drop("a")
+        await bench.host_budget.drop("a")
         assert (bench.gone, bench.cache.used_bytes) == (["a"], 0)
 
     async def test_pinned_busy_and_held_ones_do_not(self, bench: Bench) -> None:
         bench.put("a", 2)
         bench.cache.pinned.add("a")
         with pytest.raises(Refused, match="a is pinned") as caught:
-            await bench.room.drop("a")
+            await bench.host_budget.drop("a")
         assert caught.value.hint == "`gpupool cache unpin a` first"
         bench.cache.pinned.clear()
         bench.in_use.add("a")
         with pytest.raises(Refused, match="a has live requests"):
-            await bench.room.drop("a")
+            await bench.host_budget.drop("a")
         bench.in_use.clear()
-        with bench.room.holding("a"), pytest.raises(Refused, match="a is being loaded"):
-            await bench.room.drop("a")
+        with bench.host_budget.holding("a"), pytest.raises(Refused, match="a is being loaded"):
+            await bench.host_budget.drop("a")
         assert bench.cache.get("a") is not None
 
 
@@ -256,8 +256,8 @@ async def test_a_smaller_cache_lets_idle_snapshots_go_at_once_and_others_later(
     bench.put("c", 2, at=3.0)
     bench.in_use.add("c")
     bench.cache.budget_bytes = MIB
-    bench.room.shrink()
-    bench.room.shrink()  # one that is under way is enough
+    bench.host_budget.shrink()
+    bench.host_budget.shrink()  # one that is under way is enough
     for _ in range(50):
         await asyncio.sleep(0)
     assert bench.gone == ["a", "b"]
@@ -273,8 +273,8 @@ async def test_a_smaller_cache_that_all_fit_in_changes_nothing(bench: Bench) -> 
     bench.put("a", 1)
     bench.put("b", 1)
     bench.cache.budget_bytes = 2 * MIB
-    bench.room.shrink()
-    await bench.room.stop()
+    bench.host_budget.shrink()
+    await bench.host_budget.stop()
     assert bench.gone == []
 
 
@@ -282,8 +282,8 @@ async def test_shrinking_ends_with_the_daemon(bench: Bench) -> None:
     bench.put("a", 2)
     bench.cache.pinned.add("a")
     bench.cache.budget_bytes = MIB
-    bench.room.shrink()
+    bench.host_budget.shrink()
     for _ in range(20):
         await asyncio.sleep(0)
-    await bench.room.stop()
+    await bench.host_budget.stop()
     assert sorted(bench.cache.snapshots) == ["a"]

@@ -1,4 +1,4 @@
-"""Roles: by hand, by the policy, and who is being emptied."""
+"""Roles: by hand and by the policy."""
 
 from __future__ import annotations
 
@@ -40,18 +40,3 @@ def test_given_back_to_the_policy_it_stays_until_that_has_an_opinion(before: Rol
     assert roles.of(0) == (Role.PREFILL, False)
     roles.chosen(0, Role.DECODE)
     assert roles.of(0) == (Role.DECODE, False)
-
-
-def test_drains() -> None:
-    roles = Roles()
-    assert not roles.is_draining(0)
-    for _ in range(2):
-        roles.drain(0, is_draining=True)
-    assert roles.is_draining(0)
-    assert not roles.is_draining(1)
-    assert roles.all_draining([0])
-    assert not roles.all_draining([0, 1])
-    assert not roles.all_draining([])
-    for _ in range(2):
-        roles.drain(0, is_draining=False)
-    assert not roles.all_draining([0])

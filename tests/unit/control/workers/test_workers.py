@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.hosts import Hosts
+from gpupoold.control.fleet.transitions import HostEvent
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
@@ -66,7 +68,8 @@ class Rig:
         self.downs: list[Death] = []
         self.on_up: Callable[[], None] = lambda: None
         forks = ForkServer(settings, {}, ())
-        self.supervisor = WorkerSupervisor(settings, forks, self.start)
+        self.hosts = Hosts()
+        self.supervisor = WorkerSupervisor(settings, forks, self.hosts, self.start)
         self.handlers = Handlers(self._on_message, self._on_up, self._on_down)
         [self.device] = self.supervisor.workers
 
@@ -162,7 +165,7 @@ async def test_calls_have_a_limit(rig: Rig) -> None:
 
 async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
     await rig.runs(0)
-    rig.device.models.add("llama")
+    rig.hosts.of("llama", 0).note(HostEvent.LOAD)
     unloading = asyncio.create_task(rig.supervisor.unload(rig.device, "llama"))
     await asyncio.sleep(0)
     with pytest.raises(TimedOut, match="not loaded"):

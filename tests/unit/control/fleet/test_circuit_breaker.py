@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.control.models.circuit_breaker import (
+from gpupoold.control.fleet.circuit_breaker import (
     FIRST_WAIT_S,
     MAX_CONVICTED,
     MAX_WAIT_S,

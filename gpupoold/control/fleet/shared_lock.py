@@ -11,7 +11,7 @@ class SharedLock:
     """A lock for tasks of one event loop; a waiting writer precedes later readers."""
 
     def __init__(self) -> None:
-        self._gate = asyncio.Lock()  # held by who has it alone, or waits for that
+        self._gate = asyncio.Lock()  # held by the writer, also while the writer waits
         self._num_sharing = 0
         self._is_unshared = asyncio.Event()
         self._is_unshared.set()

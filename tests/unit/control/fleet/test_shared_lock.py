@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gpupoold.control.models.shared_lock import SharedLock
+from gpupoold.control.fleet.shared_lock import SharedLock
 
 
 async def test_many_share_and_one_is_alone() -> None:

@@ -1,0 +1,355 @@
+"""The models: states, devices, and the reason when a model cannot serve.
+
+Pure bookkeeping: the parts that load, mount and withdraw models report each step here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gpupool_state import ModelRow
+from gpupoold.control.fleet.circuit_breaker import CircuitBreakers
+from gpupoold.control.fleet.hosts import Hosts
+from gpupoold.control.fleet.shared_lock import SharedLock
+from gpupoold.control.fleet.signals import Signals
+from gpupoold.control.fleet.transitions import MODEL_TRANSITIONS, Life, ModelEvent, ModelPhase
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.domain import ModelSpec, ModelState, Targets
+from gpupoold.errors import Failed, Refused
+from gpupoold.wire.messages import LoadedModel
+
+_PROPOSED = (ModelPhase.CHECKING, ModelPhase.DOWNLOADING)
+
+Proposal = Life[ModelPhase, ModelEvent]
+
+_STATES = {
+    ModelPhase.REMOVED: ModelState.REGISTERED,
+    ModelPhase.CHECKING: ModelState.REGISTERED,
+    ModelPhase.DOWNLOADING: ModelState.REGISTERED,
+    ModelPhase.REGISTERED: ModelState.REGISTERED,
+    ModelPhase.LOADING: ModelState.LOADING,
+    ModelPhase.READY: ModelState.READY,
+    ModelPhase.DRAINING: ModelState.DRAINING,
+    ModelPhase.FAILED: ModelState.FAILED,
+    ModelPhase.QUARANTINED: ModelState.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a model can serve, and where.
+
+    ``devices`` are the numbers of the workers that have the model, also before the API is mounted;
+    ``num_draining`` of these devices are draining. ``reason`` says why the model has failed or is
+    in quarantine, and ``retry_at_s`` is the time of the next try on the monotonic clock.
+    """
+
+    phase: ModelPhase
+    devices: tuple[int, ...] = ()
+    num_draining: int = 0
+    reason: str = ""
+    retry_at_s: float | None = None
+
+    @property
+    def can_serve(self) -> bool:
+        return self.phase is ModelPhase.READY and self.has_open_device
+
+    @property
+    def has_open_device(self) -> bool:
+        """True if some device takes new requests of the model."""
+        return len(self.devices) > self.num_draining
+
+    @property
+    def state(self) -> ModelState:
+        """The phase as users see it."""
+        return _STATES[self.phase]
+
+
+@dataclass(slots=True)
+class _Record:
+    """One model; ``devices`` are in the order of their loads."""
+
+    names: tuple[str, ...]
+    life: Life[ModelPhase, ModelEvent]
+    targets: Targets | None = None
+    devices: list[int] = field(default_factory=list)
+    loaded: LoadedModel | None = None
+    is_mounted: bool = False
+    is_warming: bool = False
+    failure: str | None = None
+    num_drains: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.is_mounted and bool(self.devices)
+
+
+class Fleet:
+    """The models by name; one object per daemon, on its event loop.
+
+    ``changing`` is held alone during changes to the set of models, and shared during loads.
+    """
+
+    def __init__(self, cache: SnapshotCache, without_snapshots: Iterable[int] = ()) -> None:
+        """``without_snapshots`` are the numbers of the simulated devices."""
+        self.hosts = Hosts()
+        self.breakers = CircuitBreakers()
+        self.signals = Signals()
+        self.changing = SharedLock()
+        self._cache = cache
+        self._without_snapshots = frozenset(without_snapshots)
+        self._draining_devices: set[int] = set()
+        self._records: dict[str, _Record] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def availability(self, model: str) -> Availability:
+        record = self._records.get(model)
+        if record is None:
+            return Availability(ModelPhase.REMOVED)
+        return Availability(
+            record.life.phase,
+            tuple(record.devices),
+            len(self._draining_devices.intersection(record.devices)),
+            record.failure or "",
+            self.breakers.retry_at_s(model),
+        )
+
+    def is_warm(self, model: str) -> bool:
+        """Return whether requests of the model can run now: all devices have the snapshot."""
+        if model in self._records and self._records[model].is_warming:
+            return False
+        devices = self.devices_with_snapshot(model)
+        if not devices:
+            return True
+        attached = all(self.hosts.of(model, number).has_snapshot for number in devices)
+        return attached and self._cache.get(model) is not None
+
+    def devices_with_snapshot(self, model: str) -> list[int]:
+        """Return the model's devices that need a snapshot."""
+        record = self._records.get(model)
+        devices = record.devices if record is not None else ()
+        return [number for number in devices if number not in self._without_snapshots]
+
+    def num_served(self) -> int:
+        """Return the number of models that some device has."""
+        return sum(bool(record.devices) for record in self._records.values())
+
+    def lock(self, model: str) -> asyncio.Lock:
+        """Return the lock for changes of a model's workers and snapshot."""
+        return self._locks[model]
+
+    def knows(self, model: str) -> bool:
+        """Return whether the model is registered."""
+        record = self._records.get(model)
+        return record is not None and record.life.phase not in _PROPOSED
+
+    def targets(self, model: str) -> Targets:
+        targets = self._records[model].targets
+        assert targets is not None
+        return targets
+
+    def loaded(self, model: str) -> LoadedModel | None:
+        """Return the facts of the model's latest load since the daemon's start."""
+        record = self._records.get(model)
+        return None if record is None else record.loaded
+
+    def is_open(self, model: str) -> bool:
+        """Return whether a device has the model and the API is mounted, in whatever phase."""
+        record = self._records.get(model)
+        return record is not None and record.is_open
+
+    # Additions and removals.
+
+    def propose(self, names: Sequence[str]) -> Proposal:
+        """Reserve the name and the aliases of a model that a client asks to add.
+
+        ``drop_proposal`` releases the names unless the model has been registered.
+
+        Raises:
+            Refused: one of the names is reserved already.
+        """
+        for record in self._records.values():
+            for name in set(names).intersection(record.names):
+                is_new = record.life.phase in _PROPOSED
+                what = "being added already" if is_new else "still being removed"
+                raise Refused(f"{name!r} is {what}", "wait until that has ended")
+        proposal = self._record(names).life
+        proposal.move(ModelEvent.PROPOSE)
+        return proposal
+
+    def at_stage(self, model: str, stage: str) -> None:
+        """Record the stage of a proposed model: "resolve", "download" or "check"."""
+        is_download = stage == "download"
+        self._move(model, ModelEvent.DOWNLOAD if is_download else ModelEvent.CHECK)
+
+    def drop_proposal(self, proposal: Proposal) -> None:
+        """Release the names of a model that was not registered."""
+        if proposal.phase in _PROPOSED:
+            self.remove(proposal.subject)
+
+    def register(self, spec: ModelSpec) -> None:
+        record = self._records.get(spec.name) or self._record((spec.name,))
+        record.names, record.targets = (spec.name,), spec.targets
+        record.life.move(ModelEvent.REGISTER)
+        self.breakers.reset(spec.name)  # crashes were those of an earlier model of this name
+
+    def restore(self, rows: Iterable[ModelRow]) -> None:
+        """Register the models of the registry, in the states before the daemon's start."""
+        for row in rows:
+            self.register(row.spec)
+            if row.state is ModelState.FAILED:
+                self.fail(row.spec.name, row.error)
+            elif row.state is not ModelState.REGISTERED:
+                self.loading(row.spec.name)
+
+    def remove(self, model: str) -> None:
+        self._move(model, ModelEvent.REMOVE)
+        self.breakers.reset(model)
+        del self._records[model]
+
+    def set_targets(self, model: str, targets: Targets) -> None:
+        self._records[model].targets = targets
+
+    # Loads and devices.
+
+    def loading(self, model: str) -> None:
+        """Record that some worker is about to load the model for the first time."""
+        if self._records[model].life.phase is ModelPhase.REGISTERED:
+            self._move(model, ModelEvent.LOAD)
+
+    def check_quarantine(self, model: str) -> None:
+        """Raise Failed while no worker may load the model."""
+        reason = self.breakers.reason(model)
+        if reason is not None:
+            raise Failed(f"{model} {reason}", f"`gpupool cache warm {model}` tries it again")
+
+    def host(self, loaded: LoadedModel, number: int) -> None:
+        """Add a device that has loaded the model."""
+        record = self._records[loaded.name]
+        record.loaded = loaded
+        if number not in record.devices:
+            record.devices.append(number)
+        self._follow_facts(record)
+
+    def unhost(self, model: str, number: int) -> None:
+        """Remove a device of the model."""
+        record = self._records.get(model)
+        if record is not None and number in record.devices:
+            record.devices.remove(number)
+            self._follow_facts(record)
+
+    def unhost_all(self, model: str) -> None:
+        """Remove all devices of the model."""
+        for number in self.availability(model).devices:
+            self.unhost(model, number)
+
+    def lose_device(self, number: int) -> None:
+        """Remove a device of all models."""
+        for model in self._records:
+            self.unhost(model, number)
+
+    def drain_device(self, number: int, *, is_draining: bool) -> None:
+        """Stop or resume new requests for a device."""
+        (self._draining_devices.add if is_draining else self._draining_devices.discard)(number)
+
+    def is_device_draining(self, number: int) -> bool:
+        return number in self._draining_devices
+
+    def set_warming(self, model: str, *, is_warming: bool) -> None:
+        """Record the begin or the end of warming."""
+        record = self._records.get(model)
+        if record is not None:
+            record.is_warming = is_warming
+
+    # Mounts.
+
+    def opened(self, model: str) -> None:
+        """Record that the API of a loaded model is mounted: earlier failures are over.
+
+        Has no effect if the model has been quarantined or removed meanwhile.
+        """
+        record = self._records.get(model)
+        if record is None or self.breakers.reason(model) is not None:
+            return
+        record.is_mounted, record.failure = True, None
+        phases = (ModelPhase.REGISTERED, ModelPhase.FAILED, ModelPhase.QUARANTINED)
+        if record.life.phase in phases:
+            record.life.move(ModelEvent.LOAD)
+        self._follow_facts(record)
+
+    def mounted(self, model: str) -> None:
+        """Record that one more frontend has mounted the API of a loaded model."""
+        record = self._records.get(model)
+        if record is not None:
+            record.is_mounted = True
+            self._follow_facts(record)
+
+    def unmounted(self, model: str) -> None:
+        """Record that the model must be loaded and mounted again before requests can be served."""
+        record = self._records.get(model)
+        if record is not None:
+            record.loaded, record.is_mounted = None, False
+            self._follow_facts(record)
+
+    # Failures and drains.
+
+    def fail(self, model: str, reason: str) -> None:
+        """Record that no device could load the model, or with an open breaker may load the model.
+
+        Has no effect on a model that is not registered.
+        """
+        record = self._records.get(model)
+        if record is None or record.life.phase in _PROPOSED:
+            return
+        record.failure = reason
+        if record.life.phase is not ModelPhase.DRAINING:
+            is_shut_out = self.breakers.is_shut_out(model)
+            record.life.move(ModelEvent.QUARANTINE if is_shut_out else ModelEvent.FAIL)
+
+    def is_draining(self, model: str) -> bool:
+        """Return whether the model takes no requests because of a removal or an unload."""
+        record = self._records.get(model)
+        return record is not None and bool(record.num_drains)
+
+    @contextlib.contextmanager
+    def draining(self, model: str) -> Iterator[None]:
+        """Drain the model inside the context; contexts may overlap."""
+        record = self._records[model]
+        if not record.num_drains:
+            record.life.move(ModelEvent.DRAIN)
+        record.num_drains += 1
+        try:
+            yield
+        finally:
+            record.num_drains -= 1
+            if not record.num_drains and record.life.phase is ModelPhase.DRAINING:
+                self._resume(model, record)
+
+    def _record(self, names: Sequence[str]) -> _Record:
+        life = Life(names[0], ModelPhase.REMOVED, MODEL_TRANSITIONS)
+        record = self._records[names[0]] = _Record(tuple(names), life)
+        return record
+
+    def _move(self, model: str, event: ModelEvent) -> None:
+        self._records[model].life.move(event)
+
+    def _resume(self, model: str, record: _Record) -> None:
+        if self.breakers.is_shut_out(model):
+            record.life.move(ModelEvent.QUARANTINE)
+        elif record.failure is not None:
+            record.life.move(ModelEvent.FAIL)
+        else:
+            record.life.move(ModelEvent.RESUME)
+            self._follow_facts(record)
+
+    @staticmethod
+    def _follow_facts(record: _Record) -> None:
+        """Move between LOADING and READY, which needs a device and a mounted API."""
+        if record.is_open and record.life.phase is ModelPhase.LOADING:
+            record.life.move(ModelEvent.OPEN)
+        elif not record.is_open and record.life.phase is ModelPhase.READY:
+            record.life.move(ModelEvent.LOSE_DEVICES)

@@ -1,0 +1,61 @@
+"""The models on the workers. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from gpupoold.control.fleet.transitions import HOST_TRANSITIONS, HostEvent, HostPhase, Life
+
+
+class Host:
+    """A model on one worker; ``layout_digest`` is the digest of the loaded layout."""
+
+    def __init__(self, model: str, number: int) -> None:
+        self._life = Life(f"{model} on worker {number}", HostPhase.ABSENT, HOST_TRANSITIONS)
+        self.layout_digest = ""
+
+    @property
+    def phase(self) -> HostPhase:
+        return self._life.phase
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if the worker has, or will have, the model."""
+        return self.phase not in (HostPhase.ABSENT, HostPhase.UNLOADING)
+
+    @property
+    def has_snapshot(self) -> bool:
+        """True if the model can be restored from an attached snapshot."""
+        return self.phase is HostPhase.ATTACHED
+
+    def note(self, event: HostEvent) -> None:
+        """Change the phase.
+
+        Raises:
+            IllegalTransition: the event is impossible in this phase.
+        """
+        self._life.move(event)
+
+    def loaded(self, layout_digest: str, *, has_snapshot: bool) -> None:
+        """Record the end of a load."""
+        self.note(HostEvent.LOADED)
+        self.layout_digest = layout_digest
+        if has_snapshot:
+            self.note(HostEvent.ATTACH)
+
+
+class Hosts:
+    """The hosts by model and worker number; created when first asked for."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[str, int], Host] = {}
+
+    def of(self, model: str, number: int) -> Host:
+        """Return the model's host on a worker, which lasts until the worker ends."""
+        host = self._hosts.get((model, number))
+        if host is None:
+            host = self._hosts[model, number] = Host(model, number)
+        return host
+
+    def lose_worker(self, number: int) -> None:
+        """Record the end of a worker's process, and of all models there."""
+        for key in [key for key in self._hosts if key[1] == number]:
+            self._hosts.pop(key).note(HostEvent.LOSE_WORKER)

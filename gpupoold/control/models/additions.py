@@ -1,0 +1,124 @@
+"""Additions of models by a client, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.info import model_info
+from gpupoold.control.models.intake import Intake
+from gpupoold.control.models.loader import ModelLoader
+from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.names import check_names_free
+from gpupoold.control.models.snapshots import ModelSnapshots
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import ModelSpec, ModelState
+
+
+class Additions:
+    """Checks, registers and loads new models; a failed addition leaves nothing."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        history: History,
+        fleet: Fleet,
+        supervisor: WorkerSupervisor,
+        snapshots: ModelSnapshots,
+        loader: ModelLoader,
+        mounts: ModelMounts,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``wall_clock`` returns seconds."""
+        self._settings = settings
+        self._registry = registry
+        self._history = history
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self._snapshots = snapshots
+        self._loader = loader
+        self._mounts = mounts
+        self._wall_clock = wall_clock
+        self._tasks: set[asyncio.Task[ModelRow]] = set()
+
+    async def check(self, request: AddModelRequest) -> AsyncIterator[Progress]:
+        """Find and check a model without adding the model.
+
+        Raises:
+            GpupoolError: the reason of the failing step.
+        """
+        await check_names_free(self._registry, (request.name, *request.aliases))
+        intake = self._intake(request)
+        async for step in intake.steps():
+            yield step
+        yield Progress(stage="check", model=intake.preview(self._wall_clock()))
+
+    async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
+        """Register a model; undo all steps after a failure or when the reader leaves.
+
+        Raises:
+            GpupoolError: the reason of the failing step.
+        """
+        names = (request.name, *request.aliases)
+        await check_names_free(self._registry, names)
+        proposal = self._fleet.propose(names)
+        try:
+            intake = self._intake(request)
+            async for step in intake.steps():
+                self._fleet.at_stage(request.name, step.stage)
+                yield step
+            yield Progress(stage="load", total_bytes=intake.weight_bytes)
+        except BaseException:
+            self._fleet.drop_proposal(proposal)
+            raise
+        # A separate task: when the reader leaves, the task undoes its steps before its end.
+        task = asyncio.create_task(self._register_and_load(intake.spec, intake.weight_bytes))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._fleet.drop_proposal(proposal))
+        try:
+            row = await asyncio.shield(task)
+        finally:
+            task.cancel()
+        yield Progress(stage="ready", model=model_info(row))
+
+    async def stop(self) -> None:
+        """Undo unfinished additions; the workers have stopped before."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _intake(self, request: AddModelRequest) -> Intake:
+        return Intake(request, self._settings, self._supervisor, self._snapshots.host_budget)
+
+    async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
+        async with self._fleet.changing.alone():
+            await self._registry.add(spec)
+            self._fleet.register(spec)
+            try:
+                self._fleet.loading(spec.name)
+                await self._registry.set_state(spec.name, ModelState.LOADING)
+                await self._mounts.publish()
+                await self._loader.load_everywhere(spec, weight_bytes)
+                row = await self._mounts.open(spec)
+            except BaseException as error:
+                await self._undo(spec, str(error) or "its client left")
+                raise
+            text = f"serving from {spec.path}"
+            self._history.record_event("info", "model_added", spec.name, text)
+            return row
+
+    async def _undo(self, spec: ModelSpec, reason: str) -> None:
+        try:
+            await self._loader.unload(spec.name)
+        finally:
+            await self._registry.remove(spec.name)
+            self._fleet.remove(spec.name)
+            self._history.record_event("error", "model_refused", spec.name, reason)
+            await self._mounts.publish()

@@ -1,0 +1,105 @@
+"""Changes and removals of registered models."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.api.schemas import SetModelRequest
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.drains import Drains
+from gpupoold.control.models.loader import ModelLoader
+from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.names import find_model
+from gpupoold.control.models.warming import Warmer
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.domain import Targets
+
+RemoveMode = Literal["refuse", "drain", "force"]
+
+
+class Changes:
+    """Changes targets and aliases of models, and removes models."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        history: History,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        drains: Drains,
+        warmer: Warmer,
+        loader: ModelLoader,
+        mounts: ModelMounts,
+    ) -> None:
+        self._registry = registry
+        self._history = history
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._drains = drains
+        self._warmer = warmer
+        self._loader = loader
+        self._mounts = mounts
+
+    async def set(self, name: str, request: SetModelRequest) -> ModelRow:
+        """Change targets and aliases of a model while the model serves.
+
+        Raises:
+            GpupoolError: see ``Registry.update``.
+        """
+        async with self._fleet.changing.alone():
+            old = (await find_model(self._registry, name)).spec
+            targets = Targets(
+                request.ttft_s or old.targets.ttft_s, request.tbt_s or old.targets.tbt_s
+            )
+            row = await self._registry.update(
+                old.name,
+                targets=targets,
+                add_aliases=request.add_aliases,
+                remove_aliases=request.remove_aliases,
+            )
+            self._dispatcher.set_targets(old.name, targets)
+            if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
+                await self._mounts.mount(row.spec)
+            await self._mounts.publish()
+            text = "targets or aliases changed"
+            self._history.record_event("info", "model_changed", old.name, text)
+            return row
+
+    async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
+        """Remove a model.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the model has live requests and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
+        """
+        model = (await find_model(self._registry, name)).spec.name
+        try:
+            with contextlib.ExitStack() as drain:
+                async with self._fleet.changing.alone():
+                    row = await find_model(self._registry, model)
+                    if mode == "refuse":
+                        self._drains.check_idle(model)
+                    drain.enter_context(self._fleet.draining(model))
+                    await self._mounts.publish()
+                if mode == "drain":
+                    await self._drains.wait_idle(model)  # other models can be changed meanwhile
+                async with self._fleet.changing.alone():
+                    await self._forget(row)
+        finally:
+            await self._mounts.publish()
+        return row
+
+    async def _forget(self, row: ModelRow) -> None:
+        model = row.spec.name
+        now = await self._registry.get(model)
+        if now is None or now.created_at != row.created_at:
+            return  # another removal was faster
+        self._dispatcher.fail_model(model, f"{model} was removed")
+        await self._warmer.cancel(model)
+        await self._loader.unload(model)
+        await self._registry.remove(model)
+        self._fleet.remove(model)
+        self._history.record_event("info", "model_removed", model, "removed")

@@ -1,0 +1,67 @@
+"""Models that take no requests while the remaining requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.live_requests import LiveRequests
+from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.errors import Refused, TimedOut
+
+_DRAIN_POLL_S = 0.05
+
+
+class Drains:
+    """Drains models before an unload or a removal."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, live: LiveRequests, mounts: ModelMounts
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._live = live
+        self._mounts = mounts
+
+    @contextlib.asynccontextmanager
+    async def closed(self, model: str) -> AsyncIterator[None]:
+        """Refuse new requests of a model inside the context; other models can change meanwhile.
+
+        Raises:
+            Refused: the model is closed already.
+        """
+        if self._fleet.is_draining(model):
+            raise Refused(f"{model} is being unloaded or removed", "wait until it has been")
+        try:
+            with self._fleet.draining(model):
+                await self._mounts.publish()
+                yield
+        finally:
+            await self._mounts.publish()
+
+    def check_idle(self, model: str) -> None:
+        """Raise Refused if the model has live requests."""
+        num_live = self._live.num_of(model)
+        if num_live:
+            raise Refused(
+                f"{model} has {num_live} live requests", "use --drain to wait or --force to cancel"
+            )
+
+    async def wait_idle(self, model: str) -> None:
+        """Return when a model has no live requests.
+
+        Raises:
+            TimedOut: requests are left after ``limits.drain_timeout``.
+        """
+        limit_s, loop = self._settings.limits.drain_timeout_s, asyncio.get_running_loop()
+        deadline_s = loop.time() + limit_s
+        while num_live := self._live.num_of(model):
+            if loop.time() > deadline_s:
+                raise TimedOut(
+                    f"{model}: {num_live} requests still run after {limit_s:g} s",
+                    "raise limits.drain_timeout or use --force",
+                )
+            await asyncio.sleep(_DRAIN_POLL_S)

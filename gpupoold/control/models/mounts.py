@@ -1,0 +1,110 @@
+"""Models on the frontends: the published list, and the mounted APIs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.specs import to_load
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import ModelSpec, ModelState
+from gpupoold.errors import GpupoolError
+from gpupoold.wire import messages as m
+
+
+class ModelMounts:
+    """Publishes the models with their states, and mounts the APIs of loaded models.
+
+    ``clock`` returns seconds of the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        history: History,
+        fleet: Fleet,
+        supervisor: WorkerSupervisor,
+        frontends: Frontends,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._history = history
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self._frontends = frontends
+        self._clock = clock
+
+    async def publish(self, opening: str | None = None) -> None:
+        """Send the models and states to the frontends; the model ``opening`` counts as ready."""
+        rows = await self._registry.list()
+        served = [self._served(row, is_open=row.spec.name == opening) for row in rows]
+        self._frontends.send(m.ModelList(served, self._supervisor.any_ready))
+
+    async def open(self, spec: ModelSpec) -> ModelRow:
+        """Open a loaded model for requests.
+
+        The frontends get the state first, and the answer to the mount confirms the state, so that a
+        client that reads ``ready`` can use the model.
+
+        Raises:
+            GpupoolError: the frontends' reason, or the model is in quarantine.
+        """
+        if self._fleet.breakers.close(spec.name, self._clock()):
+            text = "loaded, and ready again"
+            self._history.record_event("info", "model_recovered", spec.name, text)
+        await self.publish(opening=spec.name)
+        await self.mount(spec)
+        self._fleet.check_quarantine(spec.name)  # the model may have crashed a worker
+        self._fleet.opened(spec.name)
+        row = await self._registry.set_state(spec.name, ModelState.READY)
+        await self.publish()
+        return row
+
+    async def mount(self, spec: ModelSpec) -> None:
+        """Mount or remount the API of a loaded model on all frontends.
+
+        Raises:
+            GpupoolError: the frontends' reason.
+        """
+        loaded = self._fleet.loaded(spec.name)
+        assert loaded is not None
+        await self._frontends.serve(to_load(spec, self._settings), loaded)
+
+    async def mount_all(self, frontend: Frontend) -> None:
+        """Mount every loaded model on a new frontend."""
+        await self.publish()
+        for row in await self._registry.list():
+            name, loaded = row.spec.name, self._fleet.loaded(row.spec.name)
+            if loaded is None:
+                continue
+            try:
+                await frontend.serve(to_load(row.spec, self._settings), loaded)
+            except GpupoolError as error:
+                self._history.record_event("error", "model_not_mounted", name, str(error))
+            else:
+                self._fleet.mounted(name)
+        await self.publish()
+
+    def unmount(self, model: str) -> None:
+        """Unmount the model's API from all frontends."""
+        self._fleet.unmounted(model)
+        self._frontends.send(m.StopServing(model))
+
+    def _served(self, row: ModelRow, *, is_open: bool) -> m.ServedModel:
+        now = self._fleet.availability(row.spec.name)
+        return m.ServedModel(
+            name=row.spec.name,
+            aliases=row.spec.aliases,
+            state=(ModelState.READY if is_open else now.state).value,
+            created_at=row.created_at,
+            reason="" if is_open else now.reason,
+            retry_at_s=now.retry_at_s or 0.0,
+            max_model_len=row.loaded_max_model_len,
+        )

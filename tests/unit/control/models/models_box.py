@@ -1,0 +1,258 @@
+"""All parts that look after models, over workers whose processes the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, cast
+
+from gpupool_state import History, Registry
+from gpupoold.config.schema import parse_settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.models.snapshots import ModelSnapshots
+from gpupoold.control.processes.child import Launch
+from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.fd_store import StoredSnapshots
+from gpupoold.control.weights.keys import SnapshotKeys
+from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import ModelName, ModelSpec, ModelState
+from gpupoold.errors import Failed, GpupoolError
+from gpupoold.memory.memfd import create_memfd
+from gpupoold.scheduling.policies.named import make_policy
+from gpupoold.system.activity import ActivityPage, ThreadPhase
+from gpupoold.system.systemd import FdStore, Notifier
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import AsyncChannel, ChannelClosed
+from tests.unit.control.loaded import loaded
+
+PAGE = 4096
+TIMEOUT_S = 20
+LAYOUT = "layout"
+
+
+class PlayedWorker:
+    """A worker's process, which loads whatever it is told, unless the test has other plans."""
+
+    pid = 4711
+
+    def __init__(self, launch: Launch, number: int, box: ModelsBox) -> None:
+        sock = socket.socket(fileno=socket.dup(launch.fd_options["--wire-fd"]))
+        self.channel: AsyncChannel[Any] = AsyncChannel(sock, m.ToWorker)
+        self.activity = ActivityPage()
+        self.activity.attach(os.dup(launch.fd_options["--activity-fd"]))
+        self._box, self._number = box, number
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._serve())
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._status)
+
+    def kill(self) -> None:
+        self.end(-signal.SIGKILL)
+
+    def end(self, status: int) -> None:
+        if not self._status.done():
+            self._status.set_result(status)
+            self.channel.close()
+
+    async def _serve(self) -> None:
+        self.channel.send(
+            m.WorkerReady(self._number, self.pid, 1 << 30, PAGE, 1e9, "0.32.0", "cuda")
+        )
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                self._answer(await self.channel.receive())
+
+    def _answer(self, message: m.Message) -> None:
+        match message:
+            case m.LoadModel():
+                self._load(message)
+            case m.UnloadModel():
+                self._box.told.append(f"unload {message.name} on {self._number}")
+                self.channel.send(m.ModelUnloaded(message.name))
+            case m.DropSnapshot():
+                self._box.told.append(f"drop {message.model} on {self._number}")
+                self.channel.send(m.SnapshotDropped(message.model))
+            case m.TakeSnapshot():
+                os.close(self.channel.take_fd())
+                self._box.told.append(f"take {message.model} on {self._number}")
+                self.channel.send(m.SnapshotTaken(message.model, self._box.take_problem))
+            case m.Shutdown():
+                self.end(0)
+
+    def _load(self, order: m.LoadModel) -> None:
+        name = order.model.name
+        fd = self.channel.take_fd() if order.has_snapshot else create_memfd(name, PAGE)
+        how = "attach" if order.has_snapshot else "build"
+        self._box.told.append(f"{how} {name} on {self._number}")
+        error = self._box.errors.get(name)
+        if name in self._box.deadly:
+            self.activity.main.set(ThreadPhase.LOAD, name)
+            self.end(-signal.SIGSEGV)
+        elif error is not None:
+            self.channel.send(m.ModelFailed(name, error.code, error.message))
+        elif name not in self._box.slow:
+            answer = m.ModelLoaded(loaded(name), LAYOUT, True, self_check=(1, 2))
+            self.channel.send(answer, (fd,))
+        os.close(fd)
+
+
+class ServedModels:
+    """The frontends: which models they were told of, and which APIs they have mounted."""
+
+    def __init__(self) -> None:
+        self.lists: list[m.ModelList] = []
+        self.mounted: set[str] = set()
+        self.error: GpupoolError | None = None
+
+    def send(self, message: m.Message) -> None:
+        if isinstance(message, m.ModelList):
+            self.lists.append(message)
+        elif isinstance(message, m.StopServing):
+            self.mounted.discard(message.name)
+
+    async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
+        if self.error is not None:
+            raise self.error
+        self.mounted.add(model.name)
+
+    def states_of(self, model: str) -> list[str]:
+        """What clients have seen of a model, one after another."""
+        return [one.state for told in self.lists for one in told.models if one.name == model]
+
+    def states(self) -> dict[str, str]:
+        """What a client sees now."""
+        return {one.name: one.state for one in self.lists[-1].models}
+
+
+class ModelsBox:
+    """A registry, a fleet and two workers; room in host memory for ``num_snapshots``."""
+
+    def __init__(
+        self, folder: Path, registry: Registry, history: History, num_snapshots: int = 1024
+    ) -> None:
+        self.folder, self.registry, self.history = folder, registry, history
+        self.told: list[str] = []
+        self.deadly: set[str] = set()
+        self.slow: set[str] = set()
+        self.errors: dict[str, Failed] = {}
+        self.take_problem = ""
+        self.replies: list[m.Message] = []
+        settings = parse_settings(
+            {
+                "devices": ["cuda:0", "cuda:1"],
+                "paths": {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")},
+                "limits": {"stop_grace": 0.05, "load_timeout": 0.5, "drain_timeout": 0.2},
+            },
+            "test",
+        )
+        keys = SnapshotKeys()
+        stored = StoredSnapshots(FdStore(Notifier()), keys)
+        self.cache = SnapshotCache(num_snapshots * PAGE, stored)
+        self.saved = SavedSnapshots(folder / "snapshots", 1 << 20, keys)
+        self.fleet = Fleet(self.cache)
+        self.supervisor = WorkerSupervisor(
+            settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start
+        )
+        self.frontends = ServedModels()
+        policy = make_policy("gpupool")
+        self.dispatcher = Dispatcher(
+            settings.limits,
+            history,
+            policy,
+            self.fleet,
+            lambda _, message: self.replies.append(message),
+        )
+        self.snapshots = snapshots = ModelSnapshots(
+            settings,
+            history,
+            self.dispatcher.live,
+            self.supervisor,
+            self.cache,
+            self.saved,
+            stored,
+        )
+        self.lifecycle = ModelLifecycle(
+            settings,
+            registry,
+            history,
+            self.fleet,
+            self.dispatcher,
+            self.supervisor,
+            cast(Frontends, self.frontends),
+            snapshots,
+        )
+        self.processes: dict[int, PlayedWorker] = {}
+
+    async def _start(self, launch: Launch) -> PlayedWorker:
+        number = int(launch.arguments[launch.arguments.index("--device") + 1])
+        self.processes[number] = PlayedWorker(launch, number, self)
+        return self.processes[number]
+
+    async def register(self, *names: str) -> None:
+        """Models as of an earlier life of the daemon."""
+        for name in names:
+            checkpoint = self.folder / name
+            checkpoint.mkdir(exist_ok=True)
+            (checkpoint / "config.json").write_text(name)
+            await self.registry.add(ModelSpec(ModelName(name), name, str(checkpoint)))
+            await self.registry.set_state(name, ModelState.READY)
+            self.fleet.restore([row for row in [await self.registry.get(name)] if row])
+
+    async def start(self) -> None:
+        """Start the workers; return when they have loaded what they can."""
+        on_up = self.lifecycle.reloads.worker_up
+        on_down = self.lifecycle.quarantine.worker_down
+        self.supervisor.start(Handlers(self.dispatcher.from_worker, on_up, on_down))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def until_ready(self, *names: str) -> None:
+        """On both workers."""
+        await self.until(
+            lambda: all(
+                self.fleet.availability(name).can_serve
+                and len(self.fleet.availability(name).devices) == 2
+                for name in names
+            )
+        )
+
+    def ask(self, model: str, request_id: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self.dispatcher.from_frontend(m.AddRequest(model, request_id, now_s, 2, 8, [b""]))
+
+    async def events(self) -> list[str]:
+        await self.history.flush()
+        return [one.kind for one in await self.history.events_after(0, 1000)]
+
+    async def stop(self) -> None:
+        await self.supervisor.stop()
+        await self.lifecycle.stop()
+        await self.saved.stop()
+        self.cache.close()
+
+
+@contextlib.asynccontextmanager
+async def running(box: ModelsBox, *names: str) -> AsyncIterator[ModelsBox]:
+    """A box whose workers have loaded these models."""
+    await box.register(*names)
+    await box.start()
+    try:
+        await box.until_ready(*names)
+        yield box
+    finally:
+        await box.stop()

@@ -212,7 +212,7 @@ def test_command_line(box: Box) -> None:
     assert made.exit_code == 0, made.stderr
     [text] = made.stdout.split()
     box.texts.append(text)
-    assert "not shown again" in made.stderr
+    assert "cannot be shown again" in made.stderr
     with box.http(text) as http:
         assert http.get("/v1/models/one").status_code == 200
     listed = run_cli(box, "key", "ls").stdout

@@ -107,7 +107,7 @@ def _check_readable(path: Path, name: str) -> None:
         raise TlsError(
             name,
             f"{path} cannot be read: {error.strerror}",
-            "name a PEM file that gpupoold's user may read",
+            "name a PEM file readable by gpupoold's user",
         ) from error
 
 

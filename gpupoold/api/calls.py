@@ -164,7 +164,7 @@ class AdminCalls:
         return DaemonNotRunning(
             f"no daemon answers at {self.socket_path}",
             "start the daemon with `gpupoold` or `systemctl start gpupoold`,"
-            " or name its socket with --socket or GPUPOOL_SOCKET",
+            " or name the daemon's socket with --socket or GPUPOOL_SOCKET",
         )
 
 
@@ -177,4 +177,4 @@ def _how_to_get_in(socket_path: Path) -> str:
         return "run as the daemon's user"
     if found.st_gid == _ROOTS_GROUP or not found.st_mode & stat.S_IWGRP:
         return "run as the daemon's user, or as root"
-    return f"an administrator has to run: usermod -aG {group} NAME; then NAME logs in again"
+    return f"ask an administrator to run: usermod -aG {group} NAME; then NAME logs in again"

@@ -238,7 +238,7 @@ class ControlPlane:
         worker = self.supervisor.workers[0]
         if request.part == "kv":
             if request.models is None:
-                raise Refused("KV is measured with two models", "name them in `models`")
+                raise Refused("KV is measured with two models", "name two models in `models`")
             worker, models = await self._shared(request.models)
             arguments = {"models": models, "kv_bytes": request.kv_bytes}
         if request.part != "leftovers":
@@ -296,7 +296,7 @@ class ControlPlane:
 
     async def _frontend_down(self, frontend: Frontend, death: Death) -> None:
         """Cancel the requests of an ended frontend."""
-        text = f"ended ({death.reason}), it is restarted"
+        text = f"ended ({death.reason}) and is restarted"
         self.history.record_event("error", "frontend_down", frontend.name, text)
         self.dispatcher.frontend_down(frontend.number)
 
@@ -344,5 +344,5 @@ async def tick(
             try:
                 check(clock())
             except Exception:
-                _logger.exception("a periodic check of the pool failed")
+                _logger.exception("a periodic check failed")
         await asyncio.sleep(interval_s)

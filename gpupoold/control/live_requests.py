@@ -228,7 +228,7 @@ class LiveRequests:
             ValueError: another live request has the same id; nothing has changed.
         """
         if request.request_id in self._requests:
-            raise ValueError(f"another live request is called {request.request_id}")
+            raise ValueError(f"a live request already has the id {request.request_id}")
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
         self._num_by_key[request.key_id] += 1

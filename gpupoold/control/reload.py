@@ -85,7 +85,7 @@ class Reloader:
                 if settings.memory.model_cache_bytes < self._settings.memory.model_cache_bytes:
                     await self._cache.check_budget(settings.memory.model_cache_bytes)
             except GpupoolError as error:
-                text = f"the configuration stays as it was: {error}"
+                text = f"the configuration is unchanged: {error}"
                 self._history.record_event("error", "config_refused", "gpupoold", text)
                 raise
             before = self._settings.model_copy()
@@ -160,4 +160,4 @@ def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
     parts = [f"changed {', '.join(one.key for one in changed)}"] if changed else []
     if waiting:
         parts.append(f"after a restart {', '.join(one.key for one in waiting)}")
-    return "; ".join(parts) or "nothing has changed"
+    return "; ".join(parts) or "no changes"

@@ -47,7 +47,7 @@ class WorkerOperations:
             if time.monotonic() > deadline_s:
                 raise TimedOut(
                     f"worker {number} still has {num_left} requests after {limit_s:g} s",
-                    "they end there; see `gpupool ps`, or wait with `gpupool drain` again",
+                    "the requests continue there; see `gpupool ps`, or run `gpupool drain` again",
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
 

@@ -304,7 +304,7 @@ class TestStarting:
         (tmp_path / "run").chmod(0o777)
         done = run_gpupoold(write_config(tmp_path, "[server]\nport = 0\n"))
         assert done.returncode == 5
-        assert f"{tmp_path}/run, can be written to by others" in done.stderr
+        assert f"{tmp_path}/run, is writable by other users" in done.stderr
         assert f"hint: chmod go-w {tmp_path}/run" in done.stderr
 
     def test_a_database_that_is_none(self, tmp_path: Path) -> None:

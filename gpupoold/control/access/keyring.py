@@ -21,8 +21,8 @@ _logger = logging.getLogger(__name__)
 
 _SAVE_EVERY_S = 10.0
 _LOCKED_OUT = (
-    "{reason}, and nobody has one: all requests are answered with 401. "
-    "Make a key: `gpupool key add NAME`"
+    "{reason}, but no key is valid: all requests are answered with 401. "
+    "Create a key with `gpupool key add NAME`"
 )
 
 
@@ -126,7 +126,7 @@ class Keyring:
         try:
             await self._store.note_use(uses.values())
         except Failed as error:
-            _logger.warning("what API keys have used cannot be written now: %s", error)
+            _logger.warning("the use of API keys cannot be written now: %s", error)
             for use in uses.values():
                 self._add_use(use)
 

@@ -85,7 +85,7 @@ class CircuitBreakers:
         breaker.convicted.add(request_id)
         if breaker.state is not _State.CLOSED or len(breaker.convicted) < MAX_CONVICTED:
             return None
-        text = f"ended workers with each of {len(breaker.convicted)} requests in a row, all alone"
+        text = f"ended workers with {len(breaker.convicted)} requests in a row, each retried alone"
         return self.open(model, text, now_s)
 
     def answered(self, model: str) -> None:

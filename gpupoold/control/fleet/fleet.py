@@ -176,7 +176,7 @@ class Fleet:
             for name in set(names).intersection(record.names):
                 is_new = record.life.phase in _PROPOSED
                 what = "being added already" if is_new else "still being removed"
-                raise Refused(f"{name!r} is {what}", "wait until that has ended")
+                raise Refused(f"{name!r} is {what}", "wait until the addition or removal has ended")
         proposal = self._record(names).life
         proposal.move(ModelEvent.PROPOSE)
         return proposal
@@ -225,7 +225,7 @@ class Fleet:
         """Raise Failed while no worker may load the model."""
         reason = self.breakers.reason(model)
         if reason is not None:
-            raise Failed(f"{model} {reason}", f"`gpupool cache warm {model}` tries it again")
+            raise Failed(f"{model} {reason}", f"try again with `gpupool cache warm {model}`")
 
     def host(self, loaded: LoadedModel, number: int) -> None:
         """Add a device that has loaded the model."""

@@ -145,7 +145,7 @@ class Life(Generic[P, E]):
         if after is None:
             before = "".join(f"{phase.name} -{past.name}-> " for phase, past in self._last)
             raise IllegalTransition(
-                f"{self.subject} is {self.phase.name}: no {event.name} from there "
+                f"{self.subject} is {self.phase.name}: {event.name} is no event of this phase "
                 f"(so far: {before}{self.phase.name})"
             )
         self._last.append((self.phase, event))

@@ -85,7 +85,7 @@ class Frontend(Supervised[m.FromFrontend]):
             return await self._serving.answer(call_id, _SERVE_TIMEOUT_S)
         except TimeoutError:
             raise Failed(
-                f"{model.name}: {self.name} did not mount its API within {_SERVE_TIMEOUT_S:g} s"
+                f"{model.name}: {self.name} did not mount the API within {_SERVE_TIMEOUT_S:g} s"
             ) from None
 
     async def _launch(self) -> Child[m.FromFrontend]:

@@ -110,7 +110,7 @@ class Frontends:
         if errors and True not in outcomes:
             raise errors[0][1]
         for one, error in errors:
-            one.end(f"it could not mount {model.name}, as others could: {error}")
+            one.end(f"mounting {model.name} failed, but succeeded in another frontend: {error}")
 
     def _ensure_open(self) -> None:
         """Ensure that some frontend accepts connections.

@@ -108,7 +108,7 @@ class Additions:
                 await self._loader.load_everywhere(spec, weight_bytes)
                 row = await self._mounts.open(spec)
             except BaseException as error:
-                await self._undo(spec, str(error) or "its client left")
+                await self._undo(spec, str(error) or "the client disconnected")
                 raise
             text = f"serving from {spec.path}"
             self._history.record_event("info", "model_added", spec.name, text)

@@ -107,10 +107,10 @@ class CacheControl:
         pinned_bytes = sum(view.num_bytes for view in pinned)
         if pinned_bytes > num_bytes:
             raise Refused(
-                f"memory.model_cache: {format_bytes(num_bytes)} are too little for the pinned "
+                f"memory.model_cache: {format_bytes(num_bytes)} is too small for the pinned "
                 f"snapshots of {', '.join(view.name for view in pinned)}, "
                 f"{format_bytes(pinned_bytes)}",
-                "unpin a model (`gpupool cache unpin`) or leave the cache larger",
+                "unpin a model (`gpupool cache unpin`) or choose a larger cache",
             )
 
     async def _check_pin(self, row: ModelRow, saved_bytes: dict[str, int]) -> None:

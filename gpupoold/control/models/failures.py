@@ -83,4 +83,4 @@ class Failures:
         if retry_at_s is None:
             return reason
         at = datetime.fromtimestamp(self._wall_clock() + retry_at_s - self._clock()).astimezone()
-        return f"{reason}; it is tried again at {at:%H:%M:%S}"
+        return f"{reason}; next try at {at:%H:%M:%S}"

@@ -112,7 +112,7 @@ class ModelSnapshots:
         if saved is None:
             return None
         size, took_s = format_bytes(saved.num_bytes), loop.time() - started_s
-        _logger.info("%s: its snapshot of %s was read in %.2f s", spec.name, size, took_s)
+        _logger.info("%s: snapshot of %s read in %.2f s", spec.name, size, took_s)
         return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.self_check)
 
     async def keep(self, fd: int, loaded: m.ModelLoaded, given: CachedSnapshot | None) -> None:

@@ -40,7 +40,7 @@ async def _recall_use(rows: dict[str, ModelRow], history: History, cache: Snapsh
     try:
         last_requests = await history.last_requests()
     except GpupoolError as error:
-        _logger.warning("which models were used last is not known: %s", error)
+        _logger.warning("the last use of each model is unknown: %s", error)
         last_requests = {}
     for name in unknown:
         cache.touch(name, last_requests.get(name, rows[name].created_at))

@@ -88,10 +88,12 @@ class Warmer:
         too.
         """
         model = message.model
-        text = f"its self-check answered {list(message.answered)}, not {list(message.expected)}"
+        text = f"the self-check answered {list(message.answered)}, not {list(message.expected)}"
         self._history.record_event("error", "self_check_failed", model, text)
         self._dispatcher.accounts.meters.model(model).self_check_failures += 1
-        self._dispatcher.fail_model(model, f"the weights of {model} were damaged; it is reloaded")
+        self._dispatcher.fail_model(
+            model, f"the weights of {model} were damaged; the model is reloaded"
+        )
         self._begin(model, self._renew)
 
     def _workers_of(self, model: str) -> list[Worker]:

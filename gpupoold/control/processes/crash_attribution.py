@@ -68,7 +68,7 @@ def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[s
     if ended_for:
         return ended_for, True
     if status is None:
-        return "it left, and its exit status is not known", False
+        return "exit status unknown", False
     if status == OUT_OF_MEMORY_STATUS:
         return "out of memory", True
     if status == -signal.SIGKILL and saw_oom_kill:

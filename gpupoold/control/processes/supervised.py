@@ -150,7 +150,7 @@ class Supervised(ABC, Generic[M]):
             pass
         except Exception:
             _logger.exception("a message of %s could not be handled", self.name)
-            self.end("it sent what could not be handled")
+            self.end("sent an invalid message")
 
     def _begin_set_up(self) -> None:
         """Set up the process in the background."""
@@ -162,7 +162,7 @@ class Supervised(ABC, Generic[M]):
         except Exception as error:
             _logger.exception("setting %s up failed", self.name)
             if self._setting_up is asyncio.current_task():  # not of an earlier process
-                self.end(f"it could not be set up: {error}")
+                self.end(f"set-up failed: {error}")
 
     def _keep(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run ``work`` in a task that :meth:`stop` cancels."""

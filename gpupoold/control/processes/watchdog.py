@@ -47,7 +47,7 @@ class Watch:
         if now_s - self._seen_s > hang_timeout_s:
             return f"hung: no sign of life for {hang_timeout_s:g} s"
         if now_s - self._moved_s > hang_timeout_s:
-            return f"hung: its turn made no step for {hang_timeout_s:g} s"
+            return f"hung: no step in the present turn for {hang_timeout_s:g} s"
         return ""
 
 

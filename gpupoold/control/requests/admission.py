@@ -170,7 +170,7 @@ class Overload:
             whose = ""
         else:
             return None
-        text = f"The requests{whose} that wait or run may have {bound:,} bytes in all."
+        text = f"Waiting and running requests{whose} may have at most {bound:,} bytes in total."
         return "bytes_full", text, _UNKNOWN_S
 
     def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
@@ -219,7 +219,7 @@ class Overload:
             return None
         text = (
             f"The first token of `{model.name}` would take {format_duration(wait_s)}, "
-            f"more than its target of {format_duration(ttft_s)}."
+            f"more than the target of {format_duration(ttft_s)}."
         )
         return "too_late", text, max(wait_s - ttft_s, 0.0)
 

@@ -31,7 +31,7 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
 
-_SAME_ID = "Another request is served by the same id. Please send this one again."
+_SAME_ID = "A live request has the same id. Please send the request again."
 
 
 class Dispatcher:
@@ -139,7 +139,11 @@ class Dispatcher:
         """Drain a worker, or end the drain."""
         self._fleet.drain_device(number, is_draining=is_draining)
         self.scheduler.set_draining(number, is_draining=is_draining)
-        text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
+        text = (
+            "no new requests; running requests end or migrate"
+            if is_draining
+            else "accepts new requests"
+        )
         kind: DeviceEvent = "drain_began" if is_draining else "drain_ended"
         self._history.record_event("info", kind, str(number), text)
 
@@ -207,7 +211,8 @@ class Dispatcher:
         request = self.live.get(request_id_of(request_id))
         if request is None:
             raise NoSuchRequest(
-                f"no live request is called {request_id!r}", "it may have ended: see `gpupool top`"
+                f"no live request has the id {request_id!r}",
+                "the request may have ended: see `gpupool top`",
             )
         self._stop([request], reason)
         return request
@@ -226,7 +231,7 @@ class Dispatcher:
         for request in lost:
             if not request.is_held and request not in convicted:
                 self._restart(request)
-        self._fail(convicted, f"the request ended its worker, and another alone: {reason}")
+        self._fail(convicted, f"the request crashed a second worker when retried alone: {reason}")
         for request in convicted:
             self.isolation.convicted(request)
         self._try_suspects(self._clock())
@@ -243,7 +248,7 @@ class Dispatcher:
     def tick(self, now_s: float) -> None:
         """End late requests if configured, and start trials; to be called every second."""
         late = self._overload.too_late(now_s)
-        self._fail(late, "dropped: it had not begun when its first token was due")
+        self._fail(late, "dropped: the request had not begun when the first token was due")
         self._overload.report(now_s)
         self._try_suspects(now_s)
         self.scheduler.tick()

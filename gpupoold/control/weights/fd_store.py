@@ -100,7 +100,7 @@ class StoredSnapshots:
         try:
             label_fd = _sealed(msgspec.json.encode(label))
         except OSError as error:
-            _logger.warning("%s: its snapshot is not kept by systemd: %s", model, error)
+            _logger.warning("%s: the snapshot is not stored by systemd: %s", model, error)
             return
         try:
             if self._store.keep(name, (snapshot.fd, label_fd)):
@@ -126,7 +126,7 @@ class StoredSnapshots:
                 await self._take_back(model, ready, cache)
             for stored in self._found.values():
                 _logger.warning(
-                    "%s: its snapshot of %s came back and is not needed",
+                    "%s: the snapshot of %s stored by systemd is not needed",
                     stored.label.model,
                     format_bytes(stored.label.num_bytes),
                 )
@@ -141,13 +141,15 @@ class StoredSnapshots:
             return
         label = stored.label
         if await self._keys.note(model, ready) != label.key:
-            _logger.warning("%s: the snapshot that came back is of another checkpoint", model.name)
+            _logger.warning(
+                "%s: the snapshot stored by systemd is of another checkpoint", model.name
+            )
         elif cache.short_bytes(model.name, label.num_bytes) == 0:
             del self._found[model.name]
             self._names[stored.fd] = stored.name
             cache.put(model.name, stored.fd, label.digest, label.self_check)
             _logger.info(
-                "%s: its snapshot of %s has outlived the last daemon",
+                "%s: the snapshot of %s has outlived the last daemon",
                 model.name,
                 format_bytes(label.num_bytes),
             )
@@ -160,9 +162,9 @@ class StoredSnapshots:
             try:
                 stored = _checked(name, fds)
                 if stored.label.model in self._found:
-                    raise _Unfit(f"it is the second one of {stored.label.model}")
+                    raise _Unfit(f"a second snapshot of {stored.label.model}")
             except (_Unfit, OSError) as error:
-                _logger.warning("what systemd kept as %s is not used: %s", name, error)
+                _logger.warning("%s: the snapshot stored by systemd is not used: %s", name, error)
                 self._release(name, *fds)
                 continue
             self._found[stored.label.model] = stored
@@ -191,12 +193,12 @@ def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
     try:
         label = msgspec.json.decode(os.pread(labels[0], _MAX_LABEL_BYTES, 0), type=Label)
     except msgspec.DecodeError as error:
-        raise _Unfit(f"its label is wrong: {error}") from error
+        raise _Unfit(f"invalid label: {error}") from error
     if label.format != _FORMAT:
-        raise _Unfit(f"its label has format {label.format}, this gpupoold reads {_FORMAT}")
+        raise _Unfit(f"the label has format {label.format}, this gpupoold reads {_FORMAT}")
     num_bytes = os.fstat(snapshots[0]).st_size
     if num_bytes != label.num_bytes:
-        raise _Unfit(f"it has {num_bytes} bytes instead of {label.num_bytes}")
+        raise _Unfit(f"{num_bytes} bytes instead of {label.num_bytes}")
     return _StoredSnapshot(name, snapshots[0], label)
 
 

@@ -94,8 +94,9 @@ class HostMemoryBudget:
                 raise self._refusal(model, num_bytes)
             if left_s <= 0:
                 raise TimedOut(
-                    f"{model}: no room for its snapshot of {format_bytes(num_bytes)} came free in "
-                    f"the model cache within {wait_s:g} s: all others are pinned or in use",
+                    f"{model}: no memory for a snapshot of {format_bytes(num_bytes)} became free "
+                    f"in the model cache within {wait_s:g} s: all other snapshots are pinned or "
+                    "in use",
                     "raise memory.model_cache, or unpin a model (`gpupool cache unpin`)",
                 )
             with contextlib.suppress(TimeoutError):
@@ -109,11 +110,11 @@ class HostMemoryBudget:
         """
         async with self._making:
             if model in self._cache.pinned:
-                raise Refused(f"{model} is pinned", f"`gpupool cache unpin {model}` first")
+                raise Refused(f"{model} is pinned", f"run `gpupool cache unpin {model}` first")
             if self._is_in_use(model):
-                raise Refused(f"{model} has live requests", "wait until they have ended")
+                raise Refused(f"{model} has live requests", "wait until the requests have ended")
             if self._holds[model]:
-                raise Refused(f"{model} is being loaded", "wait until it has been")
+                raise Refused(f"{model} is being loaded", "wait until the load has ended")
             if self._cache.get(model) is not None:
                 await self._drop_all([model])
 
@@ -135,7 +136,7 @@ class HostMemoryBudget:
             victims = choose_victims(self._candidates(model), short_bytes)
             if victims is None:
                 return False
-            _logger.info("%s: room for its snapshot is made by those of %s", model, victims)
+            _logger.info("%s: the snapshot replaces the snapshots of %s", model, victims)
             await self._drop_all(victims)
         return True
 
@@ -152,7 +153,10 @@ class HostMemoryBudget:
                 )
                 victims = choose_victims(others, min(short_bytes, idle_bytes))
                 if victims:
-                    _logger.info("the model cache has become smaller: %s go", victims)
+                    _logger.info(
+                        "the model cache has become smaller: the snapshots of %s are evicted",
+                        victims,
+                    )
                     await self._drop_all(victims)
                     continue
             await change.wait()
@@ -168,7 +172,7 @@ class HostMemoryBudget:
         try:
             await self._release(model)
         except GpupoolError as error:
-            _logger.error("%s: its snapshot may still take memory: %s", model, error)
+            _logger.error("%s: the snapshot may still take memory: %s", model, error)
         finally:
             self._cache.drop_retired(model)
             del self._leaving[model]
@@ -209,6 +213,8 @@ class HostMemoryBudget:
         if self._would_fit(model, num_bytes):
             busy = format_bytes(self._bytes_of(model, pinned=False))
             text += f"{' and' if pinned_bytes else ', where'} {busy} in use"
-            return NoRoom(text, "try again when less is in use, or raise memory.model_cache")
+            return NoRoom(
+                text, "try again when fewer snapshots are in use, or raise memory.model_cache"
+            )
         unpin = "unpin a model (`gpupool cache unpin`) or " if pinned_bytes else ""
         return NoRoom(text, f"{unpin}raise memory.model_cache")

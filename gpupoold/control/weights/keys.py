@@ -35,8 +35,8 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
         files = sorted(_checkpoint_files(model.path))
     except OSError as error:
         raise Failed(
-            f"{model.name}: cannot look through the checkpoint {model.path}: {error}",
-            "mend the folder or add the model again",
+            f"{model.name}: cannot read the checkpoint {model.path}: {error}",
+            "repair the folder or add the model again",
         ) from error
     what = (FORMAT, engine_version, device_name, page_bytes, decisive, files)
     return blake3(msgspec.json.encode(what)).hexdigest()

@@ -71,7 +71,7 @@ class SavedSnapshots:
         try:
             copy = _copy(snapshot)
         except OSError as error:
-            _logger.warning("%s: its snapshot could not be saved: %s", name, error)
+            _logger.warning("%s: the snapshot could not be saved: %s", name, error)
             return
         before = self._saving.get(name)
         task = asyncio.create_task(self._save_after(before, name, key, copy))
@@ -149,7 +149,7 @@ class SavedSnapshots:
                 return
             self._files.save(key, snapshot.fd, snapshot.digest, snapshot.self_check)
         except (GpupoolError, OSError) as error:
-            _logger.warning("%s: its snapshot could not be saved: %s", name, error)
+            _logger.warning("%s: the snapshot could not be saved: %s", name, error)
         finally:
             os.close(snapshot.fd)
 

@@ -116,7 +116,7 @@ class SnapshotFiles:
             except (OSError, ValueError) as error:
                 raise Failed(
                     f"{path}: saving a snapshot of {format_bytes(num_bytes)} failed: {error}",
-                    f"see that {self._folder} can be written to and has room",
+                    f"check that {self._folder} is writable and has free space",
                 ) from error
             finally:
                 _remove(draft)
@@ -173,7 +173,7 @@ def _check_room(path: Path, num_bytes: int) -> None:
         raise Failed(
             f"{path}: a snapshot of {format_bytes(num_bytes)} does not fit on the disk, "
             f"{format_bytes(free_bytes)} are free",
-            f"make room in {path.parent}; until then the checkpoint is read at every start",
+            f"make space in {path.parent}; until then the checkpoint is read at every start",
         )
 
 
@@ -228,10 +228,10 @@ def _read(path: Path, key: str) -> SavedSnapshot:
     with open(path, "rb", buffering=0) as file:
         header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
         if header.key != key:
-            raise _Damaged(f"it was saved as {header.key}")
+            raise _Damaged(f"saved under the key {header.key}")
         wanted_bytes, file_bytes = _HEADER_BYTES + header.num_bytes, os.fstat(file.fileno()).st_size
         if file_bytes != wanted_bytes:
-            raise _Damaged(f"it has {file_bytes} bytes instead of {wanted_bytes}")
+            raise _Damaged(f"{file_bytes} bytes instead of {wanted_bytes}")
         fd = create_memfd("gpupool-snapshot", header.num_bytes)
         try:
             _fill(fd, file.fileno(), header)
@@ -252,7 +252,7 @@ def _fill(fd: int, source: int, header: _Header) -> None:
         digests = readers.map(read_chunk, range(0, header.num_bytes, _CHUNK_BYTES))
         checksum = _combined(digests)
     if checksum != header.checksum:
-        raise _Damaged(f"its data has the checksum {checksum} instead of {header.checksum}")
+        raise _Damaged(f"the data has the checksum {checksum} instead of {header.checksum}")
 
 
 def _copy_chunk(fd: int, source: int, start: int, num_bytes: int) -> bytes:
@@ -281,7 +281,7 @@ def _read_at(source: int, piece: memoryview, offset: int) -> None:
     while num_read < len(piece):
         step = os.preadv(source, [piece[num_read:]], offset + num_read)
         if step == 0:
-            raise _Damaged(f"it ends at byte {offset + num_read}")
+            raise _Damaged(f"the file ends at byte {offset + num_read}")
         num_read += step
 
 
@@ -300,7 +300,7 @@ def _encode(header: _Header) -> bytes:
     text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
     block = _MAGIC + blake3(text).digest() + text
     if len(block) > _HEADER_BYTES:
-        raise ValueError(f"the header has {len(block)} bytes, {_HEADER_BYTES} are its limit")
+        raise ValueError(f"the header has {len(block)} bytes, the limit is {_HEADER_BYTES}")
     return block
 
 
@@ -311,19 +311,19 @@ def _decode(block: bytes) -> _Header:
         _Damaged: the header is invalid, damaged or of another format.
     """
     if len(block) < _HEADER_BYTES:
-        raise _Damaged(f"it has only {len(block)} bytes")
+        raise _Damaged(f"only {len(block)} bytes")
     if not block.startswith(_MAGIC):
-        raise _Damaged("it does not begin like a snapshot")
+        raise _Damaged("the magic number of a snapshot is missing")
     text = block[_TEXT_OFFSET:]
     if blake3(text).digest() != block[len(_MAGIC) : _TEXT_OFFSET]:
-        raise _Damaged("its header has a wrong checksum")
+        raise _Damaged("the header has a wrong checksum")
     try:
         found = msgspec.json.decode(text, type=_Versioned).format
         if found != FORMAT:
-            raise _Damaged(f"it has format {found}, this gpupoold reads {FORMAT}")
+            raise _Damaged(f"format {found}, this gpupoold reads {FORMAT}")
         return msgspec.json.decode(text, type=_Header)
     except msgspec.DecodeError as error:
-        raise _Damaged(f"its header is wrong: {error}") from error
+        raise _Damaged(f"invalid header: {error}") from error
 
 
 def _remove(path: Path) -> None:

@@ -156,7 +156,7 @@ class WorkerSupervisor:
         host.note(HostEvent.UNLOAD)
         worker.send(m.UnloadModel(name))
         try:
-            await self._answer(worker, worker.unloading, name, f"let go of {name}")
+            await self._answer(worker, worker.unloading, name, f"unload {name}")
         finally:
             if host.phase is HostPhase.UNLOADING:
                 host.note(HostEvent.UNLOADED)
@@ -175,14 +175,14 @@ class WorkerSupervisor:
         host = self._hosts.of(name, worker.number)
         worker.send(m.TakeSnapshot(name), (snapshot.fd,))
         try:
-            what = f"take the snapshot of {name}"
+            what = f"attach the snapshot of {name}"
             problem = await self._answer(worker, worker.taking, name, what)
         except BaseException:
             worker.send(m.DropSnapshot(name))  # a late success must not stay
             raise
         if problem:
             raise Failed(
-                f"worker {worker.number} cannot take the snapshot of {name}: {problem}",
+                f"worker {worker.number} cannot attach the snapshot of {name}: {problem}",
                 "see `gpupool logs`",
             )
         if host.phase is HostPhase.LOADED:  # else the worker has ended since its answer
@@ -199,7 +199,7 @@ class WorkerSupervisor:
             return
         host.note(HostEvent.DETACH)
         worker.send(m.DropSnapshot(name))
-        await self._answer(worker, worker.dropping, name, f"let the snapshot of {name} go")
+        await self._answer(worker, worker.dropping, name, f"release the snapshot of {name}")
 
     async def call(
         self,

@@ -161,7 +161,7 @@ def loose() -> int:
         (lambda: [create_memfd("i", SIZE)], "1 snapshots and 0 labels in 1 descriptors"),
         (lambda: [_sealed(label())], "0 snapshots and 1 labels"),
         (lambda: [loose(), _sealed(label())], "0 snapshots and 1 labels in 2"),
-        (lambda: [create_memfd("i", SIZE), _sealed(b"{")], "its label is wrong"),
+        (lambda: [create_memfd("i", SIZE), _sealed(b"{")], "invalid label"),
         (lambda: [create_memfd("i", SIZE), _sealed(label(format=9))], "has format 9"),
         (lambda: [create_memfd("i", 4096), _sealed(label())], "4096 bytes instead of 8192"),
         (lambda: [os.open("/dev/null", os.O_RDONLY)], "Invalid argument"),
@@ -189,7 +189,7 @@ async def test_what_is_no_snapshot_is_let_go(
     daemon = Daemon(manager)
     manager.wait_for("FDSTOREREMOVE")
     assert manager.stored == {}
-    assert "what systemd kept as snapshot-1 is not used" in caplog.text
+    assert "snapshot-1: the snapshot stored by systemd is not used" in caplog.text
     assert why in caplog.text
     assert await daemon.take_back() == {}
     assert len(os.listdir("/proc/self/fd")) == num_before - len(fds)

@@ -137,11 +137,11 @@ class PeerProtocol(BoundedHttp):
         try:
             await self._door.groups.check(peer, Right.READ)
         except Forbidden as error:
-            self._send_away(error)
+            self._refuse_caller(error)
         else:
             self.transport.resume_reading()  # the peer's groups were not known before
 
-    def _send_away(self, error: GpupoolError) -> None:
+    def _refuse_caller(self, error: GpupoolError) -> None:
         """Answer any request with ``error``, then close."""
         self._is_refused = True
         body = _error_body(error)

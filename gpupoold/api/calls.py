@@ -155,7 +155,7 @@ class AdminCalls:
         if any(isinstance(cause, PermissionError) for cause in causes):
             return Refused(
                 f"no permission to open the admin socket {self.socket_path}",
-                _how_to_get_in(self.socket_path),
+                _permission_hint(self.socket_path),
             )
         if any(isinstance(cause, BlockingIOError) for cause in causes):
             return Unavailable(
@@ -168,7 +168,7 @@ class AdminCalls:
         )
 
 
-def _how_to_get_in(socket_path: Path) -> str:
+def _permission_hint(socket_path: Path) -> str:
     """Return the hint for a socket that this user may not open."""
     try:
         found = socket_path.stat()

@@ -62,7 +62,7 @@ class ModelLoader:
         evicted.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now.
+            CacheFull: too few snapshots can be evicted now.
             GpupoolError: the worker's reason.
         """
         with self._snapshots.host_budget.holding(spec.name):

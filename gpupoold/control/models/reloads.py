@@ -10,7 +10,7 @@ from gpupoold.control.models.mounts import Mounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.host_budget import NoRoom
+from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import GpupoolError
@@ -47,7 +47,7 @@ class Reloads:
         self._dispatcher.worker_up(worker)
         async with self._fleet.changing.shared():
             rows = await self._snapshots.start_order(self._registry)
-            await self._snapshots.take_back(rows, worker)
+            await self._snapshots.restore(rows, worker)
             later = [row for row in rows if not await self._load_now(row, worker)]
             await self._mounts.publish()
         for row in later:  # requests of other models may need the worker before
@@ -67,7 +67,7 @@ class Reloads:
         if row is None or self._fleet.is_draining(name):
             return
         with self._snapshots.host_budget.holding(name):
-            await self._snapshots.wait_for_room(row.spec, worker, row.weight_bytes)
+            await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
             async with self._fleet.changing.shared():
                 now = await self._registry.get(name)
                 if now is not None and not self._fleet.is_draining(name):
@@ -82,7 +82,7 @@ class Reloads:
         """
         name, worker = row.spec.name, self._supervisor.workers[0]
         with self._snapshots.host_budget.holding(name):
-            await self._snapshots.wait_for_room(row.spec, worker, row.weight_bytes)
+            await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
             async with self._fleet.changing.alone():
                 row = await find_model(self._registry, name)
                 if self._fleet.is_open(name):
@@ -98,7 +98,7 @@ class Reloads:
             return True
         try:
             await self._load_and_open(row, worker)
-        except NoRoom:
+        except CacheFull:
             return False
         except GpupoolError as error:
             await self._failures.not_loaded(name, error)

@@ -60,14 +60,14 @@ class ModelSnapshots:
         if not self.is_in_use(model):
             self.host_budget.changed()
 
-    async def wait_for_room(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
+    async def wait_for_memory(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         """Reserve host memory for the model's snapshot, unless present.
 
         The caller holds the model, but no lock, because other tasks may need the lock to finish and
         free memory.
 
         Raises:
-            NoRoom, TimedOut: see :meth:`HostMemoryBudget.reserve`.
+            CacheFull, TimedOut: see :meth:`HostMemoryBudget.reserve`.
         """
         is_sim = worker.device.kind == "sim"
         if is_sim or worker.ready is None or self._cache.get(spec.name) is not None:
@@ -84,7 +84,7 @@ class ModelSnapshots:
         None means that the worker must make the snapshot, for which host memory is reserved.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now.
+            CacheFull: too few snapshots can be evicted now.
         """
         name, ready = spec.name, worker.ready
         if worker.device.kind == "sim" or ready is None:
@@ -100,7 +100,7 @@ class ModelSnapshots:
         The caller holds the model and its lock.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now.
+            CacheFull: too few snapshots can be evicted now.
         """
         num_bytes = await self._saved.look_up(to_load(spec, self._settings), ready)
         if num_bytes is None:
@@ -119,7 +119,7 @@ class ModelSnapshots:
         """Keep the snapshot from a worker, which was ``given`` an earlier one or none.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now; ``fd`` is closed.
+            CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
         """
         name = loaded.model.name
         if loaded.snapshot_problem:
@@ -154,12 +154,12 @@ class ModelSnapshots:
         """See :func:`rows_in_start_order`."""
         return await rows_in_start_order(registry, self._history, self._cache)
 
-    async def take_back(self, rows: Sequence[ModelRow], worker: Worker) -> None:
+    async def restore(self, rows: Sequence[ModelRow], worker: Worker) -> None:
         """Take snapshots back from the service manager; to be called before reads from disk."""
         if worker.ready is not None:
             needs_snapshots = worker.device.kind != "sim"
             models = [to_load(row.spec, self._settings) for row in rows if needs_snapshots]
-            await self._stored.take_back(models, worker.ready, self._cache)
+            await self._stored.restore(models, worker.ready, self._cache)
 
     async def tidy(self, registry: Registry) -> None:
         """Delete files that belong to no registered model."""

@@ -158,7 +158,7 @@ class Warmer:
         if not hosts:
             raise Unavailable(f"no worker has {model}", "see `gpupool ps` and `gpupool logs`")
         size = row.weight_bytes
-        await self._snapshots.wait_for_room(row.spec, hosts[0], size)
+        await self._snapshots.wait_for_memory(row.spec, hosts[0], size)
         async with self._fleet.lock(model):
             hosts = self._workers_of(model)
             if not hosts:

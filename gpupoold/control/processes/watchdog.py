@@ -81,7 +81,7 @@ class Watchdog(Generic[W]):
         self._watched = tuple(watched)
         self._end = end
         self._limits_s = limits_s
-        self._looked_s: float | None = None
+        self._checked_s: float | None = None
 
     def check(self, now_s: float) -> None:
         """End hung processes; to be called every second.
@@ -90,9 +90,9 @@ class Watchdog(Generic[W]):
         nothing.
         """
         hang_timeout_s, start_timeout_s = self._limits_s()
-        slept_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        slept_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         was_asleep = slept_s > hang_timeout_s / 2 and slept_s > _SLEPT_S
-        self._looked_s = now_s
+        self._checked_s = now_s
         for one in self._watched:
             if one.watch is None:
                 continue

@@ -142,12 +142,12 @@ class Overload:
         bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
         if num_live >= bound:
             text = f"The model `{model}` already has {num_live} requests waiting or running."
-            return "model_queue_full", text, self._room_in_s(model, num_live, bound, now_s)
+            return "model_queue_full", text, self._space_in_s(model, num_live, bound, now_s)
         num_live = len(self._live)
         bound = bound_for(message.priority, limits.max_live_requests, self._keys)
         if num_live >= bound:
             text = f"{num_live} requests are already waiting or running."
-            return "queue_full", text, self._room_in_s(_ALL, num_live, bound, now_s)
+            return "queue_full", text, self._space_in_s(_ALL, num_live, bound, now_s)
         return self._full_key(message.key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
@@ -173,7 +173,7 @@ class Overload:
         text = f"Waiting and running requests{whose} may have at most {bound:,} bytes in total."
         return "bytes_full", text, _UNKNOWN_S
 
-    def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
+    def _space_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Return the seconds until a request has space, behind all clients refused before.
 
         The same time for all clients would bring all back at once, all but one in vain. Some
@@ -184,11 +184,11 @@ class Overload:
         while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
             heapq.heappop(promised_s)
         drain = self._drain(key, now_s)
-        room_in_s = drain.seconds_until(num_live - bound + 1 + len(promised_s))
-        if room_in_s is None:
+        space_in_s = drain.seconds_until(num_live - bound + 1 + len(promised_s))
+        if space_in_s is None:
             return _UNKNOWN_S
-        heapq.heappush(promised_s, now_s + room_in_s)
-        return room_in_s
+        heapq.heappush(promised_s, now_s + space_in_s)
+        return space_in_s
 
     def _drain(self, key: str, now_s: float) -> Drain:
         known = self._drains.get(key)

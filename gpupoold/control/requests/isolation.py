@@ -76,5 +76,5 @@ class Isolation:
             self._signals.answered(request.model)
 
     def _report_models(self) -> None:
-        for model in self._suspects.take_charges():
+        for model in self._suspects.take_attributed():
             self._signals.acquitted(model)

@@ -32,7 +32,7 @@ class KvPeers:
                 if source != target and (source, target) not in self._introduced:
                     self._introduce(source, target)
 
-    def lend(self, transfer: m.KvTransfer | None, source: int, target: int) -> None:
+    def register(self, transfer: m.KvTransfer | None, source: int, target: int) -> None:
         """Record the KV of a request for the target to read from the source."""
         if transfer is not None:
             self.transfers[transfer.transfer_id] = source, target

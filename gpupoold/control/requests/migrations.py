@@ -90,7 +90,7 @@ class Migrations:
             self._decline(source, message)
             return request
         request.device = migration.target
-        self._kv_peers.lend(message.kv_transfer, migration.source, migration.target)
+        self._kv_peers.register(message.kv_transfer, migration.source, migration.target)
         order = msgspec.structs.replace(
             request.order_now(), is_moving=True, kv_transfer=message.kv_transfer
         )

@@ -74,7 +74,7 @@ class Suspects:
                 return request
         return None
 
-    def take_charges(self) -> list[str]:
+    def take_attributed(self) -> list[str]:
         """Return the models to blame for earlier crashes: all other candidates are cleared."""
         charges = [case.model for case in self._cases if not case.requests]
         self._cases = [case for case in self._cases if case.requests]

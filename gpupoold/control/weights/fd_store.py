@@ -114,7 +114,7 @@ class StoredSnapshots:
         if name is not None:
             self._store.drop(name)
 
-    async def take_back(
+    async def restore(
         self, models: Sequence[ModelToLoad], ready: WorkerReady, cache: SnapshotCache
     ) -> None:
         """Put returned snapshots of ``models`` into the cache, in that order while they fit.
@@ -123,7 +123,7 @@ class StoredSnapshots:
         """
         async with self._taking:
             for model in models if self._found else ():
-                await self._take_back(model, ready, cache)
+                await self._restore(model, ready, cache)
             for stored in self._found.values():
                 _logger.warning(
                     "%s: the snapshot of %s stored by systemd is not needed",
@@ -133,9 +133,7 @@ class StoredSnapshots:
                 self._release(stored.name, stored.fd)
             self._found.clear()
 
-    async def _take_back(
-        self, model: ModelToLoad, ready: WorkerReady, cache: SnapshotCache
-    ) -> None:
+    async def _restore(self, model: ModelToLoad, ready: WorkerReady, cache: SnapshotCache) -> None:
         stored = self._found.get(model.name)
         if stored is None or cache.get(model.name) is not None:
             return

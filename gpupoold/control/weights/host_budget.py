@@ -16,7 +16,7 @@ from gpupoold.units import format_bytes
 _logger = logging.getLogger(__name__)
 
 
-class NoRoom(Refused):
+class CacheFull(Refused):
     """Too few snapshots can be evicted for another one."""
 
 
@@ -38,7 +38,7 @@ class HostMemoryBudget:
         self._release = release
         self._holds: Counter[str] = Counter()
         # One eviction at a time, because two would evict snapshots for the same bytes.
-        self._making = asyncio.Lock()
+        self._evicting = asyncio.Lock()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._change = asyncio.Event()
         self._shrinking: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class HostMemoryBudget:
         """Check that a snapshot of ``num_bytes`` could come in after evictions.
 
         Raises:
-            NoRoom: pinned and used snapshots leave too little.
+            CacheFull: pinned and used snapshots leave too little.
         """
         short_bytes = self._cache.short_bytes(model, num_bytes)
         if choose_victims(self._candidates(model), short_bytes) is None:
@@ -75,7 +75,7 @@ class HostMemoryBudget:
         """Reserve memory for the snapshot of a held model, evicting others.
 
         Raises:
-            NoRoom: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
+            CacheFull: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
             TimedOut: used snapshots left too little for ``wait_s``.
         """
         loop = asyncio.get_running_loop()
@@ -85,8 +85,8 @@ class HostMemoryBudget:
             await asyncio.shield(leaving)
         while True:
             change = self._change
-            async with self._making:
-                if await self._make(model, num_bytes):
+            async with self._evicting:
+                if await self._evict_for(model, num_bytes):
                     self._cache.reserve(model, num_bytes)
                     return
             left_s = deadline_s - loop.time()
@@ -108,7 +108,7 @@ class HostMemoryBudget:
         Raises:
             Refused: the snapshot is pinned, in use, or loading.
         """
-        async with self._making:
+        async with self._evicting:
             if model in self._cache.pinned:
                 raise Refused(f"{model} is pinned", f"run `gpupool cache unpin {model}` first")
             if self._is_in_use(model):
@@ -130,7 +130,7 @@ class HostMemoryBudget:
             await asyncio.wait({self._shrinking})
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
-    async def _make(self, model: str, num_bytes: int) -> bool:
+    async def _evict_for(self, model: str, num_bytes: int) -> bool:
         """Evict snapshots until ``num_bytes`` fit; return False if too few can be evicted."""
         while (short_bytes := self._cache.short_bytes(model, num_bytes)) > 0:
             victims = choose_victims(self._candidates(model), short_bytes)
@@ -143,7 +143,7 @@ class HostMemoryBudget:
     async def _shrink(self) -> None:
         while True:
             change = self._change
-            async with self._making:
+            async with self._evicting:
                 short_bytes = self._cache.short_bytes("", 0)
                 if not short_bytes:
                     return
@@ -202,7 +202,7 @@ class HostMemoryBudget:
             return sum(one.num_bytes for one in others if one.is_pinned)
         return sum(one.num_bytes for one in others if one.is_busy and not one.is_pinned)
 
-    def _refusal(self, model: str, num_bytes: int) -> NoRoom:
+    def _refusal(self, model: str, num_bytes: int) -> CacheFull:
         pinned_bytes = self._bytes_of(model, pinned=True)
         text = (
             f"{model}: a snapshot of {format_bytes(num_bytes)} does not fit in the model cache "
@@ -213,8 +213,8 @@ class HostMemoryBudget:
         if self._would_fit(model, num_bytes):
             busy = format_bytes(self._bytes_of(model, pinned=False))
             text += f"{' and' if pinned_bytes else ', where'} {busy} in use"
-            return NoRoom(
+            return CacheFull(
                 text, "try again when fewer snapshots are in use, or raise memory.model_cache"
             )
         unpin = "unpin a model (`gpupool cache unpin`) or " if pinned_bytes else ""
-        return NoRoom(text, f"{unpin}raise memory.model_cache")
+        return CacheFull(text, f"{unpin}raise memory.model_cache")

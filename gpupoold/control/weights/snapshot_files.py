@@ -109,7 +109,7 @@ class SnapshotFiles:
         with self._writing:
             try:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _check_room(path, num_bytes)
+                _check_disk_space(path, num_bytes)
                 draft.unlink(missing_ok=True)
                 _write_draft(draft, key, fd, layout_digest, self_check)
                 durable.replace(draft, path)
@@ -167,7 +167,7 @@ class SnapshotFiles:
         return self._folder / f"{key}{_SNAPSHOT_SUFFIX}"
 
 
-def _check_room(path: Path, num_bytes: int) -> None:
+def _check_disk_space(path: Path, num_bytes: int) -> None:
     free_bytes = shutil.disk_usage(path.parent).free
     if _HEADER_BYTES + num_bytes > free_bytes:
         raise Failed(

@@ -1,4 +1,4 @@
-"""Calls over the admin socket: requests, answers of a known form, errors of our own kinds."""
+"""Calls over the admin socket: requests, typed answers, errors of ``gpupoold.errors``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def given(**values: str | float | None) -> dict[str, str | float]:
 
 
 class AdminCalls:
-    """A connection pool to the daemon at ``socket_path``; use as a context manager."""
+    """Connections to the daemon at ``socket_path``; use as a context manager."""
 
     def __init__(self, socket_path: Path | str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.socket_path = Path(socket_path)
@@ -82,7 +82,7 @@ class AdminCalls:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; streams still open end."""
+        """Close all connections and open streams."""
         self._http.close()
 
     def _call(
@@ -132,7 +132,7 @@ class AdminCalls:
 
     @contextmanager
     def _errors_of(self, request: httpx.Request) -> Iterator[None]:
-        """Turn ``httpx``'s errors into ours."""
+        """Convert ``httpx``'s errors to errors of ``gpupoold.errors``."""
         what = f"{request.method} {request.url.path}"
         try:
             yield
@@ -169,7 +169,7 @@ class AdminCalls:
 
 
 def _permission_hint(socket_path: Path) -> str:
-    """Return the hint for a socket that this user may not open."""
+    """Return the hint for a socket without permission for this user."""
     try:
         found = socket_path.stat()
         group = grp.getgrgid(found.st_gid).gr_name

@@ -29,7 +29,7 @@ def default_socket_path(
     if runtime_dir := env.get("GPUPOOL_RUNTIME_DIR"):
         return Path(runtime_dir) / SOCKET_FILE_NAME
     system_socket = system_dir / SOCKET_FILE_NAME
-    # os.path.exists, because Path.exists raises where the folder may not be searched.
+    # os.path.exists, because Path.exists raises for a folder without search permission.
     if os.path.exists(system_socket):
         return system_socket
     if session_dir := env.get("XDG_RUNTIME_DIR"):

@@ -338,7 +338,7 @@ async def tick(
     interval_s: float = _TICK_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Call all of ``checks`` periodically with the monotonic time; an error stops no other call."""
+    """Call all of ``checks`` every ``interval_s`` with the monotonic time; errors are logged."""
     while True:
         for check in checks:
             try:

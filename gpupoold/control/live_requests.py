@@ -128,7 +128,7 @@ class LiveRequest:
     """Number of the frontend."""
 
     def __post_init__(self) -> None:
-        """Copy fields of the order: each token needs some, and a property is slower."""
+        """Copy fields of the order that each token needs, because a property is slower."""
         order = self.order
         self.request_id, self.model, self.frontend = order.request_id, order.model, order.frontend
         self.arrival_s, self.num_prompt_tokens = order.arrival_s, order.num_prompt_tokens

@@ -26,7 +26,7 @@ class WorkerOperations:
         self._workers = workers
 
     def set_role(self, number: int, role: Role | None) -> None:
-        """Give a worker a role; None: the policy's to choose.
+        """Set a worker's role; None leaves the choice to the policy.
 
         Raises:
             UsageError: there is no such worker.
@@ -52,7 +52,7 @@ class WorkerOperations:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def undrain(self, number: int) -> None:
-        """Let a worker have work again.
+        """End the drain of a worker.
 
         Raises:
             UsageError: there is no such worker.

@@ -41,7 +41,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a model can serve, and where.
+    """The ability of a model to serve, and the devices.
 
     ``devices`` are the numbers of the workers that have the model, also before the API is mounted;
     ``num_draining`` of these devices are draining. ``reason`` says why the model has failed or is
@@ -195,7 +195,7 @@ class Fleet:
         record = self._records.get(spec.name) or self._record((spec.name,))
         record.names, record.targets = (spec.name,), spec.targets
         record.life.move(ModelEvent.REGISTER)
-        self.breakers.reset(spec.name)  # crashes were those of an earlier model of this name
+        self.breakers.reset(spec.name)  # the crashes were due to an earlier model of this name
 
     def restore(self, rows: Iterable[ModelRow]) -> None:
         """Register the models of the registry, in the states before the daemon's start."""
@@ -260,7 +260,7 @@ class Fleet:
         return number in self._draining_devices
 
     def set_warming(self, model: str, *, is_warming: bool) -> None:
-        """Record the begin or the end of warming."""
+        """Record the beginning or the end of warming."""
         record = self._records.get(model)
         if record is not None:
             record.is_warming = is_warming

@@ -77,7 +77,7 @@ class Additions:
         except BaseException:
             self._fleet.drop_proposal(proposal)
             raise
-        # A separate task: when the reader leaves, the task undoes its steps before its end.
+        # A separate task, which undoes its steps when the reader leaves.
         task = asyncio.create_task(self._register_and_load(intake.spec, intake.weight_bytes))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

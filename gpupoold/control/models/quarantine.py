@@ -48,14 +48,14 @@ class Quarantine:
         self._failures = failures
         self._mounts = mounts
         self._clock = clock
-        self._unclear: dict[str, tuple[int, Death]] = {}  # the last crash of each model
+        self._unclear: dict[str, tuple[int, Death]] = {}  # the latest crash of each model
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.signals.answered.connect(fleet.breakers.answered)
         fleet.signals.convicted.connect(self._convicted)
         fleet.signals.acquitted.connect(self._acquitted)
 
     def crashed(self, device: int, death: Death) -> Candidates:
-        """Record a worker's death and its activity; return the possible culprits."""
+        """Record the death and the activity of a worker; return the possible causes."""
         lost = self._dispatcher.live.on_device(device)
         candidates = candidates_of(death, {one.request_id: one.model for one in lost})
         text = f"ended ({death.reason}) and is restarted"
@@ -73,7 +73,7 @@ class Quarantine:
         candidates = self.crashed(worker.number, death)
         reason = f"the worker of device {worker.number} ended: {death.reason}"
         self._dispatcher.worker_down(worker, reason, candidates)
-        if death.is_at_fault and not worker.has_come_up:  # the worker may never come up
+        if death.is_at_fault and not worker.has_come_up:  # the worker may never become ready
             self._dispatcher.fail_unhosted(f"{reason}, before the worker was ready")
         await self._mounts.publish()
 

@@ -1,4 +1,4 @@
-"""Loads of registered models on workers that have come up, at once or when memory is free."""
+"""Loads of registered models on new workers, at once or when host memory is free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Reloads:
             await self._snapshots.restore(rows, worker)
             later = [row for row in rows if not await self._load_now(row, worker)]
             await self._mounts.publish()
-        for row in later:  # requests of other models may need the worker before
+        for row in later:  # the wait for memory must not delay other models
             try:
                 await self.load_later(row.spec.name, worker)
             except GpupoolError as error:
@@ -61,7 +61,7 @@ class Reloads:
         """Load a model on a worker when host memory is free, unless the model is being removed.
 
         Raises:
-            GpupoolError: the reason why not.
+            GpupoolError: the reason of the failure.
         """
         row = await self._registry.get(name)
         if row is None or self._fleet.is_draining(name):
@@ -78,7 +78,7 @@ class Reloads:
 
         Raises:
             NoSuchModel: the model has been removed.
-            GpupoolError: the reason why not.
+            GpupoolError: the reason of the failure.
         """
         name, worker = row.spec.name, self._supervisor.workers[0]
         with self._snapshots.host_budget.holding(name):
@@ -105,7 +105,7 @@ class Reloads:
         return True
 
     async def _load_and_open(self, row: ModelRow, worker: Worker) -> None:
-        # Mounting takes the frontends a while; once is enough for all workers of a box.
+        # Mounting is slow, and must be done once only, not for each worker.
         was_open = self._fleet.is_open(row.spec.name)
         self._fleet.loading(row.spec.name)
         await self._loader.load(row.spec, worker, row.weight_bytes)

@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ModelSnapshots:
-    """Finds, keeps and drops the snapshots of models; ``room`` makes space in the cache."""
+    """Finds, keeps and drops the snapshots of models; ``host_budget`` evicts snapshots."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ModelSnapshots:
         return self._cache.get(model)
 
     def touch(self, model: str) -> None:
-        """Note a use of the model, which may have become idle."""
+        """Record a use of the model, which may have become idle."""
         self._cache.touch(model)
         if not self.is_in_use(model):
             self.host_budget.changed()
@@ -81,7 +81,7 @@ class ModelSnapshots:
     ) -> CachedSnapshot | None:
         """Return the model's snapshot, reading the disk if needed.
 
-        None means that the worker must make the snapshot, for which host memory is reserved.
+        If the result is None, the worker must make the snapshot; host memory is then reserved.
 
         Raises:
             CacheFull: too few snapshots can be evicted now.
@@ -116,7 +116,7 @@ class ModelSnapshots:
         return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.self_check)
 
     async def keep(self, fd: int, loaded: m.ModelLoaded, given: CachedSnapshot | None) -> None:
-        """Keep the snapshot from a worker, which was ``given`` an earlier one or none.
+        """Keep the snapshot from a worker; ``given`` is the snapshot sent with the load, or None.
 
         Raises:
             CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
@@ -155,7 +155,7 @@ class ModelSnapshots:
         return await rows_in_start_order(registry, self._history, self._cache)
 
     async def restore(self, rows: Sequence[ModelRow], worker: Worker) -> None:
-        """Take snapshots back from the service manager; to be called before reads from disk."""
+        """Restore snapshots from the service manager; to be called before reads from disk."""
         if worker.ready is not None:
             needs_snapshots = worker.device.kind != "sim"
             models = [to_load(row.spec, self._settings) for row in rows if needs_snapshots]
@@ -166,8 +166,8 @@ class ModelSnapshots:
         await self._saved.tidy([row.spec.name for row in await registry.list()])
 
     async def _drop_from_workers(self, model: str) -> None:
-        """Return when no process but the daemon has the model's snapshot."""
-        await self._saved.settled(model)  # a writer would keep the memory
+        """Make all workers release the model's snapshot; return after the release."""
+        await self._saved.settled(model)  # a save in progress would keep the memory
         workers = self._supervisor.workers
         await asyncio.gather(*(self._supervisor.drop_snapshot(one, model) for one in workers))
 

@@ -84,9 +84,7 @@ class Warmer:
             await self.cancel(model)
 
     def _damaged(self, message: m.WrongAnswer) -> None:
-        """Renew the model's snapshot from the checkpoint, as the saved snapshot may be wrong
-        too.
-        """
+        """Renew the snapshot from the checkpoint: the saved snapshot may be damaged too."""
         model = message.model
         text = f"the self-check answered {list(message.answered)}, not {list(message.expected)}"
         self._history.record_event("error", "self_check_failed", model, text)
@@ -130,7 +128,7 @@ class Warmer:
                 # Another worker can do the work. Repeated crashes quarantine the model.
                 self._begin(model, bring)
             elif hosts and not any(worker.is_ready for worker in hosts):
-                # The requests wait until a worker has come up again and loaded the model.
+                # The requests wait until a restarted worker has loaded the model.
                 self._dispatcher.go_on(model)
             else:
                 await self._failed(model, error)
@@ -162,7 +160,7 @@ class Warmer:
         async with self._fleet.lock(model):
             hosts = self._workers_of(model)
             if not hosts:
-                return  # all workers have died, and load the model when up again
+                return  # all workers have died, and load the model after the restart
             snapshot = self._snapshots.cached(model) or await self._read(row.spec, hosts[0])
             if snapshot is None:
                 await self._loader.reload(row.spec, self._least_busy(hosts), size)
@@ -207,10 +205,10 @@ class Warmer:
         except GpupoolError:
             if worker.is_ready:
                 raise
-            # A worker that has died gets the snapshot with the next load.
+            # A dead worker gets the snapshot with the next load.
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieve the task's error, because a warming often has no waiter."""
+    """Retrieve the task's error, because often no caller waits for the task."""
     if not task.cancelled():
         task.exception()

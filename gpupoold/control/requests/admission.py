@@ -19,7 +19,7 @@ from gpupoold.scheduling.wait_estimate import Drain, drain_of, first_token_in_s
 from gpupoold.units import format_duration
 from gpupoold.wire import messages as m
 
-# Reuse of an estimate for a full queue: in a flood of requests estimates are expensive.
+# Seconds for which an estimate is reused: estimates for a flood of requests are expensive.
 _DRAIN_HOLDS_S = 1.0
 # Refused clients counted as returning, as a multiple of the bound.
 _MAX_TURNS = 3
@@ -176,9 +176,8 @@ class Overload:
     def _space_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Return the seconds until a request has space, behind all clients refused before.
 
-        The same time for all clients would bring all back at once, all but one in vain. Some
-        clients never return and some return early for another refusal, so only a bounded number
-        counts.
+        With the same time for all clients, all would return at once, and all but one in vain. Only
+        a bounded number of refused clients counts, because some never return, or return early.
         """
         promised_s = self._promised_s.setdefault((key, bound), [])
         while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):

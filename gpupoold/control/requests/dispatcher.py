@@ -35,9 +35,9 @@ _SAME_ID = "A live request has the same id. Please send the request again."
 
 
 class Dispatcher:
-    """Conducts all live requests; one per daemon.
+    """All live requests, from arrival to end; one object per daemon.
 
-    :class:`Scheduler` decides, :class:`Orders` has the workers carry out decisions,
+    :class:`Scheduler` decides, :class:`Orders` sends the decisions to the workers,
     :class:`Replies` writes to the frontends, :class:`Accounts` counts. A request without a token
     for ``token_timeout_s`` ends.
     """
@@ -155,7 +155,7 @@ class Dispatcher:
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, worker: Worker
     ) -> None:
-        """Let a worker with the loaded model take requests of the model."""
+        """Allow requests of a loaded model on a worker."""
         self.scheduler.add_model(targets, loaded, costs)
         self.scheduler.host(worker.number, loaded.name, costs)
         self._fleet.host(loaded, worker.number)
@@ -167,7 +167,7 @@ class Dispatcher:
             self.scheduler.unhost(worker.number, name)
 
     def go_on(self, name: str) -> None:
-        """Schedule the waiting requests of a model, which is warm now."""
+        """Schedule the waiting requests of a model that has become warm."""
         for request in self._cold(name):
             self.live.set_cold(request, is_cold=False)
             request.warmed_s = self._clock()
@@ -254,10 +254,10 @@ class Dispatcher:
         self.scheduler.tick()
 
     def end_overdue(self, now_s: float) -> None:
-        """End the requests without a token for too long, whatever the cause."""
+        """End all requests without a token for ``token_timeout_s``."""
         limit_s = self.token_timeout_s
         silent = self.live.silent_since(now_s - limit_s)
-        # All reasons before the first end, which may give other requests the missing memory.
+        # All reasons are computed before the first end, which may free memory for other requests.
         for request, reason in [(one, self._waits_for(one)) for one in silent]:
             self._stop([request], f"no token for {limit_s:g} s: {reason}")
 
@@ -289,7 +289,7 @@ class Dispatcher:
         return self._fleet.availability(model).devices
 
     def _schedule(self, request: LiveRequest, *, is_warm: bool) -> None:
-        """Pass a request to the core, or let the request wait until its model is warm."""
+        """Pass a request to the core, or hold the request until the model is warm."""
         if is_warm:
             self.scheduler.arrived(request)
             return
@@ -297,7 +297,7 @@ class Dispatcher:
         self._fleet.signals.weights_wanted(request.model)
 
     def _restart(self, request: LiveRequest) -> None:
-        """Schedule a request without a worker again, to continue after the tokens so far."""
+        """Schedule a request again after the loss of the worker; the tokens so far are kept."""
         request.device = None
         self.accounts.meters.model(request.model).resumed += 1
         self._schedule(request, is_warm=self._fleet.is_warm(request.model))

@@ -42,7 +42,7 @@ class Isolation:
         return convicted
 
     def convicted(self, request: LiveRequest) -> None:
-        """Record a convicted request, which has been ended."""
+        """Record a convicted request that has been ended."""
         text = f"request {request.request_id} crashed a worker when retried alone"
         self._history.record_event("error", "request_convicted", request.model, text)
         self._signals.convicted(request.model, request.request_id)
@@ -55,7 +55,7 @@ class Isolation:
         return request
 
     def progressed(self, outputs: m.StepOutputs) -> None:
-        """Record tokens: a suspect that got past the crash shares steps again."""
+        """Record tokens: a suspect beyond the point of the crash shares steps again."""
         if not len(self._suspects):
             return
         for item in outputs.progress:

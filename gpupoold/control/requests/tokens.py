@@ -1,4 +1,4 @@
-"""Counts of sent tokens, and the causes of their lateness."""
+"""Counts of sent tokens, and the causes of late tokens."""
 
 from __future__ import annotations
 

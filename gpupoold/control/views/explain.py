@@ -75,7 +75,7 @@ class Explainer:
     async def why(self, name: str) -> Why:
         """Explain a model, a live request or a finished request.
 
-        Part of a request's id suffices if it is unambiguous.
+        An unambiguous part of a request's id suffices.
 
         Raises:
             NoSuchModel: no model or request has this name or id.
@@ -123,7 +123,7 @@ class Explainer:
         )
 
     def model(self, row: ModelRow) -> ModelWhy:
-        """A model, now and over the last hour."""
+        """Explain a model, now and over the last hour."""
         name, now_s, targets = row.spec.name, time.monotonic(), row.spec.targets
         stats = self._dispatcher.accounts.stats.get(name, ModelStats())
         hour = stats.last_hour()

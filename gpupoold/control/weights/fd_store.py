@@ -3,7 +3,7 @@
 Each stored snapshot has two memfds under one name (``snapshot-`` and 16 random digits): the data,
 and a small sealed label. A new daemon gets both back and uses the snapshot if
 
-- neither can change its size, and the data has the size in the label;
+- both memfds have sealed sizes, and the data has the size in the label;
 - the label names a registered model whose checkpoint and engine still have the same key
   (:mod:`gpupoold.control.weights.keys`);
 - the snapshot fits in ``memory.model_cache``.
@@ -34,7 +34,7 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 _logger = logging.getLogger(__name__)
 
 PREFIX = "snapshot-"
-# Descriptors of releases that called a snapshot an image; they are dropped from the store.
+# Prefix of earlier releases, whose descriptors are dropped from the store.
 EARLIER_PREFIX = "image-"
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _FIXED = _FIXED_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -63,20 +63,20 @@ class _StoredSnapshot:
 
 
 class _Unfit(Exception):
-    """The reason why returned descriptors are no valid snapshot."""
+    """Returned descriptors that are no valid snapshot, with the reason."""
 
 
 class StoredSnapshots:
-    """Stores the cache's snapshots in the service manager, and takes them back at the start.
+    """Stores the cache's snapshots in the service manager, and restores snapshots at the start.
 
     Has no effect without a service manager.
     """
 
     def __init__(self, store: FdStore, keys: SnapshotKeys) -> None:
-        """Examine the returned descriptors; close those that are no valid snapshots."""
+        """Examine the returned descriptors; close the descriptors of invalid snapshots."""
         self._store = store
         self._keys = keys
-        self._names: dict[int, str] = {}  # by the snapshot's descriptor here
+        self._names: dict[int, str] = {}  # by the descriptor of the snapshot in this process
         self._found: dict[str, _StoredSnapshot] = {}
         self._taking = asyncio.Lock()
         self._sort_out()
@@ -180,7 +180,7 @@ def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
     """Return the snapshot and its label, distinguished by their seals.
 
     Raises:
-        _Unfit, OSError: the descriptors are not what was stored.
+        _Unfit, OSError: the descriptors are no valid snapshot with a label.
     """
     labels = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED]
     snapshots = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED & ~fcntl.F_SEAL_WRITE]

@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class CacheFull(Refused):
-    """Too few snapshots can be evicted for another one."""
+    """Too few snapshots can be evicted for another snapshot."""
 
 
 class HostMemoryBudget:
@@ -62,7 +62,7 @@ class HostMemoryBudget:
         self._change = asyncio.Event()
 
     def check(self, model: str, num_bytes: int) -> None:
-        """Check that a snapshot of ``num_bytes`` could come in after evictions.
+        """Check that a snapshot of ``num_bytes`` would fit after evictions.
 
         Raises:
             CacheFull: pinned and used snapshots leave too little.
@@ -119,7 +119,7 @@ class HostMemoryBudget:
                 await self._drop_all([model])
 
     def shrink(self) -> None:
-        """Evict snapshots beyond a smaller budget: idle ones now, others when no longer needed."""
+        """Evict snapshots beyond a smaller budget: idle snapshots now, busy snapshots later."""
         if self._shrinking is None or self._shrinking.done():
             self._shrinking = asyncio.create_task(self._shrink(), name="shrink-cache")
 
@@ -163,7 +163,7 @@ class HostMemoryBudget:
 
     async def _drop_all(self, models: list[str]) -> None:
         for model in models:
-            # From here on the model has no snapshot, whatever becomes of who asked for this.
+            # The model has no snapshot from now on, even if the caller is cancelled.
             self._cache.retire(model)
             self._leaving[model] = asyncio.create_task(self._leave(model))
         await asyncio.shield(asyncio.gather(*(self._leaving[model] for model in models)))
@@ -192,11 +192,11 @@ class HostMemoryBudget:
         ]
 
     def _would_fit(self, model: str, num_bytes: int) -> bool:
-        """Return whether the snapshot would fit after evicting all others that are not pinned."""
+        """Return whether the snapshot would fit after evicting all other unpinned snapshots."""
         return num_bytes <= self._cache.budget_bytes - self._bytes_of(model, pinned=True)
 
     def _bytes_of(self, model: str, *, pinned: bool) -> int:
-        """Return the bytes of other models' snapshots: pinned ones, or busy unpinned ones."""
+        """Return the bytes of other models' pinned snapshots, or of busy unpinned snapshots."""
         others = self._candidates(model)
         if pinned:
             return sum(one.num_bytes for one in others if one.is_pinned)

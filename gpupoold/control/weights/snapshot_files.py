@@ -1,7 +1,7 @@
-"""Weights snapshots on disk, so that a restarted daemon reads no checkpoint.
+"""Weights snapshots on disk, read by a restarted daemon instead of checkpoints.
 
-A file is named ``<key>.snapshot`` after everything that determines its bytes. The file has a header
-of 4096 bytes, so that the data begins on a page, then the snapshot as in memory:
+A file is named ``<key>.snapshot`` after all inputs of the snapshot's bytes. A header of 4096 bytes,
+which aligns the data to a page, precedes the snapshot as in memory:
 
     ====== ===== ==========================================================================
     offset bytes content
@@ -13,8 +13,8 @@ of 4096 bytes, so that the data begins on a page, then the snapshot as in memory
     4096         the data
     ====== ===== ==========================================================================
 
-The checksum is the BLAKE3 of the BLAKE3s of the data's chunks of 16 MiB, in order: so each reading
-thread can check its own chunks in the processor's cache.
+The checksum is the BLAKE3 of the BLAKE3s of the data's chunks of 16 MiB, in order: each reading
+thread computes the digests of its chunks in the processor's cache.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MAGIC = b"gpupool snap.\r\n\0"
 _TEXT_OFFSET = len(_MAGIC) + blake3.digest_size
 _HEADER_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
-# What a thread reads, checks and writes at a time stays in its core's cache meanwhile.
+# Size of a read and a write: small enough for a core's cache.
 _PIECE_BYTES = 256 << 10
-# A few per disk keep it busy; a core takes 1 to 2 GB/s from one end to the other.
+# A few threads use a disk fully; a core reads, checks and writes 1 to 2 GB/s.
 _NUM_READERS = min(16, max(4, len(os.sched_getaffinity(0))))
 _SNAPSHOT_SUFFIX = ".snapshot"
 _DRAFT_SUFFIX = ".new"
@@ -85,7 +85,7 @@ class _Header(_Versioned, frozen=True, kw_only=True):
 
 
 class _Damaged(Exception):
-    """A file's damage."""
+    """A damaged file; the text describes the damage."""
 
 
 class SnapshotFiles:
@@ -93,7 +93,7 @@ class SnapshotFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Saving two at once is no quicker, and one key may belong to two models.
+        # Two saves at once would not be faster, and two models may have the same key.
         self._writing = threading.Lock()
 
     def save(self, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]) -> None:
@@ -222,7 +222,7 @@ def _read(path: Path, key: str) -> SavedSnapshot:
     """Return the snapshot in a new memfd.
 
     Raises:
-        _Damaged: the file differs from what was saved under that key.
+        _Damaged: the file is damaged, or was saved under another key.
         OSError: the file could not be read, or there is too little memory.
     """
     with open(path, "rb", buffering=0) as file:

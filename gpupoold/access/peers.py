@@ -117,15 +117,15 @@ class AdminGroups:
             raise self._forbidden(self.names.user_name(peer.user_id), right)
 
     def _forbidden(self, user: str, right: Right) -> Forbidden:
-        change = f"{self._join(self.everything, user)} (to change things)"
+        change = f"{self._join(self.everything, user)} (full access)"
         if right is Right.READ:
-            what, how = "may only look, not change anything", change
+            what, how = "may only read", change
         else:
             what = "may not use the admin socket"
-            how = f"{self._join(self.read_only, user)} (to look), or {change}"
+            how = f"{self._join(self.read_only, user)} (read-only access), or {change}"
         return Forbidden(
             f"the user {user} {what}",
-            f"an administrator has to run: {how}; then log in again",
+            f"ask an administrator to run: {how}; then log in again",
         )
 
     def _join(self, group: str, user: str) -> str:

@@ -316,7 +316,7 @@ class ControlPlane:
             except AssertionError as error:
                 if str(error) != reported:
                     reported = str(error)
-                    _logger.error("the scheduling core's books disagree: %s", error)
+                    _logger.error("the state of the scheduling core is inconsistent: %s", error)
                     self.history.record_event("error", "core_inconsistent", "core", reported)
 
     async def check_integrity(self) -> list[object]:
@@ -328,7 +328,7 @@ class ControlPlane:
         try:
             self.dispatcher.scheduler.check_state()
         except AssertionError as error:
-            raise Failed(f"the scheduling core's books disagree: {error}") from error
+            raise Failed(f"the state of the scheduling core is inconsistent: {error}") from error
         calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.workers)
         return [await call for call in calls]
 

@@ -39,7 +39,7 @@ class Health:
         stuck = self._dispatcher.live.silent_since(now_s - limit_s)
         if stuck:
             first = stuck[0]
-            return f"{first.request_id} of {first.model} has had no token and no end for too long"
+            return f"{first.request_id} of {first.model} has waited too long for a token"
         return ""
 
     def summary(self) -> str:

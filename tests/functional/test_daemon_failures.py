@@ -132,7 +132,7 @@ async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateD
         hung.suspend()
         assert await stream.finished() == alone
     await eventually(lambda: is_whole(watched, but=hung), BACK_S)
-    # Whichever is noticed first: no sign of life, or a turn without a step.
+    # Whichever is noticed first: no message, or a turn without a step.
     assert any("(hung: " in text for text in told(watched, "worker_down"))
     assert check(watched)
 

@@ -156,7 +156,7 @@ class Frontend(Supervised[m.FromFrontend]):
         try:
             text = await self._metrics_text()
         except Exception:  # the frontend answers the client after a time limit
-            _logger.exception("making the metrics failed")
+            _logger.exception("building the metrics failed")
         else:
             self.send(m.MetricsText(call_id, text))
 

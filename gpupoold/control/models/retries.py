@@ -62,7 +62,7 @@ class Retries:
             await self._failures.postpone(model, began_s)  # no effect unless the load was skipped
         except (WorkerEnded, Unavailable) as error:
             # A crash has opened the breaker; otherwise the retry was inconclusive.
-            _logger.warning("%s could not be tried again: %s", model, error)
+            _logger.warning("the retry of %s was inconclusive: %s", model, error)
             await self._failures.postpone(model, self._clock())
         except GpupoolError as error:
             await self._failures.failed_again(model, error, began_s)

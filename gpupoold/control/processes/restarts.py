@@ -67,7 +67,7 @@ async def keep_running(
         except OSError as error:
             _logger.error("%s could not be started: %s", name, error)
         except Exception:
-            _logger.exception("following %s failed", name)
+            _logger.exception("the supervision of %s failed", name)
         wait_s = backoff.after(timing.clock() - started_s, is_excused=is_excused)
         _logger.info("%s restarts in %g s", name, wait_s)
         await timing.sleep(wait_s)

@@ -160,7 +160,7 @@ class Supervised(ABC, Generic[M]):
         try:
             await self._set_up()
         except Exception as error:
-            _logger.exception("setting %s up failed", self.name)
+            _logger.exception("the set-up of %s failed", self.name)
             if self._setting_up is asyncio.current_task():  # not of an earlier process
                 self.end(f"set-up failed: {error}")
 

@@ -45,7 +45,7 @@ class Watch:
             is_late = now_s - self._started_s > start_timeout_s
             return f"not ready within {start_timeout_s:g} s" if is_late else ""
         if now_s - self._seen_s > hang_timeout_s:
-            return f"hung: no sign of life for {hang_timeout_s:g} s"
+            return f"hung: no message for {hang_timeout_s:g} s"
         if now_s - self._moved_s > hang_timeout_s:
             return f"hung: no step in the present turn for {hang_timeout_s:g} s"
         return ""

@@ -17,14 +17,14 @@ class KvPeers:
 
     def __init__(self, workers: Mapping[int, Worker]) -> None:
         self._workers = workers
-        self._introduced: set[tuple[int, int]] = set()  # source and target by transfer
+        self._introduced: set[tuple[int, int]] = set()  # (source, target)
         self.transfers: dict[str, tuple[int, int]] = {}
 
     def introduce(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Give each target access to the host memory of each source of coming requests.
 
-        Called once for each pair, and only where requests migrate: a GPU pins the whole host
-        memory, 0.1 s per GB, and until then gets requests without KV.
+        Each pair is introduced once, and only where requests migrate: the target's GPU pins the
+        whole host memory, 0.1 s per GB; until then the target gets requests without KV.
         """
         numbers = list(targets)
         for source in sources:

@@ -53,8 +53,8 @@ def test_who_says_nothing_is_hung() -> None:
     assert post.ended == []
     post.look_until(80.0)
     assert [(at_s, reason) for at_s, _, reason in post.ended] == [
-        (61.0, "hung: no sign of life for 60 s"),
-        (71.0, "hung: no sign of life for 60 s"),
+        (61.0, "hung: no message for 60 s"),
+        (71.0, "hung: no message for 60 s"),
     ]
 
 

@@ -106,7 +106,7 @@ def test_a_model_is_told_of_with_its_targets_and_its_place(box: PrivateDaemon) -
     assert len(usage.attainment_minutes) == 60
     assert model.devices[0].weights_resident_bytes > 0
     shown = cli(box, "why", "one")
-    assert "targets        TTFT 8s, TBT 200ms" in shown.stdout
+    assert "targets      TTFT 8s, TBT 200ms" in shown.stdout
     assert shown.returncode == 0, shown.stderr
 
 

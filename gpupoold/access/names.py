@@ -32,7 +32,7 @@ def group_id(name: str) -> int | None:
 
 
 def user_name(user_id: int) -> str:
-    """A user's name, or number where there is none; blocks."""
+    """Return a user's name, or the number as text if no name exists; blocks."""
     try:
         return pwd.getpwuid(user_id).pw_name
     except KeyError:

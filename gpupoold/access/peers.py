@@ -22,7 +22,7 @@ _CREDENTIALS = struct.Struct("iII")
 _GROUP_ID = struct.Struct("I")
 _MAX_GROUP_BYTES = 65536 * _GROUP_ID.size  # NGROUPS_MAX
 
-# Age up to which a refusing answer is used, and the time a caller waits for a newer answer.
+# Age up to which a refusing answer is used, and the time limit of the wait for a newer answer.
 _REFUSAL_MAX_AGE_S = 2.0
 _LOOK_UP_LIMIT_S = 1.0
 
@@ -58,7 +58,7 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def _other_groups(connection: socket.socket) -> list[int]:
-    """The supplementary groups of a peer; none where the kernel does not tell."""
+    """Return the supplementary groups of a peer, empty if the kernel does not report groups."""
     # socket.getsockopt() returns at most 1,024 bytes: 256 groups.
     found = ctypes.create_string_buffer(_MAX_GROUP_BYTES)
     length = ctypes.c_uint32(_MAX_GROUP_BYTES)
@@ -82,7 +82,7 @@ class AdminGroups:
     names: NameService = field(default_factory=NameService)
 
     async def look_up(self, timeout_s: float) -> bool:
-        """Look the groups' numbers up; return False if they are unknown after ``timeout_s``."""
+        """Look the groups' numbers up; return False if a number is unknown after ``timeout_s``."""
         self.names.group_id(self.everything)
         self.names.group_id(self.read_only)
         return await self.names.settled(timeout_s)
@@ -117,15 +117,15 @@ class AdminGroups:
             raise self._forbidden(self.names.user_name(peer.user_id), right)
 
     def _forbidden(self, user: str, right: Right) -> Forbidden:
-        change = f"{self._join(self.everything, user)} (to change things)"
+        change = f"{self._join(self.everything, user)} (full access)"
         if right is Right.READ:
-            what, how = "may only look, not change anything", change
+            what, how = "may only read", change
         else:
             what = "may not use the admin socket"
-            how = f"{self._join(self.read_only, user)} (to look), or {change}"
+            how = f"{self._join(self.read_only, user)} (read-only access), or {change}"
         return Forbidden(
             f"the user {user} {what}",
-            f"an administrator has to run: {how}; then log in again",
+            f"ask an administrator to run: {how}; then log in again",
         )
 
     def _join(self, group: str, user: str) -> str:
@@ -134,5 +134,5 @@ class AdminGroups:
 
 
 def needed_for(method: str) -> Right:
-    """The right to make calls by this HTTP method."""
+    """Return the right needed for calls with this HTTP method."""
     return Right.READ if method in READING_METHODS else Right.EVERYTHING

@@ -14,7 +14,7 @@ _OF_ALL = 0o666
 
 
 def share_socket(path: Path, groups: AdminGroups) -> None:
-    """Let the admin groups open the socket if this daemon serves the whole machine.
+    """Give the admin groups access to the socket if this daemon serves the whole machine.
 
     A daemon of root, or of a user whose main group is the admin group, serves the machine; another
     user's daemon stays private. A file has one group only: with a group of readers, everybody may

@@ -107,7 +107,7 @@ def _check_readable(path: Path, name: str) -> None:
         raise TlsError(
             name,
             f"{path} cannot be read: {error.strerror}",
-            "name a PEM file that gpupoold's user may read",
+            "name a PEM file readable by gpupoold's user",
         ) from error
 
 
@@ -116,7 +116,7 @@ class _HasPassword(Exception):
 
 
 def no_password() -> str:
-    """In place of OpenSSL's own question on the terminal.
+    """Raise an error in place of OpenSSL's question on the terminal.
 
     Raises:
         _HasPassword: always.
@@ -139,7 +139,7 @@ def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, 
 
 
 def _check_dates(certificate: Path) -> datetime:
-    # Imported here, because the module takes megabytes that a daemon without TLS saves.
+    # Imported here, because the module takes megabytes of memory that a daemon without TLS saves.
     from cryptography import x509
 
     first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]

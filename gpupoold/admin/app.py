@@ -53,7 +53,7 @@ Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 
 def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
-    """The admin API over ``control_plane``."""
+    """Return the application of the admin API for ``control_plane``."""
     app = FastAPI(title="gpupoold", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(GpupoolError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -198,7 +198,7 @@ async def _progress_lines(control_plane: ControlPlane, body: AddModelRequest) ->
 
 
 def _chunks(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield a few lines at a time: the server takes each chunk from a thread."""
+    """Yield a few lines at a time, because the server takes each chunk from a thread."""
     while chunk := b"".join(islice(lines, _LINES_AT_ONCE)):
         yield chunk
 

@@ -29,7 +29,7 @@ class Door:
     """The limit of connections per user, and the groups with access."""
 
     max_connections = 128
-    """Connections per user; each connection takes a descriptor that workers need too."""
+    """Connections per user; the limit protects the descriptors that workers need."""
 
     def __init__(self, groups: AdminGroups) -> None:
         self.groups = groups
@@ -40,7 +40,7 @@ class Door:
         return functools.partial(PeerProtocol, self)
 
     def enter(self, peer: Peer) -> bool:
-        """Count a connection; return False if the user has too many."""
+        """Count a connection; return False if the user has too many connections."""
         self._num_connections[peer.user_id] += 1
         return self._num_connections[peer.user_id] <= self.max_connections
 
@@ -54,7 +54,7 @@ class PeerProtocol(BoundedHttp):
     """A connection that puts the caller into the state of its requests.
 
     ASGI has no field for credentials of a unix socket; ``state`` carries server data to an
-    application. A caller without a right gets the refusal at once; the connection closes after
+    application. A caller without a right is refused at once; the connection is closed after
     ``linger_s`` at the latest.
     """
 
@@ -109,7 +109,7 @@ class PeerProtocol(BoundedHttp):
         self._body_timer = self.loop.call_later(self.body_timeout_s, self._give_up_body)
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece, as long as there are not too many."""
+        """Take a piece of the body, or refuse a body that is too large."""
         self._body_bytes += len(body)
         if self._body_bytes > self.max_body_bytes and not self.transport.is_closing():
             self._refuse_body(
@@ -137,17 +137,17 @@ class PeerProtocol(BoundedHttp):
         try:
             await self._door.groups.check(peer, Right.READ)
         except Forbidden as error:
-            self._send_away(error)
+            self._refuse_caller(error)
         else:
-            self.transport.resume_reading()  # the peer's groups were not known before
+            self.transport.resume_reading()  # the look-up has found the peer's groups
 
-    def _send_away(self, error: GpupoolError) -> None:
+    def _refuse_caller(self, error: GpupoolError) -> None:
         """Answer any request with ``error``, then close."""
         self._is_refused = True
         body = _error_body(error)
         self.transport.write(self.answer(HTTPStatus(error.http_status), body))
         self.transport.write_eof()
-        # Closed at once, the answer could be lost to a client that is still sending.
+        # After an immediate close, a client that is still sending could lose the answer.
         self.loop.call_later(self.linger_s, self.transport.abort)
         self.transport.resume_reading()
 

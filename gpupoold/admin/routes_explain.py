@@ -21,7 +21,7 @@ Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 
 def add_explain_routes(app: FastAPI, control_plane: ControlPlane) -> None:
-    """``/why``, ``/history``, ``/history/requests`` and ``/switches``; times as ``since_s`` ago."""
+    """Add the routes of explanations and the history; ``since_s`` is seconds before now."""
 
     @app.get("/why/{name:path}")
     async def why(name: str) -> Why:

@@ -36,12 +36,12 @@ def close_left_socket(error: BaseException) -> None:
 
 
 def as_error(body: ErrorBody) -> GpupoolError:
-    """Return the error that an error body describes."""
+    """Return the error described by an error body."""
     return error_from_code(body.code, body.message, body.hint)
 
 
 def error_of(response: httpx.Response) -> GpupoolError:
-    """The error a failed answer describes."""
+    """Return the error described by a failed answer."""
     try:
         error = as_error(ErrorBody.model_validate(json.loads(response.content)["error"]))
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Calls over the admin socket: requests, answers of a known form, errors of our own kinds."""
+"""Calls over the admin socket: requests, typed answers, errors of ``gpupoold.errors``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def given(**values: str | float | None) -> dict[str, str | float]:
 
 
 class AdminCalls:
-    """A connection pool to the daemon at ``socket_path``; use as a context manager."""
+    """Connections to the daemon at ``socket_path``; use as a context manager."""
 
     def __init__(self, socket_path: Path | str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.socket_path = Path(socket_path)
@@ -82,7 +82,7 @@ class AdminCalls:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; streams still open end."""
+        """Close all connections and open streams."""
         self._http.close()
 
     def _call(
@@ -132,7 +132,7 @@ class AdminCalls:
 
     @contextmanager
     def _errors_of(self, request: httpx.Request) -> Iterator[None]:
-        """Turn ``httpx``'s errors into ours."""
+        """Convert ``httpx``'s errors to errors of ``gpupoold.errors``."""
         what = f"{request.method} {request.url.path}"
         try:
             yield
@@ -155,7 +155,7 @@ class AdminCalls:
         if any(isinstance(cause, PermissionError) for cause in causes):
             return Refused(
                 f"no permission to open the admin socket {self.socket_path}",
-                _how_to_get_in(self.socket_path),
+                _permission_hint(self.socket_path),
             )
         if any(isinstance(cause, BlockingIOError) for cause in causes):
             return Unavailable(
@@ -164,12 +164,12 @@ class AdminCalls:
         return DaemonNotRunning(
             f"no daemon answers at {self.socket_path}",
             "start the daemon with `gpupoold` or `systemctl start gpupoold`,"
-            " or name its socket with --socket or GPUPOOL_SOCKET",
+            " or name the daemon's socket with --socket or GPUPOOL_SOCKET",
         )
 
 
-def _how_to_get_in(socket_path: Path) -> str:
-    """Return the hint for a socket that this user may not open."""
+def _permission_hint(socket_path: Path) -> str:
+    """Return the hint for a socket without permission for this user."""
     try:
         found = socket_path.stat()
         group = grp.getgrgid(found.st_gid).gr_name
@@ -177,4 +177,4 @@ def _how_to_get_in(socket_path: Path) -> str:
         return "run as the daemon's user"
     if found.st_gid == _ROOTS_GROUP or not found.st_mode & stat.S_IWGRP:
         return "run as the daemon's user, or as root"
-    return f"an administrator has to run: usermod -aG {group} NAME; then NAME logs in again"
+    return f"ask an administrator to run: usermod -aG {group} NAME; then NAME logs in again"

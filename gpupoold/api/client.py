@@ -66,7 +66,7 @@ _RELOAD = TypeAdapter(ReloadInfo)
 
 
 class AdminClient(KeyCalls, TopCalls):
-    """A connection pool to the daemon at ``socket_path``; use as a context manager.
+    """A client of the daemon at ``socket_path``; use as a context manager.
 
     ``timeout_s`` bounds connecting and each plain answer. Long operations (adding, draining,
     following, benchmarks) have no limit on the answer.
@@ -84,7 +84,7 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_MODELS, "GET", "/models")
 
     def model(self, name: str) -> ModelInfo:
-        """The model with this name or alias.
+        """Return the model with this name or alias.
 
         Raises:
             NoSuchModel: there is none.
@@ -157,7 +157,7 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_CACHED, "DELETE", _cache_path(name), unbounded=True)
 
     def warm(self, name: str) -> CachedModel:
-        """Load a model's snapshot into host memory and return when the snapshot is there.
+        """Load a model's snapshot into host memory; return at the end of the load.
 
         Raises:
             NoSuchModel: there is no such model.
@@ -166,7 +166,7 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_CACHED, "POST", _cache_path(name), unbounded=True)
 
     def set_role(self, device: int, role: RoleName) -> DeviceInfo:
-        """Give a worker a role; ``auto`` leaves the choice to the policy.
+        """Set a worker's role; ``auto`` leaves the choice to the policy.
 
         Raises:
             UsageError: there is no such worker.
@@ -184,7 +184,7 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_DEVICE, "POST", f"/devices/{device}/drain", unbounded=True)
 
     def undrain(self, device: int) -> DeviceInfo:
-        """Let a worker have work again.
+        """End the drain of a worker.
 
         Raises:
             UsageError: there is no such worker.
@@ -223,7 +223,7 @@ class AdminClient(KeyCalls, TopCalls):
         return self._call(_ACCOUNTS, "POST", "/check")
 
     def ps(self) -> Ps:
-        """Devices, models and live requests now."""
+        """Return the present devices, models and live requests."""
         return self._call(_PS, "GET", "/ps")
 
     def switches(
@@ -267,7 +267,7 @@ class AdminClient(KeyCalls, TopCalls):
         yield from self._stream("GET", "/event-log")
 
     def requests(self, limit: int = 10_000) -> Iterator[RequestRecord]:
-        """The latest ``limit`` finished requests (at most 10,000), latest arrival first."""
+        """Yield the latest ``limit`` finished requests (at most 10,000), latest arrival first."""
         for line in self._stream("GET", "/requests", query={"limit": limit}):
             yield _parsed(RequestRecord, line, "GET /requests")
 
@@ -293,7 +293,7 @@ class AdminClient(KeyCalls, TopCalls):
             yield _parsed(_LogLine, line, "GET /logs").line
 
     def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
-        """Alternate between two models on an idle worker and measure; takes its time.
+        """Alternate between two models on an idle worker and measure; may take minutes.
 
         Raises:
             Refused: no worker is idle, or the models are not loaded.

@@ -46,7 +46,7 @@ class KeyCalls(AdminCalls):
         return self._call(_KEY, "PATCH", _path(name), body=request)
 
     def rotate_key(self, name: str, grace_s: float) -> NewKey:
-        """Give a key a new secret; the old secret works for ``grace_s`` more.
+        """Give a key a new secret; the old secret stays valid for ``grace_s`` seconds.
 
         Raises:
             NoSuchKey: there is no key of this name.

@@ -26,9 +26,9 @@ class TopCalls(AdminCalls):
         minutes: bool = True,
         **limits: int,
     ) -> Top:
-        """Everything at this moment, with the turns and events after these ids.
+        """Return the present state, with the turns and events after these ids.
 
-        ``limits`` are how many ``turns``, ``events`` and ``requests`` are wanted at most.
+        ``limits`` are the maximum numbers of ``turns``, ``events`` and ``requests``.
         Without ``minutes`` the models' attainment by minute is left out.
         """
         query = given(
@@ -40,7 +40,7 @@ class TopCalls(AdminCalls):
         return self._call(_TOP, "GET", "/top", query=query)
 
     def turns(self, after: int = 0, limit: int = 1000) -> list[TurnInfo]:
-        """The latest ``limit`` turns with ids above ``after``, oldest first."""
+        """Return the latest ``limit`` turns with ids above ``after``, oldest first."""
         return self._call(_TURNS, "GET", "/turns", query={"after": after, "limit": limit})
 
     def unload(

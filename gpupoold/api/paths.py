@@ -29,7 +29,7 @@ def default_socket_path(
     if runtime_dir := env.get("GPUPOOL_RUNTIME_DIR"):
         return Path(runtime_dir) / SOCKET_FILE_NAME
     system_socket = system_dir / SOCKET_FILE_NAME
-    # os.path.exists, because Path.exists raises where the folder may not be searched.
+    # os.path.exists, because Path.exists raises for a folder without search permission.
     if os.path.exists(system_socket):
         return system_socket
     if session_dir := env.get("XDG_RUNTIME_DIR"):
@@ -62,7 +62,7 @@ def check_runtime_dir(folder: Path) -> None:
     mode = stat.S_IMODE(found.st_mode)
     hint = "remove the folder, or set paths.runtime_dir or GPUPOOL_RUNTIME_DIR to your own folder"
     if stat.S_ISLNK(found.st_mode):
-        problem, hint = "is a symbolic link", f"name the folder itself, or {hint}"
+        problem, hint = "is a symbolic link", f"name the link's target, or {hint}"
     elif not stat.S_ISDIR(found.st_mode):
         problem = "is not a folder"
     elif found.st_uid not in (0, os.geteuid()):

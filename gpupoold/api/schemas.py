@@ -13,7 +13,7 @@ RoleName = Literal["auto", "prefill", "decode", "mixed"]
 
 
 class Body(BaseModel):
-    """Base of all bodies; unknown fields are errors, so that typing errors show."""
+    """Base of all bodies; unknown fields are errors, which reveals misspelt names."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -208,7 +208,7 @@ class RequestRecord(Body):
 
 
 class EventInfo(Body):
-    """Something worth telling the operator."""
+    """An event for the operator."""
 
     id: int
     at: float
@@ -313,8 +313,8 @@ class BenchMemoryRequest(Body):
     """``POST /bench/memory``: measure on an idle worker.
 
     ``device``: mapping and copies. ``kv``: ``kv_bytes`` of the first model's KV out and in,
-    alone and beside the second model's steps. ``leftovers``: what is still held when all
-    models are off the device.
+    alone and beside the second model's steps. ``leftovers``: the memory still in use when
+    all models are off the device.
     """
 
     part: Literal["device", "kv", "leftovers"]

@@ -30,7 +30,7 @@ class AddKeyRequest(Body):
 class SetKeyRequest(Body):
     """``PATCH /keys/{name}``; None leaves a value as it is.
 
-    0 takes a limit or the expiry away; ``all_models`` the restriction to some models.
+    0 removes a limit or the expiry; ``all_models`` removes the restriction to some models.
     """
 
     models: list[str] | None = None

@@ -1,4 +1,4 @@
-"""Wires the parts of the control plane together."""
+"""Construction of the control plane from its parts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _snapshot_stores(
 ) -> tuple[SnapshotCache, SavedSnapshots, StoredSnapshots]:
     """Return the snapshots in host memory, on disk, and in the service manager."""
     folder, memory, keys = settings.paths.state_dir, settings.memory, SnapshotKeys()
-    shutil.rmtree(folder / "images", ignore_errors=True)  # of earlier releases
+    shutil.rmtree(folder / "images", ignore_errors=True)  # written by earlier releases
     stored = StoredSnapshots(fd_store, keys)
     saved = SavedSnapshots(folder / "snapshots", memory.snapshot_files_bytes, keys)
     return SnapshotCache(memory.model_cache_bytes, stored), saved, stored

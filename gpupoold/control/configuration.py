@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 class Configuration:
     """The configuration of a running daemon, and comparisons with files; one per daemon.
 
-    ``path`` is that of the file read last, None without a file.
+    ``path`` is the path of the file read last, None without a file.
     """
 
     def __init__(self, file: ConfigFile, named: Path | None = None) -> None:
@@ -57,7 +57,7 @@ class Configuration:
         return await asyncio.to_thread(read_config_file, self._named)
 
     def take(self, file: ConfigFile, settings: Settings) -> None:
-        """Adopt ``settings``: those of ``file``, as far as a running daemon can."""
+        """Apply ``settings``, the settings of ``file`` that a running daemon can apply."""
         waiting = {one.key for one in changes_between(settings, file.settings)}
         self._written = (file.written - waiting) | (self._written & waiting)
         self.path = file.path

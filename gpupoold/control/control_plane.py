@@ -238,7 +238,7 @@ class ControlPlane:
         worker = self.supervisor.workers[0]
         if request.part == "kv":
             if request.models is None:
-                raise Refused("KV is measured with two models", "name them in `models`")
+                raise Refused("KV is measured with two models", "name two models in `models`")
             worker, models = await self._shared(request.models)
             arguments = {"models": models, "kv_bytes": request.kv_bytes}
         if request.part != "leftovers":
@@ -296,7 +296,7 @@ class ControlPlane:
 
     async def _frontend_down(self, frontend: Frontend, death: Death) -> None:
         """Cancel the requests of an ended frontend."""
-        text = f"ended ({death.reason}), it is restarted"
+        text = f"ended ({death.reason}) and is restarted"
         self.history.record_event("error", "frontend_down", frontend.name, text)
         self.dispatcher.frontend_down(frontend.number)
 
@@ -316,7 +316,7 @@ class ControlPlane:
             except AssertionError as error:
                 if str(error) != reported:
                     reported = str(error)
-                    _logger.error("the scheduling core's books disagree: %s", error)
+                    _logger.error("the state of the scheduling core is inconsistent: %s", error)
                     self.history.record_event("error", "core_inconsistent", "core", reported)
 
     async def check_integrity(self) -> list[object]:
@@ -328,7 +328,7 @@ class ControlPlane:
         try:
             self.dispatcher.scheduler.check_state()
         except AssertionError as error:
-            raise Failed(f"the scheduling core's books disagree: {error}") from error
+            raise Failed(f"the state of the scheduling core is inconsistent: {error}") from error
         calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.workers)
         return [await call for call in calls]
 
@@ -338,11 +338,11 @@ async def tick(
     interval_s: float = _TICK_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Call all of ``checks`` periodically with the monotonic time; an error stops no other call."""
+    """Call all of ``checks`` every ``interval_s`` with the monotonic time; errors are logged."""
     while True:
         for check in checks:
             try:
                 check(clock())
             except Exception:
-                _logger.exception("a periodic check of the pool failed")
+                _logger.exception("a periodic check failed")
         await asyncio.sleep(interval_s)

@@ -1,4 +1,4 @@
-"""Progress of the control plane, and its state in one line."""
+"""Progress of the control plane, and a summary in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 
 # A round of checks is due every second; a busy machine may delay some.
 _ROUND_TIMEOUT_S = 10.0
-# Requests without tokens are ended after their time by the same rounds.
+# The rounds also end requests without tokens; this is the time allowed for a late round.
 _OVERDUE_S = 30.0
 
 
@@ -28,7 +28,7 @@ class Health:
         self._round_s = now_s
 
     def failure_reason(self, now_s: float) -> str:
-        """Return why the control plane makes no progress, empty if it does.
+        """Return why the control plane makes no progress, empty without a problem.
 
         A hung worker is no reason here: the watchdog ends hung workers.
         """
@@ -39,7 +39,7 @@ class Health:
         stuck = self._dispatcher.live.silent_since(now_s - limit_s)
         if stuck:
             first = stuck[0]
-            return f"{first.request_id} of {first.model} has had no token and no end for too long"
+            return f"{first.request_id} of {first.model} has waited too long for a token"
         return ""
 
     def summary(self) -> str:

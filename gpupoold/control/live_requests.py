@@ -128,7 +128,7 @@ class LiveRequest:
     """Number of the frontend."""
 
     def __post_init__(self) -> None:
-        """Copy fields of the order: each token needs some, and a property is slower."""
+        """Copy fields of the order that each token needs, because a property is slower."""
         order = self.order
         self.request_id, self.model, self.frontend = order.request_id, order.model, order.frontend
         self.arrival_s, self.num_prompt_tokens = order.arrival_s, order.num_prompt_tokens
@@ -228,7 +228,7 @@ class LiveRequests:
             ValueError: another live request has the same id; nothing has changed.
         """
         if request.request_id in self._requests:
-            raise ValueError(f"another live request is called {request.request_id}")
+            raise ValueError(f"a live request already has the id {request.request_id}")
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
         self._num_by_key[request.key_id] += 1

@@ -31,7 +31,7 @@ from gpupoold.system.process import set_log_level
 
 
 class Reloader:
-    """Reloads one at a time, while serving continues."""
+    """Reloads of the configuration, one at a time, while serving continues."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Reloader:
                 if settings.memory.model_cache_bytes < self._settings.memory.model_cache_bytes:
                     await self._cache.check_budget(settings.memory.model_cache_bytes)
             except GpupoolError as error:
-                text = f"the configuration stays as it was: {error}"
+                text = f"the configuration is unchanged: {error}"
                 self._history.record_event("error", "config_refused", "gpupoold", text)
                 raise
             before = self._settings.model_copy()
@@ -105,7 +105,7 @@ class Reloader:
         )
 
     def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Reload after a signal, inside of ``around()``; errors go to the log.
+        """Reload after a signal, inside of ``around()``; errors are logged.
 
         A signal during a reload starts another reload: the file may have changed meanwhile.
         """
@@ -149,7 +149,7 @@ class Reloader:
 
 
 def configured_roles(settings: Settings) -> list[Role | None]:
-    """The roles of the devices by number; None: the policy's to choose."""
+    """Return the roles of the devices by number; None leaves the choice to the policy."""
     names = settings.scheduling.roles
     if names == "auto":
         return [None] * len(settings.devices)
@@ -160,4 +160,4 @@ def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
     parts = [f"changed {', '.join(one.key for one in changed)}"] if changed else []
     if waiting:
         parts.append(f"after a restart {', '.join(one.key for one in waiting)}")
-    return "; ".join(parts) or "nothing has changed"
+    return "; ".join(parts) or "no changes"

@@ -26,7 +26,7 @@ class WorkerOperations:
         self._workers = workers
 
     def set_role(self, number: int, role: Role | None) -> None:
-        """Give a worker a role; None: the policy's to choose.
+        """Set a worker's role; None leaves the choice to the policy.
 
         Raises:
             UsageError: there is no such worker.
@@ -47,12 +47,12 @@ class WorkerOperations:
             if time.monotonic() > deadline_s:
                 raise TimedOut(
                     f"worker {number} still has {num_left} requests after {limit_s:g} s",
-                    "they end there; see `gpupool ps`, or wait with `gpupool drain` again",
+                    "the requests continue there; see `gpupool ps`, or run `gpupool drain` again",
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def undrain(self, number: int) -> None:
-        """Let a worker have work again.
+        """End the drain of a worker.
 
         Raises:
             UsageError: there is no such worker.

@@ -258,7 +258,7 @@ def test_readers_only_look(box: Box) -> None:
     calls = ("GET /keys", "GET /events?limit=1", ADD + ' {"name": "mine"}', "POST /check", "PUT /x")
     answers = as_somebody(box, f"{STRANGER},{READERS.gr_gid}", *calls)
     assert [one[:3] for one in answers] == ["200", "200", "403", "403", "403"]
-    assert "may only look" in answers[2]
+    assert "may only read" in answers[2]
     with box.daemon.client() as client:
         assert "mine" not in [key.name for key in client.api_keys()]
 

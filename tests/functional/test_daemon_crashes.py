@@ -110,7 +110,7 @@ async def test_one_request_that_crashes_workers_ends_alone(
     for stream in streams:
         await stream.started()
     error = await asyncio.wait_for(ask_poison(api, seed, **extra), BACK_S)
-    assert "ended its worker, and another alone" in error
+    assert "crashed a second worker when retried alone" in error
     assert [await stream.finished() for stream in streams] == alone
     assert num_deaths(box) - before == 2, events(box, "worker_down")[before:]
     assert events(box, "model_quarantined") == []
@@ -129,7 +129,7 @@ async def test_several_at_once_among_others(box: PrivateDaemon, api: AsyncOpenAI
     seeds = (poison.STEP_SEED, poison.ADD_SEED)
     asked = (asyncio.wait_for(ask_poison(api, seed), BACK_S) for seed in seeds)
     for error in await asyncio.gather(*asked):
-        assert "ended its worker, and another alone" in error
+        assert "crashed a second worker when retried alone" in error
     assert [await stream.finished() for stream in streams] == alone
     assert num_deaths(box) - before <= 2 * len(seeds)
     assert events(box, "model_quarantined") == []
@@ -139,10 +139,10 @@ async def test_what_happened_is_told(box: PrivateDaemon, api: AsyncOpenAI) -> No
     if not events(box, "request_convicted"):
         await ask_poison(api, poison.STEP_SEED)
     shown = cli(box, "events").stdout
-    assert f"it was in a step of {LLAMA} with" in shown
-    assert "ended a worker while it was tried alone" in shown
+    assert f"activity: a step of {LLAMA} with" in shown
+    assert "crashed a worker when retried alone" in shown
     convicted = events(box, "request_convicted")[0].split()[1]
-    assert "ended its worker, and another alone" in cli(box, "why", convicted).stdout
+    assert "crashed a second worker when retried alone" in cli(box, "why", convicted).stdout
 
 
 @pytest.mark.slow
@@ -162,8 +162,8 @@ async def test_a_model_whose_load_crashes_is_tried_again_by_itself(
     await other.finished()
     shown = cli(box, "show", LLAMA).stdout
     assert "signal 11, in the load of tiny-llama" in " ".join(shown.split())
-    assert "tried again at" in " ".join(shown.split())
-    with pytest.raises(openai.InternalServerError, match="tried again at") as refused:
+    assert "next try at" in " ".join(shown.split())
+    with pytest.raises(openai.InternalServerError, match="next try at") as refused:
         await ask(api, *ASKED[0])
     assert 1 < int(refused.value.response.headers["retry-after"]) <= 30
     await ask(api, QWEN2, "other")

@@ -132,7 +132,7 @@ async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateD
         hung.suspend()
         assert await stream.finished() == alone
     await eventually(lambda: is_whole(watched, but=hung), BACK_S)
-    # Whichever is noticed first: no sign of life, or a turn without a step.
+    # Whichever is noticed first: no message, or a turn without a step.
     assert any("(hung: " in text for text in told(watched, "worker_down"))
     assert check(watched)
 
@@ -222,7 +222,9 @@ async def test_a_request_whose_worker_always_crashes(
     while stream.is_running and num_crashes < 9:  # some come between two of its steps
         await crash_when_it_goes_on(usual, stream)
         num_crashes += 1
-    with pytest.raises(openai.APIError, match=r"ended its worker, and another alone: .*signal 11"):
+    with pytest.raises(
+        openai.APIError, match=r"crashed a second worker when retried alone: .*signal 11"
+    ):
         await stream.finished()
     assert num_crashes >= 3
     await eventually(lambda: is_whole(usual), BACK_S)

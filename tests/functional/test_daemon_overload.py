@@ -184,5 +184,5 @@ def test_late_requests_are_served_or_refused(hurried: PrivateDaemon, drops: bool
     assert statuses[429] == row.refused >= 4
     for answer in answers:
         if answer.status_code == 429:
-            assert "more than its target of 2s" in answer.json()["error"]["message"]
+            assert "more than the target of 2s" in answer.json()["error"]["message"]
             assert 1 <= int(answer.headers["retry-after"]) <= 60

@@ -181,7 +181,7 @@ class TestWrongFile:
         with pool.client() as client:
             client.pin(LLAMA)
         try:
-            with pytest.raises(Refused, match=f"too little for the pinned snapshots of {LLAMA}"):
+            with pytest.raises(Refused, match=f"too small for the pinned snapshots of {LLAMA}"):
                 rewrite('[memory]\nmodel_cache = "1MiB"\n[limits]\nstop_grace = "3s"\n')
             assert settings(pool)["limits.stop_grace"] == "10s"
         finally:

@@ -121,7 +121,7 @@ def test_a_request_that_has_ended_is_told_of_from_the_history(box: PrivateDaemon
         finished = client.why(latest.request_id).finished
         assert finished is not None
         assert finished.request == latest
-        assert "it reached the most tokens it may have" in finished.text
+        assert "reached max_tokens or the model's context length" in finished.text
         part = latest.request_id[5:20]
         assert client.why(part).finished == finished
         with pytest.raises(NoSuchModel, match="'nothing'"):

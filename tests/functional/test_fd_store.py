@@ -112,7 +112,7 @@ async def test_snapshots_and_sockets_outlive_a_daemon_that_is_killed(
             until(lambda: {row.state for row in ps(second).models} == {"ready"}, 60)
             assert kept in manager.stored
             assert {name: await answer(second, name) for name in expected} == expected
-            assert f"{LLAMA}: its snapshot of" in second.log_path.read_text()
+            assert f"{LLAMA}: the snapshot of" in second.log_path.read_text()
             check(second)
             second.process.terminate()
             assert second.process.wait(60) == 0

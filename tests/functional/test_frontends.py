@@ -138,7 +138,7 @@ async def test_one_that_crashes_again_and_again_hurts_nobody_else(
     with pool.client() as client:
         down = [event for event in client.events() if event.kind == "frontend_down"]
     assert {(one.subject, one.message) for one in down} == {
-        ("frontend-0", "ended (signal 11), it is restarted")
+        ("frontend-0", "ended (signal 11) and is restarted")
     }
     await eventually(lambda: not ps(pool).requests)
     assert check(pool)

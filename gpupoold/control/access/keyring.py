@@ -21,8 +21,8 @@ _logger = logging.getLogger(__name__)
 
 _SAVE_EVERY_S = 10.0
 _LOCKED_OUT = (
-    "{reason}, and nobody has one: all requests are answered with 401. "
-    "Make a key: `gpupool key add NAME`"
+    "{reason}, but no key is valid: all requests are answered with 401. "
+    "Create a key with `gpupool key add NAME`"
 )
 
 
@@ -44,8 +44,8 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``send`` sends a message to all frontends. ``required_because`` says why every request
-        needs a key; empty: none does.
+        """``send`` sends a message to all frontends. ``required_because`` is the reason why every
+        request needs a key, empty if keys are optional.
 
         ``host_names``: see :class:`AccessRules`. ``clock`` and ``wall_clock`` return seconds.
         """
@@ -75,7 +75,7 @@ class Keyring:
 
     @property
     def has_high(self) -> bool:
-        """True if anybody has a key of high priority."""
+        """True if a valid key has high priority."""
         return any(row.powers.priority is Priority.HIGH for row in self._valid())
 
     def max_live(self, key_id: str) -> int | None:
@@ -99,7 +99,7 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> Self:
-        """A keyring with the keys of the database; warns if nobody can get in.
+        """Return a keyring with the keys of the database; warn if all requests will be refused.
 
         Raises:
             Failed: the database cannot be read.
@@ -113,7 +113,7 @@ class Keyring:
         return keyring
 
     async def run(self) -> None:
-        """Write the use of keys periodically, for ever."""
+        """Write the use of keys periodically; never returns."""
         while True:
             await asyncio.sleep(_SAVE_EVERY_S)
             await self.save()
@@ -126,7 +126,7 @@ class Keyring:
         try:
             await self._store.note_use(uses.values())
         except Failed as error:
-            _logger.warning("what API keys have used cannot be written now: %s", error)
+            _logger.warning("the use of API keys cannot be written now: %s", error)
             for use in uses.values():
                 self._add_use(use)
 
@@ -148,7 +148,7 @@ class Keyring:
         return row, key.text
 
     async def set(self, name: str, powers: KeyPowers) -> KeyRow:
-        """Give a key other powers, from its next request on.
+        """Change a key's powers, from the next request on.
 
         Raises:
             NoSuchKey, NoSuchModel: there is no such key or model.
@@ -167,7 +167,7 @@ class Keyring:
         return await self._store.find(name)
 
     async def rotate(self, name: str, grace_s: float) -> tuple[KeyRow, str]:
-        """Give a key a new secret; the old secret works for ``grace_s`` more.
+        """Give a key a new secret; the old secret stays valid for ``grace_s`` seconds.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -179,7 +179,7 @@ class Keyring:
         return row, key.text
 
     async def revoke(self, name: str) -> KeyRow:
-        """End a key: its next request is refused. Requests under way go on.
+        """Revoke a key: new requests are refused, and running requests continue.
 
         Raises:
             NoSuchKey: there is no key of this name.
@@ -209,12 +209,12 @@ class Keyring:
             self._refusals.note("api", "no valid API key", self._clock(), message.num_unauthorised)
 
     def tick(self, now_s: float) -> None:
-        """Record the events that are due; to be called every second."""
+        """Record due events; to be called every second."""
         self._refusals.report(now_s)
         self._warn_if_locked_out()  # the last key may have expired
 
     def used(self, key_id: str, *, num_requests: int = 0, num_tokens: int = 0) -> None:
-        """Add requests that begin, or the tokens of a request that ended, to a key's use."""
+        """Add new requests, or the tokens of a finished request, to a key's use."""
         if key_id:
             self._add_use(KeyUse(key_id, num_requests, num_tokens, self._wall_clock()))
 

@@ -68,7 +68,7 @@ class DeviceMeter:
         return source
 
     def turn_ended(self, message: m.TurnReport) -> bool:
-        """Count a turn; return whether its model came without a reported switch."""
+        """Count a turn; return whether the model changed without a reported switch."""
         if message.began_s is None:
             return False
         self.turns[message.model] += 1
@@ -80,7 +80,7 @@ class DeviceMeter:
         return is_silent
 
     def forget_others(self, models: Collection[str]) -> None:
-        """Drop the counters of models that are not in ``models``."""
+        """Drop the counters of all models except ``models``."""
         for counts in (self.turns, self.turn_seconds):
             for model in counts.keys() - models:
                 del counts[model]
@@ -128,7 +128,7 @@ class Meters:
         meter.cache_misses += not is_warm
 
     def refused(self, model: str, reason: str) -> None:
-        """A request was not taken."""
+        """Count a refused request."""
         self.model(model).refused[reason] += 1
 
     def switched(self, switch: m.SwitchRecord) -> None:
@@ -142,12 +142,12 @@ class Meters:
             self.switch_seconds["resident"].add(0.0)
 
     def warmed(self, model: str, numbers: Iterable[int]) -> None:
-        """The model's snapshot had to be read or made again, for these devices."""
+        """Count a snapshot read or made again, for each of the devices ``numbers``."""
         for number in numbers:
             self.device(number).warmed(model)
 
     def forget_others(self, models: Collection[str]) -> None:
-        """Drop the meters of models that are not in ``models``."""
+        """Drop the meters of all models except ``models``."""
         for model in self.models.keys() - models:
             del self.models[model]
         for device in self.devices.values():

@@ -1,4 +1,4 @@
-"""Each model's minutes: ended on time, kept in the history, known again after a restart."""
+"""Counts by minute and model: closed on time, stored in the history, restored after a restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MINUTE_S = 60
 
 
 class Minutes:
-    """Closes all models' minutes with the clock's minutes; ``now`` returns wall-clock seconds."""
+    """Closes all models' minutes when the clock's minute ends. ``now``: wall-clock seconds."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Minutes:
             self._stats.setdefault(model, ModelStats()).remember(found)
 
     def tick(self, now_s: float) -> None:
-        """A second has passed; ``now_s`` is monotonic."""
+        """Record the end of a second; ``now_s`` is monotonic. To be called every second."""
         for stats in self._stats.values():
             stats.second_over(now_s)
         minute = self._minute_now()
         if minute != self._minute:
-            # A clock that was put back begins some minutes again: they get a second row.
+            # After a step back of the clock, repeated minutes get a second row.
             self._end(max(1, minute - self._minute))
             self._minute = minute
 

@@ -24,7 +24,7 @@ from gpupoold.stats.histogram import Histogram
 NUM_MINUTES = 60
 _NUM_SECONDS = 60
 _RATE_SECONDS = 10
-# Percentiles of an hour are counted anew when this many more tokens have come.
+# Share of new tokens after which the percentiles of the hour are computed again.
 _MISSING_SHARE = 0.01
 
 
@@ -55,7 +55,7 @@ class Counts(RequestCounts):
         self.tbt.merge(other.tbt, sign)
 
     def numbers_with(self, other: Self) -> Self:
-        """The sums of both, without latencies."""
+        """Return the sums of both counts, without latencies."""
         total = type(self)(*map(add, _counts_of(self), _counts_of(other)))
         total.lateness = Lateness(*map(add, _lateness_of(self), _lateness_of(other)))
         return total
@@ -89,14 +89,16 @@ class ModelStats:
 
     def __init__(self) -> None:
         self.now = Counts()
-        self._closed = Counts()  # minutes that are over, since the start
-        self._hour = Counts()  # the same, those in _minutes
+        self._closed = Counts()  # of all closed minutes since the start
+        self._hour = Counts()  # of the minutes in _minutes
         self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
-        self._attainments: list[float | None] | None = None  # of _minutes, once asked for
-        # Of the last hour, and up to how many of its tokens they count as its percentiles.
+        self._attainments: list[float | None] | None = (
+            None  # of _minutes, cached after the first use
+        )
+        # Percentiles of the last hour, and the number of tokens up to which the values are valid.
         self._percentiles = Percentiles(None, None, None, None)
-        self._num_they_hold = 0.0
-        # (monotonic seconds, tokens, tokens in time) since the start, one a second.
+        self._percentiles_hold_to = 0.0
+        # (monotonic seconds, tokens, tokens in time) since the start, one item per second.
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
 
     def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> float:
@@ -131,14 +133,14 @@ class ModelStats:
             now.completed += 1
 
     def second_over(self, now_s: float) -> None:
-        """Remember how many tokens there were by ``now_s``; called once a second."""
+        """Record the number of tokens at ``now_s``; to be called every second."""
         tokens, in_time = self._tokens()
         self._seconds.append((now_s, tokens, in_time))
 
     def minute_over(self, num_minutes: int = 1) -> Counts:
-        """The counts of the minute that is over; the next begins.
+        """Return the counts of the present minute, and begin the next minute.
 
-        ``num_minutes`` is more than 1 where the daemon slept through some.
+        ``num_minutes`` is greater than 1 if the daemon was asleep for some minutes.
         """
         over, self.now = self.now, Counts()
         self._closed.merge(over)
@@ -148,7 +150,7 @@ class ModelStats:
 
     def remember(self, minutes: Sequence[Counts | None]) -> None:
         """Append past minutes, oldest first; None stands for an empty minute."""
-        self._attainments, self._num_they_hold = None, 0.0
+        self._attainments, self._percentiles_hold_to = None, 0.0
         for minute in minutes:
             gone = self._minutes.popleft()
             if gone is not None:
@@ -158,7 +160,7 @@ class ModelStats:
                 self._hour.merge(minute)
 
     def so_far(self) -> Counts:
-        """Since the daemon's start, without latencies."""
+        """Return the counts since the daemon's start, without latencies."""
         return self._closed.numbers_with(self.now)
 
     def so_far_with_latencies(self) -> Counts:
@@ -178,9 +180,9 @@ class ModelStats:
     def hour_percentiles(self) -> Percentiles:
         """Return percentiles of the last hour; the latest hundredth of tokens may be missing."""
         num_tokens = self._hour.tokens + self.now.tokens
-        if num_tokens > self._num_they_hold:
+        if num_tokens > self._percentiles_hold_to:
             self._percentiles = self.last_hour().percentiles()
-            self._num_they_hold = num_tokens * (1 + _MISSING_SHARE)
+            self._percentiles_hold_to = num_tokens * (1 + _MISSING_SHARE)
         return self._percentiles
 
     def hour_attainment(self) -> float | None:

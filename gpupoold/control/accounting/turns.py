@@ -76,9 +76,11 @@ class TurnLog:
         going.switch = switch
 
     def stepped(self, device: int, outputs: m.StepOutputs) -> None:
-        """Tokens came out of the turn under way."""
+        """Count the tokens of a step of the present turn."""
         going = self._of(device)
-        if going.model != outputs.model:  # the turn before was called off, and did not end
+        if (
+            going.model != outputs.model
+        ):  # the turn before was cancelled, without a report of the end
             going.model, going.num_tokens = outputs.model, 0
         going.num_tokens += sum(len(item.new_token_ids) for item in outputs.progress)
 
@@ -99,7 +101,7 @@ class TurnLog:
         self._going.pop(device, None)
 
     def after(self, after_id: int, limit: int) -> list[TurnRecord]:
-        """Up to ``limit`` turns with larger ids, oldest first: the latest where there are more."""
+        """Return the latest ``limit`` turns with larger ids, oldest first."""
         num_new = self.last_id - max(0, after_id)
         count = min(num_new, limit, len(self._kept))
         if count <= 0:

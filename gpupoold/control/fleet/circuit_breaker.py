@@ -2,7 +2,7 @@
 
 A breaker is *open* after crashes attributed to the model, or when no worker could load the model;
 *half-open* when its wait is over and the model is being loaded; *closed* after success. A crash
-soon afterwards opens the breaker again with twice the wait. Instants are seconds of any one
+soon afterwards opens the breaker again with twice the wait. Times are seconds of one
 monotonic clock.
 """
 
@@ -32,10 +32,10 @@ class _Breaker:
     state: _State = _State.CLOSED
     is_blocking: bool = True  # while open, no worker may load the model
     reason: str = ""
-    wait_s: float = 0.0  # the last one; 0: none yet, or long ago
+    wait_s: float = 0.0  # the latest wait; 0 before the first wait, or long after the latest
     retry_at_s: float = 0.0
     closed_at_s: float = 0.0
-    crashes: list[tuple[float, int]] = field(default_factory=list)  # when, on which device
+    crashes: list[tuple[float, int]] = field(default_factory=list)  # (time, device)
     convicted: set[str] = field(default_factory=set)
 
 
@@ -85,14 +85,11 @@ class CircuitBreakers:
         breaker.convicted.add(request_id)
         if breaker.state is not _State.CLOSED or len(breaker.convicted) < MAX_CONVICTED:
             return None
-        text = f"ended workers with each of {len(breaker.convicted)} requests in a row, all alone"
+        text = f"ended workers with {len(breaker.convicted)} requests in a row, each retried alone"
         return self.open(model, text, now_s)
 
     def answered(self, model: str) -> None:
-        """Record that a request of the model succeeded where others crashed.
-
-        The earlier crashes were then due to the requests.
-        """
+        """Record that a request of the model succeeded: earlier crashes were due to requests."""
         breaker = self._breakers.get(model)
         if breaker is not None:
             breaker.convicted.clear()
@@ -110,7 +107,7 @@ class CircuitBreakers:
         return reason
 
     def postpone(self, model: str, now_s: float) -> None:
-        """Delay the next try because the last one was inconclusive; no effect otherwise."""
+        """Delay the next try because the latest try was inconclusive; no effect otherwise."""
         breaker = self._breakers.get(model)
         if breaker is not None and breaker.state is _State.HALF_OPEN:
             breaker.state, breaker.retry_at_s = _State.OPEN, now_s + FIRST_WAIT_S
@@ -133,7 +130,7 @@ class CircuitBreakers:
         if breaker is None or breaker.state is _State.CLOSED:
             return False
         if breaker.state is _State.OPEN and breaker.is_blocking:
-            return False  # a load that was under way when it was opened
+            return False  # the load began before the breaker opened
         breaker.state, breaker.closed_at_s = _State.CLOSED, now_s
         return True
 

@@ -41,7 +41,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a model can serve, and where.
+    """The ability of a model to serve, and the devices.
 
     ``devices`` are the numbers of the workers that have the model, also before the API is mounted;
     ``num_draining`` of these devices are draining. ``reason`` says why the model has failed or is
@@ -176,7 +176,7 @@ class Fleet:
             for name in set(names).intersection(record.names):
                 is_new = record.life.phase in _PROPOSED
                 what = "being added already" if is_new else "still being removed"
-                raise Refused(f"{name!r} is {what}", "wait until that has ended")
+                raise Refused(f"{name!r} is {what}", "wait until the addition or removal has ended")
         proposal = self._record(names).life
         proposal.move(ModelEvent.PROPOSE)
         return proposal
@@ -195,7 +195,7 @@ class Fleet:
         record = self._records.get(spec.name) or self._record((spec.name,))
         record.names, record.targets = (spec.name,), spec.targets
         record.life.move(ModelEvent.REGISTER)
-        self.breakers.reset(spec.name)  # crashes were those of an earlier model of this name
+        self.breakers.reset(spec.name)  # the crashes were due to an earlier model of this name
 
     def restore(self, rows: Iterable[ModelRow]) -> None:
         """Register the models of the registry, in the states before the daemon's start."""
@@ -225,7 +225,7 @@ class Fleet:
         """Raise Failed while no worker may load the model."""
         reason = self.breakers.reason(model)
         if reason is not None:
-            raise Failed(f"{model} {reason}", f"`gpupool cache warm {model}` tries it again")
+            raise Failed(f"{model} {reason}", f"try again with `gpupool cache warm {model}`")
 
     def host(self, loaded: LoadedModel, number: int) -> None:
         """Add a device that has loaded the model."""
@@ -260,7 +260,7 @@ class Fleet:
         return number in self._draining_devices
 
     def set_warming(self, model: str, *, is_warming: bool) -> None:
-        """Record the begin or the end of warming."""
+        """Record the beginning or the end of warming."""
         record = self._records.get(model)
         if record is not None:
             record.is_warming = is_warming

@@ -43,7 +43,7 @@ class Host:
 
 
 class Hosts:
-    """The hosts by model and worker number; created when first asked for."""
+    """The hosts by model and worker number; created on first use."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, int], Host] = {}

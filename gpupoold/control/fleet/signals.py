@@ -1,4 +1,4 @@
-"""Signals of live requests to the parts that look after models."""
+"""Signals from live requests to the parts that manage models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Signal(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What the requests of a model show; the first argument is the model's name."""
+    """Events of a model's requests; the first argument of each signal is the model's name."""
 
     request_began: Signal[str] = field(default_factory=Signal)
     request_ended: Signal[str] = field(default_factory=Signal)
@@ -36,8 +36,8 @@ class Signals:
     weights_damaged: Signal[WrongAnswer] = field(default_factory=Signal)
     """A self-check has failed."""
     answered: Signal[str] = field(default_factory=Signal)
-    """A request has ended well, or has got past the token at which a worker died."""
+    """A request has ended without an error, or has passed the token of an earlier crash."""
     convicted: Signal[str, str] = field(default_factory=Signal)
-    """The request of this id ended a worker while it ran alone, and has been ended."""
+    """The request with this id crashed a worker when retried alone, and has been ended."""
     acquitted: Signal[str] = field(default_factory=Signal)
     """All suspects of a crash are cleared: the crash counts for the model."""

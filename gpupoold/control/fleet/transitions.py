@@ -16,7 +16,7 @@ class ModelPhase(Enum):
     """The phase of a model's life."""
 
     REMOVED = auto()  # first and last: no model has the name
-    CHECKING = auto()  # asked for; the checkpoint is being found or checked
+    CHECKING = auto()  # a client adds the model; the checkpoint is being found or checked
     DOWNLOADING = auto()
     REGISTERED = auto()  # in the registry, not loaded since the daemon's start
     LOADING = auto()  # no device has the model, or no frontend has mounted the API
@@ -45,8 +45,8 @@ class ModelEvent(Enum):
 
 _M, _E = ModelPhase, ModelEvent
 
-# While a model drains, devices come and go and loads fail without an event: after the drain,
-# FAIL, QUARANTINE or RESUME follows from what is known then.
+# While a model drains, changes of devices and failed loads are no events: the state after the
+# drain decides between FAIL, QUARANTINE and RESUME.
 MODEL_TRANSITIONS: Mapping[tuple[ModelPhase, ModelEvent], ModelPhase] = {
     (_M.REMOVED, _E.PROPOSE): _M.CHECKING,
     (_M.REMOVED, _E.REGISTER): _M.REGISTERED,  # read from the registry when the daemon starts
@@ -64,7 +64,7 @@ MODEL_TRANSITIONS: Mapping[tuple[ModelPhase, ModelEvent], ModelPhase] = {
     (_M.LOADING, _E.FAIL): _M.FAILED,
     (_M.FAILED, _E.FAIL): _M.FAILED,
     (_M.DRAINING, _E.FAIL): _M.FAILED,
-    (_M.QUARANTINED, _E.FAIL): _M.FAILED,  # could not be loaded when tried again
+    (_M.QUARANTINED, _E.FAIL): _M.FAILED,  # a retry has failed
     (_M.REGISTERED, _E.QUARANTINE): _M.QUARANTINED,
     (_M.LOADING, _E.QUARANTINE): _M.QUARANTINED,
     (_M.READY, _E.QUARANTINE): _M.QUARANTINED,
@@ -112,7 +112,7 @@ HOST_TRANSITIONS: Mapping[tuple[HostPhase, HostEvent], HostPhase] = {
     (_H.LOADING, _V.LOADED): _H.LOADED,
     (_H.LOADED, _V.ATTACH): _H.ATTACHED,
     (_H.ATTACHED, _V.DETACH): _H.LOADED,
-    (_H.LOADING, _V.UNLOAD): _H.UNLOADING,  # given up before the worker has answered
+    (_H.LOADING, _V.UNLOAD): _H.UNLOADING,  # cancelled before the worker has answered
     (_H.LOADED, _V.UNLOAD): _H.UNLOADING,
     (_H.ATTACHED, _V.UNLOAD): _H.UNLOADING,
     (_H.UNLOADING, _V.UNLOADED): _H.ABSENT,
@@ -143,7 +143,7 @@ class Life(Generic[P, E]):
         if after is None:
             before = "".join(f"{phase.name} -{past.name}-> " for phase, past in self._last)
             raise IllegalTransition(
-                f"{self.subject} is {self.phase.name}: no {event.name} from there "
+                f"{self.subject} is {self.phase.name}: {event.name} is no event of this phase "
                 f"(so far: {before}{self.phase.name})"
             )
         self._last.append((self.phase, event))

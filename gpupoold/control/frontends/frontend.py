@@ -23,8 +23,8 @@ from gpupoold.wire import messages as m
 _logger = logging.getLogger(__name__)
 
 _SERVE_TIMEOUT_S = 120.0
-# Between the starts of a frontend that ends before the set-up is done. A frontend that was set up
-# is restarted at once whatever the cause of the end: a wait would only delay the clients.
+# Longest wait before a restart if the set-up did not succeed. After a successful set-up, a frontend
+# is restarted at once: a wait would only delay the clients.
 _MAX_BACKOFF_S = 1.0
 
 
@@ -85,7 +85,7 @@ class Frontend(Supervised[m.FromFrontend]):
             return await self._serving.answer(call_id, _SERVE_TIMEOUT_S)
         except TimeoutError:
             raise Failed(
-                f"{model.name}: {self.name} did not mount its API within {_SERVE_TIMEOUT_S:g} s"
+                f"{model.name}: {self.name} did not mount the API within {_SERVE_TIMEOUT_S:g} s"
             ) from None
 
     async def _launch(self) -> Child[m.FromFrontend]:
@@ -120,7 +120,7 @@ class Frontend(Supervised[m.FromFrontend]):
         self.accept()
 
     async def _note_end(self, death: Death) -> bool:
-        """Report the end; the end of a process that was set up is excused."""
+        """Report the end, which is excused if the set-up had succeeded."""
         was_set_up, self._is_set_up = self._is_set_up, False
         self._ensure_open()
         await self._handlers.on_down(self, death)
@@ -155,8 +155,8 @@ class Frontend(Supervised[m.FromFrontend]):
     async def _send_metrics(self, call_id: int) -> None:
         try:
             text = await self._metrics_text()
-        except Exception:  # the frontend answers its client after a time limit
-            _logger.exception("making the metrics failed")
+        except Exception:  # the frontend answers the client after a time limit
+            _logger.exception("building the metrics failed")
         else:
             self.send(m.MetricsText(call_id, text))
 

@@ -1,8 +1,8 @@
 """The frontends: processes that accept on the daemon's one listening socket.
 
-The frontends share the socket's queue: a connection that one frontend does not accept, because the
-frontend has died or hangs, is accepted by another. (With one socket per frontend, ``SO_REUSEPORT``,
-connections in the queue of a dead process would be lost.)
+The frontends share the socket's queue: if a frontend hangs or has died, another frontend accepts
+the connections. (With one socket per frontend, ``SO_REUSEPORT``, connections in the queue of a dead
+process would be lost.)
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Frontends:
         await asyncio.gather(*(one.stop() for one in self._all))
 
     def check(self, _: float) -> None:
-        """Ping the frontends that are up; to be called every second."""
+        """Ping the running frontends; to be called every second."""
         for one in self._all:
             if one.is_up:
                 one.send(m.Ping())
@@ -92,7 +92,7 @@ class Frontends:
             one.reconfigure()
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
-        """Mount a model's API on every frontend that is up; other frontends mount the API later.
+        """Mount a model's API on every running frontend; other frontends mount the API later.
 
         A frontend that fails where another frontend succeeds is replaced.
 
@@ -110,7 +110,7 @@ class Frontends:
         if errors and True not in outcomes:
             raise errors[0][1]
         for one, error in errors:
-            one.end(f"it could not mount {model.name}, as others could: {error}")
+            one.end(f"mounting {model.name} failed, but succeeded in another frontend: {error}")
 
     def _ensure_open(self) -> None:
         """Ensure that some frontend accepts connections.

@@ -77,7 +77,7 @@ class Additions:
         except BaseException:
             self._fleet.drop_proposal(proposal)
             raise
-        # A separate task: when the reader leaves, the task undoes its steps before its end.
+        # A separate task, which undoes its steps when the reader leaves.
         task = asyncio.create_task(self._register_and_load(intake.spec, intake.weight_bytes))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -108,7 +108,7 @@ class Additions:
                 await self._loader.load_everywhere(spec, weight_bytes)
                 row = await self._mounts.open(spec)
             except BaseException as error:
-                await self._undo(spec, str(error) or "its client left")
+                await self._undo(spec, str(error) or "the client disconnected")
                 raise
             text = f"serving from {spec.path}"
             self._history.record_event("info", "model_added", spec.name, text)

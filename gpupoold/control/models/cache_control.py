@@ -33,7 +33,7 @@ class CacheControl:
         self._saved = saved
 
     async def info(self) -> CacheInfo:
-        """All models' snapshots by name, and how much of the budgets is used."""
+        """Return all models' snapshots by name, and the use of the budgets."""
         saved_bytes = await self._saved.sizes()
         return CacheInfo(
             host_bytes=self._cache.used_bytes,
@@ -44,7 +44,7 @@ class CacheControl:
         )
 
     async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:
-        """Pin a model's snapshot in host memory, or unpin; survives a restart.
+        """Pin or unpin a model's snapshot in host memory, also for later daemons.
 
         Raises:
             NoSuchModel: the model is not registered.
@@ -107,10 +107,10 @@ class CacheControl:
         pinned_bytes = sum(view.num_bytes for view in pinned)
         if pinned_bytes > num_bytes:
             raise Refused(
-                f"memory.model_cache: {format_bytes(num_bytes)} are too little for the pinned "
+                f"memory.model_cache: {format_bytes(num_bytes)} is too small for the pinned "
                 f"snapshots of {', '.join(view.name for view in pinned)}, "
                 f"{format_bytes(pinned_bytes)}",
-                "unpin a model (`gpupool cache unpin`) or leave the cache larger",
+                "unpin a model (`gpupool cache unpin`) or choose a larger cache",
             )
 
     async def _check_pin(self, row: ModelRow, saved_bytes: dict[str, int]) -> None:

@@ -34,7 +34,10 @@ class Drains:
             Refused: the model is closed already.
         """
         if self._fleet.is_draining(model):
-            raise Refused(f"{model} is being unloaded or removed", "wait until it has been")
+            raise Refused(
+                f"{model} is being unloaded or removed",
+                "wait until the unload or removal has ended",
+            )
         try:
             with self._fleet.draining(model):
                 await self._mounts.publish()

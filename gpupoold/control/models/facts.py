@@ -1,4 +1,4 @@
-"""What a load shows of a model: sizes for the registry, and a latency profile."""
+"""Facts from loads of models: sizes for the registry, and latency profiles."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
 
-# The longest time for profiling a model, which keeps the device from other models. Emulated
-# devices are for trials, with small models: additions must be quick. A simulated device reports
-# its law at once.
+# The longest time for profiling a model; the device serves no other model meanwhile. On emulated
+# devices, which are for trials with small models, additions must be quick. A simulated device
+# reports its latency model at once.
 _PROFILING_BUDGET_S = {"cuda": 3.0, "emulated": 1.0, "sim": 1.0}
 
 

@@ -1,4 +1,4 @@
-"""Models that no worker could load, or may load."""
+"""Models that cannot serve: no worker could load the model, or none may load the model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Failures:
         await self.record(model, str(error))
 
     async def postpone(self, model: str, now_s: float) -> None:
-        """Delay the next try, as the last one was inconclusive; no effect on a ready model."""
+        """Delay the next try after an inconclusive try; no effect on a ready model."""
         self._fleet.breakers.postpone(model, now_s)
         await self._mounts.publish()
 
@@ -83,4 +83,4 @@ class Failures:
         if retry_at_s is None:
             return reason
         at = datetime.fromtimestamp(self._wall_clock() + retry_at_s - self._clock()).astimezone()
-        return f"{reason}; it is tried again at {at:%H:%M:%S}"
+        return f"{reason}; next try at {at:%H:%M:%S}"

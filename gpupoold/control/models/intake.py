@@ -1,4 +1,4 @@
-"""Before a model is registered: found, downloaded, checked against this machine."""
+"""The steps before a registration: finding, downloading and checking a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 
-# Room for the KV of a short request must be left beside the weights.
+# Beside the weights, a device needs memory for the KV of a short request.
 _MIN_KV_SHARE = 0.02
 
 
 class Intake:
-    """A request to add a model, up to the decision what to load. Changes nothing.
+    """A request to add a model, up to the spec of the model to load. Changes no state.
 
     ``spec`` and ``info`` are available after ``steps`` has been exhausted.
     """
@@ -74,7 +74,7 @@ class Intake:
         self._spec = spec_of(request, source, path)
 
     def preview(self, checked_at: float) -> ModelInfo:
-        """Return the model's body for a request that only checks."""
+        """Return the model's body for a request with ``check_only``."""
         assert self._info is not None
         return checked_info(self.spec, self._info, self._request.dtype, checked_at)
 

@@ -1,4 +1,4 @@
-"""The parts that look after models, behind one object."""
+"""The parts that manage models, behind one object."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 class ModelLifecycle:
     """A user's operations on models, by name or alias, while serving continues.
 
-    ``mounts``, ``reloads`` and ``quarantine`` handle processes that come and go; ``retries`` is to
-    be called every second.
+    ``mounts``, ``reloads`` and ``quarantine`` handle starts and ends of processes;
+    ``retries.check`` is to be called every second.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ModelLoader:
-    """Loads models on workers, which then get requests, and unloads models."""
+    """Loads models on workers, which then accept requests of the models, and unloads models."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ModelLoader:
         """Load on every worker; see :meth:`load`.
 
         Raises:
-            GpupoolError: the first reason why not; call ``unload`` then.
+            GpupoolError: the first failure; the caller must call ``unload``.
         """
         with self._snapshots.host_budget.holding(spec.name):
             for worker in self._supervisor.workers:
@@ -58,11 +58,10 @@ class ModelLoader:
     async def load(self, spec: ModelSpec, worker: Worker, expected_bytes: int = 0) -> None:
         """Load on one worker; no effect if the worker has the model.
 
-        A snapshot that must be made takes about ``expected_bytes``, for which other snapshots are
-        evicted.
+        A new snapshot takes about ``expected_bytes``, for which other snapshots are evicted.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now.
+            CacheFull: too few snapshots can be evicted now.
             GpupoolError: the worker's reason.
         """
         with self._snapshots.host_budget.holding(spec.name):
@@ -139,7 +138,7 @@ class ModelLoader:
         _logger.info(text, name, worker.number, took_s, size)
 
     def _clean_up(self, worker: Worker, name: str) -> None:
-        """Unload what is left of a model on a worker; a later load waits for the end."""
+        """Unload a partly loaded model in the background; a later load waits for the end."""
         task = asyncio.create_task(self._unload_quietly(worker, name))
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)

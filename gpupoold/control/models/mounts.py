@@ -50,8 +50,8 @@ class ModelMounts:
     async def open(self, spec: ModelSpec) -> ModelRow:
         """Open a loaded model for requests.
 
-        The frontends get the state first, and the answer to the mount confirms the state, so that a
-        client that reads ``ready`` can use the model.
+        The frontends get the state first, and the answer to the mount confirms the state: a client
+        that reads ``ready`` can use the model.
 
         Raises:
             GpupoolError: the frontends' reason, or the model is in quarantine.

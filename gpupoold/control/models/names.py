@@ -13,7 +13,7 @@ async def check_names_free(registry: Registry, names: tuple[str, ...]) -> None:
         row = await registry.get(name)
         if row is not None:
             what = "registered" if row.spec.name == name else f"an alias of {row.spec.name}"
-            raise Refused(f"{name!r} is already {what}", "choose another name or remove it")
+            raise Refused(f"{name!r} is already {what}", "choose another name")
 
 
 async def find_model(registry: Registry, name: str) -> ModelRow:

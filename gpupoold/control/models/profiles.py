@@ -15,7 +15,7 @@ from gpupoold.wire.messages import LoadedModel, WorkerReady
 
 
 def is_profiled(row: ModelRow, ready: WorkerReady) -> bool:
-    """Return whether both phases are known of this revision, on such a device, with this engine."""
+    """Return whether both phases of this revision are profiled on such a device and engine."""
     known = {
         profile.phase
         for profile in row.profiles

@@ -20,7 +20,7 @@ from gpupoold.errors import GpupoolError
 
 _logger = logging.getLogger(__name__)
 
-_UNKNOWN = Death("a crash that was unclear at first", is_at_fault=True)
+_UNKNOWN = Death("an earlier crash without a clear cause", is_at_fault=True)
 
 
 class Quarantine:
@@ -48,19 +48,19 @@ class Quarantine:
         self._failures = failures
         self._mounts = mounts
         self._clock = clock
-        self._unclear: dict[str, tuple[int, Death]] = {}  # the last crash of each model
+        self._unclear: dict[str, tuple[int, Death]] = {}  # the latest crash of each model
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.signals.answered.connect(fleet.breakers.answered)
         fleet.signals.convicted.connect(self._convicted)
         fleet.signals.acquitted.connect(self._acquitted)
 
     def crashed(self, device: int, death: Death) -> Candidates:
-        """Record a worker's death and its activity; return the possible culprits."""
+        """Record the death and the activity of a worker; return the possible causes."""
         lost = self._dispatcher.live.on_device(device)
         candidates = candidates_of(death, {one.request_id: one.model for one in lost})
-        text = f"ended ({death.reason}), it is restarted"
+        text = f"ended ({death.reason}) and is restarted"
         if death.doing:
-            text += f"; it was in {death.doing}"
+            text += f"; activity: {death.doing}"
         self._history.record_event("error", "worker_down", str(device), text)
         if candidates.only_model is not None:
             self._record_crash(candidates.only_model, device, death)
@@ -73,8 +73,8 @@ class Quarantine:
         candidates = self.crashed(worker.number, death)
         reason = f"the worker of device {worker.number} ended: {death.reason}"
         self._dispatcher.worker_down(worker, reason, candidates)
-        if death.is_at_fault and not worker.has_come_up:  # the worker may never come up
-            self._dispatcher.fail_unhosted(f"{reason} when it started")
+        if death.is_at_fault and not worker.has_come_up:  # the worker may never become ready
+            self._dispatcher.fail_unhosted(f"{reason}, before the worker was ready")
         await self._mounts.publish()
 
     async def stop(self) -> None:
@@ -101,7 +101,7 @@ class Quarantine:
         text = self._failures.with_time(model, reason)
         self._history.record_event("error", "model_quarantined", model, text)
         self._dispatcher.accounts.meters.model(model).quarantines += 1
-        self._dispatcher.fail_model(model, f"{model} is in quarantine: it {reason}")
+        self._dispatcher.fail_model(model, f"{model} is in quarantine, because the model {reason}")
         self._fleet.fail(model, text)
         self._dispatcher.forget(model)
         task = asyncio.create_task(self._take_off(model, reason))

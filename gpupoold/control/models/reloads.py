@@ -1,4 +1,4 @@
-"""Loads of registered models on workers that have come up, at once or when memory is free."""
+"""Loads of registered models on new workers, at once or when host memory is free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.host_budget import NoRoom
+from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import GpupoolError
@@ -47,10 +47,10 @@ class Reloads:
         self._dispatcher.worker_up(worker)
         async with self._fleet.changing.shared():
             rows = await self._snapshots.start_order(self._registry)
-            await self._snapshots.take_back(rows, worker)
+            await self._snapshots.restore(rows, worker)
             later = [row for row in rows if not await self._load_now(row, worker)]
             await self._mounts.publish()
-        for row in later:  # requests of other models may need the worker before
+        for row in later:  # the wait for memory must not delay other models
             try:
                 await self.load_later(row.spec.name, worker)
             except GpupoolError as error:
@@ -61,13 +61,13 @@ class Reloads:
         """Load a model on a worker when host memory is free, unless the model is being removed.
 
         Raises:
-            GpupoolError: the reason why not.
+            GpupoolError: the reason of the failure.
         """
         row = await self._registry.get(name)
         if row is None or self._fleet.is_draining(name):
             return
         with self._snapshots.host_budget.holding(name):
-            await self._snapshots.wait_for_room(row.spec, worker, row.weight_bytes)
+            await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
             async with self._fleet.changing.shared():
                 now = await self._registry.get(name)
                 if now is not None and not self._fleet.is_draining(name):
@@ -78,11 +78,11 @@ class Reloads:
 
         Raises:
             NoSuchModel: the model has been removed.
-            GpupoolError: the reason why not.
+            GpupoolError: the reason of the failure.
         """
         name, worker = row.spec.name, self._supervisor.workers[0]
         with self._snapshots.host_budget.holding(name):
-            await self._snapshots.wait_for_room(row.spec, worker, row.weight_bytes)
+            await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
             async with self._fleet.changing.alone():
                 row = await find_model(self._registry, name)
                 if self._fleet.is_open(name):
@@ -98,14 +98,14 @@ class Reloads:
             return True
         try:
             await self._load_and_open(row, worker)
-        except NoRoom:
+        except CacheFull:
             return False
         except GpupoolError as error:
             await self._failures.not_loaded(name, error)
         return True
 
     async def _load_and_open(self, row: ModelRow, worker: Worker) -> None:
-        # Mounting takes the frontends a while; once is enough for all workers of a box.
+        # Mounting is slow, and must be done once only, not for each worker.
         was_open = self._fleet.is_open(row.spec.name)
         self._fleet.loading(row.spec.name)
         await self._loader.load(row.spec, worker, row.weight_bytes)

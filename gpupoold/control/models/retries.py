@@ -59,10 +59,10 @@ class Retries:
         began_s = self._clock()
         try:
             await self._try_again(model)
-            await self._failures.postpone(model, began_s)  # of effect only if the load was skipped
+            await self._failures.postpone(model, began_s)  # no effect unless the load was skipped
         except (WorkerEnded, Unavailable) as error:
-            # A crash has opened the breaker; otherwise the retry shows nothing.
-            _logger.warning("%s could not be tried again: %s", model, error)
+            # A crash has opened the breaker; otherwise the retry was inconclusive.
+            _logger.warning("the retry of %s was inconclusive: %s", model, error)
             await self._failures.postpone(model, self._clock())
         except GpupoolError as error:
             await self._failures.failed_again(model, error, began_s)

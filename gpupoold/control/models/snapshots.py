@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ModelSnapshots:
-    """Finds, keeps and drops the snapshots of models; ``room`` makes space in the cache."""
+    """Finds, keeps and drops the snapshots of models; ``host_budget`` evicts snapshots."""
 
     def __init__(
         self,
@@ -55,19 +55,19 @@ class ModelSnapshots:
         return self._cache.get(model)
 
     def touch(self, model: str) -> None:
-        """Note a use of the model, which may have become idle."""
+        """Record a use of the model, which may have become idle."""
         self._cache.touch(model)
         if not self.is_in_use(model):
             self.host_budget.changed()
 
-    async def wait_for_room(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
+    async def wait_for_memory(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         """Reserve host memory for the model's snapshot, unless present.
 
         The caller holds the model, but no lock, because other tasks may need the lock to finish and
         free memory.
 
         Raises:
-            NoRoom, TimedOut: see :meth:`HostMemoryBudget.reserve`.
+            CacheFull, TimedOut: see :meth:`HostMemoryBudget.reserve`.
         """
         is_sim = worker.device.kind == "sim"
         if is_sim or worker.ready is None or self._cache.get(spec.name) is not None:
@@ -81,10 +81,10 @@ class ModelSnapshots:
     ) -> CachedSnapshot | None:
         """Return the model's snapshot, reading the disk if needed.
 
-        None means that the worker must make the snapshot, for which host memory is reserved.
+        If the result is None, the worker must make the snapshot; host memory is then reserved.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now.
+            CacheFull: too few snapshots can be evicted now.
         """
         name, ready = spec.name, worker.ready
         if worker.device.kind == "sim" or ready is None:
@@ -100,7 +100,7 @@ class ModelSnapshots:
         The caller holds the model and its lock.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now.
+            CacheFull: too few snapshots can be evicted now.
         """
         num_bytes = await self._saved.look_up(to_load(spec, self._settings), ready)
         if num_bytes is None:
@@ -112,14 +112,14 @@ class ModelSnapshots:
         if saved is None:
             return None
         size, took_s = format_bytes(saved.num_bytes), loop.time() - started_s
-        _logger.info("%s: its snapshot of %s was read in %.2f s", spec.name, size, took_s)
+        _logger.info("%s: snapshot of %s read in %.2f s", spec.name, size, took_s)
         return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.self_check)
 
     async def keep(self, fd: int, loaded: m.ModelLoaded, given: CachedSnapshot | None) -> None:
-        """Keep the snapshot from a worker, which was ``given`` an earlier one or none.
+        """Keep the snapshot from a worker; ``given`` is the snapshot sent with the load, or None.
 
         Raises:
-            NoRoom: too few snapshots can be evicted now; ``fd`` is closed.
+            CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
         """
         name = loaded.model.name
         if loaded.snapshot_problem:
@@ -154,20 +154,20 @@ class ModelSnapshots:
         """See :func:`rows_in_start_order`."""
         return await rows_in_start_order(registry, self._history, self._cache)
 
-    async def take_back(self, rows: Sequence[ModelRow], worker: Worker) -> None:
-        """Take snapshots back from the service manager; to be called before reads from disk."""
+    async def restore(self, rows: Sequence[ModelRow], worker: Worker) -> None:
+        """Restore snapshots from the service manager; to be called before reads from disk."""
         if worker.ready is not None:
             needs_snapshots = worker.device.kind != "sim"
             models = [to_load(row.spec, self._settings) for row in rows if needs_snapshots]
-            await self._stored.take_back(models, worker.ready, self._cache)
+            await self._stored.restore(models, worker.ready, self._cache)
 
     async def tidy(self, registry: Registry) -> None:
         """Delete files that belong to no registered model."""
         await self._saved.tidy([row.spec.name for row in await registry.list()])
 
     async def _drop_from_workers(self, model: str) -> None:
-        """Return when no process but the daemon has the model's snapshot."""
-        await self._saved.settled(model)  # a writer would keep the memory
+        """Make all workers release the model's snapshot; return after the release."""
+        await self._saved.settled(model)  # a save in progress would keep the memory
         workers = self._supervisor.workers
         await asyncio.gather(*(self._supervisor.drop_snapshot(one, model) for one in workers))
 

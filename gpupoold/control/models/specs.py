@@ -29,7 +29,7 @@ def spec_of(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
 
 
 def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str, checked_at: float) -> ModelInfo:
-    """Return the body of a model that was only checked, at ``checked_at`` (wall-clock seconds)."""
+    """Return the body of a checked, unregistered model; ``checked_at`` is wall-clock seconds."""
     row = ModelRow(
         spec=spec,
         state=ModelState.REGISTERED,

@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 async def rows_in_start_order(
     registry: Registry, history: History, cache: SnapshotCache
 ) -> list[ModelRow]:
-    """Return all models, such that the cache ends with pinned, then recently used snapshots.
+    """Return all models, ordered to fill the cache with pinned, then recently used snapshots.
 
     Also records pins and earlier uses in the cache.
 
@@ -33,14 +33,14 @@ async def rows_in_start_order(
 
 
 async def _recall_use(rows: dict[str, ModelRow], history: History, cache: SnapshotCache) -> None:
-    """Set the last use of each model from the history, or else from its registration."""
+    """Set the last use of each model from the history, or else from the registration."""
     unknown = [name for name in rows if cache.last_used_at(name) is None]
     if not unknown:
         return
     try:
         last_requests = await history.last_requests()
     except GpupoolError as error:
-        _logger.warning("which models were used last is not known: %s", error)
+        _logger.warning("the last use of each model is unknown: %s", error)
         last_requests = {}
     for name in unknown:
         cache.touch(name, last_requests.get(name, rows[name].created_at))

@@ -58,7 +58,7 @@ class ModelUnloader:
         if model in self._cache.pinned and not keep_host:
             raise Refused(
                 f"{model} is pinned",
-                f"`gpupool cache unpin {model}` first, or keep its snapshot with --keep-host",
+                f"run `gpupool cache unpin {model}` first, or keep the snapshot with --keep-host",
             )
         if mode == "refuse":
             self._drains.check_idle(model)

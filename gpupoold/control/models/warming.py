@@ -84,14 +84,14 @@ class Warmer:
             await self.cancel(model)
 
     def _damaged(self, message: m.WrongAnswer) -> None:
-        """Renew the model's snapshot from the checkpoint, as the saved snapshot may be wrong
-        too.
-        """
+        """Renew the snapshot from the checkpoint: the saved snapshot may be damaged too."""
         model = message.model
-        text = f"its self-check answered {list(message.answered)}, not {list(message.expected)}"
+        text = f"the self-check answered {list(message.answered)}, not {list(message.expected)}"
         self._history.record_event("error", "self_check_failed", model, text)
         self._dispatcher.accounts.meters.model(model).self_check_failures += 1
-        self._dispatcher.fail_model(model, f"the weights of {model} were damaged; it is reloaded")
+        self._dispatcher.fail_model(
+            model, f"the weights of {model} were damaged; the model is reloaded"
+        )
         self._begin(model, self._renew)
 
     def _workers_of(self, model: str) -> list[Worker]:
@@ -128,7 +128,7 @@ class Warmer:
                 # Another worker can do the work. Repeated crashes quarantine the model.
                 self._begin(model, bring)
             elif hosts and not any(worker.is_ready for worker in hosts):
-                # The requests wait until a worker has come up again and loaded the model.
+                # The requests wait until a restarted worker has loaded the model.
                 self._dispatcher.go_on(model)
             else:
                 await self._failed(model, error)
@@ -156,11 +156,11 @@ class Warmer:
         if not hosts:
             raise Unavailable(f"no worker has {model}", "see `gpupool ps` and `gpupool logs`")
         size = row.weight_bytes
-        await self._snapshots.wait_for_room(row.spec, hosts[0], size)
+        await self._snapshots.wait_for_memory(row.spec, hosts[0], size)
         async with self._fleet.lock(model):
             hosts = self._workers_of(model)
             if not hosts:
-                return  # all workers have died, and load the model when up again
+                return  # all workers have died, and load the model after the restart
             snapshot = self._snapshots.cached(model) or await self._read(row.spec, hosts[0])
             if snapshot is None:
                 await self._loader.reload(row.spec, self._least_busy(hosts), size)
@@ -205,10 +205,10 @@ class Warmer:
         except GpupoolError:
             if worker.is_ready:
                 raise
-            # A worker that has died gets the snapshot with the next load.
+            # A dead worker gets the snapshot with the next load.
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieve the task's error, because a warming often has no waiter."""
+    """Retrieve the task's error, because often no caller waits for the task."""
     if not task.cancelled():
         task.exception()

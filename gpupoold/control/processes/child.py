@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
-# After it has hung up, and after it has been killed.
+# Limits for the end of a child after the channel is closed, and after a kill.
 _LEAVING_S = 5.0
 _DYING_S = 10.0
-# For the last lines of a child that has ended, on a disk that is slow.
+# Limit for writing the last lines of an ended child, on a slow disk.
 _LAST_LINES_S = 5.0
 
 
@@ -64,7 +64,7 @@ Starter = Callable[[Launch], Awaitable[Process]]
 
 
 class Executed:
-    """A child process of the daemon's own."""
+    """A child process started by the daemon."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -82,7 +82,7 @@ class Executed:
 
 
 async def execute(launch: Launch) -> Executed:
-    """``python -m MODULE``, see :data:`Starter`."""
+    """Run ``python -m MODULE``, see :data:`Starter`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -164,10 +164,10 @@ class Child(Generic[T]):
         self._process.kill()
 
     async def ended(self) -> int | None:
-        """Return the exit status of a child that has hung up or must end.
+        """Return the exit status of a child that has closed the channel or must end.
 
-        A child that stays is killed. None means that the status is unknown because the fork server
-        did not answer in time.
+        A child that does not end is killed. None means an unknown status: the fork server did
+        not answer in time.
         """
         self.channel.close()
         for wait_s in (_LEAVING_S, _DYING_S):
@@ -180,7 +180,7 @@ class Child(Generic[T]):
         return None
 
     async def stop(self, message: Any, grace_s: float) -> None:
-        """Send ``message`` as a request to leave; kill the child after ``grace_s``."""
+        """Send ``message`` as a request to stop; kill the child after ``grace_s`` seconds."""
         if not self.channel.closed:
             self.channel.send(message)
         try:

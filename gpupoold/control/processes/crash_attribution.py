@@ -1,4 +1,4 @@
-"""The cause of a worker's death, and the requests or models it can be due to. Pure."""
+"""The cause of a worker's death, and the requests or models that may have caused it. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.system.process import OUT_OF_MEMORY_STATUS
 
-# What a process gets for what it does itself. Every other signal comes from somebody else.
+# Signals caused by the process's own code; all other signals come from outside.
 _OWN_FAULTS = frozenset(
     {
         signal.SIGSEGV,
@@ -27,7 +27,7 @@ _OWN_FAULTS = frozenset(
 class Death:
     """The end of a worker; ``is_at_fault`` if code in the worker ended the worker.
 
-    ``activities`` are the activities of its threads.
+    ``activities`` are the activities of the worker's threads.
     """
 
     reason: str
@@ -36,7 +36,7 @@ class Death:
 
     @property
     def doing(self) -> str:
-        """The worker's activity in words, empty if its threads were idle."""
+        """The worker's activity in words, empty if all threads were idle."""
         return " and ".join(dict.fromkeys(map(_in_words, self.activities)))
 
 
@@ -68,7 +68,7 @@ def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[s
     if ended_for:
         return ended_for, True
     if status is None:
-        return "it left, and its exit status is not known", False
+        return "exit status unknown", False
     if status == OUT_OF_MEMORY_STATUS:
         return "out of memory", True
     if status == -signal.SIGKILL and saw_oom_kill:
@@ -80,7 +80,7 @@ def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Possible culprits of a crash: one of these requests or models.
+    """Possible causes of a crash: one of these requests or models.
 
     ``has_unknown`` means that the cause may be absent from the activity page.
     """
@@ -91,15 +91,14 @@ class Candidates:
 
     @property
     def only_request(self) -> str | None:
-        """The request, if the crash cannot be due to anything else."""
+        """The request, if no other cause is possible."""
         if len(self.requests) != 1 or self.models or self.has_unknown:
             return None
         return next(iter(self.requests))
 
     @property
     def only_model(self) -> str | None:
-        """The model, if the crash cannot be due to anything else. Copies are part of a load and
-        of a switch."""
+        """The model, if no other cause is possible; copies are part of loads and switches."""
         if len(self.models) != 1 or self.requests:
             return None
         return next(iter(self.models))
@@ -109,7 +108,7 @@ NOBODY = Candidates()
 
 
 def candidates_of(death: Death, model_of: Mapping[str, str]) -> Candidates:
-    """Return the possible culprits of a death, none unless the worker was at fault.
+    """Return the possible causes of a death, none unless the worker was at fault.
 
     ``model_of`` has the worker's live requests with their models.
     """

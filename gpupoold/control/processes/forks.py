@@ -151,7 +151,7 @@ class ForkServer:
             return
         self._running[message.pid] = process
         if not self._asked.resolve(message.call_id, process):
-            process.kill()  # the caller has given up
+            process.kill()  # the caller no longer waits
 
 
 def _could_not_fork(reason: str) -> OSError:

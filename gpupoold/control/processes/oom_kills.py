@@ -6,14 +6,15 @@ from collections import deque
 from pathlib import Path
 
 VMSTAT = Path("/proc/vmstat")
-# So long before the death of a process a kill may have been counted.
+# A kill may be counted up to this long before the death of the process.
 _MOMENT_S = 3.0
 
 
 class OomKills:
-    """The kernel's count of such kills, including cgroup limits, sampled over time.
+    """The kernel's count of out-of-memory kills, including cgroup limits, sampled over time.
 
-    The count names no process. A process killed otherwise at the same moment is taken for a victim.
+    The count names no process: a process killed for another reason at the same moment is
+    misattributed.
     """
 
     def __init__(self, now_s: float, path: Path = VMSTAT) -> None:
@@ -32,7 +33,7 @@ class OomKills:
         return self._count() > self._seen[0][1]
 
     def _count(self) -> int:
-        """Return the count, 0 if the kernel gives none."""
+        """Return the count, 0 if unavailable."""
         try:
             lines = self._path.read_text().splitlines()
         except OSError:

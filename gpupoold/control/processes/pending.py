@@ -29,7 +29,7 @@ class Pending(Generic[K, V]):
         return future
 
     async def answer(self, key: K, limit_s: float) -> V:
-        """Return the answer to a request; to be called at once after the request is sent.
+        """Return the answer to a request; to be called immediately after sending the request.
 
         Raises:
             TimeoutError: no answer came within ``limit_s`` seconds.
@@ -53,13 +53,13 @@ class Pending(Generic[K, V]):
             future.cancel()
 
     async def settled(self, key: K) -> None:
-        """Return when the answer has come or its waiter has given up; at once without a waiter."""
+        """Return when no caller waits for the answer."""
         future = self._futures.get(key)
         if future is not None:
             await asyncio.wait({future})
 
     def resolve(self, key: K, value: V) -> bool:
-        """Give an answer to its waiter; return False if no answer is awaited."""
+        """Pass an answer to the waiting caller; return False if no answer is awaited."""
         future = self._futures.get(key)
         if future is None or future.done():
             return False
@@ -67,7 +67,7 @@ class Pending(Generic[K, V]):
         return True
 
     def reject(self, key: K, error: Exception) -> None:
-        """Raise ``error`` in the waiter."""
+        """Raise ``error`` in the waiting caller."""
         future = self._futures.get(key)
         if future is not None and not future.done():
             future.set_exception(error)
@@ -77,7 +77,7 @@ class Pending(Generic[K, V]):
             self.resolve(key, value)
 
     def reject_all(self, error: Exception) -> None:
-        """Raise ``error`` in all waiters."""
+        """Raise ``error`` in all waiting callers."""
         for key in self._futures:
             self.reject(key, error)
 

@@ -40,7 +40,7 @@ class Backoff:
     def after(self, ran_s: float, *, is_excused: bool = False) -> float:
         """Return the seconds to wait after a run of ``ran_s``.
 
-        An excused end says nothing about the next run and needs no wait.
+        After an excused end no wait is needed.
         """
         if is_excused:
             return 0.0
@@ -54,7 +54,7 @@ class Backoff:
 async def keep_running(
     name: str, run_once: Callable[[], Awaitable[bool]], backoff: Backoff, timing: Timing
 ) -> None:
-    """Call ``run_once`` for ever, with the waits of ``backoff``.
+    """Call ``run_once`` repeatedly, with the waits of ``backoff``; never returns.
 
     ``run_once`` returns after the process's end, with True if the end is excused, see
     :meth:`Backoff.after`. ``run_once`` raises OSError if the process could not be started.
@@ -67,7 +67,7 @@ async def keep_running(
         except OSError as error:
             _logger.error("%s could not be started: %s", name, error)
         except Exception:
-            _logger.exception("following %s failed", name)
+            _logger.exception("the supervision of %s failed", name)
         wait_s = backoff.after(timing.clock() - started_s, is_excused=is_excused)
         _logger.info("%s restarts in %g s", name, wait_s)
         await timing.sleep(wait_s)

@@ -1,4 +1,4 @@
-"""A process that is started, watched, and restarted after each end."""
+"""Supervision of a process: start, watch, restart after each end."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Supervised(ABC, Generic[M]):
 
     @property
     def is_excused(self) -> bool:
-        """True during work with a time limit of its own; the watchdog then accepts silence."""
+        """True during work with a separate time limit; the watchdog then accepts silence."""
         return False
 
     @property
@@ -119,7 +119,7 @@ class Supervised(ABC, Generic[M]):
         self.send(reconfigure(self._settings))
 
     def end(self, reason: str) -> None:
-        """Kill the process, which is then replaced; ``reason`` goes to the log and events."""
+        """Kill and replace the process; ``reason`` appears in the log and in events."""
         if self._child is not None and not self._ended_for:
             _logger.error("%s is killed: %s", self.name, reason)
             self._ended_for = reason
@@ -141,7 +141,7 @@ class Supervised(ABC, Generic[M]):
         return await self._note_end(death)
 
     async def _receive(self, child: Child[M], watch: Watch) -> None:
-        """Handle messages until the process hangs up or sends an invalid message."""
+        """Handle messages until the channel is closed or a message cannot be handled."""
         try:
             while True:
                 message = await child.channel.receive()
@@ -150,7 +150,7 @@ class Supervised(ABC, Generic[M]):
             pass
         except Exception:
             _logger.exception("a message of %s could not be handled", self.name)
-            self.end("it sent what could not be handled")
+            self.end("sent an invalid message")
 
     def _begin_set_up(self) -> None:
         """Set up the process in the background."""
@@ -160,9 +160,9 @@ class Supervised(ABC, Generic[M]):
         try:
             await self._set_up()
         except Exception as error:
-            _logger.exception("setting %s up failed", self.name)
+            _logger.exception("the set-up of %s failed", self.name)
             if self._setting_up is asyncio.current_task():  # not of an earlier process
-                self.end(f"it could not be set up: {error}")
+                self.end(f"set-up failed: {error}")
 
     def _keep(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run ``work`` in a task that :meth:`stop` cancels."""

@@ -30,24 +30,24 @@ class Watch:
         self._seen_s = now_s
 
     def stepped(self, now_s: float, num_steps: int, *, has_work: bool) -> None:
-        """Record the number of steps; without work the number need not grow."""
+        """Record the number of steps, which need not grow without work."""
         self._seen_s = now_s
         if num_steps != self._num_steps or not has_work:
             self._num_steps, self._moved_s = num_steps, now_s
 
     def excuse(self, now_s: float) -> None:
-        """Excuse the process for its silence until now."""
+        """Excuse the silence of the process until now."""
         self._seen_s = self._moved_s = now_s
 
     def failure_reason(self, now_s: float, hang_timeout_s: float, start_timeout_s: float) -> str:
-        """Return why the process must end, empty if all is well."""
+        """Return why the process must end, empty for a healthy process."""
         if not self._is_up:
             is_late = now_s - self._started_s > start_timeout_s
             return f"not ready within {start_timeout_s:g} s" if is_late else ""
         if now_s - self._seen_s > hang_timeout_s:
-            return f"hung: no sign of life for {hang_timeout_s:g} s"
+            return f"hung: no message for {hang_timeout_s:g} s"
         if now_s - self._moved_s > hang_timeout_s:
-            return f"hung: its turn made no step for {hang_timeout_s:g} s"
+            return f"hung: no step in the present turn for {hang_timeout_s:g} s"
         return ""
 
 
@@ -60,7 +60,7 @@ class Watched(Protocol):
 
     @property
     def is_excused(self) -> bool:
-        """True during work with a time limit of its own: a load, a benchmark."""
+        """True during work with a separate time limit: a load, a benchmark."""
 
 
 W = TypeVar("W", bound=Watched)
@@ -81,7 +81,7 @@ class Watchdog(Generic[W]):
         self._watched = tuple(watched)
         self._end = end
         self._limits_s = limits_s
-        self._looked_s: float | None = None
+        self._checked_s: float | None = None
 
     def check(self, now_s: float) -> None:
         """End hung processes; to be called every second.
@@ -90,9 +90,9 @@ class Watchdog(Generic[W]):
         nothing.
         """
         hang_timeout_s, start_timeout_s = self._limits_s()
-        slept_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        slept_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         was_asleep = slept_s > hang_timeout_s / 2 and slept_s > _SLEPT_S
-        self._looked_s = now_s
+        self._checked_s = now_s
         for one in self._watched:
             if one.watch is None:
                 continue

@@ -19,7 +19,7 @@ from gpupoold.scheduling.wait_estimate import Drain, drain_of, first_token_in_s
 from gpupoold.units import format_duration
 from gpupoold.wire import messages as m
 
-# Reuse of an estimate for a full queue: in a flood of requests estimates are expensive.
+# Seconds for which an estimate is reused: estimates for a flood of requests are expensive.
 _DRAIN_HOLDS_S = 1.0
 # Refused clients counted as returning, as a multiple of the bound.
 _MAX_TURNS = 3
@@ -142,12 +142,12 @@ class Overload:
         bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
         if num_live >= bound:
             text = f"The model `{model}` already has {num_live} requests waiting or running."
-            return "model_queue_full", text, self._room_in_s(model, num_live, bound, now_s)
+            return "model_queue_full", text, self._space_in_s(model, num_live, bound, now_s)
         num_live = len(self._live)
         bound = bound_for(message.priority, limits.max_live_requests, self._keys)
         if num_live >= bound:
             text = f"{num_live} requests are already waiting or running."
-            return "queue_full", text, self._room_in_s(_ALL, num_live, bound, now_s)
+            return "queue_full", text, self._space_in_s(_ALL, num_live, bound, now_s)
         return self._full_key(message.key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
@@ -170,25 +170,24 @@ class Overload:
             whose = ""
         else:
             return None
-        text = f"The requests{whose} that wait or run may have {bound:,} bytes in all."
+        text = f"Waiting and running requests{whose} may have at most {bound:,} bytes in total."
         return "bytes_full", text, _UNKNOWN_S
 
-    def _room_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
+    def _space_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Return the seconds until a request has space, behind all clients refused before.
 
-        The same time for all clients would bring all back at once, all but one in vain. Some
-        clients never return and some return early for another refusal, so only a bounded number
-        counts.
+        With the same time for all clients, all would return at once, and all but one in vain. Only
+        a bounded number of refused clients counts, because some never return, or return early.
         """
         promised_s = self._promised_s.setdefault((key, bound), [])
         while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
             heapq.heappop(promised_s)
         drain = self._drain(key, now_s)
-        room_in_s = drain.seconds_until(num_live - bound + 1 + len(promised_s))
-        if room_in_s is None:
+        space_in_s = drain.seconds_until(num_live - bound + 1 + len(promised_s))
+        if space_in_s is None:
             return _UNKNOWN_S
-        heapq.heappush(promised_s, now_s + room_in_s)
-        return room_in_s
+        heapq.heappush(promised_s, now_s + space_in_s)
+        return space_in_s
 
     def _drain(self, key: str, now_s: float) -> Drain:
         known = self._drains.get(key)
@@ -219,7 +218,7 @@ class Overload:
             return None
         text = (
             f"The first token of `{model.name}` would take {format_duration(wait_s)}, "
-            f"more than its target of {format_duration(ttft_s)}."
+            f"more than the target of {format_duration(ttft_s)}."
         )
         return "too_late", text, max(wait_s - ttft_s, 0.0)
 

@@ -50,7 +50,7 @@ class Scheduler:
     def add_model(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None = None
     ) -> None:
-        """Add a model, for requests once a worker hosts the model; or change the description."""
+        """Add a model, or change the description; requests need a worker that hosts the model."""
         self._handle(
             e.ModelAdded(
                 loaded.name,
@@ -125,7 +125,7 @@ class Scheduler:
     def device_down(self, number: int, request_ids: Iterable[str] = ()) -> None:
         """Remove a worker, and end the requests there.
 
-        Both in one call: between two calls the core would send further requests to the worker.
+        One call does both: between two calls the core would send further requests to the worker.
         """
         ended = [e.Ended(request_id, is_complete=False) for request_id in request_ids]
         self._handle(*ended, e.DeviceDown(number))
@@ -156,7 +156,7 @@ class Scheduler:
     def ended(self, request_ids: Iterable[str]) -> None:
         """End requests without a complete answer: cancelled or failed.
 
-        All in one call: between two calls the core would send other requests of the list.
+        One call ends all: between two calls the core would send other requests of the list.
         """
         ended = [e.Ended(request_id, is_complete=False) for request_id in request_ids]
         if ended:
@@ -186,7 +186,7 @@ class Scheduler:
         return device.turn.model if device is not None and device.turn is not None else None
 
     def check_state(self) -> None:
-        """Raise AssertionError when the core's books disagree."""
+        """Raise AssertionError if the core's state is inconsistent."""
         check_state(self.state)
 
     def _handle(self, *events: e.Event) -> None:

@@ -31,13 +31,13 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
 
-_SAME_ID = "Another request is served by the same id. Please send this one again."
+_SAME_ID = "A live request has the same id. Please send the request again."
 
 
 class Dispatcher:
-    """Conducts all live requests; one per daemon.
+    """All live requests, from arrival to end; one object per daemon.
 
-    :class:`Scheduler` decides, :class:`WorkerOrders` has the workers carry out decisions,
+    :class:`Scheduler` decides, :class:`WorkerOrders` sends the decisions to the workers,
     :class:`Replies` writes to the frontends, :class:`Accounts` counts. A request without a token
     for ``token_timeout_s`` ends.
     """
@@ -141,7 +141,11 @@ class Dispatcher:
         """Drain a worker, or end the drain."""
         self._fleet.drain_device(number, is_draining=is_draining)
         self.scheduler.set_draining(number, is_draining=is_draining)
-        text = "it gets nothing new, its requests go elsewhere" if is_draining else "it has work"
+        text = (
+            "no new requests; running requests end or migrate"
+            if is_draining
+            else "accepts new requests"
+        )
         kind: DeviceEvent = "drain_began" if is_draining else "drain_ended"
         self._history.record_event("info", kind, str(number), text)
 
@@ -153,7 +157,7 @@ class Dispatcher:
     def host(
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, worker: Worker
     ) -> None:
-        """Let a worker with the loaded model take requests of the model."""
+        """Allow requests of a loaded model on a worker."""
         self.scheduler.add_model(targets, loaded, costs)
         self.scheduler.host(worker.number, loaded.name, costs)
         self._fleet.host(loaded, worker.number)
@@ -165,7 +169,7 @@ class Dispatcher:
             self.scheduler.unhost(worker.number, name)
 
     def go_on(self, name: str) -> None:
-        """Schedule the waiting requests of a model, which is warm now."""
+        """Schedule the waiting requests of a model that has become warm."""
         for request in self._cold(name):
             self.live.set_cold(request, is_cold=False)
             request.warmed_s = self._clock()
@@ -209,7 +213,8 @@ class Dispatcher:
         request = self.live.get(request_id_of(request_id))
         if request is None:
             raise NoSuchRequest(
-                f"no live request is called {request_id!r}", "it may have ended: see `gpupool top`"
+                f"no live request has the id {request_id!r}",
+                "the request may have ended: see `gpupool top`",
             )
         self._stop([request], reason)
         return request
@@ -228,7 +233,7 @@ class Dispatcher:
         for request in lost:
             if not request.is_held and request not in convicted:
                 self._restart(request)
-        self._fail(convicted, f"the request ended its worker, and another alone: {reason}")
+        self._fail(convicted, f"the request crashed a second worker when retried alone: {reason}")
         for request in convicted:
             self.isolation.convicted(request)
         self._try_suspects(self._clock())
@@ -245,16 +250,16 @@ class Dispatcher:
     def tick(self, now_s: float) -> None:
         """End late requests if configured, and start trials; to be called every second."""
         late = self._overload.too_late(now_s)
-        self._fail(late, "dropped: it had not begun when its first token was due")
+        self._fail(late, "dropped: the request had not begun when the first token was due")
         self._overload.report(now_s)
         self._try_suspects(now_s)
         self.scheduler.tick()
 
     def end_overdue(self, now_s: float) -> None:
-        """End the requests without a token for too long, whatever the cause."""
+        """End all requests without a token for ``token_timeout_s``."""
         limit_s = self.token_timeout_s
         silent = self.live.silent_since(now_s - limit_s)
-        # All reasons before the first end, which may give other requests the missing memory.
+        # All reasons are computed before the first end, which may free memory for other requests.
         for request, reason in [(one, self._waits_for(one)) for one in silent]:
             self._stop([request], f"no token for {limit_s:g} s: {reason}")
 
@@ -286,7 +291,7 @@ class Dispatcher:
         return self._fleet.availability(model).devices
 
     def _schedule(self, request: LiveRequest, *, is_warm: bool) -> None:
-        """Pass a request to the core, or let the request wait until its model is warm."""
+        """Pass a request to the core, or hold the request until the model is warm."""
         if is_warm:
             self.scheduler.arrived(request)
             return
@@ -294,7 +299,7 @@ class Dispatcher:
         self._fleet.signals.weights_wanted(request.model)
 
     def _restart(self, request: LiveRequest) -> None:
-        """Schedule a request without a worker again, to continue after the tokens so far."""
+        """Schedule a request again after the loss of the worker; the tokens so far are kept."""
         request.device = None
         self.accounts.meters.model(request.model).resumed += 1
         self._schedule(request, is_warm=self._fleet.is_warm(request.model))

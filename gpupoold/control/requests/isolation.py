@@ -37,13 +37,13 @@ class Isolation:
         for request in held:
             request.device = None
         for model, num in sorted(Counter(one.model for one in held).items()):
-            text = f"{num} request{'s' * (num != 1)} may have ended the worker: tried alone"
+            text = f"{num} request{'s' * (num != 1)} may have crashed the worker: retried alone"
             self._history.record_event("warning", "requests_suspected", model, text)
         return convicted
 
     def convicted(self, request: LiveRequest) -> None:
-        """Record a convicted request, which has been ended."""
-        text = f"request {request.request_id} ended a worker while it was tried alone"
+        """Record a convicted request that has been ended."""
+        text = f"request {request.request_id} crashed a worker when retried alone"
         self._history.record_event("error", "request_convicted", request.model, text)
         self._signals.convicted(request.model, request.request_id)
 
@@ -51,11 +51,11 @@ class Isolation:
         """Return the suspect to start now, None during a trial or without held suspects."""
         request = self._suspects.next_trial(now_s) if len(self._suspects) else None
         if request is not None:
-            _logger.info("request %s of %s is tried alone", request.request_id, request.model)
+            _logger.info("request %s of %s is retried alone", request.request_id, request.model)
         return request
 
     def progressed(self, outputs: m.StepOutputs) -> None:
-        """Record tokens: a suspect that got past the crash shares steps again."""
+        """Record tokens: a suspect beyond the point of the crash shares steps again."""
         if not len(self._suspects):
             return
         for item in outputs.progress:
@@ -76,5 +76,5 @@ class Isolation:
             self._signals.answered(request.model)
 
     def _report_models(self) -> None:
-        for model in self._suspects.take_charges():
+        for model in self._suspects.take_attributed():
             self._signals.acquitted(model)

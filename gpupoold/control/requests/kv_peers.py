@@ -17,14 +17,14 @@ class KvPeers:
 
     def __init__(self, workers: Mapping[int, Worker]) -> None:
         self._workers = workers
-        self._introduced: set[tuple[int, int]] = set()  # source and target of each
+        self._introduced: set[tuple[int, int]] = set()  # (source, target)
         self.transfers: dict[str, tuple[int, int]] = {}
 
     def introduce(self, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Let each target read the host memory of each source of coming requests.
+        """Give each target access to the host memory of each source of coming requests.
 
-        Done once for each pair, and only where requests migrate: a GPU pins the whole host memory,
-        0.1 s per GB, and takes requests without KV until then.
+        Each pair is introduced once, and only where requests migrate: the target's GPU pins the
+        whole host memory, 0.1 s per GB; until then the target gets requests without KV.
         """
         numbers = list(targets)
         for source in sources:
@@ -32,7 +32,7 @@ class KvPeers:
                 if source != target and (source, target) not in self._introduced:
                     self._introduce(source, target)
 
-    def lend(self, transfer: m.KvTransfer | None, source: int, target: int) -> None:
+    def register(self, transfer: m.KvTransfer | None, source: int, target: int) -> None:
         """Record the KV of a request for the target to read from the source."""
         if transfer is not None:
             self.transfers[transfer.transfer_id] = source, target

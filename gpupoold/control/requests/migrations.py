@@ -1,8 +1,8 @@
 """Migrations of requests from one worker to another.
 
 The *source* gets the order to release a request. The source answers when the copy of the KV to its
-host memory has begun, and the *target* gets the request with the place of the KV. From then on the
-source is not needed: if the source dies, the target recomputes missing KV. If the target dies, the
+host memory has begun, and the *target* gets the request with the place of the KV. Then the source
+is no longer needed: if the source dies, the target recomputes missing KV. If the target dies, the
 request restarts from the tokens so far like any request of a dead worker.
 
 :class:`gpupoold.control.live_requests.Migration` has the phases.
@@ -90,7 +90,7 @@ class Migrations:
             self._decline(source, message)
             return request
         request.device = migration.target
-        self._kv_peers.lend(message.kv_transfer, migration.source, migration.target)
+        self._kv_peers.register(message.kv_transfer, migration.source, migration.target)
         order = msgspec.structs.replace(
             request.order_now(), is_moving=True, kv_transfer=message.kv_transfer
         )

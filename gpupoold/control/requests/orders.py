@@ -59,7 +59,7 @@ class WorkerOrders:
                 self._workers[one.device].send(m.AbortRequests(one.model, [one.request_id]))
 
     def end_isolation(self, request: LiveRequest) -> None:
-        """Let a request share steps again, if a worker has the request."""
+        """Allow a request to share steps again, if a worker has the request."""
         if request.device is not None and not request.is_isolated:
             message = m.EndIsolation(request.model, request.request_id)
             self._workers[request.device].send(message)

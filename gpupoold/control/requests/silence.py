@@ -17,11 +17,11 @@ def waits_for(
     if request.is_cold:
         return f"{request.model} is not in host memory yet"
     if request.is_held:
-        return "it may have ended a worker, and is tried alone after others that may have"
+        return "the request may have crashed a worker and waits to be retried alone"
     if not has_hosts:
         return f"no device has {request.model} now"
     if request.device is None:
         return "no device has taken the request"
     if on_turn(request.device) != request.model:
-        return f"it waits for the turn of {request.model} on device {request.device}"
-    return f"device {request.device} is at it and does not answer"
+        return f"the request waits for the turn of {request.model} on device {request.device}"
+    return f"device {request.device} is running the request but does not respond"

@@ -3,8 +3,8 @@
 A crash makes *suspects* of all candidate requests. A suspect is held back until a trial without
 other requests in the steps. A suspect beyond the point of the crash is cleared. A trial that
 crashes the worker, with no other candidate, convicts the suspect, which ends with an error. A
-request under suspicion a second time runs alone to the end, so that no combination of requests can
-crash workers for ever.
+request under suspicion a second time runs alone to the end: no combination of requests can crash
+workers without end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _CrashCase:
 
 
 class Suspects:
-    """All suspects of a daemon; instants in seconds of any one monotonic clock.
+    """All suspects of a daemon; times are seconds of one monotonic clock.
 
     The record of each request has the state as a suspect.
     """
@@ -74,11 +74,11 @@ class Suspects:
                 return request
         return None
 
-    def take_charges(self) -> list[str]:
-        """Return the models to blame for earlier crashes: all other candidates are cleared."""
-        charges = [case.model for case in self._cases if not case.requests]
+    def take_attributed(self) -> list[str]:
+        """Return the models to which earlier crashes are attributed: all requests are cleared."""
+        models = [case.model for case in self._cases if not case.requests]
         self._cases = [case for case in self._cases if case.requests]
-        return charges
+        return models
 
     def progressed(self, request: LiveRequest) -> bool:
         """Clear a suspect with enough tokens; return whether the request is cleared now."""

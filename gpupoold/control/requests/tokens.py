@@ -1,4 +1,4 @@
-"""Counts of sent tokens, and the causes of their lateness."""
+"""Counts of sent tokens, and the causes of late tokens."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class TokenCounter:
             if lost_s > 0:
                 times_s = request.token_times_s
                 since_s = times_s[num_before - 1] if num_before else request.arrival_s
-                self._blame(stats.now, request, number, since_s, message.at_s, lost_s)
+                self._attribute(stats.now, request, number, since_s, message.at_s, lost_s)
 
-    def _blame(
+    def _attribute(
         self,
         counts: Counts,
         request: LiveRequest,

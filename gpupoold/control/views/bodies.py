@@ -55,12 +55,12 @@ def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInf
 
 
 def request_record(row: RequestRow) -> RequestRecord:
-    """A finished request from the history."""
+    """Return the body of a finished request from the history."""
     return RequestRecord(**{name: getattr(row, name) for name in RequestRecord.model_fields})
 
 
 def event_info(row: EventRow) -> EventInfo:
-    """An event from the history."""
+    """Return the body of an event from the history."""
     return EventInfo(**{name: getattr(row, name) for name in EventInfo.model_fields})
 
 
@@ -147,7 +147,7 @@ def _device(
 
 
 def _quota(status: WorkerStatus | None) -> tuple[float | None, float]:
-    """Return the turn's quota, None without an end, and its elapsed time."""
+    """Return the quota and the elapsed time of a turn; the quota is None without an end."""
     if status is None or status.on_turn is None:
         return 0.0, 0.0
     began_s = status.turn_began_s
@@ -186,7 +186,7 @@ def usage(
 
 
 def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
-    """Return a model's bytes on the given workers, by the names that all bodies use."""
+    """Return a model's bytes on the given workers, by the field names of all bodies."""
     return {
         "weights_resident_bytes": sum(one.weights_resident_bytes for one in held),
         "weights_total_bytes": max((one.weights_total_bytes for one in held), default=0),

@@ -75,7 +75,7 @@ class Explainer:
     async def why(self, name: str) -> Why:
         """Explain a model, a live request or a finished request.
 
-        Part of a request's id suffices if it is unambiguous.
+        An unambiguous part of a request's id suffices.
 
         Raises:
             NoSuchModel: no model or request has this name or id.
@@ -93,7 +93,7 @@ class Explainer:
         if ended is None:
             raise NoSuchModel(
                 f"neither a model nor a request is named {name!r}",
-                "see `gpupool list`, and `gpupool history --requests` for those that have ended",
+                "see `gpupool list`, and `gpupool history --requests` for finished requests",
             )
         return Why(finished=await self._finished(ended))
 
@@ -123,7 +123,7 @@ class Explainer:
         )
 
     def model(self, row: ModelRow) -> ModelWhy:
-        """A model, now and over the last hour."""
+        """Explain a model, now and over the last hour."""
         name, now_s, targets = row.spec.name, time.monotonic(), row.spec.targets
         stats = self._dispatcher.accounts.stats.get(name, ModelStats())
         hour = stats.last_hour()
@@ -162,7 +162,7 @@ class Explainer:
         if len(found) > 1:
             ids = ", ".join(one.request_id for one in found[:5])
             raise UsageError(
-                f"{len(found)} live requests have {text!r} in their id", f"among them: {ids}"
+                f"{len(found)} live requests have {text!r} in their id", f"for example: {ids}"
             )
         return found[0] if found else None
 
@@ -178,7 +178,7 @@ class Explainer:
             return text
         held = _memory_of(self._workers[number], request.model)
         if held is None or not held.kv_host_bytes:
-            return f"{text}; its KV is on the device"
+            return f"{text}; the request's KV is on the device"
         return (
             f"{text}; of the KV of {request.model} {format_bytes(held.kv_resident_bytes)} are on "
             f"the device and {format_bytes(held.kv_host_bytes)} in host memory"
@@ -247,10 +247,10 @@ class Explainer:
 def _ended_text(row: RequestRow) -> str:
     num_late = row.num_output_tokens - row.num_tokens_in_time
     ended = {
-        FinishReason.STOP: "it came to its end",
-        FinishReason.LENGTH: "it reached the most tokens it may have",
-        FinishReason.ABORT: "its client left, or cancelled it",
-        FinishReason.ERROR: f"it failed ({row.error})",
+        FinishReason.STOP: "the answer is complete",
+        FinishReason.LENGTH: "reached max_tokens or the model's context length",
+        FinishReason.ABORT: "the client disconnected or cancelled the request",
+        FinishReason.ERROR: f"failed ({row.error})",
     }[row.finish_reason]
     if not row.num_output_tokens:
         return f"{ended}, after {format_duration(row.total_s)} and without a token"

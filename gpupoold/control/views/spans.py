@@ -9,13 +9,13 @@ from gpupoold.api.schemas_explain import SpanInfo
 from gpupoold.control.accounting.minutes import MINUTE_S, counts_of
 from gpupoold.control.accounting.model_stats import Counts
 
-# Of a window of time no more than so many spans are shown.
+# Maximum number of spans in an answer.
 _MAX_SPANS = 60
 _SPANS_S = tuple(MINUTE_S * minutes for minutes in (1, 5, 15, 60, 360, 1440))
 
 
 def span_s(window_s: float) -> int:
-    """Return the shortest usual span that divides a window into few enough parts."""
+    """Return the shortest usual span that divides a window into at most ``_MAX_SPANS`` parts."""
     return next((one for one in _SPANS_S if window_s <= one * _MAX_SPANS), _SPANS_S[-1])
 
 

@@ -26,7 +26,7 @@ class FdStorePort(Protocol):
     """Storage of snapshots beyond the daemon's life."""
 
     def store(self, model: str, snapshot: CachedSnapshot) -> None:
-        """Keep the model's snapshot too."""
+        """Store the model's snapshot."""
 
     def release(self, snapshot: CachedSnapshot) -> None:
         """Remove a snapshot from the storage."""
@@ -36,7 +36,7 @@ class SnapshotCache:
     """One snapshot per model within a byte budget; all workers share the memory.
 
     ``fd_store`` keeps the snapshots beyond the daemon's life. ``now`` returns wall-clock seconds.
-    ``pinned`` are the models whose snapshots stay. Bytes of snapshots on the way in or out count as
+    ``pinned`` are the models whose snapshots stay. Bytes of reserved and retired snapshots count as
     used. ``num_evicted`` counts snapshots evicted before their model was removed.
     """
 
@@ -58,7 +58,7 @@ class SnapshotCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all snapshots, including those on the way in or out."""
+        """Bytes of all snapshots, including reserved and retired snapshots."""
         snapshots = (*self._snapshots.values(), *self._leaving.values())
         return sum(snapshot.num_bytes for snapshot in snapshots) + sum(
             self._reserved_bytes.values()
@@ -66,7 +66,7 @@ class SnapshotCache:
 
     @property
     def snapshots(self) -> dict[str, CachedSnapshot]:
-        """The snapshots by model, without those on the way in or out."""
+        """The snapshots by model, without reserved and retired snapshots."""
         return dict(self._snapshots)
 
     def get(self, model: str) -> CachedSnapshot | None:
@@ -96,7 +96,7 @@ class SnapshotCache:
     def put(
         self, model: str, fd: int, digest: str, self_check: tuple[int, ...] = ()
     ) -> CachedSnapshot:
-        """Add the snapshot behind ``fd``, which the cache owns from now on; use the reservation.
+        """Add the snapshot behind ``fd`` and drop the reservation; the cache then owns ``fd``.
 
         An identical present snapshot is kept instead.
         """
@@ -120,7 +120,7 @@ class SnapshotCache:
         self.num_evicted += 1
 
     def drop_retired(self, model: str) -> None:
-        """No worker has the retired snapshot any more."""
+        """Drop a retired snapshot after all workers have released the memory."""
         self._close(self._leaving, model)
 
     def drop(self, model: str) -> None:
@@ -130,7 +130,7 @@ class SnapshotCache:
         self._close(self._snapshots, model)
 
     def touch(self, model: str, at: float | None = None) -> None:
-        """The model has been used, now or ``at`` (wall-clock seconds)."""
+        """Record a use of the model, now or ``at`` (wall-clock seconds)."""
         self._last_used_at[model] = self._now() if at is None else at
 
     def last_used_at(self, model: str) -> float | None:

@@ -3,7 +3,7 @@
 Each stored snapshot has two memfds under one name (``snapshot-`` and 16 random digits): the data,
 and a small sealed label. A new daemon gets both back and uses the snapshot if
 
-- neither can change its size, and the data has the size in the label;
+- both memfds have sealed sizes, and the data has the size in the label;
 - the label names a registered model whose checkpoint and engine still have the same key
   (:mod:`gpupoold.control.weights.keys`);
 - the snapshot fits in ``memory.model_cache``.
@@ -34,7 +34,7 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 _logger = logging.getLogger(__name__)
 
 PREFIX = "snapshot-"
-# Descriptors of releases that called a snapshot an image; they are dropped from the store.
+# Prefix of earlier releases, whose descriptors are dropped from the store.
 EARLIER_PREFIX = "image-"
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _FIXED = _FIXED_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -63,20 +63,20 @@ class _StoredSnapshot:
 
 
 class _Unfit(Exception):
-    """The reason why returned descriptors are no valid snapshot."""
+    """Returned descriptors that are no valid snapshot, with the reason."""
 
 
 class StoredSnapshots:
-    """Stores the cache's snapshots in the service manager, and takes them back at the start.
+    """Stores the cache's snapshots in the service manager, and restores snapshots at the start.
 
     Has no effect without a service manager.
     """
 
     def __init__(self, store: FdStore, keys: SnapshotKeys) -> None:
-        """Examine the returned descriptors; close those that are no valid snapshots."""
+        """Examine the returned descriptors; close the descriptors of invalid snapshots."""
         self._store = store
         self._keys = keys
-        self._names: dict[int, str] = {}  # by the snapshot's descriptor here
+        self._names: dict[int, str] = {}  # by the descriptor of the snapshot in this process
         self._found: dict[str, _StoredSnapshot] = {}
         self._taking = asyncio.Lock()
         self._sort_out()
@@ -100,7 +100,7 @@ class StoredSnapshots:
         try:
             label_fd = _sealed(msgspec.json.encode(label))
         except OSError as error:
-            _logger.warning("%s: its snapshot is not kept by systemd: %s", model, error)
+            _logger.warning("%s: the snapshot is not stored by systemd: %s", model, error)
             return
         try:
             if self._store.keep(name, (snapshot.fd, label_fd)):
@@ -114,7 +114,7 @@ class StoredSnapshots:
         if name is not None:
             self._store.drop(name)
 
-    async def take_back(
+    async def restore(
         self, models: Sequence[ModelToLoad], ready: WorkerReady, cache: SnapshotCache
     ) -> None:
         """Put returned snapshots of ``models`` into the cache, in that order while they fit.
@@ -123,31 +123,31 @@ class StoredSnapshots:
         """
         async with self._taking:
             for model in models if self._found else ():
-                await self._take_back(model, ready, cache)
+                await self._restore(model, ready, cache)
             for stored in self._found.values():
                 _logger.warning(
-                    "%s: its snapshot of %s came back and is not needed",
+                    "%s: the snapshot of %s stored by systemd is not needed",
                     stored.label.model,
                     format_bytes(stored.label.num_bytes),
                 )
                 self._release(stored.name, stored.fd)
             self._found.clear()
 
-    async def _take_back(
-        self, model: ModelToLoad, ready: WorkerReady, cache: SnapshotCache
-    ) -> None:
+    async def _restore(self, model: ModelToLoad, ready: WorkerReady, cache: SnapshotCache) -> None:
         stored = self._found.get(model.name)
         if stored is None or cache.get(model.name) is not None:
             return
         label = stored.label
         if await self._keys.note(model, ready) != label.key:
-            _logger.warning("%s: the snapshot that came back is of another checkpoint", model.name)
+            _logger.warning(
+                "%s: the snapshot stored by systemd is of another checkpoint", model.name
+            )
         elif cache.short_bytes(model.name, label.num_bytes) == 0:
             del self._found[model.name]
             self._names[stored.fd] = stored.name
             cache.put(model.name, stored.fd, label.digest, label.self_check)
             _logger.info(
-                "%s: its snapshot of %s has outlived the last daemon",
+                "%s: the snapshot of %s has outlived the last daemon",
                 model.name,
                 format_bytes(label.num_bytes),
             )
@@ -160,9 +160,9 @@ class StoredSnapshots:
             try:
                 stored = _checked(name, fds)
                 if stored.label.model in self._found:
-                    raise _Unfit(f"it is the second one of {stored.label.model}")
+                    raise _Unfit(f"a second snapshot of {stored.label.model}")
             except (_Unfit, OSError) as error:
-                _logger.warning("what systemd kept as %s is not used: %s", name, error)
+                _logger.warning("%s: the snapshot stored by systemd is not used: %s", name, error)
                 self._release(name, *fds)
                 continue
             self._found[stored.label.model] = stored
@@ -180,7 +180,7 @@ def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
     """Return the snapshot and its label, distinguished by their seals.
 
     Raises:
-        _Unfit, OSError: the descriptors are not what was stored.
+        _Unfit, OSError: the descriptors are no valid snapshot with a label.
     """
     labels = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED]
     snapshots = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED & ~fcntl.F_SEAL_WRITE]
@@ -191,12 +191,12 @@ def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
     try:
         label = msgspec.json.decode(os.pread(labels[0], _MAX_LABEL_BYTES, 0), type=Label)
     except msgspec.DecodeError as error:
-        raise _Unfit(f"its label is wrong: {error}") from error
+        raise _Unfit(f"invalid label: {error}") from error
     if label.format != _FORMAT:
-        raise _Unfit(f"its label has format {label.format}, this gpupoold reads {_FORMAT}")
+        raise _Unfit(f"the label has format {label.format}, this gpupoold reads {_FORMAT}")
     num_bytes = os.fstat(snapshots[0]).st_size
     if num_bytes != label.num_bytes:
-        raise _Unfit(f"it has {num_bytes} bytes instead of {label.num_bytes}")
+        raise _Unfit(f"{num_bytes} bytes instead of {label.num_bytes}")
     return _StoredSnapshot(name, snapshots[0], label)
 
 

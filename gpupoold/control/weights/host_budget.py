@@ -16,8 +16,8 @@ from gpupoold.units import format_bytes
 _logger = logging.getLogger(__name__)
 
 
-class NoRoom(Refused):
-    """Too few snapshots can be evicted for another one."""
+class CacheFull(Refused):
+    """Too few snapshots can be evicted for another snapshot."""
 
 
 class HostMemoryBudget:
@@ -38,7 +38,7 @@ class HostMemoryBudget:
         self._release = release
         self._holds: Counter[str] = Counter()
         # One eviction at a time, because two would evict snapshots for the same bytes.
-        self._making = asyncio.Lock()
+        self._evicting = asyncio.Lock()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._change = asyncio.Event()
         self._shrinking: asyncio.Task[None] | None = None
@@ -62,10 +62,10 @@ class HostMemoryBudget:
         self._change = asyncio.Event()
 
     def check(self, model: str, num_bytes: int) -> None:
-        """Check that a snapshot of ``num_bytes`` could come in after evictions.
+        """Check that a snapshot of ``num_bytes`` would fit after evictions.
 
         Raises:
-            NoRoom: pinned and used snapshots leave too little.
+            CacheFull: pinned and used snapshots leave too little.
         """
         short_bytes = self._cache.short_bytes(model, num_bytes)
         if choose_victims(self._candidates(model), short_bytes) is None:
@@ -75,7 +75,7 @@ class HostMemoryBudget:
         """Reserve memory for the snapshot of a held model, evicting others.
 
         Raises:
-            NoRoom: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
+            CacheFull: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
             TimedOut: used snapshots left too little for ``wait_s``.
         """
         loop = asyncio.get_running_loop()
@@ -85,8 +85,8 @@ class HostMemoryBudget:
             await asyncio.shield(leaving)
         while True:
             change = self._change
-            async with self._making:
-                if await self._make(model, num_bytes):
+            async with self._evicting:
+                if await self._evict_for(model, num_bytes):
                     self._cache.reserve(model, num_bytes)
                     return
             left_s = deadline_s - loop.time()
@@ -94,8 +94,9 @@ class HostMemoryBudget:
                 raise self._refusal(model, num_bytes)
             if left_s <= 0:
                 raise TimedOut(
-                    f"{model}: no room for its snapshot of {format_bytes(num_bytes)} came free in "
-                    f"the model cache within {wait_s:g} s: all others are pinned or in use",
+                    f"{model}: no memory for a snapshot of {format_bytes(num_bytes)} became free "
+                    f"in the model cache within {wait_s:g} s: all other snapshots are pinned or "
+                    "in use",
                     "raise memory.model_cache, or unpin a model (`gpupool cache unpin`)",
                 )
             with contextlib.suppress(TimeoutError):
@@ -107,18 +108,18 @@ class HostMemoryBudget:
         Raises:
             Refused: the snapshot is pinned, in use, or loading.
         """
-        async with self._making:
+        async with self._evicting:
             if model in self._cache.pinned:
-                raise Refused(f"{model} is pinned", f"`gpupool cache unpin {model}` first")
+                raise Refused(f"{model} is pinned", f"run `gpupool cache unpin {model}` first")
             if self._is_in_use(model):
-                raise Refused(f"{model} has live requests", "wait until they have ended")
+                raise Refused(f"{model} has live requests", "wait until the requests have ended")
             if self._holds[model]:
-                raise Refused(f"{model} is being loaded", "wait until it has been")
+                raise Refused(f"{model} is being loaded", "wait until the load has ended")
             if self._cache.get(model) is not None:
                 await self._drop_all([model])
 
     def shrink(self) -> None:
-        """Evict snapshots beyond a smaller budget: idle ones now, others when no longer needed."""
+        """Evict snapshots beyond a smaller budget: idle snapshots now, busy snapshots later."""
         if self._shrinking is None or self._shrinking.done():
             self._shrinking = asyncio.create_task(self._shrink(), name="shrink-cache")
 
@@ -129,20 +130,20 @@ class HostMemoryBudget:
             await asyncio.wait({self._shrinking})
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
-    async def _make(self, model: str, num_bytes: int) -> bool:
+    async def _evict_for(self, model: str, num_bytes: int) -> bool:
         """Evict snapshots until ``num_bytes`` fit; return False if too few can be evicted."""
         while (short_bytes := self._cache.short_bytes(model, num_bytes)) > 0:
             victims = choose_victims(self._candidates(model), short_bytes)
             if victims is None:
                 return False
-            _logger.info("%s: room for its snapshot is made by those of %s", model, victims)
+            _logger.info("%s: the snapshot replaces the snapshots of %s", model, victims)
             await self._drop_all(victims)
         return True
 
     async def _shrink(self) -> None:
         while True:
             change = self._change
-            async with self._making:
+            async with self._evicting:
                 short_bytes = self._cache.short_bytes("", 0)
                 if not short_bytes:
                     return
@@ -152,14 +153,17 @@ class HostMemoryBudget:
                 )
                 victims = choose_victims(others, min(short_bytes, idle_bytes))
                 if victims:
-                    _logger.info("the model cache has become smaller: %s go", victims)
+                    _logger.info(
+                        "the model cache has become smaller: the snapshots of %s are evicted",
+                        victims,
+                    )
                     await self._drop_all(victims)
                     continue
             await change.wait()
 
     async def _drop_all(self, models: list[str]) -> None:
         for model in models:
-            # From here on the model has no snapshot, whatever becomes of who asked for this.
+            # The model has no snapshot from now on, even if the caller is cancelled.
             self._cache.retire(model)
             self._leaving[model] = asyncio.create_task(self._leave(model))
         await asyncio.shield(asyncio.gather(*(self._leaving[model] for model in models)))
@@ -168,7 +172,7 @@ class HostMemoryBudget:
         try:
             await self._release(model)
         except GpupoolError as error:
-            _logger.error("%s: its snapshot may still take memory: %s", model, error)
+            _logger.error("%s: the snapshot may still take memory: %s", model, error)
         finally:
             self._cache.drop_retired(model)
             del self._leaving[model]
@@ -188,17 +192,17 @@ class HostMemoryBudget:
         ]
 
     def _would_fit(self, model: str, num_bytes: int) -> bool:
-        """Return whether the snapshot would fit after evicting all others that are not pinned."""
+        """Return whether the snapshot would fit after evicting all other unpinned snapshots."""
         return num_bytes <= self._cache.budget_bytes - self._bytes_of(model, pinned=True)
 
     def _bytes_of(self, model: str, *, pinned: bool) -> int:
-        """Return the bytes of other models' snapshots: pinned ones, or busy unpinned ones."""
+        """Return the bytes of other models' pinned snapshots, or of busy unpinned snapshots."""
         others = self._candidates(model)
         if pinned:
             return sum(one.num_bytes for one in others if one.is_pinned)
         return sum(one.num_bytes for one in others if one.is_busy and not one.is_pinned)
 
-    def _refusal(self, model: str, num_bytes: int) -> NoRoom:
+    def _refusal(self, model: str, num_bytes: int) -> CacheFull:
         pinned_bytes = self._bytes_of(model, pinned=True)
         text = (
             f"{model}: a snapshot of {format_bytes(num_bytes)} does not fit in the model cache "
@@ -209,6 +213,8 @@ class HostMemoryBudget:
         if self._would_fit(model, num_bytes):
             busy = format_bytes(self._bytes_of(model, pinned=False))
             text += f"{' and' if pinned_bytes else ', where'} {busy} in use"
-            return NoRoom(text, "try again when less is in use, or raise memory.model_cache")
+            return CacheFull(
+                text, "try again when fewer snapshots are in use, or raise memory.model_cache"
+            )
         unpin = "unpin a model (`gpupool cache unpin`) or " if pinned_bytes else ""
-        return NoRoom(text, f"{unpin}raise memory.model_cache")
+        return CacheFull(text, f"{unpin}raise memory.model_cache")

@@ -1,4 +1,4 @@
-"""Keys of weights snapshots: everything that determines a snapshot's bytes."""
+"""Keys of weights snapshots: digests of all inputs of a snapshot's bytes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
-# Names, targets and what its requests may fetch change nothing in a model's weights.
+# Names, targets and the hosts of media do not change a model's weights.
 _NOT_IN_SNAPSHOT = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts"})
 
 
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
-    """Return a hex digest of everything that determines the model's snapshot.
+    """Return a hex digest of all inputs of the model's snapshot.
 
     A checkpoint counts by paths, sizes and modification times of its files, without hidden files.
     To be called before the engine reads the files, because a later change would go unnoticed.
@@ -35,15 +35,15 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
         files = sorted(_checkpoint_files(model.path))
     except OSError as error:
         raise Failed(
-            f"{model.name}: cannot look through the checkpoint {model.path}: {error}",
-            "mend the folder or add the model again",
+            f"{model.name}: cannot read the checkpoint {model.path}: {error}",
+            "repair the folder or add the model again",
         ) from error
     what = (FORMAT, engine_version, device_name, page_bytes, decisive, files)
     return blake3(msgspec.json.encode(what)).hexdigest()
 
 
 class SnapshotKeys:
-    """The keys of models' snapshots as of the last look at each checkpoint."""
+    """The keys of models' snapshots as of the latest examination of each checkpoint."""
 
     def __init__(self) -> None:
         self._keys: dict[str, str] = {}
@@ -72,12 +72,12 @@ class SnapshotKeys:
         return dict(self._keys)
 
     def forget(self, model: str) -> None:
-        """Forget a model that was removed or whose snapshot must be made again."""
+        """Forget a model after a removal, or before a new snapshot."""
         self._keys.pop(model, None)
 
 
 def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:
-    """Relative path, bytes and mtime in ns of each file; every folder once, for links may loop."""
+    """Yield relative path, bytes and mtime in ns of each file; links to folders may loop."""
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=_reraise, followlinks=True):
         status = os.stat(parent)

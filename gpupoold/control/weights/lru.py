@@ -20,8 +20,8 @@ class Candidate:
 def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[str] | None:
     """Return the models whose snapshots to evict for ``short_bytes``, None if too few.
 
-    Pinned and busy snapshots stay. Least recently used snapshots go first, but none in vain: a
-    small one is spared if a larger one must go anyway.
+    Pinned and busy snapshots stay. Least recently used snapshots go first; a chosen
+    snapshot stays nevertheless if the other chosen snapshots suffice.
     """
     idle = [one for one in candidates if not one.is_pinned and not one.is_busy]
     chosen: list[Candidate] = []
@@ -43,8 +43,8 @@ def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[st
 def start_order(candidates: Sequence[Candidate], budget_bytes: int) -> list[str]:
     """Return the order in which to load all models within the budget.
 
-    Pinned snapshots come first, then the most recently used while they fit. The others need memory
-    only while loading, and wait for the last of those that stay.
+    Pinned snapshots come first, then the most recently used snapshots within the budget. All other
+    models need memory only while loading, and are loaded before the last snapshots that stay.
     """
     ranked = sorted(candidates, key=lambda one: (not one.is_pinned, -one.last_used_at))
     num_kept, kept_bytes = 0, 0

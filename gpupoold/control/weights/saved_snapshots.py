@@ -19,10 +19,10 @@ _logger = logging.getLogger(__name__)
 
 
 class SavedSnapshots:
-    """The registered models' snapshots in a folder, within a byte budget; 0 bytes: there are none.
+    """The registered models' snapshots in a folder, within a byte budget; no snapshots at 0 bytes.
 
-    Saving goes on in the background and never fails a load. When ``budget_bytes`` has
-    become smaller, call ``shrink``.
+    Snapshots are saved in the background; a failure never fails a load. After a decrease of
+    ``budget_bytes``, call ``shrink``.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, keys: SnapshotKeys) -> None:
@@ -42,8 +42,9 @@ class SavedSnapshots:
         return (await self.sizes()).get(model.name)
 
     async def read(self, name: str) -> SavedSnapshot | None:
-        """Return the snapshot of a model that was looked up, or None; the caller owns the
-        descriptor.
+        """Return the saved snapshot of a model, or None; the caller owns the descriptor.
+
+        ``look_up`` must have been called before.
         """
         key = self._keys.get(name)
         if key is None or not self.budget_bytes:
@@ -51,7 +52,7 @@ class SavedSnapshots:
         return await asyncio.to_thread(self._files.load, key)
 
     async def sizes(self) -> dict[str, int]:
-        """Return the bytes of saved snapshots by model, for models that were looked up."""
+        """Return the bytes of saved snapshots by model, for models passed to ``look_up`` before."""
         if not self.budget_bytes:
             return {}
         found = {file.key: file.num_bytes for file in await asyncio.to_thread(self._files.list)}
@@ -64,14 +65,14 @@ class SavedSnapshots:
         return sum(file.num_bytes for file in await asyncio.to_thread(self._files.list))
 
     def keep(self, name: str, snapshot: CachedSnapshot) -> None:
-        """Save the snapshot of a model that was looked up before; in the background."""
+        """Save a model's snapshot in the background; ``look_up`` must have been called before."""
         key = self._keys.get(name)
         if key is None or not self.budget_bytes:
             return
         try:
             copy = _copy(snapshot)
         except OSError as error:
-            _logger.warning("%s: its snapshot could not be saved: %s", name, error)
+            _logger.warning("%s: the snapshot could not be saved: %s", name, error)
             return
         before = self._saving.get(name)
         task = asyncio.create_task(self._save_after(before, name, key, copy))
@@ -79,7 +80,7 @@ class SavedSnapshots:
         task.add_done_callback(lambda done: self._saved(name, done))
 
     async def settled(self, name: str) -> None:
-        """Return when the model's snapshot is not being saved, which takes memory."""
+        """Return after the end of a save in progress, which needs the memory of the snapshot."""
         if name in self._saving:
             await asyncio.wait({self._saving[name]})
 
@@ -149,7 +150,7 @@ class SavedSnapshots:
                 return
             self._files.save(key, snapshot.fd, snapshot.digest, snapshot.self_check)
         except (GpupoolError, OSError) as error:
-            _logger.warning("%s: its snapshot could not be saved: %s", name, error)
+            _logger.warning("%s: the snapshot could not be saved: %s", name, error)
         finally:
             os.close(snapshot.fd)
 

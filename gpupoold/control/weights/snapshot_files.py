@@ -1,7 +1,7 @@
-"""Weights snapshots on disk, so that a restarted daemon reads no checkpoint.
+"""Weights snapshots on disk, read by a restarted daemon instead of checkpoints.
 
-A file is named ``<key>.snapshot`` after everything that determines its bytes. The file has a header
-of 4096 bytes, so that the data begins on a page, then the snapshot as in memory:
+A file is named ``<key>.snapshot`` after all inputs of the snapshot's bytes. A header of 4096 bytes,
+which aligns the data to a page, precedes the snapshot as in memory:
 
     ====== ===== ==========================================================================
     offset bytes content
@@ -13,8 +13,8 @@ of 4096 bytes, so that the data begins on a page, then the snapshot as in memory
     4096         the data
     ====== ===== ==========================================================================
 
-The checksum is the BLAKE3 of the BLAKE3s of the data's chunks of 16 MiB, in order: so each reading
-thread can check its own chunks in the processor's cache.
+The checksum is the BLAKE3 of the BLAKE3s of the data's chunks of 16 MiB, in order: each reading
+thread computes the digests of its chunks in the processor's cache.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MAGIC = b"gpupool snap.\r\n\0"
 _TEXT_OFFSET = len(_MAGIC) + blake3.digest_size
 _HEADER_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
-# What a thread reads, checks and writes at a time stays in its core's cache meanwhile.
+# Size of a read and a write: small enough for a core's cache.
 _PIECE_BYTES = 256 << 10
-# A few per disk keep it busy; a core takes 1 to 2 GB/s from one end to the other.
+# A few threads use a disk fully; a core reads, checks and writes 1 to 2 GB/s.
 _NUM_READERS = min(16, max(4, len(os.sched_getaffinity(0))))
 _SNAPSHOT_SUFFIX = ".snapshot"
 _DRAFT_SUFFIX = ".new"
@@ -85,7 +85,7 @@ class _Header(_Versioned, frozen=True, kw_only=True):
 
 
 class _Damaged(Exception):
-    """A file's damage."""
+    """A damaged file; the text describes the damage."""
 
 
 class SnapshotFiles:
@@ -93,7 +93,7 @@ class SnapshotFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Saving two at once is no quicker, and one key may belong to two models.
+        # Two saves at once would not be faster, and two models may have the same key.
         self._writing = threading.Lock()
 
     def save(self, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]) -> None:
@@ -109,14 +109,14 @@ class SnapshotFiles:
         with self._writing:
             try:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _check_room(path, num_bytes)
+                _check_disk_space(path, num_bytes)
                 draft.unlink(missing_ok=True)
                 _write_draft(draft, key, fd, layout_digest, self_check)
                 durable.replace(draft, path)
             except (OSError, ValueError) as error:
                 raise Failed(
                     f"{path}: saving a snapshot of {format_bytes(num_bytes)} failed: {error}",
-                    f"see that {self._folder} can be written to and has room",
+                    f"check that {self._folder} is writable and has free space",
                 ) from error
             finally:
                 _remove(draft)
@@ -167,13 +167,13 @@ class SnapshotFiles:
         return self._folder / f"{key}{_SNAPSHOT_SUFFIX}"
 
 
-def _check_room(path: Path, num_bytes: int) -> None:
+def _check_disk_space(path: Path, num_bytes: int) -> None:
     free_bytes = shutil.disk_usage(path.parent).free
     if _HEADER_BYTES + num_bytes > free_bytes:
         raise Failed(
             f"{path}: a snapshot of {format_bytes(num_bytes)} does not fit on the disk, "
             f"{format_bytes(free_bytes)} are free",
-            f"make room in {path.parent}; until then the checkpoint is read at every start",
+            f"make space in {path.parent}; until then the checkpoint is read at every start",
         )
 
 
@@ -222,16 +222,16 @@ def _read(path: Path, key: str) -> SavedSnapshot:
     """Return the snapshot in a new memfd.
 
     Raises:
-        _Damaged: the file differs from what was saved under that key.
+        _Damaged: the file is damaged, or was saved under another key.
         OSError: the file could not be read, or there is too little memory.
     """
     with open(path, "rb", buffering=0) as file:
         header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
         if header.key != key:
-            raise _Damaged(f"it was saved as {header.key}")
+            raise _Damaged(f"saved under the key {header.key}")
         wanted_bytes, file_bytes = _HEADER_BYTES + header.num_bytes, os.fstat(file.fileno()).st_size
         if file_bytes != wanted_bytes:
-            raise _Damaged(f"it has {file_bytes} bytes instead of {wanted_bytes}")
+            raise _Damaged(f"{file_bytes} bytes instead of {wanted_bytes}")
         fd = create_memfd("gpupool-snapshot", header.num_bytes)
         try:
             _fill(fd, file.fileno(), header)
@@ -252,7 +252,7 @@ def _fill(fd: int, source: int, header: _Header) -> None:
         digests = readers.map(read_chunk, range(0, header.num_bytes, _CHUNK_BYTES))
         checksum = _combined(digests)
     if checksum != header.checksum:
-        raise _Damaged(f"its data has the checksum {checksum} instead of {header.checksum}")
+        raise _Damaged(f"the data has the checksum {checksum} instead of {header.checksum}")
 
 
 def _copy_chunk(fd: int, source: int, start: int, num_bytes: int) -> bytes:
@@ -281,7 +281,7 @@ def _read_at(source: int, piece: memoryview, offset: int) -> None:
     while num_read < len(piece):
         step = os.preadv(source, [piece[num_read:]], offset + num_read)
         if step == 0:
-            raise _Damaged(f"it ends at byte {offset + num_read}")
+            raise _Damaged(f"the file ends at byte {offset + num_read}")
         num_read += step
 
 
@@ -300,7 +300,7 @@ def _encode(header: _Header) -> bytes:
     text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
     block = _MAGIC + blake3(text).digest() + text
     if len(block) > _HEADER_BYTES:
-        raise ValueError(f"the header has {len(block)} bytes, {_HEADER_BYTES} are its limit")
+        raise ValueError(f"the header has {len(block)} bytes, the limit is {_HEADER_BYTES}")
     return block
 
 
@@ -311,19 +311,19 @@ def _decode(block: bytes) -> _Header:
         _Damaged: the header is invalid, damaged or of another format.
     """
     if len(block) < _HEADER_BYTES:
-        raise _Damaged(f"it has only {len(block)} bytes")
+        raise _Damaged(f"only {len(block)} bytes")
     if not block.startswith(_MAGIC):
-        raise _Damaged("it does not begin like a snapshot")
+        raise _Damaged("the magic number of a snapshot is missing")
     text = block[_TEXT_OFFSET:]
     if blake3(text).digest() != block[len(_MAGIC) : _TEXT_OFFSET]:
-        raise _Damaged("its header has a wrong checksum")
+        raise _Damaged("the header has a wrong checksum")
     try:
         found = msgspec.json.decode(text, type=_Versioned).format
         if found != FORMAT:
-            raise _Damaged(f"it has format {found}, this gpupoold reads {FORMAT}")
+            raise _Damaged(f"format {found}, this gpupoold reads {FORMAT}")
         return msgspec.json.decode(text, type=_Header)
     except msgspec.DecodeError as error:
-        raise _Damaged(f"its header is wrong: {error}") from error
+        raise _Damaged(f"invalid header: {error}") from error
 
 
 def _remove(path: Path) -> None:

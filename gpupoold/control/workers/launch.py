@@ -44,7 +44,7 @@ def engine_environment(settings: Settings) -> dict[str, str]:
     """Return variables for the number of threads, and on emulated devices for copies in memory.
 
     The C library then copies pieces of some MiB past the processor's caches, which the engine
-    needs; such copies are half as fast again.
+    needs; such copies are 1.5 times as fast.
     """
     threads = os.environ.get("OMP_NUM_THREADS", str(compute_threads(settings)))
     found = {"OMP_NUM_THREADS": threads}
@@ -59,7 +59,7 @@ def compute_threads(settings: Settings) -> int:
     """Return the compute threads per emulated device.
 
     One core stays free for the daemon and the frontend, as in vLLM's API server: compute threads
-    spin, and a spinning thread without a core stalls the others.
+    spin, and a spinning thread without a core stalls all compute threads.
     """
     num_computing = sum(device.kind != "sim" for device in settings.devices)
     return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, num_computing))

@@ -1,7 +1,8 @@
 """Utilisation, temperature and power of GPUs from NVIDIA's management library (NVML).
 
-The driver may be slow or hang, so a thread of its own asks, and all readers get the latest value;
-an old value counts as unknown. No call fails: without a driver, device or sensor the value is None.
+A separate thread calls the driver, which may be slow or hang, and all readers get the latest
+value; an old value counts as unknown. No call fails: without a driver, device or sensor the value
+is None.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _logger = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 # Between two attempts to find a driver or a device.
 _RETRY_S = 60.0
-# A reading of a driver that has not answered for longer counts as unknown.
+# Age at which a reading counts as unknown.
 _STALE_S = 10.0
 _WATTS_PER_MILLIWATT = 1e-3
 
@@ -92,14 +93,14 @@ class GpuReadings:
         self._read_at_s = self._clock()
         for number, reading in self._readings.items():
             if reading == NO_READING:
-                del self._handles[number]  # the device may be lost, or have been reset
+                del self._handles[number]  # the device may be lost or reset
 
     def _run(self) -> None:
         has_logged = False
         while not self._stopped.wait(self._interval_s):
             try:
                 self.refresh()
-            except Exception:  # an error of the driver's bindings costs only a gauge
+            except Exception:  # an error of the driver's bindings must cost only a gauge
                 if not has_logged:
                     _logger.exception("reading GPUs failed")
                 has_logged = True
@@ -124,7 +125,7 @@ class GpuReadings:
                 self._handles[number] = self._handle_of(self._entries[number])
             except self._nvml.NVMLError as error:
                 _logger.warning("GPU %s cannot be read: %s", self._entries[number], error)
-                # A driver that was loaded again needs a new connection.
+                # A reloaded driver needs a new connection.
                 self._is_connected = False
 
     def _handle_of(self, entry: str) -> Any:
@@ -140,7 +141,7 @@ class GpuReadings:
             return nvml.nvmlDeviceGetHandleByIndex(int(entry))
         if entry.startswith("MIG-"):
             return nvml.nvmlDeviceGetHandleByUUID(entry)
-        # CUDA takes the beginning of a UUID for the whole; NVML does not.
+        # CUDA accepts the beginning of a UUID; NVML does not.
         handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
         for handle in handles:
             if nvml.nvmlDeviceGetUUID(handle).startswith(entry):

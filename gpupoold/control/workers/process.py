@@ -22,7 +22,7 @@ from gpupoold.wire import messages as m
 
 
 class WorkerProcess(Supervised[m.FromWorker]):
-    """Keeps ``worker`` as the process's messages and ends require."""
+    """Updates ``worker`` from the messages and ends of the process."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self._forget("the daemon is stopping")
 
     async def _run_once(self) -> bool:
-        """Run one process with an activity page of its own, see :meth:`Supervised._run_once`."""
+        """Run one process with a separate activity page, see :meth:`Supervised._run_once`."""
         self._activity_fd = create_page()
         try:
             return await super()._run_once()
@@ -135,7 +135,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
                 worker.snapshot_fds[name] = fd
             worker.loading.resolve(name, message)
         elif fd is not None:
-            os.close(fd)  # the caller has given up and unloads the model
+            os.close(fd)  # the caller no longer waits, and unloads the model
 
     def _forget(self, reason: str) -> None:
         super()._forget(reason)

@@ -8,10 +8,10 @@ from gpupoold.domain import Role
 
 
 class Roles:
-    """Roles by worker: given by hand or in the configuration, else chosen by the policy."""
+    """Roles by worker: set by an operator or in the configuration, else chosen by the policy."""
 
     def __init__(self, fixed: Sequence[Role | None] = ()) -> None:
-        """``fixed`` are the roles of workers 0, 1, ...; None: the policy's to choose."""
+        """``fixed`` are the roles of workers 0, 1, ...; None leaves the choice to the policy."""
         self._fixed = dict(enumerate(fixed))
         self._chosen: dict[int, Role] = {}
 
@@ -23,7 +23,7 @@ class Roles:
     def fix(self, number: int, role: Role | None) -> None:
         """Fix a worker's role; None leaves the choice to the policy."""
         if role is None:
-            self._chosen[number], _ = self.of(number)  # until the policy has another opinion
+            self._chosen[number], _ = self.of(number)  # until the policy changes the role
         self._fixed[number] = role
 
     def chosen(self, number: int, role: Role) -> None:

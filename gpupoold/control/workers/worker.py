@@ -1,4 +1,4 @@
-"""A worker from the daemon's side."""
+"""The daemon's record of a worker."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class WorkerSupervisor:
             ) from None
 
     async def device_bytes(self, worker: Worker) -> int:
-        """Memory of the worker's device; waits until it is known.
+        """Return the memory of the worker's device; wait until the worker has reported the size.
 
         Raises:
             Unavailable: the worker did not come up in time.
@@ -125,7 +125,7 @@ class WorkerSupervisor:
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
         await worker.unloading.settled(model.name)
-        # The phase lasts also if the caller does not wait for the end.
+        # The phase stays if the caller does not wait for the end of the load.
         self._hosts.of(model.name, worker.number).note(HostEvent.LOAD)
         if snapshot is None:
             worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
@@ -144,7 +144,7 @@ class WorkerSupervisor:
         return loaded, worker.snapshot_fds.pop(model.name, None)
 
     async def unload(self, worker: Worker, name: str) -> None:
-        """Drop a model from a worker; returns when its memory is free.
+        """Drop a model from a worker; return when the memory is free.
 
         Raises:
             TimedOut: the worker did not answer.
@@ -156,7 +156,7 @@ class WorkerSupervisor:
         host.note(HostEvent.UNLOAD)
         worker.send(m.UnloadModel(name))
         try:
-            await self._answer(worker, worker.unloading, name, f"let go of {name}")
+            await self._answer(worker, worker.unloading, name, f"unload {name}")
         finally:
             if host.phase is HostPhase.UNLOADING:
                 host.note(HostEvent.UNLOADED)
@@ -164,7 +164,7 @@ class WorkerSupervisor:
                 os.close(fd)
 
     async def give_snapshot(self, worker: Worker, name: str, snapshot: CachedSnapshot) -> None:
-        """Attach a snapshot of the right layout to a model on a worker; return when it can run.
+        """Attach a snapshot of the right layout to a model on a worker; return when attached.
 
         Raises:
             Failed: the worker cannot map or pin the snapshot, or is down.
@@ -175,17 +175,17 @@ class WorkerSupervisor:
         host = self._hosts.of(name, worker.number)
         worker.send(m.TakeSnapshot(name), (snapshot.fd,))
         try:
-            what = f"take the snapshot of {name}"
+            what = f"attach the snapshot of {name}"
             problem = await self._answer(worker, worker.taking, name, what)
         except BaseException:
-            worker.send(m.DropSnapshot(name))  # a late success must not stay
+            worker.send(m.DropSnapshot(name))  # undoes a late success
             raise
         if problem:
             raise Failed(
-                f"worker {worker.number} cannot take the snapshot of {name}: {problem}",
+                f"worker {worker.number} cannot attach the snapshot of {name}: {problem}",
                 "see `gpupool logs`",
             )
-        if host.phase is HostPhase.LOADED:  # else the worker has ended since its answer
+        if host.phase is HostPhase.LOADED:  # else the worker has ended after the answer
             host.note(HostEvent.ATTACH)
 
     async def drop_snapshot(self, worker: Worker, name: str) -> None:
@@ -199,7 +199,7 @@ class WorkerSupervisor:
             return
         host.note(HostEvent.DETACH)
         worker.send(m.DropSnapshot(name))
-        await self._answer(worker, worker.dropping, name, f"let the snapshot of {name} go")
+        await self._answer(worker, worker.dropping, name, f"release the snapshot of {name}")
 
     async def call(
         self,

@@ -113,8 +113,8 @@ async def test_who_may_make_which_call(right: Right, method: str) -> None:
         return
     with pytest.raises(Forbidden) as caught:
         await groups.check(caller, needed_for(method))
-    assert f"usermod -aG {ADMINS.gr_name} nobody (to change things)" in caught.value.hint
-    may_look = f"usermod -aG {READERS.gr_name} nobody (to look)"
+    assert f"usermod -aG {ADMINS.gr_name} nobody (full access)" in caught.value.hint
+    may_look = f"usermod -aG {READERS.gr_name} nobody (read-only access)"
     assert (may_look in caught.value.hint) == (right is Right.NOTHING)
     assert "groupadd" not in caught.value.hint
 
@@ -126,7 +126,7 @@ async def test_hint_makes_the_group_if_there_is_none() -> None:
     assert "groupadd --system no-such-group && usermod -aG no-such-group 4000000" in (
         caught.value.hint
     )
-    assert "may only look" in caught.value.message
+    assert "may only read" in caught.value.message
 
 
 async def test_a_group_that_is_made_later_counts_for_the_next_who_is_refused(

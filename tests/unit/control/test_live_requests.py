@@ -79,7 +79,7 @@ def test_requests_by_id_model_and_worker() -> None:
 def test_ids_are_unique() -> None:
     live = LiveRequests()
     live.add(request())
-    with pytest.raises(ValueError, match="is called r"):
+    with pytest.raises(ValueError, match="has the id r"):
         live.add(request(model="n"))
     assert (len(live), live.num_of("n")) == (1, 0)
 

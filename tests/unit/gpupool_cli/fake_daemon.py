@@ -297,7 +297,7 @@ def _add_cache_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def drop(name: str) -> CachedModel:
         model = daemon.find(name)
         if daemon.live.get(model.name, 0):
-            raise Refused(f"{model.name} has live requests", "wait until they have ended")
+            raise Refused(f"{model.name} has live requests", "wait until the requests have ended")
         return daemon.snapshot(name, state="disk")
 
 
@@ -312,7 +312,9 @@ def _add_device_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def drain(number: int) -> DeviceInfo:
         answer = daemon.change_device(number, is_draining=True)
         if num_left := sum(daemon.live.values()):
-            raise TimedOut(f"worker {number} still has {num_left} requests", "they end there")
+            raise TimedOut(
+                f"worker {number} still has {num_left} requests", "the requests continue there"
+            )
         return answer
 
     @app.delete("/devices/{number}/drain")

@@ -102,7 +102,9 @@ def _add_top_routes(app: FastAPI, daemon: FakeDaemon) -> None:
                     model=request.model,
                     num_output_tokens=request.num_output_tokens,
                 )
-        raise NoSuchRequest(f"no live request is called {request_id!r}", "it may have ended")
+        raise NoSuchRequest(
+            f"no live request has the id {request_id!r}", "the request may have ended"
+        )
 
     @app.delete("/loaded/{name:path}")
     async def unload(name: str, mode: str = "refuse", keep_host: bool = False) -> Unloaded:

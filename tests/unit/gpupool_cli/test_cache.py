@@ -69,7 +69,7 @@ def test_drop_while_in_use(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.live["a"] = 1
     done = cli("cache", "drop", "a")
     assert done.exit_code == 5
-    assert done.stderr == "error: a has live requests\nhint: wait until they have ended\n"
+    assert done.stderr == "error: a has live requests\nhint: wait until the requests have ended\n"
 
 
 @pytest.mark.parametrize("verb", ["pin", "unpin", "drop", "warm"])

@@ -40,7 +40,9 @@ def test_a_drain_that_is_not_waited_for_any_longer(daemon: FakeDaemon, cli: Cli)
     daemon.live["a"] = 3
     done = cli("drain", "0")
     assert done.exit_code != 0
-    assert done.stderr == "error: worker 0 still has 3 requests\nhint: they end there\n"
+    assert (
+        done.stderr == "error: worker 0 still has 3 requests\nhint: the requests continue there\n"
+    )
     assert daemon.device["is_draining"]
 
 

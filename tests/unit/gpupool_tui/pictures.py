@@ -158,7 +158,7 @@ def top(num_answers: int = 0, pid: int = 4321) -> Top:
             event(1, "info", "daemon_started", "gpupoold", "version 0.1.0"),
             event(2, "info", "model_added", "coder", "serving from /models/コーダー"),
             event(3, "warning", "overload", "coder", "3 requests were refused in a minute"),
-            event(4, "error", "worker_down", "1", "ended (killed), it is restarted"),
+            event(4, "error", "worker_down", "1", "ended (killed) and is restarted"),
         ],
         last_event_id=4,
         num_switches=1204,

@@ -347,9 +347,9 @@ async def test_what_fails_is_said_in_a_line(busy: FakeDaemon) -> None:
     async with running(busy, focus=Panel.REQUESTS, is_held=True) as run:
         busy.live_requests.clear()
         await run.press("x", "enter")
-        await run.until(lambda: run.shows("no live request is called 'cmpl-0'"))
+        await run.until(lambda: run.shows("no live request has the id 'cmpl-0'"))
         await run.press("escape")
-        assert not run.shows("no live request is called")
+        assert not run.shows("no live request has the id")
 
 
 async def test_read_only_changes_nothing(busy: FakeDaemon) -> None:

@@ -50,8 +50,8 @@ def test_an_error_names_the_latest_transitions() -> None:
     with pytest.raises(IllegalTransition) as raised:
         model.move(E.OPEN)
     assert str(raised.value) == (
-        "llama is QUARANTINED: no OPEN from there (so far: REGISTERED -LOAD-> LOADING -OPEN-> "
-        "READY -LOSE_DEVICES-> LOADING -FAIL-> FAILED -QUARANTINE-> QUARANTINED)"
+        "llama is QUARANTINED: OPEN is no event of this phase (so far: REGISTERED -LOAD-> "
+        "LOADING -OPEN-> READY -LOSE_DEVICES-> LOADING -FAIL-> FAILED -QUARANTINE-> QUARANTINED)"
     )
 
 

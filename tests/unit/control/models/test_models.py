@@ -93,7 +93,7 @@ async def test_requests_fail_when_their_model_cannot_be_warmed(box: ModelsBox) -
     await box.until(lambda: not box.dispatcher.live.num_of("a"))
     [failed] = [one for one in box.replies if isinstance(one, m.RequestsFailed)]
     assert "could not be warmed: worker" in failed.message
-    assert "cannot take the snapshot of a: no memory" in failed.message
+    assert "cannot attach the snapshot of a: no memory" in failed.message
     assert "warm_failed" in await box.events()
     box.take_problem = ""
     await box.lifecycle.warm("a")
@@ -122,7 +122,7 @@ async def test_a_model_that_no_worker_can_load_has_failed_and_is_tried_again(
         await box.until(lambda: box.fleet.availability("a").state is ModelState.FAILED)
         now = box.fleet.availability("a")
         assert now.phase is ModelPhase.FAILED
-        assert now.reason.startswith("no such layer; it is tried again at")
+        assert now.reason.startswith("no such layer; next try at")
         assert now.retry_at_s is not None
         await box.until(lambda: box.frontends.states() == {"a": "failed", "b": "ready"})
         box.errors.clear()

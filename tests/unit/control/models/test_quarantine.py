@@ -144,14 +144,14 @@ async def test_a_model_whose_load_crashes_twice(rig: Rig) -> None:
     state, error = await rig.state()
     assert state is ModelState.FAILED
     assert error.startswith("ended the worker of device 0 twice: signal 11, in the load of llama;")
-    assert "it is tried again at" in error
+    assert "next try at" in error
     assert rig.models.withdrawn == [NAME]
     assert rig.fleet.availability(NAME).phase is ModelPhase.QUARANTINED
     assert isinstance(rig.bench.frontend.sent[-1], m.RequestsFailed)
     [told] = await rig.events("model_quarantined")
     assert told.message == error
     downs = await rig.events("worker_down")
-    assert downs[-1].message.endswith("it was in the load of llama")
+    assert downs[-1].message.endswith("activity: the load of llama")
 
 
 async def test_it_is_tried_again_when_its_wait_is_over(rig: Rig) -> None:

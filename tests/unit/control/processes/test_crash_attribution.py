@@ -33,7 +33,7 @@ CRASH = Death("signal 11", True)
         (1, "exit status 1", True),
         (OUT_OF_MEMORY_STATUS, "out of memory", True),
         (0, "exit status 0", False),
-        (None, "it left, and its exit status is not known", False),
+        (None, "exit status unknown", False),
     ],
 )
 def test_a_status_tells_the_fault(status: int | None, reason: str, is_at_fault: bool) -> None:

@@ -158,4 +158,4 @@ async def test_set_up_that_fails_ends_the_process(sample: Sample) -> None:
     sample.setting_up = [fail()]
     sample.start()
     await sample.until(lambda: bool(sample.deaths))
-    assert sample.deaths[0] == Death("it could not be set up: on purpose", True)
+    assert sample.deaths[0] == Death("set-up failed: on purpose", True)

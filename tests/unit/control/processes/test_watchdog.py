@@ -53,8 +53,8 @@ def test_who_says_nothing_is_hung() -> None:
     assert post.ended == []
     post.look_until(80.0)
     assert [(at_s, reason) for at_s, _, reason in post.ended] == [
-        (61.0, "hung: no sign of life for 60 s"),
-        (71.0, "hung: no sign of life for 60 s"),
+        (61.0, "hung: no message for 60 s"),
+        (71.0, "hung: no message for 60 s"),
     ]
 
 
@@ -66,7 +66,7 @@ def test_who_spins_is_hung() -> None:
         post.look_until(float(second))
         if worker.watch is not None:
             worker.watch.stepped(float(second), min(second, 30), has_work=True)
-    assert post.ended == [(91.0, worker, "hung: its turn made no step for 60 s")]
+    assert post.ended == [(91.0, worker, "hung: no step in the present turn for 60 s")]
 
 
 def test_who_has_nothing_to_do_need_not_step() -> None:
@@ -81,7 +81,7 @@ def test_who_has_nothing_to_do_need_not_step() -> None:
     watch.seen(350.0)
     assert post.ended == []
     post.look_until(361.0)
-    assert [reason for _, _, reason in post.ended] == ["hung: its turn made no step for 60 s"]
+    assert [reason for _, _, reason in post.ended] == ["hung: no step in the present turn for 60 s"]
 
 
 def test_a_load_takes_its_time_and_then_the_clock_begins() -> None:

@@ -189,7 +189,7 @@ class TestLate:
         queue = self.overloaded(history, drop_late=True)
         refused = queue.ask("a")
         assert refused.status == 429
-        assert "more than its target of 1s" in refused.message
+        assert "more than the target of 1s" in refused.message
         # When the prompts before another will take a second.
         assert refused.retry_after_s == pytest.approx(2.1, abs=0.2)
         assert queue.num_refused("a") == 1

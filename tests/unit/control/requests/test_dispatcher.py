@@ -340,7 +340,7 @@ class TestDeadWorker:
         [failed] = bench.frontend.sent
         assert isinstance(failed, m.RequestsFailed)
         assert failed.request_ids == ["a"]
-        assert "and another alone: died again" in failed.message
+        assert "when retried alone: died again" in failed.message
         assert {one.request_id: one.is_isolated for one in sent} == {"b": True, "c": False}
         bench.check()
 
@@ -460,7 +460,7 @@ class TestBound:
         bench.dispatcher.end_overdue(2000.0)
         assert self.errors(bench) == {
             "cold": f"no token for 600 s: {NAME} is not in host memory yet",
-            "there": "no token for 600 s: device 0 is at it and does not answer",
+            "there": "no token for 600 s: device 0 is running the request but does not respond",
             "homeless": f"no token for 600 s: no device has {NAME} now",
         }
 
@@ -499,7 +499,7 @@ async def test_an_id_that_is_taken_is_refused_alone(history: History) -> None:
     bench.ask("r1")
     [refusal] = bench.frontend.refusals
     assert (refusal.request_id, refusal.status) == ("r1", 503)
-    assert "send this one again" in refusal.message
+    assert "Please send the request again" in refusal.message
     assert len(bench.dispatcher.live) == 1
     assert list(bench.scheduled) == ["r1"]
 

@@ -31,8 +31,8 @@ class Trials:
         request = self._suspects.next_trial(now_s)
         return None if request is None else request.request_id
 
-    def take_charges(self) -> list[str]:
-        return self._suspects.take_charges()
+    def take_attributed(self) -> list[str]:
+        return self._suspects.take_attributed()
 
     def ended(self, request_id: str) -> None:
         self._suspects.ended(self._requests.pop(request_id))
@@ -146,11 +146,11 @@ def test_who_is_suspected_twice_stays_alone(suspects: Trials) -> None:
 def test_a_model_is_charged_when_all_requests_are_cleared(suspects: Trials) -> None:
     suspects.crashed(due_to("a", "b", models=("llama",)), THREE)
     for request_id in ("a", "b"):
-        assert suspects.take_charges() == []
+        assert suspects.take_attributed() == []
         suspects.next_trial(0.0)
         suspects.progressed(request_id, 50)
-    assert suspects.take_charges() == ["llama"]
-    assert suspects.take_charges() == []
+    assert suspects.take_attributed() == ["llama"]
+    assert suspects.take_attributed() == []
 
 
 def test_a_model_is_not_charged_when_a_request_is_convicted(suspects: Trials) -> None:
@@ -159,4 +159,4 @@ def test_a_model_is_not_charged_when_a_request_is_convicted(suspects: Trials) ->
     suspects.crashed(due_to("a"), {"a": 5})
     suspects.next_trial(1.0)
     suspects.progressed("b", 50)
-    assert suspects.take_charges() == []
+    assert suspects.take_attributed() == []

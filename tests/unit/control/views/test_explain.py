@@ -109,7 +109,7 @@ async def test_a_request_that_failed_is_told_of_with_what_happened(told: Told) -
     told.bench.dispatcher.fail_waiting(NAME, "it could not be warmed")
     finished = (await told.explainer.why("pl-1")).finished
     assert finished is not None
-    assert finished.text.startswith("it failed (it could not be warmed), after 3")
+    assert finished.text.startswith("failed (it could not be warmed), after 3")
     assert finished.text.endswith("s and without a token")
     assert finished.request.error == "it could not be warmed"
     assert [one.kind for one in finished.events] == ["warm_failed"]
@@ -161,7 +161,7 @@ async def test_a_paused_requests_kv_is_found(told: Told) -> None:
     state.devices[0].turn = None
     request = (await told.explainer.why("r")).request
     assert request is not None
-    assert request.text.endswith("its KV is on the device")
+    assert request.text.endswith("the request's KV is on the device")
     held = m.ModelMemory(model=NAME, **_memory(kv_resident_bytes=1 << 20, kv_host_bytes=3 << 20))
     worker.status = m.WorkerStatus(0, 0.0, None, 0.0, 0, 0, 0, [held])
     request = (await told.explainer.why("r")).request

@@ -53,8 +53,8 @@ class Daemon:
         os.pwrite(fd, data, 0)
         self.cache.put(model.name, fd, "layout", (1, 2))
 
-    async def take_back(self, *models: ModelToLoad) -> dict[str, bytes]:
-        await self.stored_snapshots.take_back(models, READY, self.cache)
+    async def restore(self, *models: ModelToLoad) -> dict[str, bytes]:
+        await self.stored_snapshots.restore(models, READY, self.cache)
         return {name: os.pread(one.fd, 7, 0) for name, one in self.cache.snapshots.items()}
 
     def end(self) -> None:
@@ -73,7 +73,7 @@ async def test_an_snapshot_outlives_daemons(manager: FakeManager, model: ModelTo
     await store_one(manager, model)
     for _ in range(2):
         daemon = Daemon(manager)
-        assert await daemon.take_back(model) == {"a": b"weights"}
+        assert await daemon.restore(model) == {"a": b"weights"}
         snapshot = daemon.cache.get("a")
         assert snapshot is not None
         assert (snapshot.num_bytes, snapshot.digest, snapshot.self_check) == (
@@ -92,7 +92,7 @@ async def test_what_leaves_the_cache_is_not_kept(
     await store_one(manager, model)
     [before] = manager.stored
     daemon = Daemon(manager)
-    await daemon.take_back(model)
+    await daemon.restore(model)
     if how == "replace":
         await daemon.put(model, b"other")
         manager.wait_for("FDSTORE", 2)
@@ -108,7 +108,7 @@ async def test_what_leaves_the_cache_is_not_kept(
 async def refused(manager: FakeManager, *models: ModelToLoad, budget_bytes: int = SIZE) -> bool:
     """Return whether a new daemon takes nothing and has the manager let everything go."""
     daemon = Daemon(manager, budget_bytes)
-    taken = await daemon.take_back(*models)
+    taken = await daemon.restore(*models)
     manager.wait_for("FDSTOREREMOVE")
     return not taken and not manager.stored
 
@@ -138,7 +138,7 @@ async def test_the_budget_is_for_the_first(manager: FakeManager, model: ModelToL
     manager.wait_for("FDSTORE", 2)
     daemon.end()
     daemon = Daemon(manager, SIZE)
-    assert await daemon.take_back(other, model) == {"b": b"second."}
+    assert await daemon.restore(other, model) == {"b": b"second."}
     manager.wait_for("FDSTOREREMOVE")
     assert len(manager.stored) == 1
     daemon.end()
@@ -161,7 +161,7 @@ def loose() -> int:
         (lambda: [create_memfd("i", SIZE)], "1 snapshots and 0 labels in 1 descriptors"),
         (lambda: [_sealed(label())], "0 snapshots and 1 labels"),
         (lambda: [loose(), _sealed(label())], "0 snapshots and 1 labels in 2"),
-        (lambda: [create_memfd("i", SIZE), _sealed(b"{")], "its label is wrong"),
+        (lambda: [create_memfd("i", SIZE), _sealed(b"{")], "invalid label"),
         (lambda: [create_memfd("i", SIZE), _sealed(label(format=9))], "has format 9"),
         (lambda: [create_memfd("i", 4096), _sealed(label())], "4096 bytes instead of 8192"),
         (lambda: [os.open("/dev/null", os.O_RDONLY)], "Invalid argument"),
@@ -189,9 +189,9 @@ async def test_what_is_no_snapshot_is_let_go(
     daemon = Daemon(manager)
     manager.wait_for("FDSTOREREMOVE")
     assert manager.stored == {}
-    assert "what systemd kept as snapshot-1 is not used" in caplog.text
+    assert "snapshot-1: the snapshot stored by systemd is not used" in caplog.text
     assert why in caplog.text
-    assert await daemon.take_back() == {}
+    assert await daemon.restore() == {}
     assert len(os.listdir("/proc/self/fd")) == num_before - len(fds)
 
 

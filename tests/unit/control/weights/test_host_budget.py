@@ -158,7 +158,7 @@ async def test_waiting_ends(bench: Bench) -> None:
     bench.put("a", 4)
     bench.in_use.add("a")
     with pytest.raises(
-        TimedOut, match=r"c: no room for its snapshot of 2 MiB .* within 0.02 s"
+        TimedOut, match=r"c: no memory for a snapshot of 2 MiB .* within 0.02 s"
     ) as e:
         await bench.bring("c", 2, wait_s=0.02)
     assert "memory.model_cache" in e.value.hint
@@ -222,7 +222,7 @@ async def test_a_worker_that_does_not_answer(
     bench.error = TimedOut("worker 0 did not answer")
     await bench.bring("c", 2)
     assert sorted(bench.cache.snapshots) == ["c"]
-    assert "a: its snapshot may still take memory: worker 0" in caplog.text
+    assert "a: the snapshot may still take memory: worker 0" in caplog.text
 
 
 class TestDrop:
@@ -237,7 +237,7 @@ class TestDrop:
         bench.cache.pinned.add("a")
         with pytest.raises(Refused, match="a is pinned") as caught:
             await bench.host_budget.drop("a")
-        assert caught.value.hint == "`gpupool cache unpin a` first"
+        assert caught.value.hint == "run `gpupool cache unpin a` first"
         bench.cache.pinned.clear()
         bench.in_use.add("a")
         with pytest.raises(Refused, match="a has live requests"):

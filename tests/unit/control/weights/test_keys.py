@@ -149,10 +149,10 @@ def test_linked_folders_are_looked_through_once(model: ModelToLoad, checkpoint: 
 
 def test_a_checkpoint_that_cannot_be_looked_through(model: ModelToLoad, checkpoint: Path) -> None:
     (checkpoint.with_name("blobs") / "b").unlink()
-    with pytest.raises(Failed, match=r"m: cannot look through .*model\.safetensors"):
+    with pytest.raises(Failed, match=r"m: cannot read .*model\.safetensors"):
         key_of(model)
     shutil.rmtree(checkpoint)
-    with pytest.raises(Failed, match=f"m: cannot look through the checkpoint {checkpoint}"):
+    with pytest.raises(Failed, match=f"m: cannot read the checkpoint {checkpoint}"):
         key_of(model)
 
 
@@ -172,5 +172,5 @@ async def test_a_key_is_that_of_the_last_look(
     assert keys.get("a") == second
     shutil.rmtree(checkpoint)
     assert await keys.note(model, ready) is None
-    assert "cannot look through the checkpoint" in caplog.text
+    assert "cannot read the checkpoint" in caplog.text
     assert keys.all() == {}

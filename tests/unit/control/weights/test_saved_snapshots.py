@@ -119,7 +119,7 @@ async def test_a_checkpoint_that_is_not_there_has_no_snapshot(
 ) -> None:
     snapshots = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
     await keep(snapshots, "a", tmp_path / "nowhere", snapshot)
-    assert "cannot look through the checkpoint" in caplog.text
+    assert "cannot read the checkpoint" in caplog.text
     assert not (tmp_path / "snapshots").exists()
 
 

@@ -179,12 +179,12 @@ class Damage(NamedTuple):
 
 
 DAMAGES = {
-    "first byte of data": Damage(flip(HEADER_BYTES), "its data has the checksum"),
-    "last byte of data": Damage(flip(-1), "its data has the checksum"),
-    "magic": Damage(flip(0), "does not begin like a snapshot"),
-    "checksum of the header": Damage(flip(20), "its header has a wrong checksum"),
-    "text of the header": Damage(flip(60), "its header has a wrong checksum"),
-    "padding of the header": Damage(flip(HEADER_BYTES - 1), "its header has a wrong checksum"),
+    "first byte of data": Damage(flip(HEADER_BYTES), "the data has the checksum"),
+    "last byte of data": Damage(flip(-1), "the data has the checksum"),
+    "magic": Damage(flip(0), "the magic number of a snapshot is missing"),
+    "checksum of the header": Damage(flip(20), "the header has a wrong checksum"),
+    "text of the header": Damage(flip(60), "the header has a wrong checksum"),
+    "padding of the header": Damage(flip(HEADER_BYTES - 1), "the header has a wrong checksum"),
     "one byte short": Damage(resize(-1), "8295 bytes instead of 8296"),
     "header only": Damage(resize(-4200), "4096 bytes instead of 8296"),
     "cut in the header": Damage(resize(-5000), "only 3296 bytes"),
@@ -222,7 +222,7 @@ def test_another_format_is_deleted(
     monkeypatch.setattr(snapshot_files, "_encode", other)
     save(files, "k", b"weights")
     assert files.load("k") is None
-    assert "it has format 3, this gpupoold reads 2" in caplog.text
+    assert "format 3, this gpupoold reads 2" in caplog.text
     assert os.listdir(folder) == []
 
 
@@ -235,7 +235,7 @@ def test_a_header_without_its_fields_is_deleted(
         file.seek(16)
         file.write(blake3(text).digest() + text)
     assert files.load("k") is None
-    assert "its header is wrong" in caplog.text
+    assert "invalid header" in caplog.text
     assert os.listdir(folder) == []
 
 
@@ -245,7 +245,7 @@ def test_an_snapshot_under_another_key_is_deleted(
     save(files, "k", b"weights")
     (folder / "k.snapshot").rename(folder / "l.snapshot")
     assert files.load("l") is None
-    assert "it was saved as k" in caplog.text
+    assert "saved under the key k" in caplog.text
     assert os.listdir(folder) == []
 
 
@@ -263,7 +263,7 @@ def test_a_file_cut_while_it_is_read_is_deleted(
 
     monkeypatch.setattr(snapshot_files, "create_memfd", cut_and_create)
     assert files.load("k") is None
-    assert f"it ends at byte {HEADER_BYTES + 20 * MIB}" in caplog.text
+    assert f"the file ends at byte {HEADER_BYTES + 20 * MIB}" in caplog.text
     assert os.listdir(folder) == []
 
 
@@ -337,7 +337,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with pytest.raises(Failed, match=r"k\.snapshot: a snapshot of 2 MiB .* 2 MiB are free") as e:
         save(files, "k", bytes(2 * MIB))  # the header is too much
-    assert f"make room in {folder}" in e.value.hint
+    assert f"make space in {folder}" in e.value.hint
     assert os.listdir(folder) == []
     save(files, "k", bytes(2 * MIB - HEADER_BYTES))
     assert os.listdir(folder) == ["k.snapshot"]
@@ -345,7 +345,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("data", "self_check", "reason"),
-    [(b"", (), "cannot mmap an empty file"), (b"weights", (1000,) * 1000, "4096 are its limit")],
+    [(b"", (), "cannot mmap an empty file"), (b"weights", (1000,) * 1000, "the limit is 4096")],
 )
 def test_what_cannot_be_saved_leaves_nothing(
     files: SnapshotFiles, folder: Path, data: bytes, self_check: tuple[int, ...], reason: str

@@ -170,13 +170,13 @@ async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
     await asyncio.sleep(0)
     with pytest.raises(TimedOut, match="not loaded"):
         await asyncio.wait_for(rig.supervisor.load(rig.device, MODEL, None), TIMEOUT_S)
-    with pytest.raises(TimedOut, match="did not let go of llama"):
+    with pytest.raises(TimedOut, match="did not unload llama"):
         await unloading
 
 
 async def test_one_that_says_nonsense_is_replaced(rig: Rig) -> None:
     (await rig.runs(0)).channel.send(m.TurnReport(1, "m", None, 0.0, {}))
-    assert await rig.dies(1) == Death("it sent what could not be handled", True)
+    assert await rig.dies(1) == Death("sent an invalid message", True)
     await rig.runs(1)
 
 
@@ -187,6 +187,6 @@ async def test_one_that_cannot_be_set_up_is_replaced(rig: Rig) -> None:
     rig.on_up = fail
     await rig.until(lambda: len(rig.played) == 1)
     rig.played[0].come_up()
-    assert await rig.dies(1) == Death("it could not be set up: on purpose", True)
+    assert await rig.dies(1) == Death("set-up failed: on purpose", True)
     rig.on_up = lambda: None
     await rig.runs(1)

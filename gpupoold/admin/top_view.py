@@ -46,7 +46,7 @@ async def top(control_plane: ControlPlane, limits: TopLimits) -> bytes:
             "at": time.time(),
             "status": views.raw(control_plane.status_of(len(rows))),
             "devices": [views.raw(one) for one in control_plane.devices()],
-            "models": _models(control_plane, rows, has_minutes=limits.has_minutes),
+            "models": _models(control_plane, rows, now_s, has_minutes=limits.has_minutes),
             "requests": [views.live_request(request, now_s) for request in live],
             "turns": turns(dispatcher.accounts.turns.after(limits.turns_after, limits.num_turns)),
             "last_turn_id": dispatcher.accounts.turns.last_id,
@@ -81,7 +81,7 @@ def _encoded(turn: TurnRecord, offset_s: float) -> msgspec.Raw:
 
 
 def _models(
-    control_plane: ControlPlane, rows: Iterable[ModelRow], *, has_minutes: bool
+    control_plane: ControlPlane, rows: Iterable[ModelRow], now_s: float, *, has_minutes: bool
 ) -> list[views.Values]:
     memories = views.memories_of(control_plane.supervisor.workers)
     found = []
@@ -97,6 +97,7 @@ def _models(
                     control_plane.dispatcher,
                     memories,
                     control_plane.cache,
+                    now_s,
                     has_minutes=has_minutes,
                 ),
                 "ttft_s": targets.ttft_s,

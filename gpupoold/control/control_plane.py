@@ -163,15 +163,15 @@ class ControlPlane:
         """
         row = await self.lifecycle.find(name)
         info = model_info(row, self._state_of(row))
-        memories = views.memories_of(self.supervisor.workers)
-        now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache)
+        memories, now_s = views.memories_of(self.supervisor.workers), time.monotonic()
+        now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache, now_s)
         return info.model_copy(update={"usage": ModelUsage(**now)})
 
     async def ps(self) -> bytes:
         """Return running models, devices and requests: ``Ps`` as JSON."""
         rows = await self.registry.list()
         names, workers = [str(row.spec.name) for row in rows], self.supervisor.workers
-        now = views.ps(names, self.fleet, self.dispatcher, workers, self.cache)
+        now = views.ps(names, self.fleet, self.dispatcher, workers, self.cache, time.monotonic())
         return msgspec.json.encode(now)
 
     def devices(self) -> list[DeviceInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -17,11 +18,17 @@ _OVERDUE_S = 30.0
 class Health:
     """Records each round of the periodic checks."""
 
-    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, supervisor: WorkerSupervisor) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._supervisor = supervisor
-        self._round_s = time.monotonic()
+        self._round_s = clock()
 
     def check(self, now_s: float) -> None:
         """Record a round; to be called at its end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -70,15 +69,15 @@ def ps(
     dispatcher: Dispatcher,
     workers: Sequence[Worker],
     cache: SnapshotCache,
+    now_s: float,
 ) -> Values:
     """Return the values of ``Ps`` for the registered models."""
-    now_s = time.monotonic()
     switches = dispatcher.accounts.switches
     memories = memories_of(workers)
     return {
         "devices": [raw(one) for one in devices(workers, dispatcher, fleet)],
         "models": [
-            usage(name, fleet.availability(name).state.value, dispatcher, memories, cache)
+            usage(name, fleet.availability(name).state.value, dispatcher, memories, cache, now_s)
             for name in models
         ],
         "requests": [live_request(request, now_s) for request in dispatcher.live],
@@ -161,13 +160,14 @@ def usage(
     dispatcher: Dispatcher,
     memories_of: Memories,
     cache: SnapshotCache,
+    now_s: float,
     *,
     has_minutes: bool = True,
 ) -> Values:
     """Return the values of ``ModelUsage``; attainment by minute only if ``has_minutes``."""
     snapshot, held = cache.get(name), [one for _, one in memories_of.get(name, ())]
     stats = dispatcher.accounts.stats.get(name) or ModelStats()
-    now_s, so_far, hour = time.monotonic(), stats.so_far(), stats.hour_percentiles()
+    so_far, hour = stats.so_far(), stats.hour_percentiles()
     return {
         "name": name,
         "state": state,

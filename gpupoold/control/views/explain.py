@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from gpupool_state import History, ModelRow, Registry, RequestRow
 from gpupoold.api.schemas_explain import (
@@ -64,6 +65,8 @@ class Explainer:
         fleet: Fleet,
         workers: list[Worker],
         cache: SnapshotCache,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._history = history
@@ -71,6 +74,8 @@ class Explainer:
         self._fleet = fleet
         self._workers = workers
         self._cache = cache
+        self._clock = clock
+        self._wall_clock = wall_clock
 
     async def why(self, name: str) -> Why:
         """Explain a model, a live request or a finished request.
@@ -98,7 +103,7 @@ class Explainer:
         return Why(finished=await self._finished(ended))
 
     def request(self, request: LiveRequest) -> RequestWhy:
-        now_s, state = time.monotonic(), self._state
+        now_s, state = self._clock(), self._state
         known = state.requests.get(request.request_id)
         why = None if known is None else why_request(state, known, now_s)
         number = None if why is None else why.device
@@ -124,7 +129,7 @@ class Explainer:
 
     def model(self, row: ModelRow) -> ModelWhy:
         """Explain a model, now and over the last hour."""
-        name, now_s, targets = row.spec.name, time.monotonic(), row.spec.targets
+        name, now_s, targets = row.spec.name, self._clock(), row.spec.targets
         stats = self._dispatcher.accounts.stats.get(name, ModelStats())
         hour = stats.last_hour()
         devices = self._devices_of(name, now_s)
@@ -139,7 +144,7 @@ class Explainer:
             ttft_s=targets.ttft_s,
             tbt_s=targets.tbt_s,
             attainment_1m=stats.attainment_1m(now_s),
-            hour=span_info(time.time() - span_s, span_s, hour),
+            hour=span_info(self._wall_clock() - span_s, span_s, hour),
             cached_bytes=snapshot.num_bytes if snapshot else 0,
             weight_bytes=row.weight_bytes,
             standings=dict(self._standings(name)),

@@ -229,7 +229,7 @@ async def test_a_request_whose_worker_always_crashes(
     assert num_crashes >= 3
     await eventually(lambda: is_whole(usual), BACK_S)
     assert told(usual, "model_quarantined") == []
-    assert f"in a step of {LLAMA} with 1 request" in told(usual, "worker_down")[-1]
+    assert f"activity: a step of {LLAMA} with 1 request" in told(usual, "worker_down")[-1]
     assert await ask(api, QWEN2, PROMPT) == expected
     assert await ask(api, LLAMA, PROMPT, LONG) == victim_alone
 

@@ -189,9 +189,9 @@ def test_alert_comes_for_the_model_that_is_late_only(tmp_path: Path) -> None:
     ]
     series.append({"series": 'gpupool_output_tokens_in_time_total{model="b"}', "values": "0+99x30"})
     annotations = {
-        "summary": "a: 90% of its tokens are in time",
-        "description": "Users wait longer than the model's targets say. `gpupool plan` tells "
-        "what would help.",
+        "summary": "a: 90% of tokens in time",
+        "description": "Latencies exceed the model's targets. `gpupool why a` prints the causes, "
+        "`gpupool plan` possible remedies.",
     }
     alert = {
         "eval_time": "25m",

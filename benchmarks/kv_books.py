@@ -98,12 +98,12 @@ def measure(num_models: int, num_extents: int) -> dict[str, float]:
     residency, models = make(num_models, num_extents)
     first = models[0]
     residency.switch_in(first.name)
-    room = residency._room
+    eviction = residency._eviction
     return {
         "resident_switch_us": microseconds(lambda: residency.switch_in(first.name)),
         "between_steps_us": microseconds(lambda: residency.advance(first.name)),
         "holdings_of_all_models_us": microseconds(
-            lambda: [room._holding(one.name, False) for one in models]
+            lambda: [eviction._holding(one.name, False) for one in models]
         ),
         "extents_without_pages_us": microseconds(lambda: first.kv.extents(Place.UNMAPPED)),
         "free_extents_us": microseconds(first.kv.free_extents),

@@ -137,7 +137,7 @@ class SimMemory:
         missing = self.missing_bytes(name)
         if not missing:
             return max(held.ready_s - now_s, 0.0), 0
-        out_bytes = self._make_room(missing, keep={name})
+        out_bytes = self._free_pages(missing, keep={name})
         out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
         overhead_s = 0.0 if held.weights else self._switch_overhead_s
         held.moved.kv_out += out_bytes
@@ -156,9 +156,9 @@ class SimMemory:
         if not missing or not self._fit_together(name, current):
             return 0
         out_s = now_s
-        self._make_room(missing, keep={name, current}, may_move=False)
+        self._free_pages(missing, keep={name, current}, may_move=False)
         if self.free_bytes < missing:
-            out_bytes = self._make_room(missing, keep={name, current})
+            out_bytes = self._free_pages(missing, keep={name, current})
             out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
         if self.free_bytes < missing:
             return 0
@@ -172,7 +172,7 @@ class SimMemory:
         """Add KV for ``num_tokens`` tokens of a model, or free KV if negative."""
         num_bytes = num_tokens * self._models[name].kv_bytes_per_token
         if num_bytes > 0:
-            self._make_room(num_bytes, keep={name})
+            self._free_pages(num_bytes, keep={name})
         held = self._held[name]
         grown = max(num_bytes, -held.kv_bytes)
         held.kv_bytes += grown
@@ -222,7 +222,7 @@ class SimMemory:
         self._out_free_s = start_s + model.latency.switch_s(num_bytes)
         return self._out_free_s
 
-    def _make_room(self, num_bytes: int, keep: set[str], *, may_move: bool = True) -> int:
+    def _free_pages(self, num_bytes: int, keep: set[str], *, may_move: bool = True) -> int:
         """Evict until ``num_bytes`` are free; return the bytes of KV to copy to the host."""
         short = num_bytes - self.free_bytes
         if short <= 0:

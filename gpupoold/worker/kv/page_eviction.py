@@ -51,7 +51,7 @@ class Use:
     next_deadline_s: float
 
 
-class Room:
+class PageEviction:
     """Evicts pages of a device's models; ``out`` copies KV to the host while engines compute."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Room:
         for model in self.models.values():
             model.kv.settle()
 
-    def make(self, num_pages: int, keep: set[str], *, untouched: str | None = None) -> int:
+    def free_pages(self, num_pages: int, keep: set[str], *, untouched: str | None = None) -> int:
         """Free ``num_pages`` if possible, at once or after copies, except of models in ``keep``.
 
         With ``untouched``, the plan counts the evictions of that model as if made, and drops no KV

@@ -15,7 +15,7 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
-from gpupoold.worker.kv.page_eviction import PooledModel, Room, Use, spare_extents
+from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel, Use, spare_extents
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
@@ -50,8 +50,8 @@ class Residency:
         self._host = host
         self._in = TransferQueue.open(device, Direction.IN, "copy-in")
         self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
-        self._room = Room(device, pool, host, self._out, use_of, clock)
-        self._models = self._room.models
+        self._eviction = PageEviction(device, pool, host, self._out, use_of, clock)
+        self._models = self._eviction.models
         self._next: str | None = None  # being prefetched
         self._had_before_bytes = 0  # weights mapped before
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
@@ -60,7 +60,7 @@ class Residency:
     @property
     def num_recomputed(self) -> int:
         """Number of times a model's KV was dropped because host memory was full."""
-        return self._room.num_recomputed
+        return self._eviction.num_recomputed
 
     @property
     def prefetched_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Residency:
             return record
         arrived_bytes = model.kv.arrived_bytes
         started_s = self._clock()
-        moved = self._room.make(self._num_wanted_pages(model), {name})
+        moved = self._eviction.free_pages(self._num_wanted_pages(model), {name})
         record = replace(record, evict_s=self._clock() - started_s, kv_out_bytes=moved)
         record = self._load_weights(model, record)
         started_s = self._clock()
@@ -140,12 +140,12 @@ class Residency:
 
     def advance(self, name: str) -> None:
         """Start to load more of a model's KV, then of the prefetched model; call between steps."""
-        self._room.settle()
+        self._eviction.settle()
         model = self._models[name]
         if model.kv.missing_bytes:
             self._bring(model)
             if not self._is_coming(model):
-                self._room.recompute_later(model)  # no KV can arrive any more
+                self._eviction.recompute_later(model)  # no KV can arrive any more
         elif self._next is not None:
             self._go_on_prefetching(self._next, name)
 
@@ -155,7 +155,7 @@ class Residency:
         self._bring(model)
         while not model.kv.is_whole and not model.is_ready():
             if not self._wait_arrival(model):
-                self._room.recompute_later(model)  # no KV can arrive any more
+                self._eviction.recompute_later(model)  # no KV can arrive any more
             self._bring(model)
 
     def bring_all(self, name: str) -> None:
@@ -180,7 +180,7 @@ class Residency:
         wanted = self._num_wanted_pages(model)
         if wanted:
             growth = self._growth_pages(self._models[current].kv)
-            self._room.make(wanted + growth, {name}, untouched=current)
+            self._eviction.free_pages(wanted + growth, {name}, untouched=current)
             self._go_on_prefetching(name, current)
 
     def stop_prefetch(self) -> None:
@@ -193,10 +193,10 @@ class Residency:
         for other in self._models.values():
             other.kv.stop_leaving()
 
-    def make_room(self, num_pages: int) -> None:
+    def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""
-        self._room.make(num_pages, set())
-        self._room.wait_for(num_pages)
+        self._eviction.free_pages(num_pages, set())
+        self._eviction.wait_for(num_pages)
 
     def page_out(self, name: str) -> int:
         """Evict all of a model from the device; return the bytes of KV copied to the host."""
@@ -228,8 +228,8 @@ class Residency:
         unmapped = model.kv.first_extents(Place.UNMAPPED, count)
         wanted = model.kv.num_missing_pages(unmapped) + reserved
         if wanted > self.pool.num_free:
-            self._room.make(wanted, {name})
-            self._room.wait_for(wanted)
+            self._eviction.free_pages(wanted, {name})
+            self._eviction.wait_for(wanted)
         model.kv.map(self._fitting(model.kv, unmapped, reserved))
 
     def export(
@@ -270,7 +270,7 @@ class Residency:
         num_bytes = 0
         while missing := model.weights.num_missing_pages:
             waited_from_s = self._clock()
-            if not self._room.wait_for(min(missing, self._pages_per_load)):
+            if not self._eviction.wait_for(min(missing, self._pages_per_load)):
                 short = f"{model.name} needs {missing} more pages, {self.pool.num_free} are free"
                 raise OutOfPages(short)
             before, started_s = replace(self._device.spent), self._clock()
@@ -294,7 +294,7 @@ class Residency:
         return max(1, _PREFETCH_BYTES // self._device.page_bytes)
 
     def _back(self, model: PooledModel, extents: list[int]) -> None:
-        if extents and self._room.wait_for(model.kv.num_missing_pages(extents)):
+        if extents and self._eviction.wait_for(model.kv.num_missing_pages(extents)):
             model.kv.map(extents)
         elif extents:
             raise OutOfPages(f"{model.name} has no page for its first block")
@@ -313,7 +313,7 @@ class Residency:
             num_pages += model.kv.num_missing_pages(group)
             if num_pages > self.pool.num_free and keep_free is None:
                 model.kv.unmap(spare_extents(model.kv))
-                self._room.make(num_pages, {model.name})
+                self._eviction.free_pages(num_pages, {model.name})
             if num_pages + (keep_free or 0) > self.pool.num_free or room_bytes <= 0:
                 break
             ready.append(group[0])
@@ -333,17 +333,17 @@ class Residency:
 
     def _is_coming(self, model: PooledModel) -> bool:
         """Return whether running copies will bring a model's KV, or free pages for the KV."""
-        leaving = self._room.oldest_leaving()
+        leaving = self._eviction.oldest_leaving()
         arriving = model.kv.oldest_transfer(Place.ARRIVING)
         return bool(arriving or leaving) or not self._in.has_room
 
     def _wait_arrival(self, model: PooledModel) -> bool:
         """Wait for a copy of a model's KV, or for pages; return False if no copy is running."""
-        transfer = model.kv.oldest_transfer(Place.ARRIVING) or self._room.oldest_leaving()
+        transfer = model.kv.oldest_transfer(Place.ARRIVING) or self._eviction.oldest_leaving()
         if transfer is None:
             return False
         transfer.wait()
-        self._room.settle()
+        self._eviction.settle()
         return True
 
     def _go_on_prefetching(self, name: str, current: str) -> None:
@@ -359,7 +359,7 @@ class Residency:
             count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
             # A piece is one transfer, so pieces are small only if no more pages become free.
             is_enough = count >= min(missing, self._pages_per_load)
-            if count > 0 and (is_enough or self._room.oldest_leaving() is None):
+            if count > 0 and (is_enough or self._eviction.oldest_leaving() is None):
                 model.weights.begin_load(self._in, count)
 
     def _first_extent(self, model: PooledModel) -> list[int]:

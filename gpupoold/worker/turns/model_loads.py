@@ -99,7 +99,7 @@ class EngineLoader:
         try:
             num_released = pages_for_torch(model, self._device)
             if num_released:
-                self._residency.make_room(num_released)
+                self._residency.free_pages(num_released)
         except BaseException:
             if snapshot is not None:
                 snapshot.close()

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.faults import run_faults
 from tests.functional.daemon_tools import MODELS
 
-# About a minute of work for two cores, which also bring workers back all the time.
-NUM_REQUESTS = 60
+# 15 s to two minutes of work for two cores, which also bring workers back all the time.
+NUM_REQUESTS = 120
 
 
 @pytest.mark.slow

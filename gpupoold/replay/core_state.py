@@ -134,14 +134,7 @@ class BadLine(Exception):
 def _errors_of(number: int) -> Iterator[None]:
     try:
         yield
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _MALFORMED as error:
         raise BadLine(number, str(error)) from None
 
 

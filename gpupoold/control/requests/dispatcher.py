@@ -83,8 +83,7 @@ class Dispatcher:
             case m.AddRequest():
                 self._add(message)
             case m.AbortRequests():
-                found = (self.live.get(request_id) for request_id in message.request_ids)
-                self._abandon([one for one in found if one is not None])
+                self._abandon(self._known(message.request_ids))
 
     def from_worker(self, worker: Worker, message: m.FromWorker) -> None:
         match message:
@@ -107,8 +106,7 @@ class Dispatcher:
                 self.accounts.turn_ended(worker.number, message)
                 self.scheduler.turn_ended(worker.number, message)
             case m.RequestsFailed():
-                found = (self.live.get(request_id) for request_id in message.request_ids)
-                self._fail([one for one in found if one is not None], message.message)
+                self._fail(self._known(message.request_ids), message.message)
             case m.WrongAnswer():
                 self._fleet.signals.weights_damaged(message)
             case m.Switched():
@@ -286,6 +284,11 @@ class Dispatcher:
         self.accounts.admitted(message, is_warm=is_warm)
         self._fleet.signals.request_began(message.model)
         self._schedule(request, is_warm=is_warm)
+
+    def _known(self, request_ids: Iterable[str]) -> list[LiveRequest]:
+        """Return the live requests among ``request_ids``."""
+        found = (self.live.get(request_id) for request_id in request_ids)
+        return [one for one in found if one is not None]
 
     def _devices(self, model: str) -> tuple[int, ...]:
         return self._fleet.availability(model).devices

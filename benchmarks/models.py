@@ -88,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, cells, wall_s in check_families(chosen, args.folder):
         rows[name] = Row(cells=cells, measured_on=today, wall_s=round(wall_s, 1))
         write_rows(RESULTS, rows)
-        shown = ", ".join(f"{column} {cell.outcome} ({cell.text})" for column, cell in cells.items())
+        shown = ", ".join(
+            f"{column} {cell.outcome} ({cell.text})" for column, cell in cells.items()
+        )
         print(f"{name}: {shown}", flush=True)
     return 0
 

@@ -1,7 +1,7 @@
 """vLLM alone in a process: engines of several models, asked over pipes.
 
-The process has no gpupool code in its engines except the table's engine arguments. Linear layers
-use torch instead of oneDNN, as gpupool's workers do on a CPU.
+The engines have gpupool's CPU kernels and nothing else of gpupool: linear layers without oneDNN, and
+the corrected rotary embedding.
 """
 
 from __future__ import annotations
@@ -176,8 +176,11 @@ def _serve() -> None:
     import torch
     import vllm._custom_ops as custom_ops
 
+    from gpupoold.worker.engine.cpu_kernels import correct_rotary_embedding
+
     torch.set_num_threads(1)
     custom_ops._supports_onednn = False  # the kernels of gpupool's workers
+    correct_rotary_embedding()
     _make_process_groups()
     # vLLM prints to stdout, which is the pipe.
     answers = os.fdopen(os.dup(1), "w")

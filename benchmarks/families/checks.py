@@ -127,9 +127,9 @@ class GroupCheck:
         """Ask every prompt alone."""
 
         def serve(family: Family) -> Cell:
-            for index, (_, num_tokens) in enumerate(_SIZES):
+            for index in range(len(_SIZES)):
                 request_id = f"serve-{family.name}-{index}"
-                worker.ask(family.name, request_id, prompt_of(index), max_tokens=num_tokens)
+                self._ask(worker, family, request_id, index)
                 self._compare(family, index, worker.finish(request_id))
             return Cell(Outcome.YES, self._notes.get(family.name, ""))
 
@@ -152,8 +152,7 @@ class GroupCheck:
         def ask(family: Family, index: int) -> None:
             request_id = f"switch-{family.name}-{len(asked)}"
             asked[request_id] = family, index
-            num_tokens = _SIZES[index][1]
-            worker.ask(family.name, request_id, prompt_of(index), max_tokens=num_tokens)
+            self._ask(worker, family, request_id, index)
 
         for family in self.families:
             first = waiting[family.name].pop() if waiting[family.name] else None
@@ -185,7 +184,7 @@ class GroupCheck:
 
         def page_out(family: Family) -> Cell:
             name, request_id = family.name, f"kv-{family.name}"
-            worker.ask(name, request_id, prompt_of(_LONG), max_tokens=_SIZES[_LONG][1])
+            self._ask(worker, family, request_id, _LONG)
             worker.wait_tokens(request_id, _NUM_TOKENS_BEFORE)
             calls: list[tuple[str, dict[str, Any]]] = [
                 ("checksum", {"model": name}),
@@ -224,10 +223,17 @@ class GroupCheck:
         def migrate(family: Family) -> Cell:
             name, request_id = family.name, f"move-{family.name}"
             num_tokens = _SIZES[_LONG][1]
-            first.ask(name, request_id, prompt_of(_LONG), max_tokens=num_tokens)
+            self._ask(first, family, request_id, _LONG)
             first.wait_tokens(request_id, _NUM_TOKENS_BEFORE)
             moved = first.release(name, request_id)
-            num_blocks = second.receive(name, request_id, prompt_of(_LONG), num_tokens, moved)
+            num_blocks = second.receive(
+                name,
+                request_id,
+                prompt_of(_LONG),
+                num_tokens,
+                moved,
+                self._salt(family, request_id),
+            )
             rest = second.finish(request_id)
             first.forget_transfer(moved)
             is_prefilled = not num_blocks and name in self._alone
@@ -243,7 +249,7 @@ class GroupCheck:
         before: dict[str, list[int]] = {}
         for family in self.families:
             request_id = f"resume-{family.name}"
-            first.ask(family.name, request_id, prompt_of(_LONG), max_tokens=num_tokens)
+            self._ask(first, family, request_id, _LONG)
         for family in self.families:
             first.wait_tokens(f"resume-{family.name}", _NUM_TOKENS_BEFORE_KILL)
         for family in self.families:
@@ -253,7 +259,7 @@ class GroupCheck:
         def resume(family: Family) -> Cell:
             name, request_id, tokens = family.name, f"resume-{family.name}", before[family.name]
             assert len(tokens) < num_tokens, "the answer had ended before"
-            second.ask(name, request_id, prompt_of(_LONG), tokens, max_tokens=num_tokens)
+            self._ask(second, family, request_id, _LONG, tokens)
             rest = second.finish(request_id)
             is_prefilled = name in self._alone
             self._compare(family, _LONG, [*tokens, *rest], len(tokens) * is_prefilled)
@@ -264,20 +270,41 @@ class GroupCheck:
         second.call("check_integrity")
 
     def _compare(self, family: Family, index: int, tokens: list[int], num_kept: int = 0) -> None:
-        """Compare an answer with vLLM's; after ``num_kept`` tokens vLLM prefills these too.
+        """Compare an answer with vLLM's; after ``num_kept`` tokens vLLM preempts it.
 
         Raises:
             AssertionError: they differ.
         """
         expected = self._expected[family.name, index]
         if num_kept:
-            kept, num_left = expected[:num_kept], len(expected) - num_kept
-            prompt = prompt_of(index) + kept
-            expected = kept + self._plain.answer(family.name, prompt, num_left)
+            num_tokens = len(expected)
+            expected = self._plain.answer(family.name, prompt_of(index), num_tokens, num_kept)
         pairs = zip(tokens, expected, strict=False)
         first = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
         assert first is None, f"prompt {index}: token {first} of {len(expected)} differs"
         assert len(tokens) == len(expected), f"prompt {index}: {len(tokens)} of {len(expected)}"
+
+    def _ask(
+        self,
+        worker: FamilyWorker,
+        family: Family,
+        request_id: str,
+        index: int,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """Ask a prompt, or the rest of its answer after ``tokens``."""
+        worker.ask(
+            family.name,
+            request_id,
+            prompt_of(index),
+            tokens,
+            self._salt(family, request_id),
+            max_tokens=_SIZES[index][1],
+        )
+
+    def _salt(self, family: Family, request_id: str) -> str | None:
+        """Return a salt against prefixes of others, if numbers depend on the batch."""
+        return request_id if family.name in self._alone else None
 
     def _fill(self, family: Family, column: str, check: Callable[[Family], Cell]) -> None:
         found: list[Cell] = []

@@ -1,7 +1,7 @@
 """vLLM alone in a process: engines of several models, asked over pipes.
 
-The engines have gpupool's CPU kernels and nothing else of gpupool: linear layers without oneDNN, and
-the corrected rotary embedding.
+The engines have gpupool's CPU kernels and nothing else of gpupool: linear layers without oneDNN,
+and the corrected rotary embedding.
 """
 
 from __future__ import annotations
@@ -68,22 +68,37 @@ class PlainVllm:
         """
         self._call("load", name=name, path=str(path), dtype=dtype, options=options)
 
-    def answer(self, name: str, prompt: list[int], num_tokens: int) -> list[int]:
+    def answer(
+        self, name: str, prompt: list[int], num_tokens: int, preempted_after: int | None = None
+    ) -> list[int]:
         """Return the greedy tokens after a prompt that is alone in its batch.
+
+        After ``preempted_after`` tokens, if set, vLLM preempts the request, and computes its KV
+        anew.
 
         Raises:
             VllmCannot: the engine failed.
         """
-        return self.answers(name, [prompt], num_tokens)[0]
+        return self.answers(name, [prompt], num_tokens, preempted_after)[0]
 
-    def answers(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def answers(
+        self,
+        name: str,
+        prompts: list[list[int]],
+        num_tokens: int,
+        preempted_after: int | None = None,
+    ) -> list[list[int]]:
         """Return the greedy tokens after prompts in one batch.
 
         Raises:
             VllmCannot: the engine failed.
         """
         found: list[list[int]] = self._call(
-            "answers", name=name, prompts=prompts, num_tokens=num_tokens
+            "answers",
+            name=name,
+            prompts=prompts,
+            num_tokens=num_tokens,
+            preempted_after=preempted_after,
         )
         return found
 
@@ -122,7 +137,13 @@ class _Engines:
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._cores[name] = EngineCore(config, Executor.get_class(config), log_stats=False)
 
-    def answers(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def answers(
+        self,
+        name: str,
+        prompts: list[list[int]],
+        num_tokens: int,
+        preempted_after: int | None,
+    ) -> list[list[int]]:
         core = self._cores[name]
         found: dict[str, list[int]] = {}
         for prompt in prompts:
@@ -134,6 +155,9 @@ class _Engines:
             for of_client in (outputs or {}).values():
                 for output in of_client.outputs:
                     found[output.request_id] += output.new_token_ids
+            if preempted_after is not None and len(found[request.request_id]) >= preempted_after:
+                core.scheduler.reset_prefix_cache(reset_running_requests=True)
+                preempted_after = None
         return list(found.values())
 
     def _request(self, prompt: list[int], num_tokens: int) -> Any:
@@ -141,15 +165,16 @@ class _Engines:
         from vllm.v1.engine import EngineCoreRequest
 
         self._num_asked += 1
+        request_id = str(self._num_asked)
         return EngineCoreRequest(
-            request_id=str(self._num_asked),
+            request_id=request_id,
             prompt_token_ids=prompt,
             mm_features=None,
             sampling_params=SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True),
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
-            cache_salt=None,
+            cache_salt=request_id,  # no request finds the prefix of another one
             data_parallel_rank=None,
         )
 

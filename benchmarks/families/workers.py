@@ -97,7 +97,13 @@ class FamilyWorker(WorkerPeer):
         return Moved(self.tokens[request_id], answer.kv_transfer, fds)
 
     def receive(
-        self, model: str, request_id: str, prompt: Sequence[int], num_tokens: int, moved: Moved
+        self,
+        model: str,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        moved: Moved,
+        salt: str | None,
     ) -> int:
         """Continue a request that has left another worker; return the blocks that came with it."""
         order = m.AddRequest(
@@ -106,7 +112,7 @@ class FamilyWorker(WorkerPeer):
             time.monotonic(),
             len(prompt),
             num_tokens,
-            encode_request(request_id, list(prompt), max_tokens=num_tokens),
+            encode_request(request_id, list(prompt), salt, max_tokens=num_tokens),
             list(moved.tokens),
             is_moving=True,
             kv_transfer=moved.kv_transfer,
@@ -115,7 +121,8 @@ class FamilyWorker(WorkerPeer):
         self.channel.send(order, moved.fds)
         for fd in moved.fds:
             os.close(fd)
-        self.wait(m.RequestAttached)
+        answer = self.wait(m.RequestAttached | m.RequestsFailed)  # type: ignore[arg-type]
+        assert isinstance(answer, m.RequestAttached), answer
         num_blocks: int = self.call("checksum", model=model)["num_live_blocks"]
         self._present.add(request_id)
         self.scheduler.arrived(LiveRequest(order, Targets(), output_token_ids=moved.tokens))

@@ -68,37 +68,22 @@ class PlainVllm:
         """
         self._call("load", name=name, path=str(path), dtype=dtype, options=options)
 
-    def answer(
-        self, name: str, prompt: list[int], num_tokens: int, preempted_after: int | None = None
-    ) -> list[int]:
+    def answer(self, name: str, prompt: list[int], num_tokens: int) -> list[int]:
         """Return the greedy tokens after a prompt that is alone in its batch.
-
-        After ``preempted_after`` tokens, if set, vLLM preempts the request, and computes its KV
-        anew.
 
         Raises:
             VllmCannot: the engine failed.
         """
-        return self.answers(name, [prompt], num_tokens, preempted_after)[0]
+        return self.answers(name, [prompt], num_tokens)[0]
 
-    def answers(
-        self,
-        name: str,
-        prompts: list[list[int]],
-        num_tokens: int,
-        preempted_after: int | None = None,
-    ) -> list[list[int]]:
+    def answers(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         """Return the greedy tokens after prompts in one batch.
 
         Raises:
             VllmCannot: the engine failed.
         """
         found: list[list[int]] = self._call(
-            "answers",
-            name=name,
-            prompts=prompts,
-            num_tokens=num_tokens,
-            preempted_after=preempted_after,
+            "answers", name=name, prompts=prompts, num_tokens=num_tokens
         )
         return found
 
@@ -137,13 +122,7 @@ class _Engines:
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._cores[name] = EngineCore(config, Executor.get_class(config), log_stats=False)
 
-    def answers(
-        self,
-        name: str,
-        prompts: list[list[int]],
-        num_tokens: int,
-        preempted_after: int | None,
-    ) -> list[list[int]]:
+    def answers(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         core = self._cores[name]
         found: dict[str, list[int]] = {}
         for prompt in prompts:
@@ -155,9 +134,6 @@ class _Engines:
             for of_client in (outputs or {}).values():
                 for output in of_client.outputs:
                     found[output.request_id] += output.new_token_ids
-            if preempted_after is not None and len(found[request.request_id]) >= preempted_after:
-                core.scheduler.reset_prefix_cache(reset_running_requests=True)
-                preempted_after = None
         return list(found.values())
 
     def _request(self, prompt: list[int], num_tokens: int) -> Any:

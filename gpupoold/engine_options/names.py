@@ -107,8 +107,8 @@ REFUSED: Mapping[str, str] = {
         "uds",
         _CODE: "io_processor_plugin logits_processors middleware model_class_overrides "
         "reasoning_parser_plugin tool_parser_plugin worker_extension_cls",
-        _LOGS: "aggregate_engine_logging collect_detailed_traces cudagraph_metrics custom_histogram_buckets "
-        "disable_log_stats enable_layerwise_nvtx_tracing enable_log_deltas enable_log_outputs "
+        _LOGS: "aggregate_engine_logging collect_detailed_traces cudagraph_metrics "
+        "custom_histogram_buckets disable_log_stats enable_layerwise_nvtx_tracing enable_log_deltas enable_log_outputs "
         "enable_log_requests enable_logging_iteration_details enable_mfu_metrics "
         "enable_server_load_tracking enable_trace_replay fail_on_environ_validation "
         "jit_monitor_mode jit_monitor_verbose kv_cache_metrics kv_cache_metrics_sample "

@@ -108,13 +108,13 @@ REFUSED: Mapping[str, str] = {
         _CODE: "io_processor_plugin logits_processors middleware model_class_overrides "
         "reasoning_parser_plugin tool_parser_plugin worker_extension_cls",
         _LOGS: "aggregate_engine_logging collect_detailed_traces cudagraph_metrics "
-        "custom_histogram_buckets disable_log_stats enable_layerwise_nvtx_tracing enable_log_deltas enable_log_outputs "
-        "enable_log_requests enable_logging_iteration_details enable_mfu_metrics "
-        "enable_server_load_tracking enable_trace_replay fail_on_environ_validation "
-        "jit_monitor_mode jit_monitor_verbose kv_cache_metrics kv_cache_metrics_sample "
-        "log_config_file log_error_stack log_level logging_config max_log_len "
-        "otlp_traces_endpoint per_request_spec_decode_metrics profiler_config "
-        "show_hidden_metrics_for_version use_tqdm_on_load uvicorn_log_level",
+        "custom_histogram_buckets disable_log_stats enable_layerwise_nvtx_tracing "
+        "enable_log_deltas enable_log_outputs enable_log_requests "
+        "enable_logging_iteration_details enable_mfu_metrics enable_server_load_tracking "
+        "enable_trace_replay fail_on_environ_validation jit_monitor_mode jit_monitor_verbose "
+        "kv_cache_metrics kv_cache_metrics_sample log_config_file log_error_stack log_level "
+        "logging_config max_log_len otlp_traces_endpoint per_request_spec_decode_metrics "
+        "profiler_config show_hidden_metrics_for_version use_tqdm_on_load uvicorn_log_level",
         _KV: "aux_output_config disable_hybrid_kv_cache_manager ec_manager_config "
         "ec_transfer_config enable_mamba_shared_prefix_checkpoint enable_prefix_caching "
         "enable_prompt_embeds enable_return_routed_experts kv_events_config kv_offloading_backend "

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 _TOKENIZERS = (
     "tokenizer.json",

@@ -27,7 +27,10 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a loaded model, for frontends and the registry."""
+    """Facts about a loaded model, for frontends and the registry.
+
+    ``slot_bytes`` are the device bytes of the adapters' slots, beside ``weight_bytes``.
+    """
 
     name: str
     architecture: str
@@ -39,6 +42,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     supported_tasks: tuple[str, ...]
     load_s: float
+    slot_bytes: int = 0
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):

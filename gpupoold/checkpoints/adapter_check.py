@@ -142,6 +142,21 @@ def check_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts
     return AdapterFacts(path, rank, num_bytes, tuple(sorted(kinds)))
 
 
+def estimate_slot_bytes(base: Path, rank: int, num_slots: int, dtype_bits: int) -> int:
+    """Return the device bytes of ``num_slots`` slots for adapters of all layers of a checkpoint.
+
+    Packed layers are not counted.
+    """
+    files, _ = layout.safetensors_files(list_folder(base))
+    widths = (
+        sum(tensor.shape)
+        for file in files
+        for tensor in read_tensors(base / file)
+        if tensor.name.endswith(".weight") and len(tensor.shape) == 2
+    )
+    return sum(widths) * rank * num_slots * dtype_bits // 8
+
+
 def _check_pickle(path: Path, names: Sequence[str], *, allow_pickle: bool) -> None:
     if layout.ADAPTER_PICKLE_FILE not in names:
         raise Refused(

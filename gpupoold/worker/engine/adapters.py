@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.lora.lora_model import LoRAModel
 from vllm.lora.ops.triton_ops import fused_moe_lora_op, utils
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
@@ -24,7 +25,7 @@ _TABLES: tuple[dict[tuple[int, ...], Any], ...] = (
 )
 
 
-class Adapters:
+class EngineAdapters:
     """The adapters of the engine with model runner ``runner``; none without LoRA support."""
 
     def __init__(self, model: str, runner: Any, weights: WeightMemory) -> None:
@@ -60,7 +61,9 @@ class Adapters:
         try:
             loaded = self._manager._load_adapter(request)
             self._manager._adapter_manager.add_adapter(loaded)
+            self._check_fits(loaded)
         except Exception as error:
+            self._manager.remove_adapter(number)
             raise Refused(f"{name}: vLLM cannot use the adapter: {error}") from error
         self._requests[number] = request
 
@@ -81,6 +84,23 @@ class Adapters:
         if known is None:
             raise Refused(f"{self._model} no longer has the adapter of the request")
         request.lora_request = known
+
+    def _check_fits(self, loaded: LoRAModel) -> None:
+        """Raise ValueError for weights of other widths than the slots, before a step fails."""
+        manager = self._manager._adapter_manager  # type: ignore[union-attr]
+        for name, module in manager.modules.items():
+            layer = manager._get_lora_layer_weights(loaded, name)
+            if layer is None or not isinstance(module.lora_a_stacked, tuple):
+                continue
+            for slots, weights, axis in (
+                (module.lora_a_stacked, layer.lora_a, -1),
+                (module.lora_b_stacked, layer.lora_b, -2),
+            ):
+                parts = weights if isinstance(weights, list) else [weights]
+                for slot, part in zip(slots, parts, strict=False):
+                    if part is not None and part.shape[axis] != slot.shape[axis]:
+                        width, given = slot.shape[axis], part.shape[axis]
+                        raise ValueError(f"{name} has the width {width}, not {given}")
 
     def close(self) -> None:
         """Drop the manager, and the entries of this engine in vLLM's tables.

@@ -36,7 +36,7 @@ from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
-from gpupoold.worker.engine.adapters import Adapters
+from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import check_kind, refusal
@@ -157,7 +157,7 @@ class ModelEngine:
         self._scheduler.kv = kv
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
-        self.adapters = Adapters(info.name, _runner(core), self.weights)
+        self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     @property

@@ -120,6 +120,8 @@ class LiveRequest:
 
     request_id: str = field(init=False)
     model: str = field(init=False)
+    counted_name: str = field(init=False)
+    """The name under which the request is counted: the adapter's or the model's."""
     arrival_s: float = field(init=False)
     num_prompt_tokens: int = field(init=False)
     key_id: str = field(init=False)
@@ -130,6 +132,7 @@ class LiveRequest:
     def __post_init__(self) -> None:
         """Copy fields of the order that each token needs, because a property is slower."""
         order = self.order
+        self.counted_name = order.counted_name
         self.request_id, self.model, self.frontend = order.request_id, order.model, order.frontend
         self.arrival_s, self.num_prompt_tokens = order.arrival_s, order.num_prompt_tokens
         self.key_id = order.key_id
@@ -277,6 +280,10 @@ class LiveRequests:
     def of_model(self, model: str) -> list[LiveRequest]:
         """Return the live requests of a model, oldest first."""
         return [request for request in self._requests.values() if request.model == model]
+
+    def of_name(self, name: str) -> list[LiveRequest]:
+        """Return the live requests counted under a name, oldest first."""
+        return [request for request in self._requests.values() if request.counted_name == name]
 
     def of_frontend(self, number: int) -> list[LiveRequest]:
         """Return the live requests of a frontend, oldest first."""

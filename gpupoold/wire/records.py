@@ -33,6 +33,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a loaded model, for frontends and the registry.
 
     ``slot_bytes`` are the device bytes of the adapters' slots, beside ``weight_bytes``.
+    ``adapter_problems`` has the reasons why adapters of the order were not loaded, by name.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     supported_tasks: tuple[str, ...]
     load_s: float
     slot_bytes: int = 0
+    adapter_problems: dict[str, str] = {}
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -94,7 +96,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of ``/v1/models``; ``state`` is a ``ModelState``.
+    """A row of ``/v1/models``; ``state`` is a ``ModelState``. ``parent`` is an adapter's model.
 
     Clients of a model that is not ready should retry after ``retry_after_s``, or at ``retry_at_s``
     (on the monotonic clock) if that is later.
@@ -110,3 +112,4 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    parent: str = ""

@@ -41,6 +41,9 @@ class LoadFacts:
 
     async def keep(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
         """Store the facts of a load and the measured profile, if there is one."""
+        for name, problem in loaded.model.adapter_problems.items():
+            text = f"adapter {name} was not loaded: {problem}"
+            self._history.record_event("error", "adapter_failed", spec.name, text)
         await self._registry.set_loaded(
             spec.name,
             architecture=loaded.model.architecture,

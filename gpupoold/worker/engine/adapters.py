@@ -7,6 +7,7 @@ copy of the slots is made equal, so that a switch moves the slots like weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.lora.lora_model import LoRAModel
@@ -14,6 +15,7 @@ from vllm.lora.ops.triton_ops import fused_moe_lora_op, utils
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
+from gpupoold.domain import Adapter
 from gpupoold.errors import Refused
 from gpupoold.memory.weights import WeightMemory
 
@@ -66,6 +68,16 @@ class EngineAdapters:
             self._manager.remove_adapter(number)
             raise Refused(f"{name}: vLLM cannot use the adapter: {error}") from error
         self._requests[number] = request
+
+    def add_all(self, adapters: Iterable[Adapter]) -> dict[str, str]:
+        """Add the adapters of a new engine; return the reasons for those left out, by name."""
+        problems: dict[str, str] = {}
+        for one in adapters:
+            try:
+                self.add(one.number, one.name, one.path)
+            except Refused as error:
+                problems[one.name] = error.message
+        return problems
 
     def remove(self, number: int) -> None:
         """Forget an adapter without requests; its slot, if any, becomes free."""

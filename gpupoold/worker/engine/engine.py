@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import vllm
 from vllm import SamplingParams
@@ -385,7 +386,10 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            return ModelEngine(core, load, kv, info)
+            engine = ModelEngine(core, load, kv, info)
+            problems = engine.adapters.add_all(model.adapters)
+            engine.info = msgspec.structs.replace(info, adapter_problems=problems)
+            return engine
         except GpupoolError:
             raise
         except Exception as error:

@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from gpupoold.control.weights.snapshot_files import FORMAT
 from gpupoold.engine_options.adapter_support import without_adapter_support
+from gpupoold.engine_options.names import engine_part
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
@@ -32,8 +33,8 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
     Raises:
         Failed: the checkpoint's folder cannot be read.
     """
-    fields = msgspec.structs.asdict(model)
-    fields["engine"] = sorted(without_adapter_support(model.engine).items())
+    engine = without_adapter_support(engine_part(model.engine))
+    fields = msgspec.structs.asdict(model) | {"engine": sorted(engine.items())}
     decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_SNAPSHOT)
     try:
         files = sorted(_checkpoint_files(model.path))

@@ -146,6 +146,10 @@ class ModelSpec:
         """All names by which clients may ask for the model."""
         return (self.name, *self.aliases, *(one.name for one in self.further))
 
+    def adapter(self, name: str) -> Adapter | None:
+        """Return the adapter of this name, None without one."""
+        return next((one for one in self.adapters if one.name == name), None)
+
 
 SWITCH_STAGES = ("evict", "map", "weights", "kv")
 

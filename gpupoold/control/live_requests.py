@@ -210,6 +210,7 @@ class LiveRequests:
     def __init__(self) -> None:
         self._requests: dict[str, LiveRequest] = {}
         self._num_by_model: Counter[str] = Counter()
+        self._num_by_name: Counter[str] = Counter()
         self._num_cold_by_model: Counter[str] = Counter()
         self._num_by_key: Counter[str] = Counter()
         self._bytes_by_key: Counter[str] = Counter()
@@ -234,6 +235,7 @@ class LiveRequests:
             raise ValueError(f"a live request already has the id {request.request_id}")
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
+        self._num_by_name[request.counted_name] += 1
         self._num_by_key[request.key_id] += 1
         self._bytes_by_key[request.key_id] += num_bytes_of(request.order)
 
@@ -247,6 +249,7 @@ class LiveRequests:
         if request is not None:
             self.set_cold(request, is_cold=False)
             self._num_by_model[request.model] -= 1
+            self._num_by_name[request.counted_name] -= 1
             self._num_by_key[request.key_id] -= 1
             self._bytes_by_key[request.key_id] -= num_bytes_of(request.order)
         return request
@@ -261,8 +264,12 @@ class LiveRequests:
         return self._num_cold_by_model[model]
 
     def num_of(self, model: str) -> int:
-        """Return the number of live requests of a model."""
+        """Return the number of live requests of a model, with those of its adapters."""
         return self._num_by_model[model]
+
+    def num_of_name(self, name: str) -> int:
+        """Return the number of live requests counted under a name."""
+        return self._num_by_name[name]
 
     def num_of_key(self, key_id: str) -> int:
         """Return the number of live requests of an API key; "" means without a key."""

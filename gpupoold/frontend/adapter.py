@@ -169,8 +169,7 @@ class VllmModelApi:
         """Finish the start on the serving event loop."""
         state = self._app.state
         await init_app_state(self._llm, state, self._args, self._tasks)
-        # The daemon has given the adapters numbers and to the engines, so vLLM's loading of adapters
-        # is not used. The engines know the paths.
+        # Not by vLLM's loading of adapters: the engines have the adapters, by the daemon's numbers.
         state.openai_serving_models.lora_requests.update(
             (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
             for one in self._adapters

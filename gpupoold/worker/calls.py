@@ -60,9 +60,7 @@ def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
     return {"kv_out_bytes": loop.residency.page_out(engine.name)}
 
 
-def _load_adapter(
-    loop: TurnLoop, model: str, number: int, name: str, path: str
-) -> dict[str, Any]:
+def _load_adapter(loop: TurnLoop, model: str, number: int, name: str, path: str) -> dict[str, Any]:
     """Make an adapter of a loaded model known to its engine."""
     loop.engine(model).adapters.add(number, name, path)
     return {}

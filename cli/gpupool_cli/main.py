@@ -8,6 +8,7 @@ import sys
 import typer
 
 from gpupool_cli import (
+    add_adapter,
     add_model,
     cache,
     completion,
@@ -46,6 +47,7 @@ app = typer.Typer(
 
 app.callback()(global_options)
 app.command("add-model")(add_model.add_model)
+app.command("add-adapter")(add_adapter.add_adapter)
 app.command("list")(models.list_models)
 app.command("ls", hidden=True)(models.list_models)
 app.command("show")(models.show)

@@ -164,6 +164,7 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **{f"adapter {one.name}": f"rank {one.rank}, {one.path}" for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
         "added": output.time_text(model.created_at),

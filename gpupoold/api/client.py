@@ -19,6 +19,7 @@ from gpupoold.api.calls import given
 from gpupoold.api.client_access import KeyCalls
 from gpupoold.api.client_top import TopCalls
 from gpupoold.api.schemas import (
+    AddAdapterRequest,
     AddModelRequest,
     BenchMemoryRequest,
     BenchSwitchRequest,
@@ -97,16 +98,30 @@ class AdminClient(KeyCalls, TopCalls):
         Raises:
             GpupoolError: while iterating, when the daemon reports a failure.
         """
+        return self._progress("/models", request)
+
+    def add_adapter(self, request: AddAdapterRequest) -> Iterator[Progress]:
+        """Add a LoRA adapter and yield the progress; the last ``Progress`` has the base as
+        ``model``.
+
+        Raises:
+            GpupoolError: while iterating, when the daemon reports a failure.
+        """
+        return self._progress("/adapters", request)
+
+    def _progress(
+        self, path: str, request: AddModelRequest | AddAdapterRequest
+    ) -> Iterator[Progress]:
         finished = False
-        for line in self._stream("POST", "/models", body=request):
-            progress = _parsed(Progress, line, "POST /models")
+        for line in self._stream("POST", path, body=request):
+            progress = _parsed(Progress, line, f"POST {path}")
             if progress.error is not None:
                 raise as_error(progress.error)
             finished = progress.model is not None
             yield progress
         if not finished:
             raise Failed(
-                f"the daemon ended the work on model {request.name!r} without a result",
+                f"the daemon ended the work on {request.name!r} without a result",
                 "see `gpupool logs` and `gpupool events`",
             )
 

@@ -33,6 +33,16 @@ class AddModelRequest(Body):
     check_only: bool = False
 
 
+class AddAdapterRequest(Body):
+    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``."""
+
+    name: str
+    base: str
+    source: str | None = None
+    revision: str | None = None
+    check_only: bool = False
+
+
 class SetModelRequest(Body):
     """Body of ``PATCH /models/{name}``; None keeps a value.
 

@@ -174,7 +174,7 @@ class Router:
         await self._mounts.serve(mount, scope, receive, send)
 
     def _mounted(self, model: ServedModel) -> Mount:
-        mount = self._mounts.get(model.name)
+        mount = self._mounts.get(model.parent or model.name)
         if mount is None:
             starting = msgspec.structs.replace(
                 model, state="starting", reason="", retry_after_s=_RETRY_UNMOUNTED_S

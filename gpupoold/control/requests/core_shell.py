@@ -55,7 +55,7 @@ class Scheduler:
             e.ModelAdded(
                 loaded.name,
                 targets,
-                loaded.weight_bytes,
+                loaded.weight_bytes + loaded.slot_bytes,
                 loaded.kv_bytes_per_token,
                 costs or ModelCosts(),
             )

@@ -216,6 +216,10 @@ class Dispatcher:
         """End all live requests of a model with an error."""
         self._stop(self.live.of_model(model), reason)
 
+    def fail_name(self, name: str, reason: str) -> None:
+        """End all live requests counted under a name with an error."""
+        self._stop(self.live.of_name(name), reason)
+
     def cancel(self, request_id: str, reason: str) -> LiveRequest:
         """End a live request with an error for the client; return the request.
 

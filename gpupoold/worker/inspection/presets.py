@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import VLLMValidationError
 
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import SYSTEM_PROMPT, with_defaults
@@ -41,8 +42,14 @@ def check_preset(preset: Preset) -> None:
             if name.partition(".")[0] in kind.model_fields
         }
         try:
-            kind.model_validate(with_defaults(body, fields))
+            request = kind.model_validate(with_defaults(body, fields))
+            if isinstance(request, ChatCompletionRequest):
+                request.to_sampling_params(1, {})
+        except VLLMValidationError as error:
+            raise UsageError(f"{preset.name}: {str(error)[:300]}", "use another value") from error
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise UsageError(f"{preset.name}: {place}: {first['msg'][:300]}", "") from error
+            raise UsageError(
+                f"{preset.name}: {place}: {first['msg'][:300]}", "use another value"
+            ) from error

@@ -98,10 +98,15 @@ class EngineAdapters:
         request.lora_request = known
 
     def _check_fits(self, loaded: LoRAModel) -> None:
-        """Raise ValueError for weights of other widths than the slots, before a step fails."""
+        """Raise ValueError for weights without slots, or of other widths than their slots.
+
+        vLLM would ignore the former, and fail in a step because of the latter.
+        """
         manager = self._manager._adapter_manager  # type: ignore[union-attr]
+        without = {id(layer): name for name, layer in loaded.loras.items() if "experts" not in name}
         for name, module in manager.modules.items():
             layer = manager._get_lora_layer_weights(loaded, name)
+            without.pop(id(layer), None)
             if layer is None or not isinstance(module.lora_a_stacked, tuple):
                 continue
             for slots, weights, axis in (
@@ -113,6 +118,8 @@ class EngineAdapters:
                     if part is not None and part.shape[axis] != slot.shape[axis]:
                         width, given = slot.shape[axis], part.shape[axis]
                         raise ValueError(f"{name} has the width {width}, not {given}")
+        if without:
+            raise ValueError(f"the engine has no slots for {next(iter(without.values()))}")
 
     def close(self) -> None:
         """Drop the manager, and the entries of this engine in vLLM's tables.

@@ -15,6 +15,7 @@ import types
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import default_arguments, parse_options
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
@@ -51,8 +53,6 @@ from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_lo
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
-# The only parser that works with any tokenizer; other parsers require their family's tokens.
-_TOOL_PARSER = "hermes"
 # Work per request that gpupool does itself (metrics) or does not need.
 _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
@@ -314,10 +314,14 @@ def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
 def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     """Return the arguments that ``vllm serve`` would have parsed for this model."""
     args = default_arguments()
-    args.enable_auto_tool_choice = True
-    args.tool_call_parser = _TOOL_PARSER
+    found = found_parsers(Path(model.path), model.engine)
+    args.enable_auto_tool_choice = found.tool.name is not None
     for name, value in parse_options(model.engine).items():
         setattr(args, name, value)
+    args.tool_call_parser = found.tool.name
+    # vLLM's command copies the one into the other when the command makes its configuration.
+    args.reasoning_parser = found.reasoning.name or ""
+    args.structured_outputs_config.reasoning_parser = args.reasoning_parser
     args.model = model.path
     args.served_model_name = [model.name, *model.aliases]
     args.dtype = loaded.dtype.removeprefix("torch.")

@@ -93,6 +93,12 @@ TOOL_RULES = (
     ParserRule("minicpm5", '<function name="', ('<function name="', '<param name="')),
     ParserRule(
         "lfm2",
+        "<|tool_call_start|>",
+        ("<|tool_call_start|>",),
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    ParserRule(
+        "lfm2",
         "a list of tools for <|tool_call_start|>",
         ("List of tools: ",),
         kinds=("lfm2",),
@@ -122,7 +128,9 @@ TOOL_RULES = (
     ParserRule("granite", "<tool_call> without an end", ("<tool_call>",), kinds=("granite",)),
     ParserRule("granite-20b-fc", "<function_call>", ("<function_call>",), kinds=("gpt_bigcode",)),
     ParserRule("ernie45", "<tool_call> with JSON", ("<tool_call>",), kinds=("ernie4_5",)),
-    ParserRule("hermes", "<tool_call> with JSON", ("<tool_call>", "</tool_call>")),
+    ParserRule(
+        "hermes", "<tool_call> with JSON", ("<tool_call>", "</tool_call>"), ("<tool_calls>",)
+    ),
     # Calls without own markup, told to the model in words.
     ParserRule("phi4_mini_json", "functools[", ("functools[",)),
     ParserRule("llama4_pythonic", "[func_name1(", ("[func_name1(",), kinds=("llama4",)),

@@ -13,6 +13,7 @@ import gc
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import engine_options
 from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
@@ -407,6 +409,9 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         snapshot_loader.register()
         arguments["load_format"] = snapshot_loader.LOAD_FORMAT
     arguments |= engine_options(model.engine)
+    # Grammars begin after the reasoning, whose end the frontends' parser finds too.
+    reasoning = found_parsers(Path(model.path), model.engine).reasoning
+    arguments["reasoning_parser"] = reasoning.name or ""
     # This usage context selects batches as large as in vLLM's server; the other default is for
     # old GPUs.
     arguments |= engine_arguments()

@@ -31,7 +31,7 @@ from gpupoold.wire.messages import (
     StepOutputs,
 )
 
-MAX_MODEL_LEN = 8192
+MAX_MODEL_LEN = 16384
 _START_TIMEOUT_S = 180.0
 _IDLE_WAIT_S = 0.01
 

@@ -69,18 +69,20 @@ class Recorded:
     chat: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LLAMA = """{%- if tools %}{{ 'Respond in the format {"name": function name, "parameters": dictionary \
-of argument name and its value}.' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
-{%- for message in messages %}{{ message.role ~ ': ' ~ message.content ~ '<|eot_id|>' }}{% endfor %}
-{{- 'assistant: ' }}"""
-_PYTHONIC = """{%- if tools %}{{ 'Answer with [func_name1(params_name1=params_value1)]. Functions: ' }}
-{{- tools | tojson }}{% endif %}
-{%- for message in messages %}{{ message.role ~ ': ' ~ message.content ~ '\n' }}{% endfor %}"""
-_LFM2 = """{%- if tools %}{{ 'List of tools: ' ~ (tools | tojson) }}{% endif %}
-{%- for message in messages %}{{ message.role ~ ': ' ~ message.content ~ '\n' }}{% endfor %}"""
-_OLMO3 = """{%- if tools %}{{ 'Call inside <function_calls></function_calls>: ' ~ (tools | tojson) }}
-{%- endif %}
-{%- for message in messages %}{{ message.role ~ ': ' ~ message.content ~ '\n' }}{% endfor %}"""
+_MESSAGES = "{% for message in messages %}{{ message.role ~ ': ' ~ message.content }}{% endfor %}"
+_LLAMA = (
+    """{% if tools %}{{ 'Respond in the format {"name": function name, "parameters": dictionary """
+    """of argument name and its value}.' ~ (tools | tojson) }}{% endif %}""" + _MESSAGES
+)
+_PYTHONIC = (
+    "{% if tools %}{{ 'Answer [func_name1(params_name1=params_value1)]: ' ~ (tools | tojson) }}"
+    "{% endif %}" + _MESSAGES
+)
+_LFM2 = "{% if tools %}{{ 'List of tools: ' ~ (tools | tojson) }}{% endif %}" + _MESSAGES
+_OLMO3 = (
+    "{% if tools %}{{ 'Call inside <function_calls></function_calls>: ' ~ (tools | tojson) }}"
+    "{% endif %}" + _MESSAGES
+)
 
 RECORDED = {
     "qwen2.5": Recorded(
@@ -224,9 +226,10 @@ RECORDED = {
     "minicpm5": Recorded(
         model_type="llama",
         template="openbmb-MiniCPM5-1B",
-        tokens=_THINK,
-        answer=f'<think>\n{THOUGHT}\n</think>\n\n<function name="get_weather"><param name="city">Oslo'
-        '</param><param name="days">3</param></function>',
+        tokens=(*_THINK, "<function", "</function>", "<param", "</param>"),
+        answer=f"<think>\n{THOUGHT}\n</think>\n\n"
+        '<function name="get_weather"><param name="city">Oslo</param><param name="days">3</param>'
+        "</function>",
         thought=THOUGHT,
         tool="minicpm5",
         reasoning="qwen3",
@@ -251,7 +254,7 @@ RECORDED = {
     ),
     "deepseek-r1": Recorded(
         model_type="deepseek_v3",
-        template="llama-cpp-deepseek-r1",
+        template="deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
         tokens=(*_DEEPSEEK, *_THINK),
         answer=f"{THOUGHT}\n</think>\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
         f"<｜tool▁sep｜>get_weather\n```json\n{_JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -272,7 +275,8 @@ RECORDED = {
         model_type="deepseek_v3",
         template="deepseek-ai-DeepSeek-V3.2",
         tokens=("｜DSML｜", *_THINK),
-        answer=f"{THOUGHT}</think>\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"get_weather\">\n"
+        answer=f"{THOUGHT}</think>\n\n<｜DSML｜function_calls>\n"
+        '<｜DSML｜invoke name="get_weather">\n'
         '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
         '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         "</｜DSML｜function_calls>",

@@ -151,7 +151,9 @@ def _named(value: object) -> dict[str, str]:
         return {_DEFAULT_TEMPLATE: value} if len(value) <= MAX_TEMPLATE_BYTES else {}
     found: dict[str, str] = {}
     for item in value[:_MAX_TEMPLATES] if isinstance(value, list) else ():
-        name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else 2 * ("",)
+        if not isinstance(item, dict):
+            continue
+        name, text = item.get("name"), item.get("template")
         if isinstance(name, str) and isinstance(text, str) and len(text) <= MAX_TEMPLATE_BYTES:
             found[name[:_MAX_NAME_CHARACTERS]] = text
     return found
@@ -164,7 +166,9 @@ def _additional(path: Path) -> dict[str, str]:
             names = sorted(entry.name for _, entry in zip(range(1000), entries, strict=False))
     except OSError:
         return {}
-    files = [Path(path / layout.TEMPLATE_FOLDER / name) for name in names if name.endswith(".jinja")]
+    files = [
+        Path(path / layout.TEMPLATE_FOLDER / name) for name in names if name.endswith(".jinja")
+    ]
     read = {file.stem: _read(file, MAX_TEMPLATE_BYTES) for file in files[:_MAX_TEMPLATES]}
     return {name: text for name, text in read.items() if text is not None}
 
@@ -217,7 +221,8 @@ def _blocks(file: Path, num_overlap: int) -> Iterator[bytes]:
                 return
             end = b""
             while block := opened.read(_BLOCK_BYTES):
-                yield end + block
+                block = end + block
+                yield block
                 end = block[-num_overlap:]
     except OSError:
         return

@@ -77,7 +77,9 @@ TOOL_RULES = (
     ParserRule("k2_horizon", "<ifm|tool_call>", ("<ifm|tool_call",)),
     ParserRule("muse_glimmer", "<atem:function_calls>", ("<atem:function_calls>",)),
     ParserRule("plamo3", "<|plamo:begin_tool_request:plamo|>", ("<|plamo:begin_tool_request",)),
-    ParserRule("step3", "<｜tool_calls_begin｜> with steptml", ("<｜tool_calls_begin｜>", "steptml")),
+    ParserRule(
+        "step3", "<｜tool_calls_begin｜> with steptml", ("<｜tool_calls_begin｜>", "steptml")
+    ),
     ParserRule("internlm", "<|action_start|>", ("<|action_start|>", "<|plugin|>")),
     ParserRule(
         "cohere_command4",
@@ -159,14 +161,12 @@ REASONING_RULES = (
     ParserRule("deepseek_v41", kinds=("DeepseekV41ForCausalLM",)),
     ParserRule("kimi_k3", kinds=("KimiK3ForConditionalGeneration",)),
     ParserRule("inkling", kinds=_INKLING),
+    ParserRule("mistral", "[THINK]", ("[THINK]",), tokens=("[THINK]", "[/THINK]", "[TOOL_CALLS]")),
     ParserRule(
-        "mistral", "[THINK]", ("[THINK]",), tokens=("[THINK]", "[/THINK]", "[TOOL_CALLS]")
+        "deepseek_v4", "DSML tool_calls and <think>", ("｜DSML｜", "tool_calls>", "<think>")
     ),
-    ParserRule("deepseek_v4", "DSML tool_calls and <think>", ("｜DSML｜", "tool_calls>", "<think>")),
     ParserRule("seed_oss", "<seed:think>", ("<seed:think>",)),
-    ParserRule(
-        "minimax_m3", "<mm:think>", ("<mm:think>",), tokens=("<mm:think>", "</mm:think>")
-    ),
+    ParserRule("minimax_m3", "<mm:think>", ("<mm:think>",), tokens=("<mm:think>", "</mm:think>")),
     ParserRule("minimax_m2", "<think> of MiniMax M2", ("<minimax:tool_call>", "<think>")),
     ParserRule("gemma4", "<|channel>", ("<|channel>", "<channel|>")),
     ParserRule("muse_glimmer", "<atem:function_calls>", ("<atem:function_calls>",)),
@@ -223,9 +223,7 @@ REASONING_RULES = (
     ParserRule("ernie45", "<think>", ("<think>",), kinds=("ernie4_5",), tokens=_THINK),
     # The parser looks for the pieces of </think>, which is no token.
     ParserRule("olmo3", "<think>", ("<think>",), kinds=("olmo",), tokens=("Ġ</",)),
-    ParserRule(
-        "deepseek_r1", "<think>", ("<think>", "</think>"), kinds=("lfm2",), tokens=_THINK
-    ),
+    ParserRule("deepseek_r1", "<think>", ("<think>", "</think>"), kinds=("lfm2",), tokens=_THINK),
     ParserRule(
         "deepseek_r1",
         "</think> of DeepSeek R1",

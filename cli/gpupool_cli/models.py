@@ -165,9 +165,7 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
         "reasoning parser": model.reasoning_parser,
         "chat template": model.chat_template,
     }
-    return {
-        name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one
-    }
+    return {name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one}
 
 
 def _shortened(value: str) -> str:

@@ -13,6 +13,7 @@ from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.info import chat_fields
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -35,11 +36,13 @@ class Intake:
         settings: Settings,
         supervisor: WorkerSupervisor,
         host_budget: HostMemoryBudget,
+        inspector: Inspector,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
         self._host_budget = host_budget
+        self._inspector = inspector
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
@@ -75,7 +78,9 @@ class Intake:
             path, source = found.path, request.source or str(found.path)
         yield Progress(stage="check")
         self._info = await self._check(path)
-        self._spec = spec_of(request, source, path, self._engine)
+        spec = spec_of(request, source, path, self._engine)
+        await self._inspector.check(spec)
+        self._spec = spec
 
     async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import copy
 import functools
-import operator
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +50,12 @@ from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
 from gpupoold.frontend.request_ids import make_engine_id
+from gpupoold.frontend.step_outputs import (
+    join_steps,
+    keep_steps_apart,
+    put_in_a_row,
+    reads_joined_steps,
+)
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
 # Work per request that gpupool does itself (metrics) or does not need.
@@ -86,7 +91,10 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     engine_core: Any
     output_handler: asyncio.Task[None] | None
 
-    def __init__(self, config: VllmConfig, client: PoolClient, grammars: ModelGrammars) -> None:
+    def __init__(
+        self, config: VllmConfig, client: PoolClient, grammars: ModelGrammars, joins: bool
+    ) -> None:
+        """With ``joins`` False the steps of a stream stay apart."""
         with _engine_client(client):
             super().__init__(
                 config, Executor.get_class(config), log_stats=False, log_requests=False
@@ -95,6 +103,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
         bound_renderer(self.renderer, max_model_len, VLLMValidationError)
         self.input_processor.assign_request_id = _assign_request_id
         self._grammars = grammars
+        self._joins = joins
         # Turns off vLLM's validation of grammars, which have been vetted before.
         self.input_processor.structured_outputs_config = None
 
@@ -113,11 +122,12 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
                 raise VLLMValidationError(reason, parameter=name)
         params = await self._grammars.vetted(params)
         try:
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+            queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
         except _ALL_FAULTS as error:
             if isinstance(error, VLLMError):
                 raise
             raise VLLMValidationError(str(not_understood(error))) from error
+        return queue if self._joins else keep_steps_apart(queue)
 
     def _run_output_handler(self) -> None:
         # An output that vLLM cannot process ends its handler after failing all open requests;
@@ -147,11 +157,11 @@ class VllmModelApi:
         self._args = _arguments(model, loaded)
         config = engine_config(model, loaded)
         self._tasks: Any = tuple(loaded.supported_tasks)
-        self._client = PoolClient(
-            model.name, self._tasks, _codec(), send, functools.partial(self.fail, message=_GARBLED)
-        )
+        joins = reads_joined_steps(self._args.tool_call_parser)
+        on_unreadable = functools.partial(self.fail, message=_GARBLED)
+        self._client = PoolClient(model.name, self._tasks, _codec(joins), send, on_unreadable)
         grammars = ModelGrammars(vetting, model, loaded)
-        self._llm = PoolLLM(config, self._client, grammars)
+        self._llm = PoolLLM(config, self._client, grammars, joins)
         self._app = build_app(self._args, self._tasks, config.model_config)
         self._app.user_middleware = [
             middleware
@@ -335,13 +345,13 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
 
 
 @functools.cache
-def _codec() -> EngineCodec:
+def _codec(joins: bool) -> EngineCodec:
     """Return vLLM's serialiser for the event loop; it is not thread-safe."""
     return EngineCodec(
         encode=functools.partial(_encode_request, MsgpackEncoder()),
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
         make_outputs=_make_outputs,
-        join=_join,
+        join=join_steps if joins else put_in_a_row,
         unavailable=RequestLost,
         unsupported=VLLMValidationError,
     )
@@ -362,46 +372,6 @@ def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
 
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 _ERROR = str(FinishReason.ERROR)
-
-
-def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
-    """Join the outputs of several steps into one step with several tokens per request.
-
-    Speculative decoding gives such steps, so vLLM handles them. Outputs with more than tokens stay
-    separate, next to the others of their request: vLLM's collector merges them.
-    """
-    by_request: dict[str, list[EngineCoreOutput]] = {}
-    with_tokens_only: dict[str, EngineCoreOutput] = {}  # the request's latest output, if eligible
-    for step in steps:
-        for output in step.outputs:
-            request_id = output.request_id
-            earlier = with_tokens_only.get(request_id)
-            if not _has_only_tokens(output):
-                with_tokens_only.pop(request_id, None)
-            elif earlier is None:
-                with_tokens_only[request_id] = output
-            else:
-                # A new list, because a retired API may still use the old list.
-                earlier.new_token_ids = earlier.new_token_ids + output.new_token_ids
-                earlier.finish_reason = output.finish_reason
-                earlier.stop_reason = output.stop_reason
-                continue
-            by_request.setdefault(request_id, []).append(output)
-    joined = steps[-1]
-    joined.outputs = [output for outputs in by_request.values() for output in outputs]
-    return joined
-
-
-_beside_tokens = operator.attrgetter(
-    *sorted(
-        set(EngineCoreOutput.__struct_fields__)
-        - {"request_id", "new_token_ids", "finish_reason", "stop_reason", "num_nans_in_logits"}
-    )
-)
-
-
-def _has_only_tokens(output: EngineCoreOutput) -> bool:
-    return all(value is None for value in _beside_tokens(output))
 
 
 @contextlib.contextmanager

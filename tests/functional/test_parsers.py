@@ -168,13 +168,13 @@ def test_anthropic_messages(name: str, anthropic: Anthropic) -> None:
         assert heard_of_message(stream.get_final_message()) == wanted
 
 
-def test_without_a_tool_parser_the_calls_stay_text(openai: OpenAI) -> None:
-    request = asked(NO_TOOLS, RECORDED["qwen3"])
-    for hear in (whole_chat, streamed_chat):
-        heard = hear(openai, request)
-        assert heard.thought == THOUGHT
-        assert heard.text.startswith("<tool_call>")
-        assert not heard.calls
+@pytest.mark.parametrize("name", [NO_TOOLS, "phi-3.5"])
+def test_tools_are_refused_without_a_tool_parser(name: str, openai: OpenAI) -> None:
+    request = {"model": name, "messages": QUESTION, "tools": [TOOL]}
+    with pytest.raises(BadRequestError, match="tool choice requires"):
+        openai.chat.completions.create(**request)  # type: ignore[call-overload]
+    heard = streamed_chat(openai, request | {"tool_choice": "none"})
+    assert not heard.calls
 
 
 def test_without_a_reasoning_parser_the_thought_stays_text(openai: OpenAI) -> None:

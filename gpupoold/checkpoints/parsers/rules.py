@@ -12,7 +12,8 @@ from gpupoold.checkpoints.parsers.table import REASONING_RULES, TOOL_RULES, Pars
 _SWITCH = r"(?<![\w.])(?:enable_)?thinking\b"
 _ON_BY_DEFAULT = re.compile(
     rf"{_SWITCH}\s*\|\s*default\(\s*true"
-    rf"|{_SWITCH} (?:is|==) false"
+    rf"|{_SWITCH} (?:is|is not|==|!=) false"
+    rf"|{_SWITCH} is (?:not defined|undefined) or {_SWITCH}"
     rf"|{_SWITCH} is defined and not {_SWITCH}"
     rf"|if {_SWITCH} is defined else true"
     rf"|set (?:enable_)?thinking = true",

@@ -94,6 +94,8 @@ MADE = [
     ("{% if enable_thinking is false %}<think>", "llama", None, "qwen3"),
     ("{% set enable_thinking = enable_thinking | default(true) %}<think>", "llama", None, "qwen3"),
     ("{% if thinking is defined and not thinking %}<think>", "llama", None, "holo2"),
+    ("{% if enable_thinking is not false %}<think>", "llama", None, "qwen3"),
+    ("{% if thinking is not defined or thinking %}<think>", "llama", None, "holo2"),
     ("{% if enable_thinking %}<think>", "llama", None, "deepseek_v3"),
     ("{% if thinking is defined and thinking %}<think>", "llama", None, "deepseek_v3"),
     (_PROMPT + "<think>", "llama", None, "deepseek_r1"),

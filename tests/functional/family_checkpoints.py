@@ -30,7 +30,7 @@ def write_checkpoint(path: Path, recorded: Recorded) -> Path:
     (path / "chat_template.jinja").write_text(text)
     config: dict[str, Any] = AutoConfig.for_model(recorded.model_type).to_dict()
     # vLLM inspects each architecture in a process of its own, which takes seconds.
-    config["architectures"] = ["LlamaForCausalLM"]
+    config["architectures"] = [recorded.architecture]
     config["max_position_embeddings"] = config["max_seq_len"] = MAX_MODEL_LEN
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -57,6 +57,7 @@ class Recorded:
     """
 
     model_type: str
+    architecture: str = "LlamaForCausalLM"
     template: str
     answer: str
     tool: str | None

@@ -1,11 +1,9 @@
-"""A recorded answer of gpt-oss, whose parser needs OpenAI's vocabulary ``o200k_base.tiktoken``."""
+"""A recorded answer of gpt-oss, in the tokens of OpenAI's vocabulary, which vLLM's parser reads."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from anthropic import Anthropic
@@ -23,12 +21,6 @@ from tests.functional.test_parsers import (
     heard_of_message,
     streamed_chat,
     whole_chat,
-)
-
-FOLDER = os.environ.get("TIKTOKEN_ENCODINGS_BASE", "")
-pytestmark = pytest.mark.skipif(
-    not (Path(FOLDER) / "o200k_base.tiktoken").is_file(),
-    reason="the folder $TIKTOKEN_ENCODINGS_BASE has no o200k_base.tiktoken",
 )
 
 NAME = "gpt-oss"

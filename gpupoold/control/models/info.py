@@ -9,7 +9,7 @@ from gpupool_state import ModelRow
 from gpupoold.api.schemas import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.control.models.profiles import latency_on
-from gpupoold.domain import ModelSpec, ModelState
+from gpupoold.domain import Adapter, ModelSpec, ModelState
 
 
 def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
@@ -27,7 +27,7 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         aliases=list(spec.aliases),
         engine=spec.engine,
         presets=[PresetInfo(**asdict(preset)) for preset in spec.presets],
-        adapters=[AdapterInfo(**asdict(adapter)) for adapter in spec.adapters],
+        adapters=[adapter_info(adapter) for adapter in spec.adapters],
         state=(state or row.state).value,
         error=row.error,
         architecture=row.architecture,
@@ -49,3 +49,10 @@ def chat_fields(spec: ModelSpec) -> dict[str, FoundInfo]:
         "reasoning_parser": FoundInfo(**asdict(found.reasoning)),
         "chat_template": FoundInfo(**asdict(found.chat_template)),
     }
+
+
+def adapter_info(adapter: Adapter) -> AdapterInfo:
+    """Return the admin API's body of an adapter."""
+    fields = asdict(adapter)
+    del fields["number"]
+    return AdapterInfo(**fields)

@@ -1,7 +1,7 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
 Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
-``structured_output_manager``, the scheduler's queues (read only),
+``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
 ``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
 the first request.
 """
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import vllm
 from vllm import SamplingParams
@@ -33,6 +34,7 @@ from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.grammars import use_engine_grammars
@@ -158,6 +160,7 @@ class ModelEngine:
         self._scheduler.kv = kv
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
+        self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def add(
@@ -185,6 +188,7 @@ class ModelEngine:
         try:
             decoded = self._decoder.decode(frames)
             decoded.client_index = frontend  # the engine groups outputs by this index
+            self.adapters.resolve(decoded)
             request, wave = self._core.preprocess_add_request(decoded)
             if output_token_ids:
                 resume(self._core, request, wave, output_token_ids, attach)
@@ -350,6 +354,7 @@ class ModelEngine:
         runner.kv_caches.clear()
         self._scheduler = self._core = None
         self._steps.close()
+        self.adapters.close()
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
         gc.unfreeze()
@@ -379,7 +384,10 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            return ModelEngine(name, core, load, kv, info)
+            engine = ModelEngine(name, core, load, kv, info)
+            problems = engine.adapters.add_all(model.adapters)
+            engine.info = msgspec.structs.replace(info, adapter_problems=problems)
+            return engine
         except GpupoolError:
             raise
         except Exception as error:
@@ -430,6 +438,7 @@ def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> 
         block_size=block_size,
         num_gpu_blocks=blocks,
         weight_bytes=load.layout.num_bytes,
+        slot_bytes=load.slot_bytes,
         kv_bytes_per_token=kv_bytes,
         supported_tasks=tuple(core.get_supported_tasks()),
         load_s=load_s,

@@ -165,6 +165,7 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **_chat_fields(model),
         **{f"preset {one.name}": _preset_text(one) for one in model.presets},
         **{f"adapter {one.name}": f"rank {one.rank}, {one.path}" for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
@@ -173,6 +174,16 @@ def print_model(model: ModelInfo) -> None:
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _chat_fields(model: ModelInfo) -> dict[str, str]:
+    """Return the parsers and the chat template, each with the reason."""
+    found = {
+        "tool parser": model.tool_parser,
+        "reasoning parser": model.reasoning_parser,
+        "chat template": model.chat_template,
+    }
+    return {name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one}
 
 
 def _preset_text(preset: PresetInfo) -> str:

@@ -98,11 +98,19 @@ class AdapterInfo(Body):
     tbt_s: float | None = None
 
 
+class FoundInfo(Body):
+    """A parser or a chat template that was found or given, None for none, and the reason."""
+
+    name: str | None
+    reason: str
+
+
 class ModelInfo(Body):
     """A registered model.
 
     ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
-    the present memory and requests, for a single model only.
+    the present memory and requests. ``usage``, the parsers and the chat template are present for a
+    single model only.
     """
 
     name: str
@@ -125,6 +133,9 @@ class ModelInfo(Body):
     engine: dict[str, str] = {}
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []
+    tool_parser: FoundInfo | None = None
+    reasoning_parser: FoundInfo | None = None
+    chat_template: FoundInfo | None = None
 
 
 class Progress(Body):

@@ -32,7 +32,7 @@ _TRAINING_STATE = (
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "tokenizer.model*")
 # A second copy of the weights in Mistral's format, with a configuration.
 _MISTRAL_FORMAT = ("consolidated*", "params.json")
-_TEMPLATE_FOLDER = "additional_chat_templates"
+TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def safetensors_files(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
@@ -101,7 +101,7 @@ def _chat_templates(paths: Iterable[str]) -> list[str]:
     return [
         "/".join(parts)
         for parts in split
-        if len(parts) == 2 and parts[0] == _TEMPLATE_FOLDER and parts[1].endswith(".jinja")
+        if len(parts) == 2 and parts[0] == TEMPLATE_FOLDER and parts[1].endswith(".jinja")
     ]
 
 

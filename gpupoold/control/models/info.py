@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo
+from gpupoold.api.schemas import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.control.models.profiles import latency_on
-from gpupoold.domain import Adapter, ModelState
+from gpupoold.domain import Adapter, ModelSpec, ModelState
 
 
 def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
@@ -34,6 +36,19 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         created_at=row.created_at,
         latency=latency_on(row.profiles),
     )
+
+
+def chat_fields(spec: ModelSpec) -> dict[str, FoundInfo]:
+    """Return the fields of a body that tell a model's parsers and chat template.
+
+    Blocks on file access.
+    """
+    found = found_parsers(Path(spec.path), spec.engine)
+    return {
+        "tool_parser": FoundInfo(**asdict(found.tool)),
+        "reasoning_parser": FoundInfo(**asdict(found.reasoning)),
+        "chat_template": FoundInfo(**asdict(found.chat_template)),
+    }
 
 
 def adapter_info(adapter: Adapter) -> AdapterInfo:

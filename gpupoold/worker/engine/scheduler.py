@@ -208,7 +208,7 @@ class PooledScheduler(Scheduler):
         if not super()._handle_blocked_waiting_request(request):
             return False
         if is_waiting:
-            after_grammar(request)
+            after_grammar(self.structured_output_manager, request)
         if self._sits_out(request.request_id):
             return False
         if self.kv is None or self.kv.is_whole:

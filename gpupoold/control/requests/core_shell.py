@@ -201,8 +201,8 @@ def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
     """Return a step's tokens as events, one per number of tokens; one event has the step's time."""
     by_count: dict[int, list[str]] = defaultdict(list)
     for item in outputs.progress:
-        if item.new_token_ids:
-            by_count[len(item.new_token_ids)].append(item.request_id)
+        if item.num_tokens:
+            by_count[item.num_tokens].append(item.request_id)
     model, step_s = outputs.model, outputs.step_s
     if len(by_count) <= 1:
         return [e.Stepped(number, model, tuple(ids), n, step_s) for n, ids in by_count.items()]

@@ -48,6 +48,7 @@ from gpupoold.frontend.grammars.request_grammars import (
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.frontend.pooling_bounds import bound_pooling
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
@@ -163,11 +164,13 @@ class VllmModelApi:
             self._app.add_exception_handler(kind, _on_fault)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
+        self._paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
 
     async def start(self) -> None:
         """Finish the start on the serving event loop."""
         state = self._app.state
         await init_app_state(self._llm, state, self._args, self._tasks)
+        bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 
@@ -175,6 +178,11 @@ class VllmModelApi:
     def app(self) -> AsgiApp:
         """The ASGI application for the model."""
         return self._app
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of the application, which depend on the model's tasks."""
+        return self._paths
 
     def push(self, outputs: StepOutputs) -> None:
         """Pass on the outputs of one engine step."""
@@ -325,6 +333,8 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.enable_auto_tool_choice = True
     args.tool_call_parser = _TOOL_PARSER
     args.disable_fastapi_docs = True
+    # Late interaction would keep the queries' embeddings in one worker between two requests.
+    args.enable_flash_late_interaction = False
     args.allowed_media_domains = list(model.media_hosts)
     return args
 

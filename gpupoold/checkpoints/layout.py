@@ -61,9 +61,10 @@ def files_to_download(
 ) -> tuple[str, ...]:
     """Return the part of a repository needed for serving.
 
-    Apart from chat templates and modules of sentence-transformers only the top folder counts:
-    subfolders hold other formats of the same weights. Pickled weights are included only if allowed and without safetensors; code only if
-    allowed. Hidden files are never included, because the download keeps its state in hidden files.
+    Only the top folder counts, apart from chat templates and modules of sentence-transformers:
+    other subfolders hold other formats of the same weights. Pickled weights are included only if
+    allowed and without safetensors; code only if allowed. Hidden files are never included, because
+    the download keeps its state in hidden files.
     """
     top = [path for path in paths if "/" not in path and not path.startswith(".")]
     wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))

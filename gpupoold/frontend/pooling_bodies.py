@@ -97,7 +97,7 @@ def _is_token_ids(values: list[Any]) -> bool:
 
 def _num_items(text: msgspec.Raw) -> int:
     view = memoryview(text)
-    if view == b"null":
+    if bytes(view[:4]) == b"null":
         return 0
     if not _LIST.match(view) or _NUMBERS.match(view) or _CONVERSATION.match(view):
         return 1

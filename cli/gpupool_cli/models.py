@@ -23,6 +23,7 @@ from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
 _SHOWN_BATCH = 8
+_MAX_SHOWN_VALUE = 100
 _COLUMNS = (
     output.Column("NAME"),
     output.Column("STATE", coloured=True),
@@ -148,11 +149,19 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
         "added": output.time_text(model.created_at),
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _shortened(value: str) -> str:
+    """Return the first line of an option's value, for a table."""
+    lines = value.splitlines() or [""]
+    is_whole = len(lines) == 1 and len(value) <= _MAX_SHOWN_VALUE
+    return value if is_whole else f"{lines[0][:_MAX_SHOWN_VALUE]}..."
 
 
 def _memory_fields(model: ModelInfo) -> dict[str, str]:

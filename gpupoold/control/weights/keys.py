@@ -17,7 +17,9 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 _logger = logging.getLogger(__name__)
 
 # Names, targets and the hosts of media do not change a model's weights.
-_NOT_IN_SNAPSHOT = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts"})
+_NOT_IN_SNAPSHOT = frozenset(
+    {"name", "aliases", "presets", "adapters", "ttft_s", "tbt_s", "media_hosts"}
+)
 
 
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:

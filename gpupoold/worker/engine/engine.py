@@ -28,6 +28,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from gpupoold.engine_options.parsing import engine_options
 from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
@@ -423,6 +424,7 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
     if skips_checkpoint:
         snapshot_loader.register()
         arguments["load_format"] = snapshot_loader.LOAD_FORMAT
+    arguments |= engine_options(model.engine)
     # This usage context selects batches as large as in vLLM's server; the other default is for
     # old GPUs.
     arguments |= engine_arguments()

@@ -79,7 +79,8 @@ class ModelInfo(Body):
     """A registered model.
 
     ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
-    the present memory and requests, for a single model only.
+    the present memory and requests, for a single model only. ``tasks`` are vLLM's names of the
+    work that the loaded model does, for example ``generate`` or ``embed``.
     """
 
     name: str
@@ -99,6 +100,13 @@ class ModelInfo(Body):
     created_at: float
     latency: StoredLatency | None = None
     usage: ModelUsage | None = None
+    tasks: list[str] = []
+
+    @property
+    def generates(self) -> bool:
+        """True unless the loaded model makes embeddings, scores or classes only."""
+        return not self.tasks or "generate" in self.tasks
+
     engine: dict[str, str] = {}
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []

@@ -8,10 +8,16 @@ from gpupool_state import ModelRow
 from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo
 from gpupoold.control.models.profiles import latency_on
 from gpupoold.domain import ModelState
+from gpupoold.wire.messages import LoadedModel
 
 
-def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
-    """Return a registry row as a body of the admin API; ``state`` replaces the stored state."""
+def model_info(
+    row: ModelRow, state: ModelState | None = None, loaded: LoadedModel | None = None
+) -> ModelInfo:
+    """Return a registry row as a body of the admin API; ``state`` replaces the stored state.
+
+    ``loaded`` has the facts of the engines, None before the first load.
+    """
     spec = row.spec
     return ModelInfo(
         name=spec.name,
@@ -33,4 +39,5 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         kv_bytes_per_token=row.kv_bytes_per_token,
         created_at=row.created_at,
         latency=latency_on(row.profiles),
+        tasks=[] if loaded is None else list(loaded.supported_tasks),
     )

@@ -12,7 +12,7 @@ from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.costs import POOLING_COSTS, ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.base import Policy
@@ -57,7 +57,8 @@ class Scheduler:
                 targets,
                 loaded.weight_bytes,
                 loaded.kv_bytes_per_token,
-                costs or ModelCosts(),
+                costs or (ModelCosts() if loaded.generates else POOLING_COSTS),
+                loaded.generates,
             )
         )
 

@@ -17,6 +17,14 @@ from gpupoold.errors import Refused
 
 MODULES_FILE = "modules.json"
 _MAX_MODULES = 32
+# Ends of the names of model classes without a language model's head.
+_POOLING_CLASSES = (
+    "Model",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForMaskedLM",
+    "ForRewardModeling",
+)
 _AGAIN = "fetch the checkpoint again, with its subfolders"
 # Kinds of modules with files that vLLM reads, by the last part of the type's name.
 _WITH_FILES = ("Pooling", "Dense")
@@ -50,6 +58,14 @@ def check_modules(path: Path) -> None:
             raise Refused(f"{file}: the folder {folder!r} is outside of the checkpoint", _AGAIN)
         if not os.path.isfile(path / relative / "config.json"):
             raise Refused(f"{path}: the module {folder!r} has no config.json", _AGAIN)
+
+
+def is_pooling(path: Path, architecture: str) -> bool:
+    """Return whether a checkpoint embeds, ranks or classifies, as vLLM decides by default."""
+    if os.path.isfile(path / MODULES_FILE):
+        return True
+    is_language_model = architecture.endswith(("LMHeadModel", "ForCausalLM"))
+    return architecture.endswith(_POOLING_CLASSES) and not is_language_model
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:

@@ -192,7 +192,7 @@ def num_bytes_of(message: m.AddRequest) -> int:
     return sum(map(len, message.frames))
 
 
-_API_PREFIXES = ("chatcmpl-", "cmpl-")
+_API_PREFIXES = ("chatcmpl-", "cmpl-", "embd-", "score-", "classify-", "pooling-")
 
 
 def request_id_of(text: str) -> str:

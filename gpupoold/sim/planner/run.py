@@ -181,7 +181,8 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
 
 
 def _admitted(setup: Setup, seed: int) -> Admitted:
-    admitted = admit(setup.load.draw(seed), setup.limits())
+    poolers = {name for name, model in setup.models.items() if not model.generates}
+    admitted = admit(setup.load.draw(seed), setup.limits(), poolers)
     if admitted.requests:
         return admitted
     if admitted.num_refused:

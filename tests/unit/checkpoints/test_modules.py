@@ -72,7 +72,7 @@ def test_the_pooling_folder_is_required(
     assert info.architecture == "BertModel"
     copy = shutil.copytree(whole, tmp_path / "copy")
     shutil.rmtree(copy / "1_Pooling")
-    with pytest.raises(Refused, match="the module '1_Pooling' has no config.json"):
+    with pytest.raises(Refused, match=r"the module '1_Pooling' has no config\.json"):
         check_checkpoint(copy, allow_pickle=False, allow_remote_code=False)
 
 

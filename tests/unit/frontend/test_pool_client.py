@@ -84,6 +84,7 @@ def test_a_pooling_request_is_due_one_result() -> None:
     pool = ControlPlane()
     asyncio.run(pool.client.add_request_async(engine_request(sampling_params=None)))
     [sent] = pool.sent
+    assert isinstance(sent, AddRequest)
     assert sent.max_tokens == 1
 
 

@@ -110,7 +110,8 @@ class ModelInfo(Body):
 
     ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
     the present memory and requests. ``usage``, the parsers and the chat template are present for a
-    single model only.
+    single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
+    example ``generate`` or ``embed``.
     """
 
     name: str
@@ -130,6 +131,13 @@ class ModelInfo(Body):
     created_at: float
     latency: StoredLatency | None = None
     usage: ModelUsage | None = None
+    tasks: list[str] = []
+
+    @property
+    def generates(self) -> bool:
+        """True unless the loaded model makes embeddings, scores or classes only."""
+        return not self.tasks or "generate" in self.tasks
+
     engine: dict[str, str] = {}
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []

@@ -16,6 +16,7 @@ from typing import Any
 
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.manifest import require_complete
+from gpupoold.checkpoints.modules import check_modules
 from gpupoold.checkpoints.tensor_file import (
     DTYPE_BITS,
     TensorEntry,
@@ -81,6 +82,7 @@ def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool)
     names = list_folder(path)
     require_complete(path)
     config = check_config(path, allow_remote_code=allow_remote_code)
+    check_modules(path)
     tokenizers = layout.tokenizer_files(names)
     if not tokenizers:
         raise Refused(

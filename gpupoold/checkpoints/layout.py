@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable
 
+from gpupoold.checkpoints.modules import MODULES_FILE, module_files
+
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -62,12 +64,15 @@ def files_to_download(
 ) -> tuple[str, ...]:
     """Return the part of a repository needed for serving.
 
-    Apart from chat templates only the top folder counts: subfolders hold other formats of the same
-    weights. Pickled weights are included only if allowed and without safetensors; code only if
-    allowed. Hidden files are never included, because the download keeps its state in hidden files.
+    Only the top folder counts, apart from chat templates and modules of sentence-transformers:
+    other subfolders hold other formats of the same weights. Pickled weights are included only if
+    allowed and without safetensors; code only if allowed. Hidden files are never included, because
+    the download keeps its state in hidden files.
     """
     top = [path for path in paths if "/" not in path and not path.startswith(".")]
     wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))
+    if MODULES_FILE in top:
+        wanted |= module_files(paths, allow_pickle=allow_pickle)
     weights = _matching(top, ("*.safetensors",))
     if any(not fnmatch.fnmatchcase(name, "consolidated*") for name in weights):
         native = set(_matching(top, _MISTRAL_FORMAT))

@@ -49,6 +49,7 @@ from gpupoold.frontend.grammars.request_grammars import (
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.frontend.pooling_bounds import bound_pooling
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.frontend.step_outputs import (
@@ -174,6 +175,7 @@ class VllmModelApi:
             self._app.add_exception_handler(kind, _on_fault)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
+        self._paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
 
     async def start(self) -> None:
         """Finish the start on the serving event loop."""
@@ -184,6 +186,7 @@ class VllmModelApi:
             (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
             for one in self._adapters
         )
+        bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 
@@ -191,6 +194,11 @@ class VllmModelApi:
     def app(self) -> AsgiApp:
         """The ASGI application for the model."""
         return self._app
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of the application, which depend on the model's tasks."""
+        return self._paths
 
     def push(self, outputs: StepOutputs) -> None:
         """Pass on the outputs of one engine step."""
@@ -348,6 +356,8 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.enforce_eager = True
     args.disable_log_stats = True
     args.disable_fastapi_docs = True
+    # Late interaction would keep the queries' embeddings in one worker between two requests.
+    args.enable_flash_late_interaction = False
     args.allowed_media_domains = list(model.media_hosts)
     return args
 

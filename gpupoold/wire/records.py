@@ -49,13 +49,27 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int = 0
     adapter_problems: dict[str, str] = {}
 
+    @property
+    def generates(self) -> bool:
+        """True if the model makes tokens; False for a pooling model."""
+        return "generate" in self.supported_tasks
+
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
-    """A request's share of a step: new token ids, and the reason if the request ended."""
+    """A request's share of a step: new token ids, and the reason if the request ended.
+
+    ``has_result``: the step made the result of a pooling request (an embedding or scores).
+    """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
+    has_result: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens; a pooling result counts as one."""
+        return len(self.new_token_ids) + self.has_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from gpupoold.admin.routes_top import add_top_routes
 from gpupoold.api.schemas import (
     AddAdapterRequest,
     AddModelRequest,
+    AddPresetRequest,
     BenchMemoryRequest,
     BenchSwitchRequest,
     CachedModel,
@@ -84,6 +85,10 @@ def _add_model_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     async def add_adapter(body: AddAdapterRequest) -> StreamingResponse:
         steps = control_plane.lifecycle.adapters.add(body)
         return StreamingResponse(_progress_lines(steps), media_type=_NDJSON)
+
+    @app.post("/presets")
+    async def add_preset(body: AddPresetRequest) -> ModelInfo:
+        return model_info(await control_plane.lifecycle.presets.add(body))
 
     @app.get("/models/{name:path}")
     async def show_model(name: str) -> ModelInfo:

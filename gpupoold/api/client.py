@@ -21,6 +21,7 @@ from gpupoold.api.client_top import TopCalls
 from gpupoold.api.schemas import (
     AddAdapterRequest,
     AddModelRequest,
+    AddPresetRequest,
     BenchMemoryRequest,
     BenchSwitchRequest,
     CachedModel,
@@ -108,6 +109,16 @@ class AdminClient(KeyCalls, TopCalls):
             GpupoolError: while iterating, when the daemon reports a failure.
         """
         return self._progress("/adapters", request)
+
+    def add_preset(self, request: AddPresetRequest) -> ModelInfo:
+        """Add a preset; return its model.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the name is taken.
+            UsageError: a default cannot be set.
+        """
+        return self._call(_MODEL, "POST", "/presets", body=request, unbounded=True)
 
     def _progress(
         self, path: str, request: AddModelRequest | AddAdapterRequest

@@ -121,7 +121,7 @@ class LiveRequest:
     request_id: str = field(init=False)
     model: str = field(init=False)
     counted_name: str = field(init=False)
-    """The name under which the request is counted: the adapter's or the model's."""
+    """The name under which the request is counted: its preset's, adapter's or model's."""
     arrival_s: float = field(init=False)
     num_prompt_tokens: int = field(init=False)
     key_id: str = field(init=False)

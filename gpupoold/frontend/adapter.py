@@ -326,7 +326,8 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     for name, value in parse_options(model.engine).items():
         setattr(args, name, value)
     args.model = model.path
-    args.served_model_name = [model.name, *model.aliases]
+    presets = (preset.name for preset in model.presets)
+    args.served_model_name = [model.name, *model.aliases, *presets]
     args.dtype = loaded.dtype.removeprefix("torch.")
     args.max_model_len = loaded.max_model_len
     args.trust_remote_code = model.allow_remote_code

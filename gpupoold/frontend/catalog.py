@@ -30,7 +30,7 @@ class Catalog:
         """Replace the list."""
         self.ready = ready
         self._is_known = True
-        self._models = {one.name: one for model in models for one in (model, *_adapters(model))}
+        self._models = {one.name: one for model in models for one in (model, *_further(model))}
         # A name takes precedence over an equal alias.
         self._by_any_name = {
             alias: model for model in self._models.values() for alias in model.aliases
@@ -86,12 +86,13 @@ class Catalog:
         return [model for model in self._models.values() if _is_in(model, scope)]
 
 
-def _adapters(model: ServedModel) -> Iterator[ServedModel]:
-    """Yield a model's adapters, each as a model of its own."""
+def _further(model: ServedModel) -> Iterator[ServedModel]:
+    """Yield a model's presets and adapters, each as a model of its own."""
+    alone = msgspec.structs.replace(model, parent=model.name, aliases=(), presets=(), adapters=())
+    for preset in model.presets:
+        yield msgspec.structs.replace(alone, name=preset.name, presets=(preset,))
     for adapter in model.adapters:
-        yield msgspec.structs.replace(
-            model, name=adapter.name, parent=model.name, aliases=(), presets=(), adapters=()
-        )
+        yield msgspec.structs.replace(alone, name=adapter.name)
 
 
 def _is_in(model: ServedModel, scope: Scope) -> bool:

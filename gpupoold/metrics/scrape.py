@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 class Scrape:
     """The control plane and its models by name: counts, attainment of the last minute.
 
-    Requests of an adapter count under its name, memory and states under the name of its model.
+    Requests of a preset or adapter count under its name, memory and states under its model's name.
     An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
     read.
     """
@@ -66,13 +66,13 @@ class Scrape:
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
-        """Yield all registered models and adapters by name, with meters."""
+        """Yield all models, presets and adapters by name, with meters."""
         for name in self.names:
             yield name, self.control_plane.dispatcher.accounts.meters.model(name)
 
     @property
     def names(self) -> list[str]:
-        """The names of all models and adapters."""
+        """The names of all models, presets and adapters."""
         return _names(self.rows)
 
     @property
@@ -91,8 +91,8 @@ class Scrape:
 
 
 def _names(rows: dict[str, ModelRow]) -> list[str]:
-    adapters = (one.name for row in rows.values() for one in row.spec.adapters)
-    return [*rows, *adapters]
+    further = (one.name for row in rows.values() for one in row.spec.further)
+    return [*rows, *further]
 
 
 def memories(worker: Worker) -> list[ModelMemory]:

@@ -65,8 +65,8 @@ class AddRequest(Message):
     worker sends ``RequestAttached`` when the request can continue; the KV is in ``kv_transfer`` or
     is recomputed. ``key_id`` is the id of the API key or empty. The daemon fills ``frontend`` in
     with the number of the sending frontend. A request that ``is_isolated`` shares no step with
-    other requests until ``EndIsolation``. ``served_name`` is the name of the adapter, empty for the
-    model itself.
+    other requests until ``EndIsolation``. ``served_name`` is the name of the adapter or preset,
+    empty for the model itself.
     """
 
     model: str
@@ -86,7 +86,7 @@ class AddRequest(Message):
 
     @property
     def counted_name(self) -> str:
-        """The name under which the request is counted: the adapter's or the model's."""
+        """The name under which the request is counted: its preset's, adapter's or model's."""
         return self.served_name or self.model
 
 

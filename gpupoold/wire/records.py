@@ -96,7 +96,8 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of ``/v1/models``; ``state`` is a ``ModelState``. ``parent`` is an adapter's model.
+    """A row of ``/v1/models``; ``state`` is a ``ModelState``. ``parent`` is the model of a
+    preset or adapter, which has a row of its own.
 
     Clients of a model that is not ready should retry after ``retry_after_s``, or at ``retry_at_s``
     (on the monotonic clock) if that is later.
@@ -113,3 +114,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     parent: str = ""
+
+    @property
+    def preset(self) -> Preset | None:
+        """The preset, if this row is a preset's."""
+        return self.presets[0] if self.parent and self.presets else None

@@ -157,6 +157,7 @@ class ModelAdapters:
         async with self._fleet.changing.alone():
             adapter = await self._numbered(adapter)
             row = await self._registry.add_further(row.spec.name, adapter)
+            self._fleet.changed(row.spec)
             try:
                 await self._load(row.spec.name, adapter)
                 await self._remount(row)

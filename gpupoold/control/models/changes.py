@@ -65,7 +65,7 @@ class Changes:
                 add_aliases=request.add_aliases,
                 remove_aliases=request.remove_aliases,
             )
-            self._dispatcher.set_targets(old.name, targets)
+            self._dispatcher.changed(row.spec)
             if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
                 await self._mounts.mount(row.spec)
             await self._mounts.publish()

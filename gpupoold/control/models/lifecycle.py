@@ -20,6 +20,7 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, find_model
+from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
 from gpupoold.control.models.retries import Retries
@@ -67,6 +68,7 @@ class ModelLifecycle:
         self.quarantine = Quarantine(history, fleet, dispatcher, loader, warmer, failures, mounts)
         self.retries = Retries(fleet, dispatcher, supervisor, reloads, failures)
         self.drains = Drains(settings, fleet, dispatcher.live, mounts)
+        self.presets = Presets(registry, history, fleet, mounts, inspector)
         self._additions = Additions(
             settings, registry, history, fleet, supervisor, snapshots, loader, mounts, inspector
         )
@@ -116,11 +118,14 @@ class ModelLifecycle:
         return await self._changes.set(name, request)
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove a model or an adapter; see :meth:`Changes.remove` and
-        :meth:`ModelAdapters.remove`.
+        """Remove a model, preset or adapter; see :meth:`Changes.remove`,
+        :meth:`Presets.remove` and :meth:`ModelAdapters.remove`.
         """
-        if (await self.find(name)).spec.adapter(name) is not None:
+        spec = (await self.find(name)).spec
+        if spec.adapter(name) is not None:
             return await self.adapters.remove(name, mode)
+        if spec.preset(name) is not None:
+            return await self.presets.remove(name)
         return await self._changes.remove(name, mode)
 
     async def find(self, name: str) -> ModelRow:

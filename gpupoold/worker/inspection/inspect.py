@@ -14,6 +14,7 @@ from gpupoold.errors import GpupoolError, Refused, UsageError
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.inspection.presets import check_preset
 
 
 def inspect(model: ModelToLoad, *, is_emulated: bool) -> None:
@@ -23,6 +24,8 @@ def inspect(model: ModelToLoad, *, is_emulated: bool) -> None:
         GpupoolError: the reason why the model cannot be served.
     """
     _check_parsers(model)
+    for preset in model.presets:
+        check_preset(preset)
     try:
         config = engine_config(model, is_emulated=is_emulated)
         if config.lora_config is not None:

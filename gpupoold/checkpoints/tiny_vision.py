@@ -43,6 +43,13 @@ _GEMMA_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<b
 # vLLM joins newlines around an image to one of these tokens.
 _GEMMA_NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 
+_GEMMA_NAMES = (
+    ("model.vision_tower.", "vision_tower.vision_model."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+
 # The content of a message is text, or a list of text and images.
 _TEMPLATE = """
 {%- for message in messages %}
@@ -142,6 +149,7 @@ def _write_model(
     """Draw the weights; the output rows of ``silent_ids`` are 0, so greedy text avoids the ids."""
     import torch
     import transformers
+    from safetensors.torch import save_file
 
     config = family.config(token_id)
     config.dtype = torch.float32
@@ -153,8 +161,21 @@ def _write_model(
         for name, tensor in model.named_parameters():
             _draw(name, tensor, generator, one_plus=is_gemma and "vision" not in name)
         model.lm_head.weight[list(silent_ids)] = 0
-    model.save_pretrained(folder, safe_serialization=True)
-    (folder / "model.safetensors").chmod(0o644)
+    config.architectures = [family.hf_class]
+    config.save_pretrained(folder)
+    tensors = {_hub_name(name, is_gemma): tensor for name, tensor in model.state_dict().items()}
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes files readable only by the owner
+
+
+def _hub_name(name: str, is_gemma: bool) -> str:
+    """Return a tensor's name in published checkpoints, which engines expect."""
+    if is_gemma:
+        for prefix, published in _GEMMA_NAMES:
+            if name.startswith(prefix):
+                return published + name.removeprefix(prefix)
+    return name
 
 
 def _draw(name: str, tensor: torch.Tensor, generator: torch.Generator, *, one_plus: bool) -> None:

@@ -38,7 +38,6 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import (
@@ -46,11 +45,13 @@ from gpupoold.frontend.grammars.request_grammars import (
     keep_grammars_off_the_loop,
 )
 from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
+from gpupoold.wire.records import media_limits
 
 # The only parser that works with any tokenizer; other parsers require their family's tokens.
 _TOOL_PARSER = "hermes"
@@ -59,6 +60,8 @@ _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
 )
 
+
+_PROCESSED_IMAGES_GIB = 0.125
 
 # Errors raised by code that did not validate its input; vLLM answers the last two itself.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
@@ -94,6 +97,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             )
         max_model_len = config.model_config.max_model_len
         bound_renderer(self.renderer, max_model_len, VLLMValidationError)
+        bound_media(self.renderer)
         self.input_processor.assign_request_id = _assign_request_id
         self._grammars = grammars
         # Turns off vLLM's validation of grammars, which have been vetted before.
@@ -112,6 +116,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
+        count_features(prompt, getattr(params, "n", 1))
         params = await self._grammars.vetted(params)
         try:
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -326,6 +331,12 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.tool_call_parser = _TOOL_PARSER
     args.disable_fastapi_docs = True
     args.allowed_media_domains = list(model.media_hosts)
+    args.media_io_kwargs = {"image": {MAX_PIXELS: model.max_image_pixels}}
+    args.limit_mm_per_prompt = media_limits(model.max_images)
+    # Of vLLM's caches of processed media, only the cache for several API processes sends every
+    # item with every request.
+    args._api_process_count = 2
+    args.mm_processor_cache_gb = _PROCESSED_IMAGES_GIB
     return args
 
 

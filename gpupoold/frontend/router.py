@@ -6,6 +6,7 @@ Only the paths named here are served. The applications behind also register oper
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from gpupoold.frontend.errors import (
     send_json,
 )
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
@@ -87,6 +89,7 @@ class Router:
         self._callers = callers
         self._bounds = bounds
         self._metrics = metrics
+        self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
@@ -158,7 +161,8 @@ class Router:
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
-            with serving(caller), naming(ids), counting_prompts(head.num_samples):
+            images = bounding_images(holding, self._decoding)
+            with serving(caller), naming(ids), counting_prompts(head.num_samples), images:
                 async with self._gates.holding(send) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)
 

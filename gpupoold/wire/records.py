@@ -13,7 +13,10 @@ from gpupoold.domain import Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The data for building a model's vLLM configuration."""
+    """The data for building a model's vLLM configuration.
+
+    ``max_images`` is per prompt, ``max_image_pixels`` for all images of an HTTP request.
+    """
 
     name: str
     path: str
@@ -24,6 +27,13 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: float
     allow_remote_code: bool = False
     media_hosts: tuple[str, ...] = ()
+    max_images: int = 16
+    max_image_pixels: int = 64_000_000
+
+
+def media_limits(max_images: int) -> dict[str, int]:
+    """Return the limits of a prompt's items by vLLM's names: images, no audio, no video."""
+    return {"image": max_images, "vision_chunk": max_images, "video": 0, "audio": 0}
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):

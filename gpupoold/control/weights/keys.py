@@ -16,8 +16,10 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
-# Names, targets and the hosts of media do not change a model's weights.
-_NOT_IN_SNAPSHOT = frozenset({"name", "aliases", "ttft_s", "tbt_s", "media_hosts"})
+# Names, targets, and the hosts and limits of media do not change a model's weights.
+_NOT_IN_SNAPSHOT = frozenset(
+    {"name", "aliases", "ttft_s", "tbt_s", "media_hosts", "max_images", "max_image_pixels"}
+)
 
 
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:

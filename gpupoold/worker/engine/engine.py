@@ -35,6 +35,7 @@ from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.wire.records import media_limits
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import check_kind, refusal
@@ -401,6 +402,10 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         # only the reserve is free, all other memory is pages.
         "gpu_memory_utilization": 0.01 if emulated else 0.001,
         "worker_cls": f"gpupoold.worker.engine.{_WORKERS[emulated]}",
+        # Requests come with their processed media. vLLM's cache of these has a mirror in the one
+        # frontend of an engine, and would fail with several frontends, or another engine.
+        "mm_processor_cache_gb": 0,
+        "limit_mm_per_prompt": media_limits(model.max_images),
     }
     if skips_checkpoint:
         snapshot_loader.register()

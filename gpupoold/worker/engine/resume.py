@@ -80,16 +80,19 @@ def after_grammar(request: Request) -> None:
 
 
 def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRequestState:
-    return CachedRequestState(
+    record = CachedRequestState(
         req_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids or ()),
-        mm_features=[],
+        mm_features=request.mm_features,
         sampling_params=request.sampling_params,
         generator=_generator(runner, request.sampling_params, len(token_ids)),
         block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
         num_computed_tokens=0,
         output_token_ids=list(token_ids),
     )
+    if runner.uses_mrope:  # positions in images, as for a new request
+        runner._init_mrope_positions(record)
+    return record
 
 
 def _generator(

@@ -85,7 +85,10 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's memory on one worker, in bytes."""
+    """A model's memory on one worker, in bytes.
+
+    ``encoder_bytes`` counts the image encoder's outputs, which are outside the device's pages.
+    """
 
     model: str
     weights_resident_bytes: int
@@ -94,6 +97,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_host_bytes: int
     num_live: int
     num_waiting: int
+    encoder_bytes: int = 0
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

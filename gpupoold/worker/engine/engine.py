@@ -37,6 +37,7 @@ from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.wire.records import media_limits
 from gpupoold.worker.engine.compiled import forget_compiled
+from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import check_kind, refusal
 from gpupoold.worker.engine.resume import resume
@@ -157,6 +158,7 @@ class ModelEngine:
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder_outputs = EncoderOutputs(core)
 
     @property
     def name(self) -> str:
@@ -329,6 +331,20 @@ class ModelEngine:
         limit = self.kv.geometry.num_blocks - 1
         return max(0, min(wanted * groups, limit) - self._ledger.num_free)
 
+    @property
+    def encoder_bytes(self) -> int:
+        """Size of the image encoder's outputs, which are outside the device's pages."""
+        return self._encoder_outputs.num_bytes
+
+    def check_encoder_outputs(self) -> None:
+        """Check the outputs, see :meth:`EncoderOutputs.check`."""
+        self._encoder_outputs.check()
+
+    def drop_encoder_outputs(self) -> None:
+        """Free the image encoder's outputs; what a request still needs is computed anew."""
+        self._steps.wait()
+        self._encoder_outputs.drop()
+
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
         self._steps.wait()
@@ -350,7 +366,7 @@ class ModelEngine:
         forget_compiled(runner.get_model())
         runner.model = None
         runner.kv_caches.clear()
-        self._scheduler = self._core = None
+        self._scheduler = self._core = self._encoder_outputs = None
         self._steps.close()
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.

@@ -200,7 +200,7 @@ class LimitSettings(Section):
     max_live_requests: Count = 4096
     max_bytes_in_flight: PositiveSize = 256_000_000
     max_images: Annotated[Count, Effect.LOADS] = 16
-    max_image_pixels: Annotated[Count, Effect.LOADS] = 64_000_000
+    max_image_pixels: Annotated[Count, Effect.LOADS] = 32_000_000
     drop_late: bool = False
     load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
     drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")

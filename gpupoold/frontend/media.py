@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pybase64
 import vllm.envs as envs
 from urllib3.util import Url, parse_url
-from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.media import (
     MEDIA_CONNECTOR_REGISTRY,
@@ -31,6 +33,8 @@ from gpupoold.frontend.image_bounds import (
 MAX_PIXELS = "max_pixels"
 """The key of ``media_io_kwargs["image"]`` with the limit of the pixels of a request's images."""
 _SHOWN_CHARS = 200
+# vLLM's message beyond a limit of ``limit_mm_per_prompt``.
+_TOO_MANY = re.compile(r"At most (\d+) (\w+)\(s\) may be provided")
 
 
 class _Encoded(MediaIO[bytes]):  # type: ignore[misc, unused-ignore]
@@ -120,35 +124,25 @@ def bound_media(renderer: Any) -> None:
 
     A client's ``uuid`` would name an image in caches that all clients share.
     """
-    processor = renderer.mm_processor
-    if processor is None:
+    if renderer.mm_processor is None:
         return
     process, render = renderer._process_multimodal_async, renderer.render_chat_async
-    check_number = processor.info.validate_num_items
 
     async def process_by_content(*args: Any, mm_uuids: object = None, **kwargs: Any) -> Any:
         return await process(*args, mm_uuids=None, **kwargs)
 
     async def render_bounded(*args: Any, **kwargs: Any) -> Any:
         images = request_images()
-        if images is None:
-            return await render(*args, **kwargs)
-        with images.rendering():
-            return await render(*args, **kwargs)
-
-    def check_number_plainly(modality: str, num_items: int) -> None:
-        try:
-            check_number(modality, num_items)
-        except VLLMError as error:
-            limit = processor.info.allowed_mm_limits.get(modality, 0)
-            if modality in ("audio", "video"):
-                raise _not_served(modality) from error
-            text = f"A prompt may have at most {limit} images (limits.max_images)."
-            raise VLLMValidationError(text, parameter="image_url") from error
+        with contextlib.nullcontext() if images is None else images.rendering():
+            try:
+                return await render(*args, **kwargs)
+            except VLLMValidationError as error:
+                if too_many := _TOO_MANY.search(str(error)):
+                    raise _beyond(too_many[1], too_many[2]) from error
+                raise
 
     renderer._process_multimodal_async = process_by_content
     renderer.render_chat_async = render_bounded
-    processor.info.validate_num_items = check_number_plainly
 
 
 def count_features(prompt: Any, num_samples: int) -> None:
@@ -166,6 +160,13 @@ def count_features(prompt: Any, num_samples: int) -> None:
     except ApiError as error:
         refuse(error)
         raise VLLMValidationError(error.message, parameter="image_url") from error
+
+
+def _beyond(limit: str, modality: str) -> VLLMValidationError:
+    if modality in ("audio", "video"):
+        return _not_served(modality)
+    text = f"A prompt may have at most {limit} images (limits.max_images)."
+    return VLLMValidationError(text, parameter="image_url")
 
 
 def _not_served(modality: str) -> VLLMValidationError:

@@ -28,7 +28,7 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     allow_remote_code: bool = False
     media_hosts: tuple[str, ...] = ()
     max_images: int = 16
-    max_image_pixels: int = 64_000_000
+    max_image_pixels: int = 32_000_000
 
 
 def media_limits(max_images: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,22 +20,30 @@ from vllm.multimodal.media import (
     MediaConnector,
     MediaIO,
 )
-from vllm.multimodal.media.connector import global_thread_pool
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import refuse
 from gpupoold.frontend.image_bounds import (
     MAX_IMAGE_BYTES,
+    NUM_DECODING,
     BadImage,
     image_size,
     request_images,
 )
+from gpupoold.system.process import lower_priority
 
 MAX_PIXELS = "max_pixels"
 """The key of ``media_io_kwargs["image"]`` with the limit of the pixels of a request's images."""
 _SHOWN_CHARS = 200
 # vLLM's message beyond a limit of ``limit_mm_per_prompt``.
 _TOO_MANY = re.compile(r"At most (\d+) (\w+)\(s\) may be provided")
+
+
+# Threads for images yield the cores to steps and streams.
+_NICENESS = 10
+_decoders = ThreadPoolExecutor(
+    NUM_DECODING, "images", initializer=lower_priority, initargs=(_NICENESS,)
+)
 
 
 class _Encoded(MediaIO[bytes]):  # type: ignore[misc, unused-ignore]
@@ -111,12 +120,12 @@ class AllowListConnector(MediaConnector):  # type: ignore[misc, unused-ignore]
         options = {"image_mode": image_mode} | self.media_io_kwargs.get("image", {})
         max_pixels = options.pop(MAX_PIXELS, envs.VLLM_MAX_IMAGE_PIXELS)
         loop, images = asyncio.get_running_loop(), request_images()
-        size = await loop.run_in_executor(global_thread_pool, image_size, data)
+        size = await loop.run_in_executor(_decoders, image_size, data)
         if images is not None:
             images.add_pixels(size, max_pixels)
             await images.begin()
         decode = ImageMediaIO(**options).load_bytes
-        return await loop.run_in_executor(global_thread_pool, decode, data)
+        return await loop.run_in_executor(_decoders, decode, data)
 
 
 def bound_media(renderer: Any) -> None:
@@ -141,6 +150,7 @@ def bound_media(renderer: Any) -> None:
                     raise _beyond(too_many[1], too_many[2]) from error
                 raise
 
+    renderer._mm_executor.submit(lower_priority, _NICENESS)
     renderer._process_multimodal_async = process_by_content
     renderer.render_chat_async = render_bounded
 

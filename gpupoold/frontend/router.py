@@ -161,8 +161,12 @@ class Router:
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
-            images = bounding_images(holding, self._decoding)
-            with serving(caller), naming(ids), counting_prompts(head.num_samples), images:
+            with (
+                serving(caller),
+                naming(ids),
+                counting_prompts(head.num_samples),
+                bounding_images(holding, self._decoding),
+            ):
                 async with self._gates.holding(send) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)
 

@@ -23,10 +23,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -38,6 +36,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from gpupoold.engine_options.media import media_limits
+from gpupoold.engine_options.parsing import default_arguments, parse_options
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import (
@@ -51,7 +51,6 @@ from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
-from gpupoold.wire.records import media_limits
 
 # The only parser that works with any tokenizer; other parsers require their family's tokens.
 _TOOL_PARSER = "hermes"
@@ -319,7 +318,11 @@ def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
 
 def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     """Return the arguments that ``vllm serve`` would have parsed for this model."""
-    args = copy.deepcopy(_default_arguments())
+    args = default_arguments()
+    args.enable_auto_tool_choice = True
+    args.tool_call_parser = _TOOL_PARSER
+    for name, value in parse_options(model.engine).items():
+        setattr(args, name, value)
     args.model = model.path
     args.served_model_name = [model.name, *model.aliases]
     args.dtype = loaded.dtype.removeprefix("torch.")
@@ -327,22 +330,15 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.trust_remote_code = model.allow_remote_code
     args.enforce_eager = True
     args.disable_log_stats = True
-    args.enable_auto_tool_choice = True
-    args.tool_call_parser = _TOOL_PARSER
     args.disable_fastapi_docs = True
     args.allowed_media_domains = list(model.media_hosts)
-    args.media_io_kwargs = {"image": {MAX_PIXELS: model.max_image_pixels}}
-    args.limit_mm_per_prompt = media_limits(model.max_images)
+    image_options = (args.media_io_kwargs or {}).get("image", {})
+    args.media_io_kwargs = {"image": image_options | {MAX_PIXELS: model.max_image_pixels}}
+    args.limit_mm_per_prompt = media_limits(args.limit_mm_per_prompt, model.max_images)
     # Of vLLM's caches of processed media, only the cache for several API processes sends every
     # item with every request.
     args._api_process_count = 2
     args.mm_processor_cache_gb = _PROCESSED_IMAGES_GIB
-    return args
-
-
-@functools.cache
-def _default_arguments() -> Namespace:
-    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     return args
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpupoold.domain import Switch
+from gpupoold.domain import Adapter, Preset, Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The data for building a model's vLLM configuration.
+    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``.
 
     ``max_images`` is per prompt, ``max_image_pixels`` for all images of an HTTP request.
     """
@@ -29,11 +29,9 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     media_hosts: tuple[str, ...] = ()
     max_images: int = 16
     max_image_pixels: int = 32_000_000
-
-
-def media_limits(max_images: int) -> dict[str, int]:
-    """Return the limits of a prompt's items by vLLM's names: images, no audio, no video."""
-    return {"image": max_images, "vision_chunk": max_images, "video": 0, "audio": 0}
+    engine: dict[str, str] = {}
+    presets: tuple[Preset, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,3 +113,5 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float = 1.0
     retry_at_s: float = 0.0
     max_model_len: int | None = None
+    presets: tuple[Preset, ...] = ()
+    adapters: tuple[Adapter, ...] = ()

@@ -139,16 +139,17 @@ async def test_images_are_sent_to_every_worker_by_every_frontend(
 async def test_memory_of_encoders_is_shown_and_freed(
     daemon: PrivateDaemon, api: AsyncOpenAI
 ) -> None:
+    await images.answers(api, [(QWEN2_5, (40, 41))], 3)
+    await eventually(lambda: usage(daemon, QWEN2_5).encoder_bytes > 0)
+    check_all(daemon)
     with daemon.client() as client:
-        client.drain(1)
-        try:
-            await images.answers(api, [(QWEN2_5, (40, 41))], 3)
-            await eventually(lambda: usage(daemon, QWEN2_5).encoder_bytes > 0)
-            check_all(daemon)
-            await images.answers(api, [(QWEN3, ())], 3)
-            await eventually(lambda: usage(daemon, QWEN2_5).encoder_bytes == 0)
-        finally:
-            client.undrain(1)
+        for drained in (1, 0):
+            client.drain(drained)
+            try:
+                await images.answers(api, [(QWEN3, ())], 3)
+            finally:
+                client.undrain(drained)
+    await eventually(lambda: usage(daemon, QWEN2_5).encoder_bytes == 0)
 
 
 SMALL = data_url(encoded(picture(5, (40, 40))))

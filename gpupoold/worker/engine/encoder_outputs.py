@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 class EncoderOutputs:
     """The outputs that an engine keeps until the prompt's KV is computed, and for equal images.
 
-    vLLM bounds the outputs of one model by the tokens of a step or of an image. Only the model with the turn
-    keeps outputs, so all models of a device together need the memory of one.
+    vLLM bounds the outputs of one model by the tokens of a step or of an image. Only the model with
+    the turn keeps outputs, so all models of a device together need the memory of one.
     """
 
     def __init__(self, core: EngineCore) -> None:

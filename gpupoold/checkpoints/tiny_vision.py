@@ -138,7 +138,9 @@ def _add_tokens(folder: Path, family: VisionFamily) -> Callable[[str], int]:
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
     def token_id(token: str) -> int:
-        return int(tokenizer.token_to_id(token))
+        found = tokenizer.token_to_id(token)
+        assert found is not None
+        return found
 
     return token_id
 

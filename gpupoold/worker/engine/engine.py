@@ -364,7 +364,8 @@ class ModelEngine:
         forget_compiled(runner.get_model())
         runner.model = None
         runner.kv_caches.clear()
-        self._scheduler = self._core = self._encoder_outputs = None
+        self._scheduler = self._core = None
+        del self._encoder_outputs
         self._steps.close()
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from gpupool_state import ModelRow, Registry
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.facts import LoadFacts
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -37,6 +41,17 @@ def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]
     )
 
 
+def _have_same_engine(old: ModelSpec, new: ModelSpec) -> bool:
+    """Return whether the options that differ concern only the API. Blocks on file access.
+
+    Engines have the parser of reasoning too, which may be found in another chat template.
+    """
+    if engine_part(old.engine) != engine_part(new.engine):
+        return False
+    names = {found_parsers(Path(spec.path), spec.engine).reasoning.name for spec in (old, new)}
+    return len(names) == 1
+
+
 class EngineChanges:
     """Replaces the engines of a loaded model on all its workers, one worker after the other.
 
@@ -53,6 +68,7 @@ class EngineChanges:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         facts: LoadFacts,
+        inspector: Inspector,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -61,6 +77,7 @@ class EngineChanges:
         self._supervisor = supervisor
         self._snapshots = snapshots
         self._facts = facts
+        self._inspector = inspector
 
     async def change(self, old: ModelSpec, engine: Mapping[str, str]) -> ModelRow:
         """Replace the model's engines and record the options; the caller remounts the API.
@@ -71,7 +88,8 @@ class EngineChanges:
             GpupoolError: the reason of a worker.
         """
         new = replace(old, engine=dict(engine))
-        if engine_part(old.engine) == engine_part(engine):
+        await self._inspector.check(new)
+        if await asyncio.to_thread(_have_same_engine, old, new):
             return await self._registry.set_engine(old.name, engine)
         done: list[Worker] = []
         with self._snapshots.host_budget.holding(old.name):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from gpupoold.worker.engine import masked_adapters
 from gpupoold.worker.engine.cpu_kernels import correct_rotary_embedding
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 
@@ -22,6 +24,13 @@ class EmulatedWorker(PooledMemory, CPUWorker):
         """Initialise as vLLM does, with the corrected kernels."""
         correct_rotary_embedding()
         super().init_device()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load with adapters that leave requests for the base model unchanged."""
+        CpuPlatform.get_punica_wrapper = classmethod(  # type: ignore[method-assign]
+            lambda _: f"{masked_adapters.__name__}.MaskedAdapters"
+        )
+        super().load_model(load_dummy_weights=load_dummy_weights)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return vLLM's specs, with states stored only at the end of a step.

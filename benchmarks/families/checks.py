@@ -7,14 +7,14 @@ device's memory and the turns.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.families.cells import COLUMNS, Cell, Outcome
+from benchmarks.families.family import Family
 from benchmarks.families.plain import PlainVllm, VllmCannot
-from benchmarks.families.table import Family
 from benchmarks.families.workers import FamilyWorker
 from gpupoold.checkpoints.tiny_tokenizer import VOCAB_SIZE
 from gpupoold.wire.channel import ChannelClosed
@@ -23,6 +23,7 @@ from gpupoold.wire.channel import ChannelClosed
 # answer long enough to be interrupted.
 _SIZES = ((20, 48), (80, 48), (150, 256))
 _LONG = len(_SIZES) - 1
+_TOLERANCE = 1e-5  # of the numbers of pooling models
 _NUM_ROUNDS = 2  # of all prompts, under memory pressure
 _NUM_TOKENS_BEFORE = 20
 _NUM_TOKENS_BEFORE_KILL = 5
@@ -41,12 +42,13 @@ def prompt_of(index: int) -> list[int]:
 class GroupCheck:
     """The state of a group's checks; ``cells`` has the results by family."""
 
-    def __init__(self, families: Sequence[Family], folder: Path, plain: PlainVllm) -> None:
+    def __init__(self, families: Mapping[Family, Path], plain: PlainVllm) -> None:
         self.families = list(families)
         self.cells: dict[str, Cells] = {family.name: {} for family in families}
-        self._paths = {family.name: folder / family.name for family in families}
+        self._paths = {family.name: path for family, path in families.items()}
         self._plain = plain
         self._expected: dict[tuple[str, int], list[int]] = {}
+        self._numbers: dict[str, list[float]] = {}
         # Families whose tokens depend on the batch in vLLM too: these get one request at a time.
         self._alone: set[str] = set()
         self._notes: dict[str, str] = {}
@@ -89,7 +91,11 @@ class GroupCheck:
 
     def _get_answers(self, family: Family, **options: Any) -> None:
         name = family.name
+        options |= {"max_model_len": family.max_model_len}
         self._plain.load(name, self._paths[name], family.dtype, **options)
+        if not family.generates:
+            self._numbers[name] = self._plain.pool(name, prompt_of(_LONG), family.task)
+            return
         for index, (_, num_tokens) in enumerate(_SIZES):
             self._expected[name, index] = self._plain.answer(name, prompt_of(index), num_tokens)
         shorter = range(_LONG)
@@ -104,10 +110,11 @@ class GroupCheck:
     @contextmanager
     def _worker(self, number: int, log_path: Path) -> Iterator[FamilyWorker]:
         sizes = [
-            sum(file.stat().st_size for file in self._paths[family.name].glob("*.safetensors"))
+            family.weight_growth
+            * sum(file.stat().st_size for file in self._paths[family.name].glob("*.safetensors"))
             for family in self.families
         ]
-        device_bytes = max(sizes) + _KV_ROOM_BYTES
+        device_bytes = int(max(sizes)) + _KV_ROOM_BYTES
         worker = FamilyWorker(number, device_bytes, log_path.with_suffix(f".worker-{number}"))
         try:
             yield worker
@@ -118,7 +125,9 @@ class GroupCheck:
 
     def _load_first(self, worker: FamilyWorker) -> None:
         def load(family: Family) -> None:
-            worker.load_family(family.name, self._paths[family.name], family.dtype, None)
+            worker.load_family(
+                family.name, self._paths[family.name], family.dtype, family.max_model_len, None
+            )
 
         for family in list(self.families):
             problem = _problem_of(load, family)
@@ -130,6 +139,8 @@ class GroupCheck:
         """Ask every prompt alone."""
 
         def serve(family: Family) -> Cell:
+            if not family.generates:
+                return self._pool(worker, family, "serve")
             for index in range(len(_SIZES)):
                 request_id = f"serve-{family.name}-{index}"
                 self._ask(worker, family, request_id, index)
@@ -157,7 +168,7 @@ class GroupCheck:
             asked[request_id] = family, index
             self._ask(worker, family, request_id, index)
 
-        for family in self.families:
+        for family in self._generating:
             first = waiting[family.name].pop() if waiting[family.name] else None
             for index in together if first is None else [first]:
                 ask(family, index)
@@ -170,6 +181,8 @@ class GroupCheck:
                     ask(family, waiting[family.name].pop())
 
         def compare(family: Family) -> Cell:
+            if not family.generates:
+                return self._pool(worker, family, "switch")
             for request_id, (owner, index) in asked.items():
                 if owner is family:
                     self._compare(family, index, worker.finish(request_id))
@@ -201,7 +214,7 @@ class GroupCheck:
             worker.call("check_integrity")
             return Cell(Outcome.YES, f"{moved['kv_out_bytes'] >> 10} KiB")
 
-        for family in self.families:
+        for family in self._generating:
             self._fill(family, "kv", page_out)
 
     def _load_second(self, first: FamilyWorker, second: FamilyWorker) -> None:
@@ -209,7 +222,11 @@ class GroupCheck:
 
         def load(family: Family) -> None:
             problem = second.load_family(
-                family.name, self._paths[family.name], family.dtype, first.snapshots[family.name]
+                family.name,
+                self._paths[family.name],
+                family.dtype,
+                family.max_model_len,
+                first.snapshots[family.name],
             )
             if problem:
                 self._set(family, "serve", Cell(Outcome.NO, problem))
@@ -243,23 +260,25 @@ class GroupCheck:
             self._compare(family, _LONG, [*moved.tokens, *rest], len(moved.tokens) * is_prefilled)
             return Cell(Outcome.YES, f"{num_blocks} blocks" if num_blocks else "computed anew")
 
-        for family in self.families:
+        for family in self._generating:
             self._fill(family, "migrate", migrate)
 
     def _kill_and_resume(self, first: FamilyWorker, second: FamilyWorker) -> None:
         """Kill the first worker while it answers for all families."""
         num_tokens = _SIZES[_LONG][1]
         before: dict[str, list[int]] = {}
-        for family in self.families:
+        for family in self._generating:
             request_id = f"resume-{family.name}"
             self._ask(first, family, request_id, _LONG)
-        for family in self.families:
+        for family in self._generating:
             first.wait_tokens(f"resume-{family.name}", _NUM_TOKENS_BEFORE_KILL)
-        for family in self.families:
+        for family in self._generating:
             before[family.name] = first.tokens[f"resume-{family.name}"]
         first.kill()
 
         def resume(family: Family) -> Cell:
+            if not family.generates:
+                return self._pool(second, family, "resume")
             name, request_id, tokens = family.name, f"resume-{family.name}", before[family.name]
             assert len(tokens) < num_tokens, "the answer had ended before"
             self._ask(second, family, request_id, _LONG, tokens)
@@ -271,6 +290,24 @@ class GroupCheck:
         for family in self.families:
             self._fill(family, "resume", resume)
         second.call("check_integrity")
+
+    @property
+    def _generating(self) -> list[Family]:
+        return [family for family in self.families if family.generates]
+
+    def _pool(self, worker: FamilyWorker, family: Family, prefix: str) -> Cell:
+        """Compare the numbers of a pooling model with vLLM's.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        request_id = f"{prefix}-{family.name}"
+        numbers = worker.pool(family.name, request_id, prompt_of(_LONG), family.task)
+        expected = self._numbers[family.name]
+        assert len(numbers) == len(expected), f"{len(numbers)} numbers of {len(expected)}"
+        largest = max(abs(one - other) for one, other in zip(numbers, expected, strict=True))
+        assert largest < _TOLERANCE, f"a number differs by {largest:.2g}"
+        return Cell(Outcome.YES, f"{len(numbers)} numbers")
 
     def _compare(self, family: Family, index: int, tokens: list[int], num_kept: int = 0) -> None:
         """Compare an answer with vLLM's; after ``num_kept`` tokens vLLM prefills these too.

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from tests.functional.worker_peer import encode_request
+
 ENGINE_ARGUMENTS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 512,
@@ -87,6 +89,15 @@ class PlainVllm:
         )
         return found
 
+    def pool(self, name: str, prompt: list[int], task: str) -> list[float]:
+        """Return the numbers of a pooling model for a prompt.
+
+        Raises:
+            VllmCannot: the engine failed.
+        """
+        numbers: list[float] = self._call("pool", name=name, prompt=prompt, task=task)
+        return numbers
+
     def _call(self, method: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -111,6 +122,10 @@ class _Engines:
     def __init__(self) -> None:
         self._cores: dict[str, Any] = {}
         self._num_asked = 0
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def load(self, name: str, path: str, dtype: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -118,7 +133,7 @@ class _Engines:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
-        args = EngineArgs(model=path, dtype=dtype, **ENGINE_ARGUMENTS, **options)
+        args = EngineArgs(model=path, dtype=dtype, **(ENGINE_ARGUMENTS | options))
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._cores[name] = EngineCore(config, Executor.get_class(config), log_stats=False)
 
@@ -126,9 +141,12 @@ class _Engines:
         core = self._cores[name]
         found: dict[str, list[int]] = {}
         for prompt in prompts:
-            request = self._request(prompt, num_tokens)
-            found[request.request_id] = []
-            core.add_request(*core.preprocess_add_request(request))
+            self._num_asked += 1
+            request_id = str(self._num_asked)
+            found[request_id] = []
+            # With the salt no request finds the prefix of another one.
+            frames = encode_request(request_id, prompt, request_id, max_tokens=num_tokens)
+            core.add_request(*core.preprocess_add_request(self._decoder.decode(frames)))
         while core.scheduler.has_requests():
             outputs, _ = core.step_fn()
             for of_client in (outputs or {}).values():
@@ -136,23 +154,17 @@ class _Engines:
                     found[output.request_id] += output.new_token_ids
         return list(found.values())
 
-    def _request(self, prompt: list[int], num_tokens: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
-
+    def pool(self, name: str, prompt: list[int], task: str) -> list[float]:
+        core = self._cores[name]
         self._num_asked += 1
-        request_id = str(self._num_asked)
-        return EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=request_id,  # no request finds the prefix of another one
-            data_parallel_rank=None,
-        )
+        frames = encode_request(str(self._num_asked), prompt, task=task)
+        core.add_request(*core.preprocess_add_request(self._decoder.decode(frames)))
+        while core.scheduler.has_requests():
+            outputs, _ = core.step_fn()
+            for of_client in (outputs or {}).values():
+                for output in of_client.outputs:
+                    return [float(one) for one in output.pooling_output.flatten()]
+        raise RuntimeError("the engine has no answer")
 
 
 def _make_process_groups() -> None:

@@ -1,6 +1,6 @@
 """Check every family of models against vLLM alone, and write docs/models.md.
 
-    python -m benchmarks.models [--only FAMILY ...] [--missing] [--page-only]
+    python -m benchmarks.models [--only FAMILY ...] [--missing | --page-only]
 
 Makes a tiny checkpoint of each family, runs real workers on emulated devices beside vLLM alone, and
 keeps the results in ``benchmarks/results/models/families.json``, from which the page is generated.
@@ -19,6 +19,7 @@ from benchmarks.families.cells import Cell, Outcome, Row, read_rows, write_rows
 from benchmarks.families.checks import Cells, GroupCheck
 from benchmarks.families.family import Family
 from benchmarks.families.make import make_family
+from benchmarks.families.page import page_text
 from benchmarks.families.plain import PlainVllm
 from benchmarks.families.table import FAMILIES, family_named
 from gpupoold.checkpoints.parsers.search import found_parsers
@@ -89,8 +90,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="check these families")
     parser.add_argument("--missing", action="store_true", help="check families without results")
     parser.add_argument("--folder", type=Path, default=_ROOT / "build" / "families")
+    parser.add_argument("--page-only", action="store_true", help="generate the page again")
     args = parser.parse_args(argv)
     rows = read_rows(RESULTS)
+    if not args.page_only:
+        rows = _check(args, rows)
+    PAGE.write_text(page_text(FAMILIES, rows))
+    failed = [name for name, row in rows.items() if row.has_failed]
+    print(f"{PAGE}: {len(rows)} families, {len(failed)} with a failure", flush=True)
+    return 1 if failed else 0
+
+
+def _check(args: argparse.Namespace, rows: dict[str, Row]) -> dict[str, Row]:
+    """Check the chosen families, and keep each result at once."""
     chosen = [family_named(name) for name in args.only] if args.only else list(FAMILIES)
     if args.missing:
         chosen = [family for family in chosen if family.name not in rows]
@@ -103,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{column} {cell.outcome} ({cell.text})" for column, cell in cells.items()
         )
         print(f"{name}: {shown}", flush=True)
-    return 0
+    return rows
 
 
 if __name__ == "__main__":

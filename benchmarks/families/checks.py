@@ -28,7 +28,7 @@ _NUM_ROUNDS = 2  # of all prompts, under memory pressure
 _NUM_TOKENS_BEFORE = 20
 _NUM_TOKENS_BEFORE_KILL = 5
 # Room on a device beside the largest model; less than the other models of a group together.
-_KV_ROOM_BYTES = 5 << 20
+_KV_ROOM_BYTES = 6 << 20
 
 Cells = dict[str, Cell]
 
@@ -182,6 +182,7 @@ class GroupCheck:
 
         def compare(family: Family) -> Cell:
             if not family.generates:
+                worker.call("page_out", model=family.name)
                 return self._pool(worker, family, "switch")
             for request_id, (owner, index) in asked.items():
                 if owner is family:

@@ -100,7 +100,8 @@ class GroupCheck:
             self._expected[name, index] = self._plain.answer(name, prompt_of(index), num_tokens)
         shorter = range(_LONG)
         together = self._plain.answers(name, [prompt_of(index) for index in shorter], _SIZES[0][1])
-        if together != [self._expected[name, index] for index in shorter]:
+        is_same = together == [self._expected[name, index] for index in shorter]
+        if not is_same or family.dtype == "bfloat16":  # few tokens may be the same by chance
             self._notes.setdefault(name, "one request at a time")
             if name not in self._alone:
                 # The prefix cache divides prompts otherwise, which rounds otherwise too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from anthropic import Anthropic
@@ -37,7 +38,10 @@ GPT_OSS = Recorded(
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedPeer]:
-    from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+    from openai_harmony import (  # type: ignore[import-untyped]
+        HarmonyEncodingName,
+        load_harmony_encoding,
+    )
 
     path = write_checkpoint(tmp_path_factory.mktemp("gpt-oss") / "checkpoint", GPT_OSS)
     encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
@@ -55,8 +59,7 @@ def test_chat_completions(peer: ScriptedPeer) -> None:
 
 def test_anthropic_messages(peer: ScriptedPeer) -> None:
     tool = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
+    request: dict[str, Any] = {"messages": QUESTION, "tools": [tool], "max_tokens": 200}
     with Anthropic(base_url=peer.url, api_key="none", max_retries=0) as client:
-        message = client.messages.create(  # type: ignore[call-overload]
-            model=NAME, messages=QUESTION, tools=[tool], max_tokens=200
-        )
+        message = client.messages.create(model=NAME, **request)
     assert heard_of_message(message) == Heard(THOUGHT, "", [CALL], "tool_use")

@@ -158,6 +158,7 @@ def print_model(model: ModelInfo) -> None:
         "revision": model.revision or "",
         "path": model.path,
         "architecture": model.architecture,
+        "tasks": ", ".join(model.tasks),
         "dtype": model.dtype,
         "weights": output.size_text(model.weight_bytes),
         "kv per token": output.size_text(model.kv_bytes_per_token),
@@ -212,6 +213,8 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
         "kv resident": usage.kv_resident_bytes,
         "kv paused": usage.kv_host_bytes,
     }
+    if usage.encoder_bytes:
+        sizes["encoder"] = usage.encoder_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
 
 
@@ -228,7 +231,7 @@ def _latency_fields(model: ModelInfo) -> dict[str, str]:
         ("prefill", prefill_s, f"a prompt of {prompt} tokens", latency.prefill),
         ("decode step", step_s, f"{_SHOWN_BATCH} sequences of {context} tokens", latency.decode),
     ):
-        if seconds is not None and fit is not None:
+        if seconds and fit is not None:  # a pooling model has no decode steps
             quality = f"R2 {fit.r_squared:.3f}, {fit.num_points} points"
             error = f"mean error {100 * fit.mean_relative_error:.2g} %"
             fields[name] = f"{format_duration(seconds)} for {batch} ({quality}, {error})"

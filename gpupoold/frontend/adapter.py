@@ -37,8 +37,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
 from gpupoold.checkpoints.parsers import found_parsers
+from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import default_arguments, parse_options
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
@@ -47,8 +47,10 @@ from gpupoold.frontend.grammars.request_grammars import (
     keep_grammars_off_the_loop,
 )
 from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.frontend.pooling_bounds import bound_pooling
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.frontend.step_outputs import (
@@ -64,6 +66,8 @@ _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
 )
 
+
+_PROCESSED_IMAGES_GIB = 0.125
 
 # Errors raised by code that did not validate its input; vLLM answers the last two itself.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
@@ -102,6 +106,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             )
         max_model_len = config.model_config.max_model_len
         bound_renderer(self.renderer, max_model_len, VLLMValidationError)
+        bound_media(self.renderer)
         self.input_processor.assign_request_id = _assign_request_id
         self._grammars = grammars
         self._joins = joins
@@ -121,6 +126,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
+        count_features(prompt, getattr(params, "n", 1))
         params = await self._grammars.vetted(params)
         try:
             queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -174,6 +180,7 @@ class VllmModelApi:
             self._app.add_exception_handler(kind, _on_fault)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
+        self._paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
 
     async def start(self) -> None:
         """Finish the start on the serving event loop."""
@@ -184,6 +191,7 @@ class VllmModelApi:
             (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
             for one in self._adapters
         )
+        bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 
@@ -191,6 +199,11 @@ class VllmModelApi:
     def app(self) -> AsgiApp:
         """The ASGI application for the model."""
         return self._app
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of the application, which depend on the model's tasks."""
+        return self._paths
 
     def push(self, outputs: StepOutputs) -> None:
         """Pass on the outputs of one engine step."""
@@ -348,7 +361,16 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.enforce_eager = True
     args.disable_log_stats = True
     args.disable_fastapi_docs = True
+    # Late interaction would keep the queries' embeddings in one worker between two requests.
+    args.enable_flash_late_interaction = False
     args.allowed_media_domains = list(model.media_hosts)
+    image_options = (args.media_io_kwargs or {}).get("image", {})
+    args.media_io_kwargs = {"image": image_options | {MAX_PIXELS: model.max_image_pixels}}
+    args.limit_mm_per_prompt = media_limits(args.limit_mm_per_prompt, model.max_images)
+    # Of vLLM's caches of processed media, only the cache for several API processes sends every
+    # item with every request.
+    args._api_process_count = 2
+    args.mm_processor_cache_gb = _PROCESSED_IMAGES_GIB
     return args
 
 

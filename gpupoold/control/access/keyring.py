@@ -238,7 +238,8 @@ class Keyring:
             model = await self._registry.get(name)
             if model is None:
                 raise NoSuchModel(f"no model is named {name!r}", "see `gpupool list`")
-            names.append(name if model.spec.adapter(name) else model.spec.name)
+            is_further = any(one.name == name for one in model.spec.further)
+            names.append(name if is_further else model.spec.name)
         return dataclasses.replace(powers, models=tuple(dict.fromkeys(names)))
 
     def _note_change(self, row: KeyRow, kind: KeyEvent) -> None:

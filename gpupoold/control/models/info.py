@@ -10,10 +10,16 @@ from gpupoold.api.schemas import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.control.models.profiles import latency_on
 from gpupoold.domain import Adapter, ModelSpec, ModelState
+from gpupoold.wire.messages import LoadedModel
 
 
-def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
-    """Return a registry row as a body of the admin API; ``state`` replaces the stored state."""
+def model_info(
+    row: ModelRow, state: ModelState | None = None, loaded: LoadedModel | None = None
+) -> ModelInfo:
+    """Return a registry row as a body of the admin API; ``state`` replaces the stored state.
+
+    ``loaded`` has the facts of the engines, None before the first load.
+    """
     spec = row.spec
     return ModelInfo(
         name=spec.name,
@@ -35,6 +41,7 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         kv_bytes_per_token=row.kv_bytes_per_token,
         created_at=row.created_at,
         latency=latency_on(row.profiles),
+        tasks=[] if loaded is None else list(loaded.supported_tasks),
     )
 
 

@@ -58,7 +58,9 @@ class PooledScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step as vLLM does, without running requests that may not run."""
         limit = self.max_num_scheduled_tokens
-        if self.chunk_tokens is not None:  # at least a token per answer, and one more
+        # Models with attention in both directions prefill each prompt in one step.
+        can_chunk = self.scheduler_config.enable_chunked_prefill
+        if self.chunk_tokens is not None and can_chunk:  # at least a token per answer, and one more
             wanted = max(self.chunk_tokens, len(self.running) + 1)
             self.max_num_scheduled_tokens = min(limit, wanted)
         try:

@@ -158,6 +158,7 @@ def print_model(model: ModelInfo) -> None:
         "revision": model.revision or "",
         "path": model.path,
         "architecture": model.architecture,
+        "tasks": ", ".join(model.tasks),
         "dtype": model.dtype,
         "weights": output.size_text(model.weight_bytes),
         "kv per token": output.size_text(model.kv_bytes_per_token),
@@ -165,6 +166,7 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **_chat_fields(model),
         **{f"preset {one.name}": _preset_text(one) for one in model.presets},
         **{f"adapter {one.name}": _adapter_text(one) for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
@@ -173,6 +175,16 @@ def print_model(model: ModelInfo) -> None:
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _chat_fields(model: ModelInfo) -> dict[str, str]:
+    """Return the parsers and the chat template, each with the reason."""
+    found = {
+        "tool parser": model.tool_parser,
+        "reasoning parser": model.reasoning_parser,
+        "chat template": model.chat_template,
+    }
+    return {name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one}
 
 
 def _preset_text(preset: PresetInfo) -> str:
@@ -209,6 +221,8 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
         "kv resident": usage.kv_resident_bytes,
         "kv paused": usage.kv_host_bytes,
     }
+    if usage.encoder_bytes:
+        sizes["encoder"] = usage.encoder_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
 
 
@@ -225,7 +239,7 @@ def _latency_fields(model: ModelInfo) -> dict[str, str]:
         ("prefill", prefill_s, f"a prompt of {prompt} tokens", latency.prefill),
         ("decode step", step_s, f"{_SHOWN_BATCH} sequences of {context} tokens", latency.decode),
     ):
-        if seconds is not None and fit is not None:
+        if seconds and fit is not None:  # a pooling model has no decode steps
             quality = f"R2 {fit.r_squared:.3f}, {fit.num_points} points"
             error = f"mean error {100 * fit.mean_relative_error:.2g} %"
             fields[name] = f"{format_duration(seconds)} for {batch} ({quality}, {error})"

@@ -16,6 +16,7 @@ from typing import Any
 
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.manifest import require_complete
+from gpupoold.checkpoints.modules import check_modules
 from gpupoold.checkpoints.tensor_file import (
     DTYPE_BITS,
     TensorEntry,
@@ -81,12 +82,14 @@ def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool)
     names = list_folder(path)
     require_complete(path)
     config = check_config(path, allow_remote_code=allow_remote_code)
+    check_modules(path)
     tokenizers = layout.tokenizer_files(names)
     if not tokenizers:
         raise Refused(
             f"{path}: has no tokenizer (tokenizer.json, tokenizer.model or the like)",
             "copy the tokenizer files of the original model into this folder",
         )
+    require_image_processor(path, config, names)
     files, elements = _weights(path, names, config, allow_pickle)
     counts = {dtype: count for dtype, count in elements.items() if count}
     if not counts:
@@ -135,6 +138,20 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
             "if you trust the code's author, set allow_remote_code = true under [security]",
         )
     return config
+
+
+def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[str]) -> None:
+    """Check that a vision model's files include the description of its image processor.
+
+    Raises:
+        Refused: the file is missing.
+    """
+    if isinstance(config.get("vision_config"), dict) and not layout.has_image_processor(names):
+        raise Refused(
+            f"{path}: config.json describes a vision model, but there is neither "
+            "preprocessor_config.json nor processor_config.json",
+            "copy the processor's files of the original model into this folder",
+        )
 
 
 def _is_list_of_names(value: object) -> bool:

@@ -12,6 +12,7 @@ from gpupoold.checkpoints.download import Content, checkpoint_dir, download
 from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
+from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
@@ -82,10 +83,11 @@ class Intake:
         await self._inspector.check(spec)
         self._spec = spec
 
-    def preview(self, checked_at: float) -> ModelInfo:
+    async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
         assert self._info is not None
-        return checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        info = checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        return info.model_copy(update=await asyncio.to_thread(chat_fields, self.spec))
 
     async def _check(self, path: Path) -> CheckpointInfo:
         security = self._settings.security

@@ -58,7 +58,9 @@ class PooledScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step as vLLM does, without running requests that may not run."""
         limit = self.max_num_scheduled_tokens
-        if self.chunk_tokens is not None:  # at least a token per answer, and one more
+        # Models with attention in both directions prefill each prompt in one step.
+        can_chunk = self.scheduler_config.enable_chunked_prefill
+        if self.chunk_tokens is not None and can_chunk:  # at least a token per answer, and one more
             wanted = max(self.chunk_tokens, len(self.running) + 1)
             self.max_num_scheduled_tokens = min(limit, wanted)
         try:
@@ -208,7 +210,7 @@ class PooledScheduler(Scheduler):
         if not super()._handle_blocked_waiting_request(request):
             return False
         if is_waiting:
-            after_grammar(request)
+            after_grammar(self.structured_output_manager, request)
         if self._sits_out(request.request_id):
             return False
         if self.kv is None or self.kv.is_whole:

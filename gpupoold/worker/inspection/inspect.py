@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models import supports_lora
+from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import parse_options
 from gpupoold.errors import GpupoolError, Refused, UsageError
 from gpupoold.wire.messages import ModelToLoad
@@ -30,7 +34,7 @@ def inspect(model: ModelToLoad, *, is_emulated: bool) -> None:
         config = engine_config(model, is_emulated=is_emulated)
         if config.lora_config is not None:
             _check_adapter_support(model.name, config.model_config, is_emulated=is_emulated)
-        cached_tokenizer_from_config(config.model_config)
+        _check_chat(model, config.model_config)
     except GpupoolError:
         raise
     except Exception as error:
@@ -49,6 +53,20 @@ def _check_adapter_support(name: str, config: ModelConfig, *, is_emulated: bool)
             f"{name}: vLLM's CPU build runs no LoRA adapters of mixture-of-experts models",
             "use a GPU, or merge the adapter into its base and add the result as a model",
         )
+
+
+def _check_chat(model: ModelToLoad, config: ModelConfig) -> None:
+    """Load the tokenizer, and build the parsers for the tokenizer as the API does."""
+    tokenizer = cached_tokenizer_from_config(config)
+    found = found_parsers(Path(model.path), model.engine)
+    ParserManager.get_parser(
+        found.tool.name,
+        found.reasoning.name,
+        enable_auto_tools=found.tool.name is not None,
+        model_name=model.name,
+        is_harmony=config.hf_config.model_type == "gpt_oss",
+        tokenizer=tokenizer,
+    )
 
 
 def _check_parsers(model: ModelToLoad) -> None:

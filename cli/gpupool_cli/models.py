@@ -20,7 +20,7 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
-from gpupoold.api.schemas import ModelInfo, PresetInfo, SetModelRequest
+from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo, SetModelRequest
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
@@ -168,7 +168,7 @@ def print_model(model: ModelInfo) -> None:
         "aliases": ", ".join(model.aliases),
         **_chat_fields(model),
         **{f"preset {one.name}": _preset_text(one) for one in model.presets},
-        **{f"adapter {one.name}": f"rank {one.rank}, {one.path}" for one in model.adapters},
+        **{f"adapter {one.name}": _adapter_text(one) for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
         "added": output.time_text(model.created_at),
@@ -189,10 +189,18 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
 
 def _preset_text(preset: PresetInfo) -> str:
     """Return a preset's defaults and targets in one line."""
-    targets = {"ttft": preset.ttft_s, "tbt": preset.tbt_s}
     parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
-    parts += [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
-    return _shortened(", ".join(parts)) or "no other defaults"
+    return _shortened(", ".join([*parts, *_own_targets(preset)])) or "no other defaults"
+
+
+def _adapter_text(adapter: AdapterInfo) -> str:
+    """Return an adapter's rank, targets and folder in one line."""
+    return ", ".join([f"rank {adapter.rank}", *_own_targets(adapter), adapter.path])
+
+
+def _own_targets(further: PresetInfo | AdapterInfo) -> list[str]:
+    targets = {"ttft": further.ttft_s, "tbt": further.tbt_s}
+    return [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
 
 
 def _shortened(value: str) -> str:

@@ -34,12 +34,17 @@ class AddModelRequest(Body):
 
 
 class AddAdapterRequest(Body):
-    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``."""
+    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``.
+
+    A target of None is the model's.
+    """
 
     name: str
     base: str
     source: str | None = None
     revision: str | None = None
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     check_only: bool = False
 
 

@@ -117,7 +117,15 @@ class ModelAdapters:
             Path(base.spec.path),
             allow_pickle=self._settings.security.allow_pickle,
         )
-        yield Adapter(request.name, source, str(path), request.revision, facts.rank)
+        yield Adapter(
+            request.name,
+            source,
+            str(path),
+            request.revision,
+            facts.rank,
+            request.ttft_s,
+            request.tbt_s,
+        )
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
         """Remove an adapter; its base stays as before.
@@ -157,7 +165,6 @@ class ModelAdapters:
         async with self._fleet.changing.alone():
             adapter = await self._numbered(adapter)
             row = await self._registry.add_further(row.spec.name, adapter)
-            self._fleet.changed(row.spec)
             try:
                 await self._load(row.spec.name, adapter)
                 await self._remount(row)
@@ -198,6 +205,7 @@ class ModelAdapters:
                     _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
 
     async def _remount(self, row: ModelRow) -> None:
+        self._fleet.changed(row.spec)
         if self._fleet.loaded(row.spec.name) is not None:
             await self._mounts.mount(row.spec)
         await self._mounts.publish()

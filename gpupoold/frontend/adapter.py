@@ -1,7 +1,7 @@
 """vLLM's API layer over the control plane; ``grammars`` and ``conversations`` import vLLM too.
 
-Written for the version named in ``environment.py``; each use of a non-public API has a comment with
-the reason. To be imported after ``set_engine_environment``.
+Written for the releases named in ``engine_versions.py``; each use of a non-public API has a comment
+with the reason. To be imported after ``set_engine_environment``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -37,6 +36,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+try:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # type: ignore[import-not-found]
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # vLLM 0.32
 
 import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
 from gpupoold.frontend.errors import not_understood

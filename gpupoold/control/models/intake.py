@@ -16,6 +16,7 @@ from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
+from gpupoold.engine_options.names import check_options
 
 # Beside the weights, a device needs memory for the KV of a short request.
 _MIN_KV_SHARE = 0.02
@@ -40,6 +41,7 @@ class Intake:
         self._host_budget = host_budget
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
+        self._engine: dict[str, str] = {}
 
     @property
     def spec(self) -> ModelSpec:
@@ -59,6 +61,7 @@ class Intake:
             GpupoolError: the reason of the failing step.
         """
         request = self._request
+        self._engine = check_options(request.engine)
         yield Progress(stage="resolve")
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
         if isinstance(found, HubSource):
@@ -71,7 +74,7 @@ class Intake:
             path, source = found.path, request.source or str(found.path)
         yield Progress(stage="check")
         self._info = await self._check(path)
-        self._spec = spec_of(request, source, path)
+        self._spec = spec_of(request, source, path, self._engine)
 
     def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""

@@ -27,6 +27,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from gpupoold.engine_options.parsing import engine_options
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
@@ -123,11 +124,18 @@ class BlockPoolLedger:
 
 
 class ModelEngine:
-    """One model's engine with its memory; stepped only while its weights are resident."""
+    """One model's engine with its memory; stepped only while its weights are resident.
 
-    def __init__(self, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel) -> None:
+    ``name`` is unique on the device. While an engine is built beside the model's present engine,
+    the name is not the model's, which is ``info.name``.
+    """
+
+    def __init__(
+        self, name: str, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel
+    ) -> None:
         assert load.weights is not None and load.layout is not None
         self._core: Any = core
+        self.name = name
         self.info = info
         self.weights: WeightMemory = load.weights
         self.layout_digest = load.layout.digest
@@ -139,10 +147,6 @@ class ModelEngine:
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-
-    @property
-    def name(self) -> str:
-        return self.info.name
 
     def add(
         self,
@@ -345,9 +349,9 @@ class ModelEngine:
 
 
 def load_engine(
-    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache
+    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache, name: str
 ) -> ModelEngine:
-    """Build a model's engine on gpupool's memory.
+    """Build a model's engine, called ``name``, on gpupool's memory.
 
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
@@ -363,7 +367,7 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            return ModelEngine(core, load, kv, info)
+            return ModelEngine(name, core, load, kv, info)
         except GpupoolError:
             raise
         except Exception as error:
@@ -388,6 +392,7 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
     if skips_checkpoint:
         snapshot_loader.register()
         arguments["load_format"] = snapshot_loader.LOAD_FORMAT
+    arguments |= engine_options(model.engine)
     # This usage context selects batches as large as in vLLM's server; the other default is for
     # old GPUs.
     arguments |= engine_arguments()

@@ -18,9 +18,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.check import check_config
+from gpupoold.checkpoints.formats import check_format
+from gpupoold.checkpoints.headers import HEADERS_FOLDER, fetch_headers
 from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
 from gpupoold.checkpoints.manifest import (
     MANIFEST_FILE,
@@ -34,6 +37,7 @@ from gpupoold.system import durable
 from gpupoold.units import format_bytes
 
 ProgressCallback = Callable[[int, int], None]
+Part = Literal["all", "small files"]
 
 PART_FOLDER = ".gpupool-parts"
 LOCK_FILE = ".gpupool-download.lock"
@@ -65,8 +69,12 @@ async def download(
     allow_pickle: bool = False,
     allow_remote_code: bool = False,
     model_dirs: Sequence[Path] = (),
+    part: Part = "all",
 ) -> Path:
     """Download a repository's checkpoint into ``target_dir`` and return that folder.
+
+    The part ``small files`` is everything but the weights, of which only the headers are fetched
+    (see :func:`~gpupoold.checkpoints.headers.remote_weights`); a later call fetches the rest.
 
     A finished download of the same revision is returned at once, without a network; an interrupted
     download is resumed. ``on_progress(done_bytes, total_bytes)`` is called in the running event
@@ -91,6 +99,7 @@ async def download(
         allow_pickle=allow_pickle,
         allow_remote_code=allow_remote_code,
         report=report,
+        part=part,
     )
     task = asyncio.create_task(asyncio.to_thread(job.run))
     try:
@@ -131,6 +140,7 @@ class _Download:
     allow_pickle: bool
     allow_remote_code: bool
     report: ProgressCallback
+    part: Part = "all"
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> Path:
@@ -161,7 +171,7 @@ class _Download:
                     "remove that folder first",
                 )
             return manifest
-        own = {MANIFEST_FILE, LOCK_FILE, PART_FOLDER, f"{MANIFEST_FILE}.new"}
+        own = {MANIFEST_FILE, LOCK_FILE, PART_FOLDER, HEADERS_FOLDER, f"{MANIFEST_FILE}.new"}
         if os.path.isdir(self.target_dir) and set(os.listdir(self.target_dir)) - own:
             raise Refused(
                 f"{self.target_dir} has files that were not downloaded by gpupool",
@@ -185,7 +195,9 @@ class _Download:
             yield
 
     def _plan(self, found: Manifest | None) -> Manifest:
-        commit, listed = self.hub.list_files(found.commit if found else self.revision)
+        commit, listed = self.hub.list_files(self._commit_to_continue(found) or self.revision)
+        if found is not None and found.commit != commit:
+            self._discard(found)
         wanted = layout.files_to_download(
             [file.path for file in listed],
             allow_pickle=self.allow_pickle,
@@ -195,8 +207,29 @@ class _Download:
         files = tuple(file for file in listed if file.path in wanted)
         return Manifest(self.hub.repo_id, self.revision, commit, files)
 
+    def _commit_to_continue(self, found: Manifest | None) -> str | None:
+        """Return the commit of an earlier run; None if that run fetched no weights.
+
+        A check long ago must not decide which version is downloaded now.
+        """
+        if found is None:
+            return None
+        fetcher = _Fetcher(self.hub, found.commit, self.target_dir, self.stop)
+        weights = [file for file in found.files if layout.is_weight_file(file.path)]
+        has_begun = any(fetcher.is_done(one) or fetcher.part_bytes(one) for one in weights)
+        return found.commit if has_begun or self.part == "all" else None
+
+    def _discard(self, found: Manifest) -> None:
+        """Remove the small files of another commit."""
+        for file in found.files:
+            (self.target_dir / file.path).unlink(missing_ok=True)
+        for folder in (PART_FOLDER, HEADERS_FOLDER):
+            shutil.rmtree(self.target_dir / folder, ignore_errors=True)
+
     def _require_weights(self, listed: Sequence[str], wanted: Sequence[str]) -> None:
         if any(layout.is_weight_file(path) for path in wanted):
+            if layout.CONFIG_FILE not in wanted:
+                check_format(self.hub.repo_id, listed)
             return
         if layout.pickle_files(path for path in listed if "/" not in path):
             raise Refused(
@@ -204,9 +237,10 @@ class _Download:
                 "code when loaded",
                 "use a safetensors version, or set allow_pickle = true under [security]",
             )
+        check_format(self.hub.repo_id, listed)
         raise Refused(
             f"{self.hub.repo_id} has no weights (*.safetensors)",
-            "GGUF and other formats are not supported; use the model's original repository",
+            "use a repository with the model in Hugging Face's format",
         )
 
     def _fetch(self, manifest: Manifest) -> None:
@@ -216,13 +250,19 @@ class _Download:
         fetcher = _Fetcher(self.hub, manifest.commit, self.target_dir, self.stop)
         missing = [file for file in manifest.files if not fetcher.is_done(file)]
         self._require_space(sum(f.num_bytes - fetcher.part_bytes(f) for f in missing))
-        fetcher.progress = _Progress(sum(f.num_bytes for f in manifest.files), self.report)
-        fetcher.progress.add(sum(f.num_bytes for f in manifest.files if f not in missing))
+        small = [f for f in manifest.files if not layout.is_weight_file(f.path)]
+        wanted = small if self.part == "small files" else manifest.files
+        fetcher.progress = _Progress(sum(f.num_bytes for f in wanted), self.report)
+        fetcher.progress.add(sum(f.num_bytes for f in wanted if f not in missing))
         # A bad configuration is refused before the weights are fetched.
-        fetcher.fetch_all([f for f in missing if not layout.is_weight_file(f.path)])
+        fetcher.fetch_all([f for f in missing if f in small])
         check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
-        fetcher.fetch_all([f for f in missing if layout.is_weight_file(f.path)])
+        if self.part == "small files":
+            fetch_headers(self.hub, manifest, self.target_dir, self.stop)
+            return
+        fetcher.fetch_all([f for f in missing if f not in small])
         shutil.rmtree(parts)
+        shutil.rmtree(self.target_dir / HEADERS_FOLDER, ignore_errors=True)
         write_manifest(self.target_dir, replace(manifest, complete=True))
 
     def _require_space(self, needed_bytes: int) -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
-from gpupoold.checkpoints.download import checkpoint_dir, download
+from gpupoold.checkpoints.download import Part, checkpoint_dir, download
 from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
-from gpupoold.checkpoints.resolve import HubSource, resolve
+from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
+from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options
+from gpupoold.errors import Refused
 
 # Beside the weights, a device needs memory for the KV of a short request.
 _MIN_KV_SHARE = 0.02
@@ -55,7 +57,10 @@ class Intake:
         return estimate_weight_bytes(self._info, self._request.dtype)
 
     async def steps(self) -> AsyncIterator[Progress]:
-        """Resolve the source, download if needed, and check the checkpoint.
+        """Resolve the source, check the checkpoint, and download the checkpoint if needed.
+
+        Everything is checked that the small files, the file sizes and the headers of the weights
+        show, before the weights are downloaded. ``check_only`` ends there.
 
         Raises:
             GpupoolError: the reason of the failing step.
@@ -64,55 +69,85 @@ class Intake:
         self._engine = check_options(request.engine)
         yield Progress(stage="resolve")
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
-        if isinstance(found, HubSource):
-            lines: asyncio.Queue[Progress] = asyncio.Queue()
-            task = asyncio.create_task(self._download(found.repo_id, lines))
-            async for line in _until_done(task, lines):
+        if isinstance(found, LocalSource):
+            source = request.source or str(found.path)
+            async for line in self._checked(found.path, source, None):
                 yield line
-            path, source = await task, found.repo_id
-        else:
-            path, source = found.path, request.source or str(found.path)
-        yield Progress(stage="check")
-        self._info = await self._check(path)
-        self._spec = spec_of(request, source, path, self._engine)
+            return
+        path = self._folder_of(found)
+        async for line in self._download(found, path, "small files"):
+            yield line
+        remote = await asyncio.to_thread(remote_weights, path)
+        async for line in self._checked(path, found.repo_id, remote):
+            yield line
+        if remote is not None and not request.check_only:
+            async for line in self._download(found, path, "all"):
+                yield line
+            async for line in self._checked(path, found.repo_id, None):
+                yield line
 
     def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
         assert self._info is not None
         return checked_info(self.spec, self._info, self._request.dtype, checked_at)
 
-    async def _check(self, path: Path) -> CheckpointInfo:
+    async def _checked(
+        self, path: Path, source: str, remote: RemoteWeights | None
+    ) -> AsyncIterator[Progress]:
+        """Check the checkpoint in folder ``path``, whose weights may be ``remote``."""
+        yield Progress(stage="check")
         security = self._settings.security
-        info = await asyncio.to_thread(
+        self._info = await asyncio.to_thread(
             check_checkpoint,
             path,
             allow_pickle=security.allow_pickle,
             allow_remote_code=security.allow_remote_code,
+            remote=remote,
         )
-        weight_bytes = estimate_weight_bytes(info, self._request.dtype)
-        sizes = [await self._supervisor.device_bytes(i) for i in self._supervisor.workers]
+        await self._check_sizes(self._info)
+        self._spec = spec_of(self._request, source, path, self._engine)
+
+    async def _check_sizes(self, info: CheckpointInfo) -> None:
+        """Check that the model fits on a device, and its snapshot in host memory."""
+        dtype, weight_bytes = self._request.dtype, self.weight_bytes
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
-        fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
+        try:
+            sizes = await self._supervisor.device_sizes()
+            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes)
+        except Refused:  # the model may fit on the device of a worker that is not up yet
+            sizes = await self._supervisor.device_sizes(of_all=True)
+            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes)
         if any(device.kind != "sim" for device in self._settings.devices):
             self._host_budget.check(self._request.name, weight_bytes)
-        return info
 
-    async def _download(self, repo_id: str, lines: asyncio.Queue[Progress]) -> Path:
+    def _folder_of(self, found: HubSource) -> Path:
+        download_dir = self._settings.paths.download_dir
+        return checkpoint_dir(download_dir, found.repo_id, self._request.revision)
+
+    async def _download(self, found: HubSource, path: Path, part: Part) -> AsyncIterator[Progress]:
+        lines: asyncio.Queue[Progress] = asyncio.Queue()
+
         def report(done_bytes: int, total_bytes: int) -> None:
             lines.put_nowait(
                 Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes)
             )
 
-        revision = self._request.revision
-        return await download(
-            repo_id,
-            revision,
-            checkpoint_dir(self._settings.paths.download_dir, repo_id, revision),
-            report,
-            allow_pickle=self._settings.security.allow_pickle,
-            allow_remote_code=self._settings.security.allow_remote_code,
-            model_dirs=self._settings.paths.model_dirs,
+        security = self._settings.security
+        task = asyncio.create_task(
+            download(
+                found.repo_id,
+                self._request.revision,
+                path,
+                report,
+                allow_pickle=security.allow_pickle,
+                allow_remote_code=security.allow_remote_code,
+                model_dirs=self._settings.paths.model_dirs,
+                part=part,
+            )
         )
+        async for line in _until_done(task, lines):
+            yield line
+        await task
 
 
 async def _until_done(

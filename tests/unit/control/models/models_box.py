@@ -67,8 +67,13 @@ class PlayedWorker:
             self.channel.close()
 
     async def _serve(self) -> None:
+        if self._number in self._box.broken:
+            self.end(1)
+            return
         self.channel.send(
-            m.WorkerReady(self._number, self.pid, 1 << 30, PAGE, 1e9, "0.32.0", "cuda")
+            m.WorkerReady(
+                self._number, self.pid, self._box.device_bytes, PAGE, 1e9, "0.32.0", "cuda"
+            )
         )
         with contextlib.suppress(ChannelClosed):
             while True:
@@ -148,6 +153,8 @@ class ModelsBox:
         self.slow: set[str] = set()
         self.errors: dict[str, Failed] = {}
         self.take_problem = ""
+        self.device_bytes = 1 << 30
+        self.broken: set[int] = set()
         self.replies: list[m.Message] = []
         settings = parse_settings(
             {

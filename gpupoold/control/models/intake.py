@@ -13,6 +13,7 @@ from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.config.schema import Settings
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -36,11 +37,13 @@ class Intake:
         settings: Settings,
         supervisor: WorkerSupervisor,
         host_budget: HostMemoryBudget,
+        inspector: Inspector,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
         self._host_budget = host_budget
+        self._inspector = inspector
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
@@ -105,7 +108,10 @@ class Intake:
             remote=remote,
         )
         await self._check_sizes(self._info)
-        self._spec = spec_of(self._request, source, path, self._engine)
+        spec = spec_of(self._request, source, path, self._engine)
+        if self._spec is None:  # once: before the weights are downloaded
+            await self._inspector.check(spec)
+        self._spec = spec
 
     async def _check_sizes(self, info: CheckpointInfo) -> None:
         """Check that the model fits on a device, and its snapshot in host memory."""

@@ -15,6 +15,7 @@ from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
@@ -44,6 +45,7 @@ class ModelLifecycle:
         supervisor: WorkerSupervisor,
         frontends: Frontends,
         snapshots: ModelSnapshots,
+        inspector: Inspector,
     ) -> None:
         """Wire the parts together; each part gets only finished parts."""
         self._registry = registry
@@ -64,9 +66,11 @@ class ModelLifecycle:
         self.retries = Retries(fleet, dispatcher, supervisor, reloads, failures)
         self.drains = Drains(settings, fleet, dispatcher.live, mounts)
         self._additions = Additions(
-            settings, registry, history, fleet, supervisor, snapshots, loader, mounts
+            settings, registry, history, fleet, supervisor, snapshots, loader, mounts, inspector
         )
-        engines = EngineChanges(settings, registry, fleet, dispatcher, supervisor, snapshots, facts)
+        engines = EngineChanges(
+            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, inspector
+        )
         self._changes = Changes(
             registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines
         )

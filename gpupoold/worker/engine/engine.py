@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -27,7 +25,6 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from gpupoold.engine_options.parsing import engine_options
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
@@ -36,18 +33,16 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.compiled import forget_compiled
+from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.grammars import use_engine_grammars
-from gpupoold.worker.engine.load_errors import check_kind, refusal
+from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
-# The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
-_CPU_BLOCK_TOKENS = 32
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
 
 
 class WatchedFreeQueue(FreeKVCacheBlockQueue):
@@ -375,32 +370,13 @@ def load_engine(
 
 
 def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
-    emulated = device.is_host_addressable
-    arguments: dict[str, Any] = {
-        "model": model.path,
-        "served_model_name": [model.name],
-        "trust_remote_code": model.allow_remote_code,
-        "dtype": model.dtype,
-        "max_model_len": model.max_model_len,
-        "enforce_eager": emulated,
-        "block_size": _CPU_BLOCK_TOKENS if emulated else None,
-        # gpupool accounts for memory. vLLM's check must accept the little free memory: on a GPU
-        # only the reserve is free, all other memory is pages.
-        "gpu_memory_utilization": 0.01 if emulated else 0.001,
-        "worker_cls": f"gpupoold.worker.engine.{_WORKERS[emulated]}",
-    }
+    load_format = None
     if skips_checkpoint:
         snapshot_loader.register()
-        arguments["load_format"] = snapshot_loader.LOAD_FORMAT
-    arguments |= engine_options(model.engine)
-    # This usage context selects batches as large as in vLLM's server; the other default is for
-    # old GPUs.
-    arguments |= engine_arguments()
-    config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
-    check_kind(model.name, kind.architectures[0], kind)
+        load_format = snapshot_loader.LOAD_FORMAT
+    config = engine_config(model, is_emulated=device.is_host_addressable, load_format=load_format)
     scheduling = config.scheduler_config
-    if arguments.get("async_scheduling"):
+    if engine_arguments().get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
     scheduling.scheduler_cls = f"gpupoold.worker.engine.{scheduler}"

@@ -15,6 +15,7 @@ from gpupool_state import History, Registry
 from gpupoold.config.schema import parse_settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.child import Launch
@@ -113,6 +114,20 @@ class PlayedWorker:
         os.close(fd)
 
 
+class PlayedInspector:
+    """The process with vLLM's own classes: what it was asked to check, and where files were."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[str]]] = []
+        self.error: GpupoolError | None = None
+
+    async def check(self, spec: ModelSpec) -> None:
+        files = [path.name for path in Path(spec.path).iterdir() if not path.name.startswith(".")]
+        self.asked.append((spec.name, sorted(files)))
+        if self.error is not None:
+            raise self.error
+
+
 class ServedModels:
     """The frontends: which models they were told of, and which APIs they have mounted."""
 
@@ -173,6 +188,7 @@ class ModelsBox:
             settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start
         )
         self.frontends = ServedModels()
+        self.inspector = PlayedInspector()
         policy = make_policy("gpupool")
         self.dispatcher = Dispatcher(
             settings.limits,
@@ -199,6 +215,7 @@ class ModelsBox:
             self.supervisor,
             cast(Frontends, self.frontends),
             snapshots,
+            cast(Inspector, self.inspector),
         )
         self.processes: dict[int, PlayedWorker] = {}
 

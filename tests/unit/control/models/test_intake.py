@@ -79,6 +79,18 @@ async def test_a_check_costs_small_files(box: ModelsBox, hub: FakeHub) -> None:
     assert (await lines(box))[-1].stage == "ready"
 
 
+async def test_vllm_is_asked_once_before_the_weights_are_there(
+    box: ModelsBox, hub: FakeHub
+) -> None:
+    small = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    box.inspector.error = Refused("the architecture X is not supported by vLLM", "see the list")
+    assert "not supported by vLLM" in (await refusal(box)).message
+    assert weight_bytes_sent(hub) <= 1 << 18
+    box.inspector.error = None
+    await lines(box)
+    assert box.inspector.asked == [("new", small), ("new", small)]
+
+
 async def test_a_device_that_is_too_small(box: ModelsBox, hub: FakeHub) -> None:
     for worker in box.supervisor.workers:
         assert worker.ready is not None

@@ -23,7 +23,7 @@ FIRST_RETRY_S = 0.5
 _NUM_PARALLEL = 4
 _MAX_ATTEMPTS = 5
 # Most headers are shorter: about 100 bytes per tensor.
-_FIRST_BYTES = 1 << 18
+_FIRST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

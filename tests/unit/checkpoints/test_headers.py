@@ -23,7 +23,7 @@ from tests.unit.checkpoints.fake_hub import LFS_SUFFIXES, FakeHub
 
 REPO = "org/model"
 NUM_ELEMENTS = 4_000_000
-FIRST_BYTES = 1 << 18
+FIRST_BYTES = 1 << 16
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
 # A bundle's packages may be on the path by it alone (docs/gpu.md).
 PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
-_MAKER_FILES = [ROOT / "gpupoold/checkpoints" / name for name in ("tiny.py", "tiny_tokenizer.py")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,9 +81,21 @@ def tiny_models(project_env: dict[str, str]) -> dict[str, Path]:
     Made once and kept below ``build/`` until the code that makes them changes. A child
     process makes them, so that the test process does not load torch. Do not write there.
     """
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in _MAKER_FILES)).hexdigest()[:12]
-    command = [sys.executable, "-m", "gpupoold.checkpoints.tiny"]
-    folder = ROOT / "build" / f"tiny-models-{digest}"
+    return _made("tiny", project_env)
+
+
+@pytest.fixture(scope="session")
+def tiny_pooling_models(project_env: dict[str, str]) -> dict[str, Path]:
+    """The tiny checkpoints that embed, rank or classify, by name; as ``tiny_models``."""
+    return _made("tiny_pooling", project_env)
+
+
+def _made(maker: str, project_env: dict[str, str]) -> dict[str, Path]:
+    """Checkpoints of a module of ``gpupoold.checkpoints``."""
+    files = [ROOT / "gpupoold/checkpoints" / f"{name}.py" for name in (maker, "tiny_tokenizer")]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    command = [sys.executable, "-m", f"gpupoold.checkpoints.{maker}"]
+    folder = ROOT / "build" / f"{maker.replace('_', '-')}-models-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # there may be several test processes

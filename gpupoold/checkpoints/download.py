@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
-from gpupoold.checkpoints.formats import check_format
 from gpupoold.checkpoints.headers import HEADERS_FOLDER, fetch_headers
 from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
 from gpupoold.checkpoints.manifest import (
@@ -32,6 +32,7 @@ from gpupoold.checkpoints.manifest import (
     read_manifest,
     write_manifest,
 )
+from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
 from gpupoold.units import format_bytes
@@ -70,8 +71,9 @@ async def download(
     allow_remote_code: bool = False,
     model_dirs: Sequence[Path] = (),
     part: Part = "all",
+    content: Content = "checkpoint",
 ) -> Path:
-    """Download a repository's checkpoint into ``target_dir`` and return that folder.
+    """Download a repository's checkpoint or adapter to ``target_dir`` and return that folder.
 
     The part ``small files`` is everything but the weights, of which only the headers are fetched
     (see :func:`~gpupoold.checkpoints.headers.remote_weights`); a later call fetches the rest.
@@ -100,6 +102,7 @@ async def download(
         allow_remote_code=allow_remote_code,
         report=report,
         part=part,
+        content=content,
     )
     task = asyncio.create_task(asyncio.to_thread(job.run))
     try:
@@ -141,6 +144,7 @@ class _Download:
     allow_remote_code: bool
     report: ProgressCallback
     part: Part = "all"
+    content: Content = "checkpoint"
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> Path:
@@ -198,12 +202,13 @@ class _Download:
         commit, listed = self.hub.list_files(self._commit_to_continue(found) or self.revision)
         if found is not None and found.commit != commit:
             self._discard(found)
-        wanted = layout.files_to_download(
+        wanted = choose_files(
+            self.hub.repo_id,
             [file.path for file in listed],
+            self.content,
             allow_pickle=self.allow_pickle,
             allow_remote_code=self.allow_remote_code,
         )
-        self._require_weights([file.path for file in listed], wanted)
         files = tuple(file for file in listed if file.path in wanted)
         return Manifest(self.hub.repo_id, self.revision, commit, files)
 
@@ -226,22 +231,12 @@ class _Download:
         for folder in (PART_FOLDER, HEADERS_FOLDER):
             shutil.rmtree(self.target_dir / folder, ignore_errors=True)
 
-    def _require_weights(self, listed: Sequence[str], wanted: Sequence[str]) -> None:
-        if any(layout.is_weight_file(path) for path in wanted):
-            if layout.CONFIG_FILE not in wanted:
-                check_format(self.hub.repo_id, listed)
-            return
-        if layout.pickle_files(path for path in listed if "/" not in path):
-            raise Refused(
-                f"{self.hub.repo_id} has its weights only in pickle files, which can run any "
-                "code when loaded",
-                "use a safetensors version, or set allow_pickle = true under [security]",
-            )
-        check_format(self.hub.repo_id, listed)
-        raise Refused(
-            f"{self.hub.repo_id} has no weights (*.safetensors)",
-            "use a repository with the model in Hugging Face's format",
-        )
+    def _check_small_files(self) -> None:
+        """Refuse a bad configuration before the weights are fetched."""
+        if self.content == "adapter":
+            check_adapter_config(self.target_dir)
+        else:
+            check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
 
     def _fetch(self, manifest: Manifest) -> None:
         parts = self.target_dir / PART_FOLDER
@@ -254,9 +249,8 @@ class _Download:
         wanted = small if self.part == "small files" else manifest.files
         fetcher.progress = _Progress(sum(f.num_bytes for f in wanted), self.report)
         fetcher.progress.add(sum(f.num_bytes for f in wanted if f not in missing))
-        # A bad configuration is refused before the weights are fetched.
         fetcher.fetch_all([f for f in missing if f in small])
-        check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
+        self._check_small_files()
         if self.part == "small files":
             fetch_headers(self.hub, manifest, self.target_dir, self.stop)
             return

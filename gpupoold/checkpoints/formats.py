@@ -22,8 +22,8 @@ _FORMATS: tuple[tuple[str, str, str], ...] = (
     ("model_index.json", "is a Diffusers pipeline, which makes images or video", _TEXT_ONLY),
     (
         "adapter_config.json",
-        "has an adapter (LoRA), not a model",
-        "add the adapter to its base model: gpupool add-adapter NAME --of MODEL --source SOURCE",
+        "has a LoRA adapter, not a model",
+        "add the adapter to its base model with `gpupool add-adapter NAME --of MODEL`",
     ),
     ("*.gguf", "has its weights only as GGUF files, which vLLM does not read", _ORIGINAL),
     ("*.ggml", "has its weights only as GGML files, which vLLM does not read", _ORIGINAL),

@@ -14,6 +14,7 @@ _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
 _RESUME = "gpupoold/worker/engine/resume.py"
+_ADAPTERS = "gpupoold/worker/engine/adapters.py"
 _GRAMMARS = "gpupoold/worker/engine/grammars.py"
 _MEMORY = "gpupoold/worker/engine/pooled_memory.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
@@ -197,6 +198,27 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         (_ENGINE, runner, "kv_cache_config get_model model kv_caches compilation_config")
         for runner in _RUNNERS
     ),
+    *((_ADAPTERS, runner, "lora_manager") for runner in _RUNNERS),
+    (
+        _ADAPTERS,
+        "vllm.lora.worker_manager.WorkerLoRAManager",
+        "set_active_adapters lora_config _load_adapter _adapter_manager remove_adapter",
+    ),
+    (
+        _ADAPTERS,
+        "vllm.lora.model_manager.LoRAModelManager",
+        "modules lora_index_to_id add_adapter _get_lora_layer_weights",
+    ),
+    (_ADAPTERS, "vllm.config.LoRAConfig", "max_loras max_cpu_loras"),
+    (_SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler", "lora_config scheduler_config"),
+    (_SCHEDULER, "vllm.v1.request.Request", "lora_request"),
+    (_SCHEDULER, "vllm.config.SchedulerConfig", "enable_chunked_prefill"),
+    (_MEMORY, "vllm.v1.core.sched.output.SchedulerOutput", "scheduled_cached_reqs"),
+    (_MEMORY, "vllm.v1.core.sched.output.CachedRequestData", "resumed_req_ids"),
+    (_MEMORY, "vllm.v1.worker.gpu_input_batch.CachedRequestState", "pooling_states"),
+    (_MEMORY, "vllm.v1.pool.metadata.PoolingStates", "clean"),
+    (_ENGINE, "vllm.config.ModelConfig", "get_pooling_task"),
+    (_ENGINE, "vllm.pooling_params.PoolingParams", "verify"),
     (_RESUME, _RUNNERS[0], "requests device input_batch sampler"),
     (_RESUME, "vllm.v1.worker.gpu_input_batch.InputBatch", "vocab_size"),
     (_RESUME, "vllm.v1.sample.sampler.Sampler", "topk_topp_sampler"),
@@ -245,6 +267,10 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (_RESUME, "vllm.v1.worker.gpu_input_batch.CachedRequestState"),
     (_RESUME, "vllm.v1.request.Request.append_output_token_ids"),
     (_RESUME, "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler"),
+    # Slots are filled between two steps, and only here.
+    (_ADAPTERS, "vllm.lora.worker_manager.WorkerLoRAManager.set_active_adapters"),
+    (_ADAPTERS, "vllm.lora.model_manager.LoRAModelManager.activate_adapter"),
+    (_ADAPTERS, "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"),
     (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager.grammar_init"),
     (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager._create_grammar"),
     (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager.clear_backend"),

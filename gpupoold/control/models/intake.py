@@ -12,7 +12,9 @@ from gpupoold.checkpoints.download import Part, checkpoint_dir, download
 from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
+from gpupoold.checkpoints.selection import Content
 from gpupoold.config.schema import Settings
+from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
@@ -77,22 +79,23 @@ class Intake:
             async for line in self._checked(found.path, source, None):
                 yield line
             return
-        path = self._folder_of(found)
-        async for line in self._download(found, path, "small files"):
+        path = folder_of(found, request.revision, self._settings)
+        async for line in fetched(found, request.revision, self._settings, part="small files"):
             yield line
         remote = await asyncio.to_thread(remote_weights, path)
         async for line in self._checked(path, found.repo_id, remote):
             yield line
         if remote is not None and not request.check_only:
-            async for line in self._download(found, path, "all"):
+            async for line in fetched(found, request.revision, self._settings):
                 yield line
             async for line in self._checked(path, found.repo_id, None):
                 yield line
 
-    def preview(self, checked_at: float) -> ModelInfo:
+    async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
         assert self._info is not None
-        return checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        info = checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        return info.model_copy(update=await asyncio.to_thread(chat_fields, self.spec))
 
     async def _checked(
         self, path: Path, source: str, remote: RemoteWeights | None
@@ -126,34 +129,45 @@ class Intake:
         if any(device.kind != "sim" for device in self._settings.devices):
             self._host_budget.check(self._request.name, weight_bytes)
 
-    def _folder_of(self, found: HubSource) -> Path:
-        download_dir = self._settings.paths.download_dir
-        return checkpoint_dir(download_dir, found.repo_id, self._request.revision)
 
-    async def _download(self, found: HubSource, path: Path, part: Part) -> AsyncIterator[Progress]:
-        lines: asyncio.Queue[Progress] = asyncio.Queue()
+def folder_of(found: HubSource, revision: str | None, settings: Settings) -> Path:
+    """Return the folder for the download of a repository."""
+    return checkpoint_dir(settings.paths.download_dir, found.repo_id, revision)
 
-        def report(done_bytes: int, total_bytes: int) -> None:
-            lines.put_nowait(
-                Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes)
-            )
 
-        security = self._settings.security
-        task = asyncio.create_task(
-            download(
-                found.repo_id,
-                self._request.revision,
-                path,
-                report,
-                allow_pickle=security.allow_pickle,
-                allow_remote_code=security.allow_remote_code,
-                model_dirs=self._settings.paths.model_dirs,
-                part=part,
-            )
+async def fetched(
+    found: HubSource,
+    revision: str | None,
+    settings: Settings,
+    content: Content = "checkpoint",
+    part: Part = "all",
+) -> AsyncIterator[Progress]:
+    """Download a repository to :func:`folder_of`, and yield the progress.
+
+    Raises:
+        GpupoolError: see :func:`download`.
+    """
+    lines: asyncio.Queue[Progress] = asyncio.Queue()
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        lines.put_nowait(Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes))
+
+    task = asyncio.create_task(
+        download(
+            found.repo_id,
+            revision,
+            folder_of(found, revision, settings),
+            report,
+            allow_pickle=settings.security.allow_pickle,
+            allow_remote_code=settings.security.allow_remote_code,
+            model_dirs=settings.paths.model_dirs,
+            content=content,
+            part=part,
         )
-        async for line in _until_done(task, lines):
-            yield line
-        await task
+    )
+    async for line in _until_done(task, lines):
+        yield line
+    await task
 
 
 async def _until_done(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import engine_options
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.engine.load_errors import check_kind
@@ -45,6 +47,9 @@ def engine_config(
     if load_format is not None:
         arguments["load_format"] = load_format
     arguments |= engine_options(model.engine)
+    # Grammars begin after the reasoning, whose end the frontends' parser finds too.
+    reasoning = found_parsers(Path(model.path), model.engine).reasoning
+    arguments["reasoning_parser"] = reasoning.name or ""
     arguments |= engine_arguments()
     # This usage context selects batches as large as in vLLM's server; the other default is for
     # old GPUs.

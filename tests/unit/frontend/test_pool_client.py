@@ -73,12 +73,19 @@ def test_request_is_sent_with_its_frames() -> None:
     )
 
 
-@pytest.mark.parametrize("field", ["prompt_token_ids", "sampling_params"])
-def test_only_generation_from_tokens(field: str) -> None:
+def test_only_requests_with_tokens() -> None:
     pool = ControlPlane()
     with pytest.raises(Unsupported):
-        asyncio.run(pool.client.add_request_async(engine_request(**{field: None})))
+        asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=None)))
     assert pool.sent == []
+
+
+def test_a_pooling_request_is_due_one_result() -> None:
+    pool = ControlPlane()
+    asyncio.run(pool.client.add_request_async(engine_request(sampling_params=None)))
+    [sent] = pool.sent
+    assert isinstance(sent, AddRequest)
+    assert sent.max_tokens == 1
 
 
 def test_what_no_message_should_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

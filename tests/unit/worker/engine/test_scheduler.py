@@ -81,6 +81,7 @@ def scheduler(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> PooledSchedule
     monkeypatch.setattr(Scheduler, "__init__", lambda *_: None)
     made: Any = PooledScheduler()
     made.max_num_scheduled_tokens, made.block_size = LIMIT, BLOCK
+    made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
     made.max_num_running_reqs = made.max_num_active_reqs = 8
     made.running, made.waiting, made.kv = [], [], Kv()
     owned = {"r": [3, 5, 8]}
@@ -120,6 +121,12 @@ class TestChunks:
         scheduler.chunk_tokens = None
         scheduler.schedule()
         assert steps == [limit, LIMIT]
+
+    def test_whole_prompts_are_not_cut(self, scheduler: PooledScheduler, steps: list[int]) -> None:
+        scheduler.scheduler_config.enable_chunked_prefill = False
+        scheduler.chunk_tokens = 128
+        scheduler.schedule()
+        assert steps == [LIMIT]
 
     def test_a_step_that_fails_leaves_the_limit(
         self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch

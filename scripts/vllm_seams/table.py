@@ -15,6 +15,7 @@ _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
 _RESUME = "gpupoold/worker/engine/resume.py"
 _ADAPTERS = "gpupoold/worker/engine/adapters.py"
+_ENCODER = "gpupoold/worker/engine/encoder_outputs.py"
 _GRAMMARS = "gpupoold/worker/engine/grammars.py"
 _MEMORY = "gpupoold/worker/engine/pooled_memory.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
@@ -191,14 +192,26 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "gpupoold/frontend/media.py",
+        "vllm.renderers.base.BaseRenderer",
+        "mm_processor _process_multimodal_async render_chat_async _mm_executor",
+    ),
+    (
+        "gpupoold/frontend/media.py",
         "vllm.multimodal.media.MediaConnector",
-        "allowed_media_domains",
+        "allowed_media_domains media_io_kwargs load_from_url_async",
     ),
     *(
         (_ENGINE, runner, "kv_cache_config get_model model kv_caches compilation_config")
         for runner in _RUNNERS
     ),
     *((_ADAPTERS, runner, "lora_manager") for runner in _RUNNERS),
+    *((_ENCODER, runner, "encoder_cache") for runner in _RUNNERS),
+    (
+        _ENCODER,
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        "encoder_cache_manager reset_encoder_cache",
+    ),
+    (_ENCODER, "vllm.v1.executor.abstract.Executor", "reset_encoder_cache"),
     (
         _ADAPTERS,
         "vllm.lora.worker_manager.WorkerLoRAManager",

@@ -86,11 +86,9 @@ def check_versions() -> str:
     import torch
     import vllm
 
-    from gpupoold.frontend import environment
-    from gpupoold.worker.engine import engine
+    from gpupoold.engine_versions import check_engine_version
 
-    environment.check_engine_version()
-    engine.check_engine_version()
+    check_engine_version()
     assert importlib.metadata.version("vllm") == vllm.__version__
     others = [f"{name} {importlib.metadata.version(name)}" for name in ("triton", "transformers")]
     return ", ".join([f"vllm {vllm.__version__}", f"torch {torch.__version__}", *others])

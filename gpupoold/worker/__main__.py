@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 
+from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import (
@@ -85,7 +86,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
     from gpupoold.memory.numa import prefer_node
     from gpupoold.memory.pages import PagePool
 
-    version = engine.check_engine_version()
+    version = check_engine_version()
     if arguments.device_kind == "emulated":
         engine.use_plain_linear_layers()
     device = open_device(

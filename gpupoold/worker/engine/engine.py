@@ -1,6 +1,6 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
-Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
+Seams used (``scripts/vllm_seams``): ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
 ``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
 ``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
 the first request.
@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -27,7 +26,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache, Slot
@@ -46,23 +45,7 @@ from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
-SUPPORTED_VERSION = "0.32.0"
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-
-
-def check_engine_version() -> str:
-    """Return the installed vLLM's version.
-
-    Raises:
-        Failed: the version is not ``SUPPORTED_VERSION``, whose internals this module uses.
-    """
-    installed = str(vllm.__version__)
-    if not installed.startswith(SUPPORTED_VERSION):
-        raise Failed(
-            f"vLLM {installed} is installed, gpupool needs {SUPPORTED_VERSION}",
-            f"install vllm=={SUPPORTED_VERSION}",
-        )
-    return installed
 
 
 class WatchedFreeQueue(FreeKVCacheBlockQueue):

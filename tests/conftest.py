@@ -86,6 +86,12 @@ def tiny_models(project_env: dict[str, str]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_pooling_models(project_env: dict[str, str]) -> dict[str, Path]:
+    """The tiny checkpoints that embed, rank or classify, by name; as ``tiny_models``."""
+    return _made("tiny_pooling", project_env)
+
+
+@pytest.fixture(scope="session")
 def vision_models(project_env: dict[str, str]) -> dict[str, Path]:
     """The tiny vision checkpoints by name (``tiny-qwen2.5-vl``, ...), as ``tiny_models``."""
     return _made("tiny_vision", project_env)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import engine_options
 from gpupoold.wire.messages import ModelToLoad
@@ -49,6 +51,9 @@ def engine_config(
     if load_format is not None:
         arguments["load_format"] = load_format
     arguments |= engine_options(model.engine)
+    # Grammars begin after the reasoning, whose end the frontends' parser finds too.
+    reasoning = found_parsers(Path(model.path), model.engine).reasoning
+    arguments["reasoning_parser"] = reasoning.name or ""
     arguments |= engine_arguments()
     given = arguments.get("limit_mm_per_prompt")
     arguments["limit_mm_per_prompt"] = media_limits(given, model.max_images)

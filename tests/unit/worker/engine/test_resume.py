@@ -56,6 +56,7 @@ def request() -> Any:
         prompt_token_ids=[1, 2],
         mm_features=["an image"],
         sampling_params=None,
+        lora_request="adapter",
         status=RequestStatus.WAITING,
         append_output_token_ids=lambda _: None,
         take_prefill_stats=lambda: None,
@@ -67,6 +68,7 @@ def test_the_record_is_there_when_it_is_queued() -> None:
     resume.resume(engine, asked, 0, [7, 8])  # type: ignore[arg-type]
     assert (engine.queue, engine.recorded_when_queued) == (["a"], [True])
     assert engine.records["a"].output_token_ids == [7, 8]
+    assert engine.records["a"].lora_request == "adapter"
     assert asked.status is RequestStatus.PREEMPTED
 
 

@@ -49,7 +49,7 @@ class Engine:
         self._clock.now_s = max(self._clock.now_s, self._ends_s.pop(0))
         self.num_left -= 1
         reason = None if self.num_left else "length"
-        return [Step([b"frame"], [m.RequestProgress("r", [7], reason)], True, {0: 1})]
+        return [Step([b"frame"], [m.RequestProgress("r", [7], reason)], True, {0: 1}, {})]
 
 
 class Clock:
@@ -124,8 +124,8 @@ def test_an_engine_without_requests_is_noticed(told: Told) -> None:
 
 def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
     told.engine.settle = lambda: [
-        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}),
-        Step([], [], False, {}),
+        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}, {}),
+        Step([], [], False, {}, {}),
     ]
     told.steps.begin(told.engine, None)
     told.sent.clear()
@@ -163,7 +163,13 @@ def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
     told.ledger.arrive("m", "long", 99.0)
     steps = TurnSteps(told.ledger, send)
     told.engine.begin_step = lambda _: [
-        Step([b"frame"], [m.RequestProgress(name, [7])], is_decode=False, frame_counts={0: 1})
+        Step(
+            [b"frame"],
+            [m.RequestProgress(name, [7])],
+            is_decode=False,
+            frame_counts={0: 1},
+            pooled={},
+        )
         for name in ("r", "long", "r")
     ]
     assert steps.begin(told.engine, None)

@@ -461,14 +461,3 @@ def _block_pool(core: Any) -> Any:
 
 def _runner(core: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
-
-
-def use_plain_linear_layers() -> None:
-    """Keep linear weights in torch tensors on the CPU.
-
-    Otherwise vLLM repacks the weights into oneDNN handles, which are not tensors and cannot be
-    placed in pages. Without oneDNN vLLM uses ``F.linear``.
-    """
-    import vllm._custom_ops as custom_ops
-
-    custom_ops._supports_onednn = False

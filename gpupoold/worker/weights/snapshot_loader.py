@@ -1,14 +1,12 @@
 """A vLLM load format for models with a snapshot, which reads no checkpoint.
 
 vLLM builds the model and post-processes zeros; then the snapshot replaces the result. The result is
-right if parameters and buffers contain everything that depends on the weights: :func:`loose_digest`
-detects other differences, and the self-check the rest.
+right if parameters, buffers and loose tensors contain everything that depends on the weights:
+:func:`gpupoold.worker.weights.loose.loose_digest` detects other differences, and the self-check the
+rest.
 """
 
 from __future__ import annotations
-
-import hashlib
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -18,6 +16,12 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 LOAD_FORMAT = "gpupool-snapshot"
+
+# Scales of quantized KV. vLLM also stores the scales as floats, which no snapshot contains. Without
+# scales in the checkpoint, the initial values remain.
+_KV_SCALES = frozenset(f"{prefix}{name}_scale" for prefix in ("", "_") for name in "qkv") | {
+    "prob_scale"
+}
 
 
 def register() -> None:
@@ -35,35 +39,6 @@ class _SnapshotLoader(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill all weights with zeros, so that post-processing meets no accidental infinities."""
         with torch.no_grad():
-            for tensor in model.state_dict(keep_vars=True).values():
-                tensor.zero_()
-
-
-def loose_digest(model: nn.Module) -> str:
-    """Return a digest of a loaded model's state besides parameters and buffers.
-
-    Post-processing may store results in other tensors or numbers, which no snapshot contains. Two
-    loads have the same digest if none of this state differs.
-    """
-    digest = hashlib.sha256()
-    for name, module in model.named_modules():
-        for attribute, value in sorted(vars(module).items()):
-            if attribute not in ("_parameters", "_buffers", "_modules"):
-                for number, leaf in enumerate(_leaves(value)):
-                    digest.update(f"{name}.{attribute}.{number}={leaf}\n".encode())
-    return digest.hexdigest()
-
-
-def _leaves(value: object) -> Iterator[str]:
-    """Yield the tensors and fractions in a value; integers and texts are configuration."""
-    if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
-    elif isinstance(value, float):
-        yield value.hex()
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
+            for name, tensor in model.state_dict(keep_vars=True).items():
+                if name.rpartition(".")[2] not in _KV_SCALES:
+                    tensor.zero_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal, NewType, get_args
+from typing import Any, Literal, NewType, get_args
 
 ModelName = NewType("ModelName", str)
 DeviceId = NewType("DeviceId", int)
@@ -82,11 +82,44 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Preset:
+    """A further name of a model, whose requests have other defaults.
+
+    ``defaults`` are values of fields of a request's body, by dotted names such as
+    ``chat_template_kwargs.enable_thinking``; ``system_prompt`` is a system message for
+    conversations without one. A target of None is the model's.
+    """
+
+    name: str
+    defaults: dict[str, Any] = field(default_factory=dict)
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A further name of a model, whose requests use a LoRA adapter.
+
+    ``source`` is the user's text, ``path`` the resolved local folder, ``rank`` the adapter's rank.
+    A target of None is the model's.
+    """
+
+    name: str
+    source: str
+    path: str
+    revision: str | None = None
+    rank: int = 0
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A registered model as stored in the registry.
 
     ``source`` is the user's text (a path or a Hugging Face id), ``path`` the resolved local folder.
-    ``max_model_len`` None means the checkpoint's own limit.
+    ``max_model_len`` None means the checkpoint's own limit. ``engine`` has vLLM's options by name,
+    with values as on vLLM's command line.
     """
 
     name: ModelName
@@ -97,6 +130,19 @@ class ModelSpec:
     max_model_len: int | None = None
     targets: Targets = field(default_factory=Targets)
     aliases: tuple[str, ...] = ()
+    engine: dict[str, str] = field(default_factory=dict)
+    presets: tuple[Preset, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def further(self) -> tuple[Preset | Adapter, ...]:
+        """The presets and adapters."""
+        return (*self.presets, *self.adapters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which clients may ask for the model."""
+        return (self.name, *self.aliases, *(one.name for one in self.further))
 
 
 SWITCH_STAGES = ("evict", "map", "weights", "kv")

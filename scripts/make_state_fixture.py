@@ -19,12 +19,14 @@ from pathlib import Path
 import gpupool_state as state
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold.domain import (
+    Adapter,
     DeviceId,
     FinishReason,
     Lateness,
     ModelName,
     ModelSpec,
     ModelState,
+    Preset,
     Priority,
     Switch,
     Targets,
@@ -66,6 +68,9 @@ async def _add_models(registry: state.Registry) -> None:
         await registry.set_state(name, ModelState.READY)
         await registry.set_profiles(name, [_profile(phase) for phase in state.ProfilePhase])
         await registry.set_pinned(name, number == 1)
+        await registry.set_engine(name, {"max_num_seqs": "16"})
+        await registry.add_further(name, Preset(f"preset-{number}", {"temperature": 0.2}, 20.0))
+        await registry.add_further(name, Adapter(f"adapter-{number}", "org/a", "/a", None, 8))
 
 
 async def _add_keys(keys: state.ApiKeys) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gpupool_cli.diagnostics import say
+from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.models import print_model
 from gpupool_cli.options import TbtOption, TtftOption, model_name
 from gpupool_cli.progress import ProgressView
@@ -45,6 +46,7 @@ def add_model(
         list[str] | None,
         typer.Option("--alias", metavar="A", help="A further name; may be repeated."),
     ] = None,
+    engine: EngineOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check the model without adding the model.")
     ] = False,
@@ -62,6 +64,7 @@ def add_model(
         ttft_s=DEFAULT_TTFT_S if ttft is None else ttft,
         tbt_s=DEFAULT_TBT_S if tbt is None else tbt,
         aliases=alias or [],
+        engine=read_options(engine or ()),
         check_only=check,
     )
     with open_client(ctx) as client:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,16 +29,21 @@ class AddModelRequest(Body):
     ttft_s: float = Field(default=DEFAULT_TTFT_S, gt=0, allow_inf_nan=False)
     tbt_s: float = Field(default=DEFAULT_TBT_S, gt=0, allow_inf_nan=False)
     aliases: list[str] = []
+    engine: dict[str, str] = {}
     check_only: bool = False
 
 
 class SetModelRequest(Body):
-    """Body of ``PATCH /models/{name}``; None keeps a value."""
+    """Body of ``PATCH /models/{name}``; None keeps a value.
+
+    ``engine`` replaces single options of the engine; None removes an option.
+    """
 
     ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     add_aliases: list[str] = []
     remove_aliases: list[str] = []
+    engine: dict[str, str | None] = {}
 
 
 class ErrorBody(Body):
@@ -47,6 +52,27 @@ class ErrorBody(Body):
     code: str
     message: str
     hint: str = ""
+
+
+class PresetInfo(Body):
+    """A further name of a model with other defaults; a target of None is the model's."""
+
+    name: str
+    defaults: dict[str, Any]
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+class AdapterInfo(Body):
+    """A LoRA adapter, a further name of a model; a target of None is the model's."""
+
+    name: str
+    source: str
+    path: str
+    revision: str | None = None
+    rank: int = 0
+    ttft_s: float | None = None
+    tbt_s: float | None = None
 
 
 class ModelInfo(Body):
@@ -73,6 +99,9 @@ class ModelInfo(Body):
     created_at: float
     latency: StoredLatency | None = None
     usage: ModelUsage | None = None
+    engine: dict[str, str] = {}
+    presets: list[PresetInfo] = []
+    adapters: list[AdapterInfo] = []
 
 
 class Progress(Body):

@@ -23,10 +23,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -39,6 +37,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
+from gpupoold.engine_options.parsing import default_arguments, parse_options
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import (
@@ -314,7 +313,11 @@ def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
 
 def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     """Return the arguments that ``vllm serve`` would have parsed for this model."""
-    args = copy.deepcopy(_default_arguments())
+    args = default_arguments()
+    args.enable_auto_tool_choice = True
+    args.tool_call_parser = _TOOL_PARSER
+    for name, value in parse_options(model.engine).items():
+        setattr(args, name, value)
     args.model = model.path
     args.served_model_name = [model.name, *model.aliases]
     args.dtype = loaded.dtype.removeprefix("torch.")
@@ -322,16 +325,8 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.trust_remote_code = model.allow_remote_code
     args.enforce_eager = True
     args.disable_log_stats = True
-    args.enable_auto_tool_choice = True
-    args.tool_call_parser = _TOOL_PARSER
     args.disable_fastapi_docs = True
     args.allowed_media_domains = list(model.media_hosts)
-    return args
-
-
-@functools.cache
-def _default_arguments() -> Namespace:
-    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     return args
 
 

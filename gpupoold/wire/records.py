@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpupoold.domain import Switch
+from gpupoold.domain import Adapter, Preset, Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The data for building a model's vLLM configuration."""
+    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``."""
 
     name: str
     path: str
@@ -24,6 +24,9 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: float
     allow_remote_code: bool = False
     media_hosts: tuple[str, ...] = ()
+    engine: dict[str, str] = {}
+    presets: tuple[Preset, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,3 +104,5 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float = 1.0
     retry_at_s: float = 0.0
     max_model_len: int | None = None
+    presets: tuple[Preset, ...] = ()
+    adapters: tuple[Adapter, ...] = ()

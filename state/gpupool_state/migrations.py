@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gpupool_state.faults import explain
 from gpupool_state.schema import (
+    ADD_OPTIONS,
     ADD_PINS,
     CREATE_API_KEYS,
     CREATE_HISTORY,
@@ -57,6 +58,7 @@ MIGRATIONS: tuple[SchemaMigration, ...] = (
     SchemaMigration(5, "slo_minutes", CREATE_SLO_MINUTES),
     SchemaMigration(6, "api_keys", CREATE_API_KEYS),
     SchemaMigration(7, "device_columns", RENAME_INSTANCES),
+    SchemaMigration(8, "options", ADD_OPTIONS),
 )
 
 

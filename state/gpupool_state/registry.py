@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpupool_state.db import Database
+from gpupool_state.further_names import SELECT_FURTHER, insert_further, read_further
 from gpupool_state.profiles import ProfileRow, all_profiles, profiles_of, replace_profiles
 from gpupool_state.writer import Transaction
-from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.domain import Adapter, ModelName, ModelSpec, ModelState, Preset, Targets
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 # A space cannot be part of an alias, so a space can separate aliases.
-_SELECT = """
+_SELECT = f"""
 SELECT models.*, (
     SELECT group_concat(alias, ' ')
-    FROM (SELECT alias FROM aliases WHERE model = models.name ORDER BY id)
-) AS aliases
+    FROM (SELECT alias FROM aliases WHERE model = models.name AND kind = 'alias' ORDER BY id)
+) AS aliases, ({SELECT_FURTHER}) AS further
 FROM models
 """
 _FIND = f"{_SELECT} WHERE name = ?1 OR name = (SELECT model FROM aliases WHERE alias = ?1)"
 _INSERT = """
 INSERT INTO models (
-    name, source, path, revision, dtype, max_model_len, ttft_s, tbt_s, state, created_at
-) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    name, source, path, revision, dtype, max_model_len, engine, ttft_s, tbt_s, state, created_at
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 
 
@@ -79,10 +81,12 @@ class Registry:
         """
         _check_spec(spec)
         async with self._changing() as tx:
-            for name in (spec.name, *spec.aliases):
+            for name in spec.names:
                 await _check_free(tx, name)
             await tx.execute(_INSERT, _columns(spec, self._now()))
             await _insert_aliases(tx, spec.name, spec.aliases)
+            for one in spec.further:
+                await insert_further(tx, spec.name, one)
             return await _row(tx, spec.name)
 
     async def get(self, name_or_alias: str) -> ModelRow | None:
@@ -148,6 +152,49 @@ class Registry:
     async def remove_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
         """Remove aliases from a model, all or none. Raises as ``update``."""
         return await self.update(name, remove_aliases=aliases)
+
+    async def add_further(self, model: str, further: Preset | Adapter) -> ModelRow:
+        """Add a preset or an adapter to a model.
+
+        Raises:
+            NoSuchModel: no model has this name.
+            UsageError: the further name is malformed.
+            Refused: the further name is taken.
+        """
+        check_names((further.name,))
+        async with self._changing() as tx:
+            await _check_model(tx, model)
+            await _check_free(tx, further.name)
+            await insert_further(tx, model, further)
+            return await _row(tx, model)
+
+    async def remove_further(self, name: str) -> ModelRow:
+        """Remove a preset or an adapter; return its model.
+
+        Raises:
+            NoSuchModel: no preset or adapter has this name.
+        """
+        async with self._changing() as tx:
+            owner = await _owner(tx, name)
+            mine = "DELETE FROM aliases WHERE alias = ? AND kind != 'alias'"
+            if owner is None or not await tx.execute(mine, (_storable(name),)):
+                raise NoSuchModel(
+                    f"no preset or adapter is named {_storable(name)!r}", "see `gpupool list`"
+                )
+            return await _row(tx, owner)
+
+    async def set_engine(self, name: str, engine: Mapping[str, str]) -> ModelRow:
+        """Replace a model's options of the engine.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._changing() as tx:
+            await _check_model(tx, name)
+            await tx.execute(
+                "UPDATE models SET engine = ? WHERE name = ?", (json.dumps(dict(engine)), name)
+            )
+            return await _row(tx, name)
 
     async def set_state(self, name: str, state: ModelState, error: str = "") -> ModelRow:
         """Record a model's state, and the reason of a failure.
@@ -231,7 +278,7 @@ class Registry:
 
 
 def _check_spec(spec: ModelSpec) -> None:
-    check_names((spec.name, *spec.aliases))
+    check_names(spec.names)
     for text in (spec.source, spec.path):
         if _storable(text) != text:
             raise UsageError(
@@ -304,7 +351,8 @@ async def _insert_aliases(tx: Transaction, name: str, aliases: tuple[str, ...]) 
 
 async def _delete_alias(tx: Transaction, name: str, alias: str) -> None:
     own = (_storable(alias), name)
-    if not await tx.execute("DELETE FROM aliases WHERE alias = ? AND model = ?", own):
+    plain = "DELETE FROM aliases WHERE alias = ? AND model = ? AND kind = 'alias'"
+    if not await tx.execute(plain, own):
         raise Refused(
             f"{_storable(alias)!r} is not an alias of model {name!r}",
             f"see `gpupool show {name}` for the model's aliases",
@@ -324,6 +372,7 @@ def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | No
         spec.revision,
         spec.dtype,
         spec.max_model_len,
+        json.dumps(spec.engine),
         spec.targets.ttft_s,
         spec.targets.tbt_s,
         ModelState.REGISTERED.value,
@@ -332,6 +381,7 @@ def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | No
 
 
 def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
+    presets, adapters = read_further(row["further"])
     spec = ModelSpec(
         name=ModelName(row["name"]),
         source=row["source"],
@@ -341,6 +391,9 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
         max_model_len=row["max_model_len"],
         targets=Targets(ttft_s=row["ttft_s"], tbt_s=row["tbt_s"]),
         aliases=tuple((row["aliases"] or "").split()),
+        engine=json.loads(row["engine"]),
+        presets=presets,
+        adapters=adapters,
     )
     return ModelRow(
         spec=spec,

@@ -187,3 +187,11 @@ RENAME_INSTANCES = (
     "UPDATE events SET kind = 'worker_down' WHERE kind = 'instance_down'",
     "UPDATE events SET kind = 'snapshot_refused' WHERE kind = 'image_refused'",
 )
+
+# A preset or an adapter is a further name of a model with details, a JSON object.
+ADD_OPTIONS = (
+    "ALTER TABLE models ADD COLUMN engine TEXT NOT NULL DEFAULT '{}'",
+    "ALTER TABLE aliases ADD COLUMN kind TEXT NOT NULL DEFAULT 'alias' "
+    "CHECK (kind IN ('alias', 'preset', 'adapter'))",
+    "ALTER TABLE aliases ADD COLUMN details TEXT NOT NULL DEFAULT '{}'",
+)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import ModelInfo
+from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo
 from gpupoold.control.models.profiles import latency_on
 from gpupoold.domain import ModelState
 
@@ -21,6 +23,9 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         ttft_s=spec.targets.ttft_s,
         tbt_s=spec.targets.tbt_s,
         aliases=list(spec.aliases),
+        engine=spec.engine,
+        presets=[PresetInfo(**asdict(preset)) for preset in spec.presets],
+        adapters=[AdapterInfo(**asdict(adapter)) for adapter in spec.adapters],
         state=(state or row.state).value,
         error=row.error,
         architecture=row.architecture,

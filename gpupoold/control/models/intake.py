@@ -12,10 +12,12 @@ from gpupoold.checkpoints.download import checkpoint_dir, download
 from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
+from gpupoold.engine_options.names import check_options
 
 # Beside the weights, a device needs memory for the KV of a short request.
 _MIN_KV_SHARE = 0.02
@@ -33,13 +35,16 @@ class Intake:
         settings: Settings,
         supervisor: WorkerSupervisor,
         host_budget: HostMemoryBudget,
+        inspector: Inspector,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
         self._host_budget = host_budget
+        self._inspector = inspector
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
+        self._engine: dict[str, str] = {}
 
     @property
     def spec(self) -> ModelSpec:
@@ -59,6 +64,7 @@ class Intake:
             GpupoolError: the reason of the failing step.
         """
         request = self._request
+        self._engine = check_options(request.engine)
         yield Progress(stage="resolve")
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
         if isinstance(found, HubSource):
@@ -71,7 +77,9 @@ class Intake:
             path, source = found.path, request.source or str(found.path)
         yield Progress(stage="check")
         self._info = await self._check(path)
-        self._spec = spec_of(request, source, path)
+        spec = spec_of(request, source, path, self._engine)
+        await self._inspector.check(spec)
+        self._spec = spec
 
     def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""

@@ -12,8 +12,10 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.additions import Additions
 from gpupoold.control.models.changes import Changes, RemoveMode
 from gpupoold.control.models.drains import Drains
+from gpupoold.control.models.engine_changes import EngineChanges
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
@@ -43,6 +45,7 @@ class ModelLifecycle:
         supervisor: WorkerSupervisor,
         frontends: Frontends,
         snapshots: ModelSnapshots,
+        inspector: Inspector,
     ) -> None:
         """Wire the parts together; each part gets only finished parts."""
         self._registry = registry
@@ -63,10 +66,13 @@ class ModelLifecycle:
         self.retries = Retries(fleet, dispatcher, supervisor, reloads, failures)
         self.drains = Drains(settings, fleet, dispatcher.live, mounts)
         self._additions = Additions(
-            settings, registry, history, fleet, supervisor, snapshots, loader, mounts
+            settings, registry, history, fleet, supervisor, snapshots, loader, mounts, inspector
+        )
+        engines = EngineChanges(
+            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, inspector
         )
         self._changes = Changes(
-            registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts
+            registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines
         )
 
     async def stop(self) -> None:

@@ -107,4 +107,6 @@ class ModelMounts:
             reason="" if is_open else now.reason,
             retry_at_s=now.retry_at_s or 0.0,
             max_model_len=row.loaded_max_model_len,
+            presets=row.spec.presets,
+            adapters=row.spec.adapters,
         )

@@ -14,8 +14,8 @@ from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.wire import messages as m
 
 
-def spec_of(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
-    """Return the registry's spec for an accepted request."""
+def spec_of(request: AddModelRequest, source: str, path: Path, engine: dict[str, str]) -> ModelSpec:
+    """Return the registry's spec for an accepted request; ``engine`` has the checked options."""
     return ModelSpec(
         name=ModelName(request.name),
         source=source,
@@ -25,6 +25,7 @@ def spec_of(request: AddModelRequest, source: str, path: Path) -> ModelSpec:
         max_model_len=request.max_model_len,
         targets=Targets(request.ttft_s, request.tbt_s),
         aliases=tuple(request.aliases),
+        engine=engine,
     )
 
 
@@ -51,6 +52,9 @@ def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
         dtype=spec.dtype,
         max_model_len=spec.max_model_len,
         aliases=spec.aliases,
+        engine=spec.engine,
+        presets=spec.presets,
+        adapters=spec.adapters,
         ttft_s=spec.targets.ttft_s,
         tbt_s=spec.targets.tbt_s,
         allow_remote_code=settings.security.allow_remote_code,

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 import vllm
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -36,8 +34,9 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.compiled import forget_compiled
+from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.grammars import use_engine_grammars
-from gpupoold.worker.engine.load_errors import check_kind, refusal
+from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
@@ -45,10 +44,7 @@ from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
 SUPPORTED_VERSION = "0.32.0"
-# The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
-_CPU_BLOCK_TOKENS = 32
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
 
 
 def check_engine_version() -> str:
@@ -140,11 +136,18 @@ class BlockPoolLedger:
 
 
 class ModelEngine:
-    """One model's engine with its memory; stepped only while its weights are resident."""
+    """One model's engine with its memory; stepped only while its weights are resident.
 
-    def __init__(self, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel) -> None:
+    ``name`` is unique on the device. While an engine is built beside the model's present engine,
+    the name is not the model's, which is ``info.name``.
+    """
+
+    def __init__(
+        self, name: str, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel
+    ) -> None:
         assert load.weights is not None and load.layout is not None
         self._core: Any = core
+        self.name = name
         self.info = info
         self.weights: WeightMemory = load.weights
         self.layout_digest = load.layout.digest
@@ -156,10 +159,6 @@ class ModelEngine:
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-
-    @property
-    def name(self) -> str:
-        return self.info.name
 
     def add(
         self,
@@ -362,9 +361,9 @@ class ModelEngine:
 
 
 def load_engine(
-    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache
+    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache, name: str
 ) -> ModelEngine:
-    """Build a model's engine on gpupool's memory.
+    """Build a model's engine, called ``name``, on gpupool's memory.
 
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
@@ -380,7 +379,7 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            return ModelEngine(core, load, kv, info)
+            return ModelEngine(name, core, load, kv, info)
         except GpupoolError:
             raise
         except Exception as error:
@@ -388,31 +387,13 @@ def load_engine(
 
 
 def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
-    emulated = device.is_host_addressable
-    arguments: dict[str, Any] = {
-        "model": model.path,
-        "served_model_name": [model.name],
-        "trust_remote_code": model.allow_remote_code,
-        "dtype": model.dtype,
-        "max_model_len": model.max_model_len,
-        "enforce_eager": emulated,
-        "block_size": _CPU_BLOCK_TOKENS if emulated else None,
-        # gpupool accounts for memory. vLLM's check must accept the little free memory: on a GPU
-        # only the reserve is free, all other memory is pages.
-        "gpu_memory_utilization": 0.01 if emulated else 0.001,
-        "worker_cls": f"gpupoold.worker.engine.{_WORKERS[emulated]}",
-    }
+    load_format = None
     if skips_checkpoint:
         snapshot_loader.register()
-        arguments["load_format"] = snapshot_loader.LOAD_FORMAT
-    # This usage context selects batches as large as in vLLM's server; the other default is for
-    # old GPUs.
-    arguments |= engine_arguments()
-    config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
-    check_kind(model.name, kind.architectures[0], kind)
+        load_format = snapshot_loader.LOAD_FORMAT
+    config = engine_config(model, is_emulated=device.is_host_addressable, load_format=load_format)
     scheduling = config.scheduler_config
-    if arguments.get("async_scheduling"):
+    if engine_arguments().get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
     scheduling.scheduler_cls = f"gpupoold.worker.engine.{scheduler}"

@@ -31,7 +31,9 @@ async def test_there_is_a_database_of_every_schema() -> None:
 async def test_all_rows_are_kept(path: Path, number: int) -> None:
     make(path, number)
     before = rows_of(path)
-    assert len(before["models"]) == len(before["aliases"]) == 3
+    num_further = 2 if number >= 8 else 0  # a preset and an adapter for each model
+    assert len(before["models"]) == 3
+    assert len(before["aliases"]) == 3 * (1 + num_further)
     assert number < 2 or len(before["requests"]) == 20
     await (await Database.open(path)).close()
     assert number_of(path) == NEWEST
@@ -58,6 +60,8 @@ async def test_what_was_kept_can_be_read_and_written(path: Path, number: int) ->
         assert [row.spec.aliases for row in await registry.list()] == [
             (f"alias-{index}",) for index in range(3)
         ]
+        further = [len(row.spec.presets + row.spec.adapters) for row in await registry.list()]
+        assert further == [2 if number >= 8 else 0] * 3
         assert (await registry.set_pinned("model-0", True)).is_pinned
         await history.start()
         num_events = len(await history.events_after(0, 1000))

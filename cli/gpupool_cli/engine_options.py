@@ -1,0 +1,48 @@
+"""``--engine KEY=VALUE``: options of vLLM for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpupoold.errors import UsageError
+
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine",
+        metavar="KEY=VALUE",
+        help="An argument of `vllm serve`, such as max-num-seqs=16; @FILE reads a value; "
+        "may be repeated.",
+    ),
+]
+
+
+def read_options(given: Iterable[str]) -> dict[str, str]:
+    """Return the options by name, with values from files read.
+
+    Raises:
+        UsageError: an option has no value, is repeated, or names an unreadable file.
+    """
+    options: dict[str, str] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        name = name.strip().removeprefix("--").replace("-", "_")
+        if not name or not equals:
+            raise UsageError(f"--engine {one!r} is not of the form KEY=VALUE", "for example seed=1")
+        if name in options:
+            raise UsageError(f"--engine {name} is given twice", "give one value")
+        options[name] = _read_file(name, value[1:]) if value.startswith("@") else value
+    return options
+
+
+def _read_file(name: str, path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--engine {name}: {path} cannot be read: {error}", "check the file"
+        ) from (error)

@@ -1,0 +1,1 @@
+"""Options of vLLM's engine and API for single models, checked and parsed."""

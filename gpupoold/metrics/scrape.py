@@ -13,7 +13,7 @@ from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed
-from gpupoold.wire.messages import ModelMemory
+from gpupoold.wire.messages import DraftCounts, ModelMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 class Scrape:
     """The control plane and its models by name: counts, attainment of the last minute.
 
-    An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
+    An attainment is None without tokens. ``drafts`` has the models with speculative decoding. Bytes of saved snapshots are None if the disk cannot be
     read.
     """
 
@@ -31,6 +31,7 @@ class Scrape:
     counts: dict[str, Counts]
     attainments: dict[str, float | None]
     saved_bytes: int | None
+    drafts: dict[str, DraftCounts]
 
     @classmethod
     async def of(cls, control_plane: ControlPlane, known: dict[str, ModelRow]) -> Scrape:
@@ -61,6 +62,7 @@ class Scrape:
             {name: one.so_far_with_latencies() for name, one in stats.items()},
             {name: one.attainment_1m(now_s) for name, one in stats.items()},
             saved_bytes,
+            {name: one.drafts for name, one in stats.items() if one.drafts.num_drafts},
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:

@@ -55,7 +55,7 @@ class Intake:
     def weight_bytes(self) -> int:
         """Device bytes of the weights, estimated from the files."""
         assert self._info is not None
-        return estimate_weight_bytes(self._info, self._request.dtype)
+        return estimate_weight_bytes(self._info, self._request.dtype, self._engine)
 
     async def steps(self) -> AsyncIterator[Progress]:
         """Resolve the source, download if needed, and check the checkpoint.
@@ -94,10 +94,11 @@ class Intake:
             allow_pickle=security.allow_pickle,
             allow_remote_code=security.allow_remote_code,
         )
-        weight_bytes = estimate_weight_bytes(info, self._request.dtype)
+        dtype, engine = self._request.dtype, self._engine
+        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, engine)
         sizes = [await self._supervisor.device_bytes(i) for i in self._supervisor.workers]
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
-        fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
+        fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
         if any(device.kind != "sim" for device in self._settings.devices):
             self._host_budget.check(self._request.name, weight_bytes)
         return info

@@ -37,6 +37,7 @@ from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.engine.pooled_memory import whole_model
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
@@ -301,7 +302,7 @@ class ModelEngine:
     def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
         """Begin a step and wait for the previous step, see :meth:`EngineSteps.begin`.
 
-        The step has at most ``chunk_tokens``: prompt tokens, and one token for each answer.
+        The step has at most ``chunk_tokens``: prompt tokens, and each answer's token and draft.
         """
         return self._steps.begin(chunk_tokens)
 
@@ -319,9 +320,9 @@ class ModelEngine:
         scheduler, size = self._core.scheduler, self.info.block_size
         wanted = 0
         for request in scheduler.running:
-            wanted += 1 + -(-(request.num_tokens - request.num_computed_tokens) // size)
+            wanted += 1 + -(-scheduler.num_missing_tokens(request) // size)
         for request in scheduler.waiting:
-            wanted += 1 + -(-request.num_tokens // size)
+            wanted += 1 + -(-scheduler.num_missing_tokens(request) // size)
         wanted -= self._scheduler.num_attached
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
         limit = self.kv.geometry.num_blocks - 1
@@ -345,8 +346,10 @@ class ModelEngine:
         core.scheduler.shutdown()
         runner = _runner(core)
         runner.compilation_config.static_forward_context.clear()
-        forget_compiled(runner.get_model())
-        runner.model = None
+        forget_compiled(whole_model(runner))
+        for holder in ("model", "drafter", "speculator"):  # the drafter's holder by model runner
+            if hasattr(runner, holder):
+                setattr(runner, holder, None)
         runner.kv_caches.clear()
         self._scheduler = self._core = None
         self._steps.close()

@@ -8,12 +8,19 @@ rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 from torch import nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.interfaces import supports_any_eagle
+from vllm.model_executor.models.utils import process_eagle_weight
+
+from gpupoold.checkpoints.tensor_file import read_tensors
 
 LOAD_FORMAT = "gpupool-snapshot"
 
@@ -42,3 +49,14 @@ class _SnapshotLoader(BaseModelLoader):
             for name, tensor in model.state_dict(keep_vars=True).items():
                 if name.rpartition(".")[2] not in _KV_SCALES:
                     tensor.zero_()
+        if supports_any_eagle(model):
+            for name in _stored_names(Path(model_config.model)):
+                # An internal function of vLLM, which records whether a drafter has own embeddings.
+                process_eagle_weight(model, name)
+
+
+def _stored_names(folder: Path) -> Iterator[str]:
+    """Yield the names of a checkpoint's tensors, from the headers of the weight files."""
+    for file in sorted(folder.glob("*.safetensors")):
+        for tensor in read_tensors(file):
+            yield tensor.name

@@ -36,7 +36,7 @@ def pages_for_torch(model: ModelToLoad, device: Device) -> int:
     info = check_checkpoint(
         Path(model.path), allow_pickle=True, allow_remote_code=model.allow_remote_code
     )
-    weight_bytes = estimate_weight_bytes(info, model.dtype)
+    weight_bytes = estimate_weight_bytes(info, model.dtype, model.engine)
     num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + _SLACK_BYTES
     return min(device.num_pages, -(-num_bytes // device.page_bytes))
 

@@ -26,10 +26,11 @@ def layer(*, is_static: bool, is_symmetric: bool, is_channelwise: bool) -> nn.Mo
     scales = torch.rand(NUM_OUT if is_channelwise else 2, 1) / 1000
     made.weight = nn.Parameter(weight, requires_grad=False)
     made.weight_scale = nn.Parameter(scales, requires_grad=False)
-    made.input_scale = nn.Parameter(torch.tensor([0.03, 0.02])) if is_static else None
+    input_scale = nn.Parameter(torch.tensor([0.03, 0.02]), requires_grad=False)
+    zero = nn.Parameter(torch.tensor([3, -9], dtype=torch.int8), requires_grad=False)
+    made.register_parameter("input_scale", input_scale if is_static else None)
     has_zero = is_static and not is_symmetric
-    zero = torch.tensor([3, -9], dtype=torch.int8)
-    made.input_zero_point = nn.Parameter(zero, requires_grad=False) if has_zero else None
+    made.register_parameter("input_zero_point", zero if has_zero else None)
     return made.requires_grad_(False)
 
 

@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 class Scrape:
     """The control plane and its models by name: counts, attainment of the last minute.
 
-    An attainment is None without tokens. ``drafts`` has the models with speculative decoding. Bytes of saved snapshots are None if the disk cannot be
-    read.
+    An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
+    read. ``drafts`` has the models with speculative decoding.
     """
 
     control_plane: ControlPlane

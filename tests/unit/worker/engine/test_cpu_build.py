@@ -11,7 +11,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     Int8ScaledMMLinearLayerConfig,
 )
 
-from gpupoold.worker.engine.plain_layers import TensorInt8Kernel
+from gpupoold.worker.engine.cpu_build import TensorInt8Kernel
 
 NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
 NUM_IN, NUM_OUT = 64, 96

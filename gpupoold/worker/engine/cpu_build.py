@@ -1,11 +1,12 @@
-"""Linear layers of vLLM's CPU build with all weights in torch tensors.
+"""Adaptations of vLLM's CPU build to several engines in a process, with weights in pages.
 
-vLLM repacks some weights into oneDNN handles, or keeps repacked weights in a closure. Neither can
-be placed in pages or in a snapshot.
+vLLM repacks some weights of linear layers into oneDNN handles, or keeps repacked weights in a
+closure. Neither can be placed in pages or in a snapshot.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers import utils
 from vllm.platforms import PlatformEnum
+from vllm.platforms.cpu import CpuPlatform
 
 
 class TensorInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -42,12 +44,20 @@ class TensorInt8Kernel(CPUInt8ScaledMMLinearKernel):
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def use_plain_layers() -> None:
-    """Let vLLM keep the weights of linear layers in torch tensors on the CPU."""
+def adapt_cpu_build() -> None:
+    """Keep the weights of linear layers in torch tensors, and replace kernels once.
+
+    To be called before the process builds an engine.
+    """
     custom_ops._supports_onednn = False  # then vLLM uses ``F.linear``
     utils.check_cpu_sgl_kernel = _never
     kernels: dict[PlatformEnum, list[type[Any]]] = linear._POSSIBLE_INT8_KERNELS
     kernels[PlatformEnum.CPU] = [TensorInt8Kernel]
+    # vLLM replaces Triton kernels at every engine, wraps the replacements again, and searches all
+    # modules. The search fails after n-gram drafts have loaded llvmlite, some of whose objects are
+    # no plain objects.
+    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(once))  # noqa: B010
 
 
 def _never(*_: object) -> bool:

@@ -15,7 +15,8 @@ from gpupoold.scheduling.costs import ModelCosts
 class ModelAdded:
     """A model can have requests; a repeated event replaces the description.
 
-    Requests of a model without a device are held.
+    Requests of a model without a device are held. A model that does not generate makes one result
+    per prompt, which counts as a first token.
     """
 
     model: str
@@ -23,6 +24,7 @@ class ModelAdded:
     weight_bytes: int
     kv_bytes_per_token: int
     costs: ModelCosts
+    generates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ class Arrived:
 
     Only a simulator knows ``output_tokens``, for policies with an oracle. ``num_tokens`` of the
     answer exist from a lost device: these tokens are prefilled with the prompt, but belong to the
-    answer. The answer has at most ``max_tokens``, None for no limit.
+    answer. The answer has at most ``max_tokens``, None for no limit. A ``ttft_s`` of None means the
+    model's target.
     """
 
     request_id: str
@@ -142,6 +145,7 @@ class Arrived:
     priority: Priority = Priority.NORMAL
     num_tokens: int = 0
     max_tokens: int | None = None
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

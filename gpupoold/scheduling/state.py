@@ -37,7 +37,8 @@ class Speed:
 class Model:
     """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
 
-    ``revision`` increases with each change of targets, costs or a ratio.
+    A model that does not generate has no decode steps. ``revision`` increases with each change of
+    targets, costs or a ratio.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Model:
     weight_bytes: int
     kv_bytes_per_token: int
     costs: ModelCosts
+    generates: bool = True
     revision: int = 0
     hosts: set[int] = field(default_factory=set)
     speeds: dict[str, Speed] = field(default_factory=dict)
@@ -95,6 +97,14 @@ class Request:
     priority: Priority = Priority.NORMAL
     rule: Rule | None = None
     max_tokens: int | None = None
+    ttft_s: float | None = None
+    """The target of the request itself; None means the model's."""
+
+    @property
+    def counted_arrival_s(self) -> float:
+        """The arrival at which the model's TTFT target gives the same deadline."""
+        model_s = self.model.targets.ttft_s
+        return self.arrival_s + (model_s if self.ttft_s is None else self.ttft_s) - model_s
 
     def goes_before(self, other: Request) -> bool:
         """Return whether the request precedes another of its model in a queue; false for equal
@@ -103,13 +113,13 @@ class Request:
         if self.priority is other.priority:
             return False
         lead = _HEAD_START[self.priority] - _HEAD_START[other.priority]
-        return self.arrival_s - lead * self.model.targets.ttft_s < other.arrival_s
+        return self.counted_arrival_s - lead * self.model.targets.ttft_s < other.counted_arrival_s
 
     @property
     def next_deadline_s(self) -> float:
         """Deadline of the next token."""
         targets = self.model.targets
-        return self.arrival_s + targets.ttft_s + self.num_tokens * targets.tbt_s
+        return self.counted_arrival_s + targets.ttft_s + self.num_tokens * targets.tbt_s
 
     @property
     def context_tokens(self) -> int:

@@ -13,7 +13,10 @@ from gpupoold.domain import Adapter, Preset, Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``."""
+    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``.
+
+    ``max_images`` is per prompt, ``max_image_pixels`` for all images of an HTTP request.
+    """
 
     name: str
     path: str
@@ -24,13 +27,19 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: float
     allow_remote_code: bool = False
     media_hosts: tuple[str, ...] = ()
+    max_images: int = 16
+    max_image_pixels: int = 32_000_000
     engine: dict[str, str] = {}
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a loaded model, for frontends and the registry."""
+    """Facts about a loaded model, for frontends and the registry.
+
+    ``slot_bytes`` are the device bytes of the adapters' slots, beside ``weight_bytes``.
+    ``adapter_problems`` has the reasons why adapters of the order were not loaded, by name.
+    """
 
     name: str
     architecture: str
@@ -42,6 +51,13 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     supported_tasks: tuple[str, ...]
     load_s: float
+    slot_bytes: int = 0
+    adapter_problems: dict[str, str] = {}
+
+    @property
+    def generates(self) -> bool:
+        """True if the model makes tokens; False for a pooling model."""
+        return "generate" in self.supported_tasks
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -65,11 +81,20 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
-    """A request's share of a step: new token ids, and the reason if the request ended."""
+    """A request's share of a step: new token ids, and the reason if the request ended.
+
+    ``has_result``: the step made the result of a pooling request (an embedding or scores).
+    """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
+    has_result: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens; a pooling result counts as one."""
+        return len(self.new_token_ids) + self.has_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +123,10 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's memory on one worker, in bytes."""
+    """A model's memory on one worker, in bytes.
+
+    ``encoder_bytes`` counts the image encoder's outputs, which are outside the device's pages.
+    """
 
     model: str
     weights_resident_bytes: int
@@ -107,10 +135,12 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_host_bytes: int
     num_live: int
     num_waiting: int
+    encoder_bytes: int = 0
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of ``/v1/models``; ``state`` is a ``ModelState``.
+    """A row of ``/v1/models``; ``state`` is a ``ModelState``. ``parent`` is the model of a
+    preset or adapter, which has a row of its own.
 
     Clients of a model that is not ready should retry after ``retry_after_s``, or at ``retry_at_s``
     (on the monotonic clock) if that is later.
@@ -126,3 +156,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    parent: str = ""
+
+    @property
+    def preset(self) -> Preset | None:
+        """The preset, if this row is a preset's."""
+        return self.presets[0] if self.parent and self.presets else None

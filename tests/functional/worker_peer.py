@@ -152,11 +152,13 @@ class WorkerPeer:
         prompt: list[int],
         output_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
+        task: str | None = None,
         **sampling: Any,
     ) -> None:
         """Send a greedy request (``sampling`` as vLLM's SamplingParams), or the rest of one
-        that has had ``output_token_ids``. It finds prefixes of others with its salt only."""
-        frames = encode_request(request_id, prompt, cache_salt=cache_salt, **sampling)
+        that has had ``output_token_ids``. It finds prefixes of others with its salt only.
+        With a ``task`` the model makes a result."""
+        frames = encode_request(request_id, prompt, cache_salt=cache_salt, task=task, **sampling)
         self.tokens[request_id] = []
         order = m.AddRequest(model, request_id, time.monotonic(), len(prompt), 0, frames)
         request = LiveRequest(order, Targets(), output_token_ids=list(output_token_ids))
@@ -245,10 +247,14 @@ class WorkerPeer:
 
 
 def encode_request(
-    request_id: str, prompt: list[int], cache_salt: str | None = None, **sampling: Any
+    request_id: str,
+    prompt: list[int],
+    cache_salt: str | None = None,
+    task: Any = None,
+    **sampling: Any,
 ) -> list[bytes]:
     """A request as a frontend encodes it."""
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -257,8 +263,8 @@ def encode_request(
         request_id=request_id,
         prompt_token_ids=prompt,
         mm_features=None,
-        sampling_params=SamplingParams(**fields),
-        pooling_params=None,
+        sampling_params=None if task else SamplingParams(**fields),
+        pooling_params=PoolingParams(task=task, use_activation=True) if task else None,
         arrival_time=time.time(),
         lora_request=None,
         cache_salt=cache_salt,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import Literal
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas import SetModelRequest
@@ -13,13 +12,12 @@ from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges, merged_options
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import find_model
+from gpupoold.control.models.names import RemoveMode, find_model
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.domain import ModelSpec, Targets
-from gpupoold.errors import GpupoolError
-
-RemoveMode = Literal["refuse", "drain", "force"]
+from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
+from gpupoold.errors import GpupoolError, Refused
 
 
 class Changes:
@@ -67,7 +65,7 @@ class Changes:
                 add_aliases=request.add_aliases,
                 remove_aliases=request.remove_aliases,
             )
-            self._dispatcher.set_targets(old.name, targets)
+            self._dispatcher.changed(row.spec)
             if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
                 await self._mounts.mount(row.spec)
             await self._mounts.publish()
@@ -77,6 +75,7 @@ class Changes:
 
     async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
         """Change the options, and remount the API; undo both if the API cannot be mounted."""
+        _check_takes_adapters(old, engine)
         await self._engines.change(old, engine)
         new = replace(old, engine=engine)
         if self._fleet.loaded(old.name) is not None:
@@ -93,7 +92,7 @@ class Changes:
 
         Raises:
             NoSuchModel: the model is not registered.
-            Refused: the model has live requests and ``mode`` is "refuse".
+            Refused: the model has live requests or adapters and ``mode`` is "refuse".
             TimedOut: requests were left after the drain timeout.
         """
         model = (await find_model(self._registry, name)).spec.name
@@ -102,6 +101,7 @@ class Changes:
                 async with self._fleet.changing.alone():
                     row = await find_model(self._registry, model)
                     if mode == "refuse":
+                        _check_without_adapters(row.spec)
                         self._drains.check_idle(model)
                     drain.enter_context(self._fleet.draining(model))
                     await self._mounts.publish()
@@ -124,3 +124,23 @@ class Changes:
         await self._registry.remove(model)
         self._fleet.remove(model)
         self._history.record_event("info", "model_removed", model, "removed")
+
+
+def _check_without_adapters(spec: ModelSpec) -> None:
+    if spec.adapters:
+        names = ", ".join(adapter.name for adapter in spec.adapters)
+        raise Refused(
+            f"{spec.name} has the adapters {names}",
+            "remove these before, or use --drain or --force to remove all together",
+        )
+
+
+def _check_takes_adapters(spec: ModelSpec, engine: dict[str, str]) -> None:
+    check_num_adapters(spec.name, engine, len(spec.adapters))
+    for adapter in spec.adapters:
+        if options_for(engine, adapter.rank):
+            raise Refused(
+                f"{adapter.name}, an adapter of {spec.name}, has the rank {adapter.rank}, which "
+                "the engine would not take",
+                f"set max-lora-rank to {adapter.rank} or more, or remove the adapter",
+            )

@@ -1,7 +1,7 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
 Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
-``structured_output_manager``, the scheduler's queues (read only),
+``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
 ``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
 the first request.
 """
@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import vllm
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
@@ -33,8 +34,10 @@ from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.configuration import engine_config
+from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.pooled_memory import whole_model
@@ -159,7 +162,9 @@ class ModelEngine:
         self._scheduler.kv = kv
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
+        self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder_outputs = EncoderOutputs(core)
 
     def add(
         self,
@@ -186,6 +191,7 @@ class ModelEngine:
         try:
             decoded = self._decoder.decode(frames)
             decoded.client_index = frontend  # the engine groups outputs by this index
+            self.adapters.resolve(decoded)
             request, wave = self._core.preprocess_add_request(decoded)
             if output_token_ids:
                 resume(self._core, request, wave, output_token_ids, attach)
@@ -246,25 +252,38 @@ class ModelEngine:
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a greedy request with a synthetic prompt and exactly ``max_tokens`` tokens.
 
-        No two prompts share a prefix, so every prompt is prefilled in full.
+        A pooling model makes one result instead of tokens. No two prompts share a prefix, so every
+        prompt is prefilled in full.
         """
         size = self._core.vllm_config.model_config.get_vocab_size()
         tokens = random.Random(request_id)
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        sampling = pooling = None
+        if self.info.generates:
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            )
+        else:
+            pooling = self._pooling_params()
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tokens.choices(range(size), k=num_prompt_tokens),
             mm_features=None,
             sampling_params=sampling,
-            pooling_params=None,
+            pooling_params=pooling,
             arrival_time=time.time(),
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def _pooling_params(self) -> PoolingParams:
+        """Return the parameters of a synthetic request, whose result has no activation."""
+        config = self._core.vllm_config.model_config
+        task = config.get_pooling_task(self.info.supported_tasks)
+        params = PoolingParams(task=task, use_activation=False)
+        params.verify(config)
+        return params
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort requests; their blocks become free at once."""
@@ -312,8 +331,11 @@ class ModelEngine:
 
     def step(self) -> list[RequestProgress]:
         """Run one step to its end, after all launched steps; return the requests' progress."""
-        steps = [*self._steps.begin(), *self._steps.settle()]
-        return [item for step in steps for item in step.progress]
+        return [item for step in self.whole_steps() for item in step.progress]
+
+    def whole_steps(self) -> list[Step]:
+        """Run one step to its end, after all launched steps; return the results."""
+        return [*self._steps.begin(), *self._steps.settle()]
 
     def num_missing_blocks(self) -> int:
         """Return an upper bound of the blocks that the next step may need beyond free blocks."""
@@ -327,6 +349,20 @@ class ModelEngine:
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
         limit = self.kv.geometry.num_blocks - 1
         return max(0, min(wanted * groups, limit) - self._ledger.num_free)
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Size of the image encoder's outputs, which are outside the device's pages."""
+        return self._encoder_outputs.num_bytes
+
+    def check_encoder_outputs(self) -> None:
+        """Check the outputs, see :meth:`EncoderOutputs.check`."""
+        self._encoder_outputs.check()
+
+    def drop_encoder_outputs(self) -> None:
+        """Free the image encoder's outputs; what a request still needs is computed anew."""
+        self._steps.wait()
+        self._encoder_outputs.drop()
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
@@ -352,7 +388,9 @@ class ModelEngine:
                 setattr(runner, holder, None)
         runner.kv_caches.clear()
         self._scheduler = self._core = None
+        del self._encoder_outputs
         self._steps.close()
+        self.adapters.close()
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
         gc.unfreeze()
@@ -378,11 +416,16 @@ def load_engine(
     with load.active():
         try:
             core = _build_core(model, device, skips_checkpoint=load.skips_checkpoint)
+            if load.kv_address_range is None:  # a model without KV has the null block only
+                load.make_kv(device.page_bytes)
             geometry = _geometry(core, device.page_bytes)
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            return ModelEngine(name, core, load, kv, info)
+            engine = ModelEngine(name, core, load, kv, info)
+            problems = engine.adapters.add_all(model.adapters)
+            engine.info = msgspec.structs.replace(info, adapter_problems=problems)
+            return engine
         except GpupoolError:
             raise
         except Exception as error:
@@ -406,7 +449,10 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
 
 
 def _geometry(core: Any, page_bytes: int) -> KvGeometry:
+    """Return the geometry of the KV; of one block of one page for a model without KV."""
     config = _runner(core).kv_cache_config
+    if not config.kv_cache_tensors:
+        return KvGeometry(1, page_bytes, (KvRow(0, page_bytes, page_bytes),))
     rows: set[KvRow] = set()
     for tensor in config.kv_cache_tensors:
         if tensor.layer_stride < tensor.block_stride:  # blocks outermost: one piece per block
@@ -424,7 +470,8 @@ def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> 
     config = core.vllm_config
     blocks = config.cache_config.num_gpu_blocks
     block_size = config.cache_config.block_size
-    kv_bytes = max(1, _geometry(core, 1).block_bytes // block_size)
+    has_kv = bool(_runner(core).kv_cache_config.kv_cache_tensors)
+    kv_bytes = max(1, _geometry(core, 1).block_bytes // block_size) if has_kv else 0
     return LoadedModel(
         name=model.name,
         architecture=config.model_config.architecture,
@@ -433,6 +480,7 @@ def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> 
         block_size=block_size,
         num_gpu_blocks=blocks,
         weight_bytes=load.layout.num_bytes,
+        slot_bytes=load.slot_bytes,
         kv_bytes_per_token=kv_bytes,
         supported_tasks=tuple(core.get_supported_tasks()),
         load_s=load_s,

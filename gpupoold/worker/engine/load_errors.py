@@ -26,7 +26,6 @@ _OTHER_MODEL = "the weights and config.json are of different models; fetch the c
 _PLAIN = "use the model's unquantised checkpoint, or one in AWQ, GPTQ or FP8"
 _NO_KERNEL = "serve the model on a GPU, or use another quantised version"
 _LIST = "see vLLM's list of supported models"
-_NO_TEXT = "only models that generate text are served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +126,15 @@ def check_kind(model: str, architecture: str, kind: ModelKind) -> None:
     """Check that gpupool can serve a model of the class ``architecture``.
 
     Raises:
-        Refused: the model generates no text, or has an encoder.
+        Refused: the model neither generates text nor embeds, ranks or classifies text.
     """
     if kind.is_encoder_decoder:
         raise Refused(
             f"{model}: {architecture} is an encoder-decoder model, which is not supported",
             "use a decoder-only model",
         )
-    if kind.runner_type != "generate":
-        raise Refused(
-            f"{model}: {architecture} does not generate text",
-            f"{_NO_TEXT}; embeddings, scores and classes are not",
-        )
+    if kind.runner_type not in ("generate", "pooling"):
+        raise Refused(f"{model}: {architecture} neither generates nor pools text", _LIST)
 
 
 def refusal(model: str, error: BaseException) -> Refused:

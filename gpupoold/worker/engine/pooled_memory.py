@@ -10,6 +10,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from gpupoold.worker.weights.loading import current_load
 
@@ -35,6 +36,19 @@ class PooledMemory:
         """Return the KV budget of a model alone on the device: all memory without the weights."""
         specs = self.model_runner.get_kv_cache_spec().values()
         return current_load().kv_budget_bytes([spec.page_size_bytes for spec in specs])
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run a step as vLLM does; drop the hidden states of pooling requests that begin anew.
+
+        vLLM's first model runner keeps the hidden states of earlier chunks across a preemption, and
+        would return a prompt's first tokens twice.
+        """
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            record = getattr(self.model_runner, "requests", {}).get(request_id)
+            states = getattr(record, "pooling_states", None)
+            if states is not None:
+                states.clean()
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         if tag == "kv_cache":

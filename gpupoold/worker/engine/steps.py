@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -33,6 +34,8 @@ class Step(NamedTuple):
     """True if every request got its next token, without any prefill."""
     frame_counts: dict[int, int]
     """Number of ``frames`` per frontend, in the order of the frames."""
+    pooled: dict[str, torch.Tensor]
+    """Results of pooling requests by id."""
     drafts: DraftCounts | None = None
     """Speculative decoding since the previous step with drafts."""
 
@@ -121,15 +124,18 @@ class EngineSteps:
         frames: list[bytes] = []
         progress: list[RequestProgress] = []
         frame_counts: dict[int, int] = {}
+        pooled: dict[str, torch.Tensor] = {}
         for number, result in by_frontend.items():
             encoded: Any = self._encoder.encode(result)
             frames += [bytes(frame) for frame in encoded]
             frame_counts[number] = len(encoded)
             progress += _gist(result)
+            results = ((one.request_id, one.pooling_output) for one in result.outputs)
+            pooled |= {name: tensor for name, tensor in results if tensor is not None}
         if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
             halves = _halves(by_frontend)
             return [step for half in halves for step in self._steps_of(half, is_decode=False)]
-        return [Step(frames, progress, is_decode, frame_counts)]
+        return [Step(frames, progress, is_decode, frame_counts, pooled)]
 
     def _take(self) -> list[Step]:
         made, self._made = self._made, []
@@ -142,6 +148,7 @@ def _gist(result: EngineCoreOutputs) -> list[RequestProgress]:
             output.request_id,
             list(output.new_token_ids),
             str(output.finish_reason) if output.finish_reason is not None else None,
+            output.pooling_output is not None,
         )
         for output in result.outputs
     ]

@@ -81,7 +81,7 @@ class TurnSteps:
             step_s = self._last_s = ended_s - self._since_s
             self._since_s = ended_s
             for item in step.progress:
-                self._ledger.progress(engine.name, item.request_id, len(item.new_token_ids))
+                self._ledger.progress(engine.name, item.request_id, item.num_tokens)
                 if item.finish_reason is not None:
                     self._ledger.finish(engine.name, item.request_id)
             if step.frames:

@@ -2,7 +2,8 @@
 
 Post-processing may store results in plain attributes: the absorbed projections of latent attention,
 for example, or scales as floats. Tensors on the weights' device are part of the snapshot like
-weights. A snapshot cannot contain the rest, which :func:`loose_digest` covers.
+weights. A snapshot cannot contain the rest, which :func:`loose_digest` covers. Wrappers for LoRA
+have no such state.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+
+from gpupoold.worker.weights.wrappers import base_name, is_wrapper
 
 
 def loose_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -48,7 +51,10 @@ def _weight_device(model: nn.Module) -> torch.device | None:
 
 def _leaves_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | float]]:
     """Yield the tensors and fractions in the modules' plain attributes, with names."""
-    for name, module in model.named_modules():
+    for full_name, module in model.named_modules():
+        if is_wrapper(module):
+            continue
+        name = base_name(full_name)
         for attribute, value in sorted(vars(module).items()):
             if attribute not in ("_parameters", "_buffers", "_modules"):
                 for number, leaf in enumerate(_leaves(value)):

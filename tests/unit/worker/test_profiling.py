@@ -128,6 +128,8 @@ class KnownEngine:
         if left > 1:
             return RequestProgress(request_id, [7])
         self.ledger.release(self._running.pop(request_id)[2])
+        if not self.info.generates:
+            return RequestProgress(request_id, [], "stop", has_result=True)
         return RequestProgress(request_id, [7], "length")
 
 
@@ -238,11 +240,17 @@ def test_a_model_that_does_not_fit_is_reported(rig: Rig, run: Run) -> None:
     assert (found.prefill, found.decode) == (None, None)
 
 
-def test_a_model_without_text_is_not_measured(rig: Rig, run: Run) -> None:
+def test_a_pooling_model_only_prefills(rig: Rig, run: Run) -> None:
     engine = KnownEngine(rig)
     engine.info = replace(engine.info, supported_tasks=("embed",))
-    assert run(engine) == Profile(None, None, 0.0, "the model does not generate text")
-    assert engine.num_steps == 0
+    found = run(engine)
+    assert found is not None
+    assert found.problem == ""
+    assert found.prefill is not None
+    assert found.prefill.prefill_law().predict_s([512]) == pytest.approx(PREFILL.predict_s([512]))
+    assert found.decode is not None
+    assert found.decode.decode_law().predict_s(DecodeBatch(8, 4096)) == 0.0
+    assert_no_trace(engine)
 
 
 @pytest.mark.parametrize("config", ["", "{", '{"hidden_size": 64}', '{"kv_lora_rank": 8}'])

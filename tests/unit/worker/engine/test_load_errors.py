@@ -165,9 +165,10 @@ class Kind:
     is_encoder_decoder: bool = False
 
 
-def test_only_models_that_make_text_are_served() -> None:
+def test_only_models_that_make_text_or_pool_text_are_served() -> None:
     check_kind("m", "X", Kind())
-    with pytest.raises(Refused, match="m: X does not generate text"):
-        check_kind("m", "X", Kind(runner_type="pooling"))
+    check_kind("m", "X", Kind(runner_type="pooling"))
+    with pytest.raises(Refused, match="m: X neither generates nor pools text"):
+        check_kind("m", "X", Kind(runner_type="draft"))
     with pytest.raises(Refused, match="m: X is an encoder-decoder model"):
         check_kind("m", "X", Kind(is_encoder_decoder=True))

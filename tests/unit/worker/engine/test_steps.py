@@ -10,11 +10,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+import torch
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
+from gpupoold.wire.messages import RequestProgress
 from gpupoold.worker.engine import steps as engine_steps
 from gpupoold.worker.engine.steps import EngineSteps, Step
 
@@ -65,6 +67,21 @@ class Core:
 
 def tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for item in step.progress for token in item.new_token_ids]
+
+
+def test_results_of_pooling_requests_are_told() -> None:
+    core = Core(is_async=False)
+    result = torch.tensor([0.5, -1.0])
+    made = EngineCoreOutput(
+        request_id="p", new_token_ids=[], pooling_output=result, finish_reason=FinishReason.STOP
+    )
+    core.others = {1: EngineCoreOutputs(outputs=[made])}
+    [step] = EngineSteps(core).begin()  # type: ignore[arg-type]
+    assert list(step.pooled) == ["p"]
+    assert step.pooled["p"] is result
+    progress = {item.request_id: item for item in step.progress}
+    assert progress["p"] == RequestProgress("p", [], "stop", has_result=True)
+    assert [progress[name].num_tokens for name in ("r", "p")] == [1, 1]
 
 
 def test_one_after_the_other_is_waited_for() -> None:

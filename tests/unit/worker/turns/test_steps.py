@@ -58,6 +58,7 @@ class Engine:
                 [m.RequestProgress("r", [7] * self.num_tokens, reason)],
                 True,
                 {0: 1},
+                {},
                 DRAFTS,
             )
         ]
@@ -145,8 +146,8 @@ def test_an_engine_without_requests_is_noticed(told: Told) -> None:
 
 def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
     told.engine.settle = lambda: [
-        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}),
-        Step([], [], False, {}),
+        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}, {}),
+        Step([], [], False, {}, {}),
     ]
     told.steps.begin(told.engine, None)
     told.sent.clear()
@@ -184,7 +185,13 @@ def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
     told.ledger.arrive("m", "long", 99.0)
     steps = TurnSteps(told.ledger, send)
     told.engine.begin_step = lambda _: [
-        Step([b"frame"], [m.RequestProgress(name, [7])], is_decode=False, frame_counts={0: 1})
+        Step(
+            [b"frame"],
+            [m.RequestProgress(name, [7])],
+            is_decode=False,
+            frame_counts={0: 1},
+            pooled={},
+        )
         for name in ("r", "long", "r")
     ]
     assert steps.begin(told.engine, None)

@@ -249,6 +249,11 @@ class ModelEngine:
         """Largest number of requests in a step."""
         return int(self._core.scheduler.max_num_running_reqs)
 
+    @property
+    def max_tokens_each(self) -> int:
+        """Largest number of tokens that an answer gains in a step: a whole draft, and one more."""
+        return 1 + int(self._core.scheduler.num_spec_tokens)
+
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a greedy request with a synthetic prompt and exactly ``max_tokens`` tokens.
 

@@ -28,7 +28,7 @@ class Core:
         self.scheduler: Any = SimpleNamespace(
             is_held=False, chunk_tokens=None, num_updates=0, was_decode=False, isolated={}
         )
-        self.scheduler.take_drafts = lambda: m.DraftCounts(1, 4, self.num_begun)
+        self.scheduler.take_drafts = lambda: m.DraftCounts(1, 4, 1)
         self.scheduler.take_turns = lambda *, may_isolate: self.turns.append(may_isolate)
         self.turns: list[bool] = []
         self.batch_queue: deque[int] | None = deque() if is_async else None

@@ -59,7 +59,7 @@ class Intake:
     def weight_bytes(self) -> int:
         """Device bytes of the weights, estimated from the files."""
         assert self._info is not None
-        return estimate_weight_bytes(self._info, self._request.dtype)
+        return estimate_weight_bytes(self._info, self._request.dtype, self._engine)
 
     async def steps(self) -> AsyncIterator[Progress]:
         """Resolve the source, check the checkpoint, and download the checkpoint if needed.
@@ -118,14 +118,15 @@ class Intake:
 
     async def _check_sizes(self, info: CheckpointInfo) -> None:
         """Check that the model fits on a device, and its snapshot in host memory."""
-        dtype, weight_bytes = self._request.dtype, self.weight_bytes
+        dtype, engine = self._request.dtype, self._engine
+        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, engine)
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         try:
             sizes = await self._supervisor.device_sizes()
-            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes)
+            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
         except Refused:  # the model may fit on the device of a worker that is not up yet
             sizes = await self._supervisor.device_sizes(of_all=True)
-            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes)
+            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
         if any(device.kind != "sim" for device in self._settings.devices):
             self._host_budget.check(self._request.name, weight_bytes)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import report, say
+from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.options import (
     JsonOption,
     NameArgument,
@@ -18,7 +20,7 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
-from gpupoold.api.schemas import ModelInfo, SetModelRequest
+from gpupoold.api.schemas import ModelInfo, PresetInfo, SetModelRequest
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
@@ -81,15 +83,29 @@ def set_model(
         list[str] | None,
         typer.Option("--remove-alias", metavar="ALIAS", help="Drop a name; may be repeated."),
     ] = None,
+    engine: EngineOption = None,
+    remove_engine: Annotated[
+        list[str] | None,
+        typer.Option("--remove-engine", metavar="KEY", help="Drop an option; may be repeated."),
+    ] = None,
 ) -> None:
-    """Change a model's targets and aliases at once."""
+    """Change a model's targets, aliases and options at once.
+
+    For other options of the engine, another engine is built beside the present engine, and answers
+    in progress go on in the new engine.
+    """
+    options: dict[str, str | None] = {**read_options(engine or ())}
     request = SetModelRequest(
-        ttft_s=ttft, tbt_s=tbt, add_aliases=add_alias or [], remove_aliases=remove_alias or []
+        ttft_s=ttft,
+        tbt_s=tbt,
+        add_aliases=add_alias or [],
+        remove_aliases=remove_alias or [],
+        engine=options | dict.fromkeys(remove_engine or ()),
     )
     if request == SetModelRequest():
         raise UsageError(
             f"no change given for {name!r}",
-            "give --ttft, --tbt, --add-alias or --remove-alias",
+            "give --ttft, --tbt, --add-alias, --remove-alias, --engine or --remove-engine",
         )
     with open_client(ctx) as client:
         model = client.set_model(name, request)
@@ -150,12 +166,33 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **_chat_fields(model),
+        **{f"preset {one.name}": _preset_text(one) for one in model.presets},
+        **{f"adapter {one.name}": f"rank {one.rank}, {one.path}" for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
         "added": output.time_text(model.created_at),
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _chat_fields(model: ModelInfo) -> dict[str, str]:
+    """Return the parsers and the chat template, each with the reason."""
+    found = {
+        "tool parser": model.tool_parser,
+        "reasoning parser": model.reasoning_parser,
+        "chat template": model.chat_template,
+    }
+    return {name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one}
+
+
+def _preset_text(preset: PresetInfo) -> str:
+    """Return a preset's defaults and targets in one line."""
+    targets = {"ttft": preset.ttft_s, "tbt": preset.tbt_s}
+    parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
+    parts += [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
+    return _shortened(", ".join(parts)) or "no other defaults"
 
 
 def _shortened(value: str) -> str:

@@ -33,6 +33,29 @@ class AddModelRequest(Body):
     check_only: bool = False
 
 
+class AddAdapterRequest(Body):
+    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``."""
+
+    name: str
+    base: str
+    source: str | None = None
+    revision: str | None = None
+    check_only: bool = False
+
+
+class AddPresetRequest(Body):
+    """Body of ``POST /presets``: a further name of the model ``base`` with other defaults.
+
+    ``defaults`` has fields of a request by dotted names. A target of None is the model's.
+    """
+
+    name: str
+    base: str
+    defaults: dict[str, Any] = {}
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
 class SetModelRequest(Body):
     """Body of ``PATCH /models/{name}``; None keeps a value.
 
@@ -75,12 +98,20 @@ class AdapterInfo(Body):
     tbt_s: float | None = None
 
 
+class FoundInfo(Body):
+    """A parser or a chat template that was found or given, None for none, and the reason."""
+
+    name: str | None
+    reason: str
+
+
 class ModelInfo(Body):
     """A registered model.
 
     ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
-    the present memory and requests, for a single model only. ``tasks`` are vLLM's names of the
-    work that the loaded model does, for example ``generate`` or ``embed``.
+    the present memory and requests. ``usage``, the parsers and the chat template are present for a
+    single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
+    example ``generate`` or ``embed``.
     """
 
     name: str
@@ -110,6 +141,9 @@ class ModelInfo(Body):
     engine: dict[str, str] = {}
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []
+    tool_parser: FoundInfo | None = None
+    reasoning_parser: FoundInfo | None = None
+    chat_template: FoundInfo | None = None
 
 
 class Progress(Body):

@@ -9,6 +9,9 @@ from gpupoold.checkpoints.modules import MODULES_FILE, module_files
 
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_PICKLE_FILE = "adapter_model.bin"
 
 _TOKENIZERS = (
     "tokenizer.json",
@@ -31,7 +34,7 @@ _TRAINING_STATE = (
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "tokenizer.model*")
 # A second copy of the weights in Mistral's format, with a configuration.
 _MISTRAL_FORMAT = ("consolidated*", "params.json")
-_TEMPLATE_FOLDER = "additional_chat_templates"
+TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def safetensors_files(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
@@ -82,6 +85,17 @@ def files_to_download(
     return tuple(sorted(wanted | set(weights)))
 
 
+def adapter_files_to_download(paths: Collection[str], *, allow_pickle: bool) -> tuple[str, ...]:
+    """Return the part of an adapter's repository needed for serving.
+
+    A pickled file is included only if allowed and without safetensors.
+    """
+    wanted = [ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
+    if allow_pickle and ADAPTER_WEIGHTS_FILE not in paths:
+        wanted.append(ADAPTER_PICKLE_FILE)
+    return tuple(name for name in wanted if name in paths)
+
+
 def is_weight_file(name: str) -> bool:
     """Return whether a file has weights, which are large and downloaded last."""
     return bool(_matching((name,), ("*.safetensors", *_PICKLES)))
@@ -92,7 +106,7 @@ def _chat_templates(paths: Iterable[str]) -> list[str]:
     return [
         "/".join(parts)
         for parts in split
-        if len(parts) == 2 and parts[0] == _TEMPLATE_FOLDER and parts[1].endswith(".jinja")
+        if len(parts) == 2 and parts[0] == TEMPLATE_FOLDER and parts[1].endswith(".jinja")
     ]
 
 

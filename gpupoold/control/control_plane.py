@@ -32,7 +32,7 @@ from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
-from gpupoold.control.models.info import model_info
+from gpupoold.control.models.info import chat_fields, model_info
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.crash_attribution import Death
@@ -165,7 +165,8 @@ class ControlPlane:
         info = self._info_of(row)
         memories, now_s = views.memories_of(self.supervisor.workers), time.monotonic()
         now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache, now_s)
-        return info.model_copy(update={"usage": ModelUsage(**now)})
+        chat = await asyncio.to_thread(chat_fields, row.spec)
+        return info.model_copy(update={"usage": ModelUsage(**now), **chat})
 
     async def ps(self) -> bytes:
         """Return running models, devices and requests: ``Ps`` as JSON."""

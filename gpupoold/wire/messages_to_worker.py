@@ -13,6 +13,8 @@ from gpupoold.wire.records import (
 class LoadModel(Message):
     """Load a model; with ``has_snapshot`` the message carries the snapshot's memfd.
 
+    The engine of a loaded model serves until the load has ended, and is then replaced.
+
     ``self_check`` has the expected tokens of the self-check with that snapshot, empty if unknown.
     ``profiling_budget_s`` is the time for measuring steps afterwards, 0 if the steps are known.
     """
@@ -63,7 +65,8 @@ class AddRequest(Message):
     worker sends ``RequestAttached`` when the request can continue; the KV is in ``kv_transfer`` or
     is recomputed. ``key_id`` is the id of the API key or empty. The daemon fills ``frontend`` in
     with the number of the sending frontend. A request that ``is_isolated`` shares no step with
-    other requests until ``EndIsolation``.
+    other requests until ``EndIsolation``. ``served_name`` is the name of the adapter or preset,
+    empty for the model itself.
     """
 
     model: str
@@ -79,6 +82,12 @@ class AddRequest(Message):
     priority: Priority = Priority.NORMAL
     frontend: int = 0
     is_isolated: bool = False
+    served_name: str = ""
+
+    @property
+    def counted_name(self) -> str:
+        """The name under which the request is counted: its preset's, adapter's or model's."""
+        return self.served_name or self.model
 
 
 class EndIsolation(Message):

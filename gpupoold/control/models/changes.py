@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Literal
+from dataclasses import replace
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas import SetModelRequest
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
+from gpupoold.control.models.engine_changes import EngineChanges, merged_options
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import find_model
+from gpupoold.control.models.names import RemoveMode, find_model
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.domain import Targets
-
-RemoveMode = Literal["refuse", "drain", "force"]
+from gpupoold.domain import ModelSpec, Targets
+from gpupoold.errors import GpupoolError, Refused
 
 
 class Changes:
@@ -32,6 +32,7 @@ class Changes:
         warmer: Warmer,
         loader: ModelLoader,
         mounts: ModelMounts,
+        engines: EngineChanges,
     ) -> None:
         self._registry = registry
         self._history = history
@@ -41,15 +42,19 @@ class Changes:
         self._warmer = warmer
         self._loader = loader
         self._mounts = mounts
+        self._engines = engines
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
-        """Change targets and aliases of a model while the model serves.
+        """Change targets, aliases and options of a model while the model serves.
 
         Raises:
-            GpupoolError: see ``Registry.update``.
+            GpupoolError: see ``Registry.update`` and ``EngineChanges.change``.
         """
         async with self._fleet.changing.alone():
             old = (await find_model(self._registry, name)).spec
+            engine = merged_options(old.engine, request.engine)
+            if engine != old.engine:
+                old = await self._set_engine(old, engine)
             targets = Targets(
                 request.ttft_s or old.targets.ttft_s, request.tbt_s or old.targets.tbt_s
             )
@@ -59,20 +64,33 @@ class Changes:
                 add_aliases=request.add_aliases,
                 remove_aliases=request.remove_aliases,
             )
-            self._dispatcher.set_targets(old.name, targets)
+            self._dispatcher.changed(row.spec)
             if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
                 await self._mounts.mount(row.spec)
             await self._mounts.publish()
-            text = "targets or aliases changed"
+            text = "options changed" if request.engine else "targets or aliases changed"
             self._history.record_event("info", "model_changed", old.name, text)
             return row
+
+    async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
+        """Change the options, and remount the API; undo both if the API cannot be mounted."""
+        await self._engines.change(old, engine)
+        new = replace(old, engine=engine)
+        if self._fleet.loaded(old.name) is not None:
+            try:
+                await self._mounts.mount(new)
+            except GpupoolError:
+                await self._engines.change(new, old.engine)
+                await self._mounts.mount(old)
+                raise
+        return new
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
         """Remove a model.
 
         Raises:
             NoSuchModel: the model is not registered.
-            Refused: the model has live requests and ``mode`` is "refuse".
+            Refused: the model has live requests or adapters and ``mode`` is "refuse".
             TimedOut: requests were left after the drain timeout.
         """
         model = (await find_model(self._registry, name)).spec.name
@@ -81,6 +99,7 @@ class Changes:
                 async with self._fleet.changing.alone():
                     row = await find_model(self._registry, model)
                     if mode == "refuse":
+                        _check_without_adapters(row.spec)
                         self._drains.check_idle(model)
                     drain.enter_context(self._fleet.draining(model))
                     await self._mounts.publish()
@@ -103,3 +122,12 @@ class Changes:
         await self._registry.remove(model)
         self._fleet.remove(model)
         self._history.record_event("info", "model_removed", model, "removed")
+
+
+def _check_without_adapters(spec: ModelSpec) -> None:
+    if spec.adapters:
+        names = ", ".join(adapter.name for adapter in spec.adapters)
+        raise Refused(
+            f"{spec.name} has the adapters {names}",
+            "remove these before, or use --drain or --force to remove all together",
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpupool_state import History, Registry
 from gpupoold.control.models.profiles import is_profiled, latency_model_of, profile_rows
@@ -37,10 +38,22 @@ class LoadFacts:
         """Return the time for profiling: models are profiled once per kind of device."""
         row = await self._registry.get(name)
         known = row is None or worker.ready is None or is_profiled(row, worker.ready)
-        return 0.0 if known else _PROFILING_BUDGET_S[worker.device.kind]
+        return 0.0 if known else self.full_budget_s(worker)
+
+    def full_budget_s(self, worker: Worker) -> float:
+        """Return the time for profiling a model whose steps are unknown."""
+        return _PROFILING_BUDGET_S[worker.device.kind]
+
+    async def with_adapters(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec with the adapters now, which can be added while a load waits."""
+        row = await self._registry.get(spec.name)
+        return spec if row is None else replace(spec, adapters=row.spec.adapters)
 
     async def keep(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
         """Store the facts of a load and the measured profile, if there is one."""
+        for name, problem in loaded.model.adapter_problems.items():
+            text = f"adapter {name} was not loaded: {problem}"
+            self._history.record_event("error", "adapter_failed", spec.name, text)
         await self._registry.set_loaded(
             spec.name,
             architecture=loaded.model.architecture,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo
+from gpupoold.api.schemas import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.control.models.profiles import latency_on
-from gpupoold.domain import ModelState
+from gpupoold.domain import Adapter, ModelSpec, ModelState
 from gpupoold.wire.messages import LoadedModel
 
 
@@ -31,7 +33,7 @@ def model_info(
         aliases=list(spec.aliases),
         engine=spec.engine,
         presets=[PresetInfo(**asdict(preset)) for preset in spec.presets],
-        adapters=[AdapterInfo(**asdict(adapter)) for adapter in spec.adapters],
+        adapters=[adapter_info(adapter) for adapter in spec.adapters],
         state=(state or row.state).value,
         error=row.error,
         architecture=row.architecture,
@@ -41,3 +43,23 @@ def model_info(
         latency=latency_on(row.profiles),
         tasks=[] if loaded is None else list(loaded.supported_tasks),
     )
+
+
+def chat_fields(spec: ModelSpec) -> dict[str, FoundInfo]:
+    """Return the fields of a body that tell a model's parsers and chat template.
+
+    Blocks on file access.
+    """
+    found = found_parsers(Path(spec.path), spec.engine)
+    return {
+        "tool_parser": FoundInfo(**asdict(found.tool)),
+        "reasoning_parser": FoundInfo(**asdict(found.reasoning)),
+        "chat_template": FoundInfo(**asdict(found.chat_template)),
+    }
+
+
+def adapter_info(adapter: Adapter) -> AdapterInfo:
+    """Return the admin API's body of an adapter."""
+    fields = asdict(adapter)
+    del fields["number"]
+    return AdapterInfo(**fields)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ def _add_with_record(
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def after_grammar(request: Request) -> None:
-    """Advance a resumed request's compiled grammar by the tokens of its answer."""
+def after_grammar(grammars: StructuredOutputManager, request: Request) -> None:
+    """Advance a resumed request's compiled grammar by the tokens of its answer after the
+    reasoning.
+    """
     if not request.num_preemptions or not request.num_output_tokens:
         return
-    structured = request.structured_output_request
-    assert structured is not None and structured.grammar is not None
-    structured.grammar.accept_tokens(request.request_id, list(request.output_token_ids))
+    grammars.accept_tokens(request, list(request.output_token_ids))
     request.status = RequestStatus.PREEMPTED
 
 
@@ -89,6 +90,7 @@ def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRe
         block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
         num_computed_tokens=0,
         output_token_ids=list(token_ids),
+        lora_request=request.lora_request,
     )
 
 

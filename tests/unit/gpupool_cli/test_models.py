@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gpupoold.api.schemas import ModelInfo, SetModelRequest
+from gpupoold.api.schemas import FoundInfo, ModelInfo, SetModelRequest
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -57,6 +57,20 @@ def test_show_by_name_and_alias(daemon: FakeDaemon, cli: Cli, name: str) -> None
     assert "kv per token  56 KiB\n" in result.stdout
     assert "error" not in result.stdout
     assert ModelInfo.model_validate_json(cli("show", name, "--json").stdout) == model
+
+
+def test_show_tells_parsers_and_template_with_reasons(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add(
+        "a",
+        tool_parser=FoundInfo(name="hermes", reason="the template writes <tool_call>"),
+        reasoning_parser=FoundInfo(name=None, reason="no markup\x1b[2J"),
+        chat_template=FoundInfo(name="chat_template.jinja", reason="in the checkpoint"),
+    )
+    shown = cli("show", "a").stdout
+    assert "tool parser       hermes (the template writes <tool_call>)\n" in shown
+    assert "reasoning parser  none (no markup" in shown
+    assert "\x1b" not in shown
+    assert "chat template     chat_template.jinja (in the checkpoint)\n" in shown
 
 
 def test_show_tells_what_was_measured(daemon: FakeDaemon, cli: Cli) -> None:

@@ -15,6 +15,7 @@ from gpupool_state import History, Registry
 from gpupoold.config.schema import parse_settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.child import Launch
@@ -39,6 +40,13 @@ from tests.unit.control.loaded import loaded
 PAGE = 4096
 TIMEOUT_S = 20
 LAYOUT = "layout"
+
+
+class AcceptingInspector:
+    """Accepts every model: the played workers have no engine."""
+
+    async def check(self, spec: ModelSpec) -> None:
+        pass
 
 
 class PlayedWorker:
@@ -88,6 +96,8 @@ class PlayedWorker:
                 os.close(self.channel.take_fd())
                 self._box.told.append(f"take {message.model} on {self._number}")
                 self.channel.send(m.SnapshotTaken(message.model, self._box.take_problem))
+            case m.AddRequest():
+                self._box.requests.setdefault(self._number, []).append(message.request_id)
             case m.Shutdown():
                 self.end(0)
 
@@ -96,14 +106,15 @@ class PlayedWorker:
         fd = self.channel.take_fd() if order.has_snapshot else create_memfd(name, PAGE)
         how = "attach" if order.has_snapshot else "build"
         self._box.told.append(f"{how} {name} on {self._number}")
-        error = self._box.errors.get(name)
+        error = self._box.errors.get(name) or self._box.errors.get(f"{name} on {self._number}")
         if name in self._box.deadly:
             self.activity.main.set(ThreadPhase.LOAD, name)
             self.end(-signal.SIGSEGV)
         elif error is not None:
             self.channel.send(m.ModelFailed(name, error.code, error.message))
         elif name not in self._box.slow:
-            answer = m.ModelLoaded(loaded(name), LAYOUT, True, self_check=(1, 2))
+            dropped = self._box.requests.pop(self._number, [])
+            answer = m.ModelLoaded(loaded(name), LAYOUT, True, self_check=(1, 2), dropped=dropped)
             self.channel.send(answer, (fd,))
         os.close(fd)
 
@@ -147,6 +158,8 @@ class ModelsBox:
         self.deadly: set[str] = set()
         self.slow: set[str] = set()
         self.errors: dict[str, Failed] = {}
+        self.requests: dict[int, list[str]] = {}
+        """The requests in the engines of each worker."""
         self.take_problem = ""
         self.replies: list[m.Message] = []
         settings = parse_settings(
@@ -192,6 +205,7 @@ class ModelsBox:
             self.supervisor,
             cast(Frontends, self.frontends),
             snapshots,
+            cast(Inspector, AcceptingInspector()),
         )
         self.processes: dict[int, PlayedWorker] = {}
 

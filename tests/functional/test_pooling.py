@@ -34,18 +34,15 @@ from tests.functional.daemon_tools import (
     weight_bytes,
 )
 
-BERT, QWEN3, RERANKER, CLASSIFIER = (
-    "tiny-bert-embed",
-    "tiny-qwen3-embed",
-    "tiny-bert-rerank",
-    "tiny-bert-classify",
-)
-POOLING = (BERT, QWEN3, RERANKER, CLASSIFIER)
+BERT, MODERN_BERT, QWEN3 = "tiny-bert-embed", "tiny-modernbert-embed", "tiny-qwen3-embed"
+RERANKER, QWEN3_RERANKER = "tiny-bert-rerank", "tiny-qwen3-rerank"
+CLASSIFIER = "tiny-bert-classify"
+POOLING = (BERT, MODERN_BERT, QWEN3, RERANKER, QWEN3_RERANKER, CLASSIFIER)
 TEXTS = [f"passage {n} says: {'on and on ' * n}" for n in range(12)]
+QUERY = "which passage is it?"
 JOBS = {
-    BERT: ("embed", TEXTS),
-    QWEN3: ("embed", TEXTS),
-    RERANKER: ("score", ["which passage is it?", *TEXTS]),
+    **dict.fromkeys((BERT, MODERN_BERT, QWEN3), ("embed", TEXTS)),
+    **dict.fromkeys((RERANKER, QWEN3_RERANKER), ("score", [QUERY, *TEXTS])),
     CLASSIFIER: ("classify", TEXTS),
 }
 NUM_TOKENS = 200
@@ -113,13 +110,12 @@ async def post(api: AsyncOpenAI, path: str, **body: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
-async def rerank(api: AsyncOpenAI) -> Vectors:
-    query, *documents = JOBS[RERANKER][1]
-    made = await post(api, "/v2/rerank", model=RERANKER, query=query, documents=documents)
+async def rerank(api: AsyncOpenAI, model: str) -> Vectors:
+    made = await post(api, "/v2/rerank", model=model, query=QUERY, documents=TEXTS)
     by_index = {one["index"]: one["relevance_score"] for one in made["results"]}
     scores = [one["relevance_score"] for one in made["results"]]
     assert scores == sorted(scores, reverse=True)
-    return [[by_index[index]] for index in range(len(documents))]
+    return [[by_index[index]] for index in range(len(TEXTS))]
 
 
 async def classify(api: AsyncOpenAI) -> Vectors:
@@ -129,7 +125,9 @@ async def classify(api: AsyncOpenAI) -> Vectors:
 
 async def everything(api: AsyncOpenAI) -> dict[str, Vectors]:
     """What the pool makes of the texts, all models at once."""
-    calls = (embed(api, BERT), embed(api, QWEN3), rerank(api), classify(api))
+    embeddings = [embed(api, name) for name in (BERT, MODERN_BERT, QWEN3)]
+    scores = [rerank(api, name) for name in (RERANKER, QWEN3_RERANKER)]
+    calls = (*embeddings, *scores, classify(api))
     return dict(zip(POOLING, await asyncio.gather(*calls), strict=True))
 
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
 # A bundle's packages may be on the path by it alone (docs/gpu.md).
 PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
+_MAKERS = ROOT / "gpupoold/checkpoints"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,17 +91,21 @@ def tiny_pooling_models(project_env: dict[str, str]) -> dict[str, Path]:
     return _made("tiny_pooling", project_env)
 
 
-def _made(maker: str, project_env: dict[str, str]) -> dict[str, Path]:
-    """Checkpoints of a module of ``gpupoold.checkpoints``."""
-    files = [ROOT / "gpupoold/checkpoints" / f"{name}.py" for name in (maker, "tiny_tokenizer")]
+@pytest.fixture(scope="session")
+def vision_models(project_env: dict[str, str]) -> dict[str, Path]:
+    """The tiny vision checkpoints by name (``tiny-qwen2.5-vl``, ...), as ``tiny_models``."""
+    return _made("tiny_vision", project_env)
+
+
+def _made(maker: str, env: dict[str, str]) -> dict[str, Path]:
+    """Checkpoints of a maker in ``gpupoold.checkpoints``, by name."""
+    files = [_MAKERS / f"{name}.py" for name in dict.fromkeys((maker, "tiny_tokenizer"))]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    command = [sys.executable, "-m", f"gpupoold.checkpoints.{maker}"]
     folder = ROOT / "build" / f"{maker.replace('_', '-')}-models-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", f"gpupoold.checkpoints.{maker}", str(folder)]
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # there may be several test processes
-        done = subprocess.run(
-            [*command, str(folder)], env=project_env, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {path.name: path for path in map(Path, done.stdout.splitlines())}

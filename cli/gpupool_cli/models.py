@@ -213,6 +213,8 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
         "kv resident": usage.kv_resident_bytes,
         "kv paused": usage.kv_host_bytes,
     }
+    if usage.encoder_bytes:
+        sizes["encoder"] = usage.encoder_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
 
 

@@ -20,6 +20,7 @@ from gpupoold.units import format_bytes
 # Run by name, because the module needs torch, which this process must not load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
 _POOLING_MAKER = "gpupoold.checkpoints.tiny_pooling"
+_VISION_MAKER = "gpupoold.checkpoints.tiny_vision"
 _DUMMY_MAKER = "gpupoold.checkpoints.dummy"
 _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))
 
@@ -43,12 +44,24 @@ def register(app: typer.Typer) -> None:
 def make_tiny_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     size: Annotated[str, typer.Option(help="Weights of each model at float32.")] = "10MB",
-    arch: Annotated[str, typer.Option(help="llama, qwen2, qwen3, mixtral or all.")] = "all",
+    arch: Annotated[
+        str,
+        typer.Option(
+            help="llama, qwen2, qwen3, mixtral or all; with --vision qwen2_5_vl, qwen3_vl, gemma3 "
+            "or all."
+        ),
+    ] = "all",
+    vision: Annotated[
+        bool, typer.Option("--vision", help="Make vision models, of 15 MB and float32.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Make small random models to try gpupool with; needs no network and no daemon."""
+    if vision:
+        _print(run_maker([f"--arch={arch}", "--", str(directory)], _VISION_MAKER), as_json=as_json)
+        return
     options = [f"--size={size}", f"--arch={arch}", f"--dtype={dtype}", f"--seed={seed}"]
     _print(run_maker([*options, "--", str(directory)]), as_json=as_json)
 

@@ -212,7 +212,8 @@ class ModelUsage(Body):
     """A model's present state and recent past; times are None before the first measurement.
 
     Bytes are sums over devices: ``kv_resident_bytes`` on devices, ``kv_host_bytes`` of paused
-    requests in host memory. ``cached_bytes`` is the snapshot in host memory, shared by all devices.
+    requests in host memory. ``encoder_bytes`` counts outputs of the image encoder, in the devices'
+    reserve. ``cached_bytes`` is the snapshot in host memory, shared by all devices.
     ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
     token, which would have been late. Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
@@ -227,6 +228,7 @@ class ModelUsage(Body):
     weights_total_bytes: int
     kv_resident_bytes: int
     kv_host_bytes: int
+    encoder_bytes: int = 0
     cached_bytes: int
     requests: int
     completed: int

@@ -89,6 +89,7 @@ def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool)
             f"{path}: has no tokenizer (tokenizer.json, tokenizer.model or the like)",
             "copy the tokenizer files of the original model into this folder",
         )
+    require_image_processor(path, config, names)
     files, elements = _weights(path, names, config, allow_pickle)
     counts = {dtype: count for dtype, count in elements.items() if count}
     if not counts:
@@ -137,6 +138,20 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
             "if you trust the code's author, set allow_remote_code = true under [security]",
         )
     return config
+
+
+def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[str]) -> None:
+    """Check that a vision model's files include the description of its image processor.
+
+    Raises:
+        Refused: the file is missing.
+    """
+    if isinstance(config.get("vision_config"), dict) and not layout.has_image_processor(names):
+        raise Refused(
+            f"{path}: config.json describes a vision model, but there is neither "
+            "preprocessor_config.json nor processor_config.json",
+            "copy the processor's files of the original model into this folder",
+        )
 
 
 def _is_list_of_names(value: object) -> bool:

@@ -23,6 +23,9 @@ _TOKENIZERS = (
     "vocab.json",
     "vocab.txt",
 )
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# Models in Mistral's format have an image processor in the engine, not in a file.
+_MISTRAL_TOKENIZER = "tekken.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _TRAINING_STATE = (
     "training_args.bin",
@@ -57,6 +60,11 @@ def pickle_files(names: Iterable[str]) -> tuple[str, ...]:
 def tokenizer_files(names: Iterable[str]) -> tuple[str, ...]:
     """Return files with a vocabulary; ``tokenizer_config.json`` alone is no tokenizer."""
     return _matching(names, _TOKENIZERS)
+
+
+def has_image_processor(names: Collection[str]) -> bool:
+    """Return whether an engine can prepare images for the model."""
+    return _MISTRAL_TOKENIZER in names or any(name in names for name in _PROCESSORS)
 
 
 def files_to_download(

@@ -37,8 +37,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
 from gpupoold.checkpoints.parsers import found_parsers
+from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import default_arguments, parse_options
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
@@ -47,6 +47,7 @@ from gpupoold.frontend.grammars.request_grammars import (
     keep_grammars_off_the_loop,
 )
 from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.frontend.pooling_bounds import bound_pooling
@@ -65,6 +66,8 @@ _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
 )
 
+
+_PROCESSED_IMAGES_GIB = 0.125
 
 # Errors raised by code that did not validate its input; vLLM answers the last two itself.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
@@ -103,6 +106,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             )
         max_model_len = config.model_config.max_model_len
         bound_renderer(self.renderer, max_model_len, VLLMValidationError)
+        bound_media(self.renderer)
         self.input_processor.assign_request_id = _assign_request_id
         self._grammars = grammars
         self._joins = joins
@@ -122,6 +126,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
+        count_features(prompt, getattr(params, "n", 1))
         params = await self._grammars.vetted(params)
         try:
             queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -359,6 +364,13 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     # Late interaction would keep the queries' embeddings in one worker between two requests.
     args.enable_flash_late_interaction = False
     args.allowed_media_domains = list(model.media_hosts)
+    image_options = (args.media_io_kwargs or {}).get("image", {})
+    args.media_io_kwargs = {"image": image_options | {MAX_PIXELS: model.max_image_pixels}}
+    args.limit_mm_per_prompt = media_limits(args.limit_mm_per_prompt, model.max_images)
+    # Of vLLM's caches of processed media, only the cache for several API processes sends every
+    # item with every request.
+    args._api_process_count = 2
+    args.mm_processor_cache_gb = _PROCESSED_IMAGES_GIB
     return args
 
 

@@ -28,6 +28,7 @@ _ALWAYS = {
     # Media are fetched only from the hosts of security.media_hosts, see media.py.
     "VLLM_MEDIA_CONNECTOR": "gpupool",
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+    "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",
     # The frontend has checked both bounds before; vLLM's defaults are for whole machines.
     "VLLM_MAX_N_SEQUENCES": str(MAX_SAMPLES),
     "VLLM_MAX_COMPLETION_PROMPTS": str(MAX_PROMPTS),

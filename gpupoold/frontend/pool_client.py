@@ -98,7 +98,7 @@ class PoolClient:
         if num_bytes > MAX_REQUEST_BYTES:
             raise self._codec.unsupported(
                 f"The request takes {num_bytes:,} bytes for the engine, more than the limit of "
-                f"{MAX_REQUEST_BYTES:,}."
+                f"{MAX_REQUEST_BYTES:,}. Send fewer or smaller images, or a shorter prompt."
             )
         message = AddRequest(
             model=self._model,

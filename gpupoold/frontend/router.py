@@ -6,6 +6,7 @@ Only the paths named here are served. The applications behind also register oper
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from gpupoold.frontend.errors import (
     send_json,
 )
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
@@ -91,6 +93,7 @@ class Router:
         self._callers = callers
         self._bounds = bounds
         self._metrics = metrics
+        self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
@@ -166,7 +169,12 @@ class Router:
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
-            with serving(caller, model), naming(ids), counting_prompts(head.num_samples):
+            with (
+                serving(caller, model),
+                naming(ids),
+                counting_prompts(head.num_samples),
+                bounding_images(holding, self._decoding),
+            ):
                 async with self._gates.holding(send) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)
 

@@ -13,7 +13,10 @@ from gpupoold.domain import Adapter, Preset, Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``."""
+    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``.
+
+    ``max_images`` is per prompt, ``max_image_pixels`` for all images of an HTTP request.
+    """
 
     name: str
     path: str
@@ -24,6 +27,8 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: float
     allow_remote_code: bool = False
     media_hosts: tuple[str, ...] = ()
+    max_images: int = 16
+    max_image_pixels: int = 32_000_000
     engine: dict[str, str] = {}
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
@@ -98,7 +103,10 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's memory on one worker, in bytes."""
+    """A model's memory on one worker, in bytes.
+
+    ``encoder_bytes`` counts the image encoder's outputs, which are outside the device's pages.
+    """
 
     model: str
     weights_resident_bytes: int
@@ -107,6 +115,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_host_bytes: int
     num_live: int
     num_waiting: int
+    encoder_bytes: int = 0
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,4 +60,6 @@ def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
         tbt_s=spec.targets.tbt_s,
         allow_remote_code=settings.security.allow_remote_code,
         media_hosts=settings.security.media_hosts,
+        max_images=settings.limits.max_images,
+        max_image_pixels=settings.limits.max_image_pixels,
     )

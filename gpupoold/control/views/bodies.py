@@ -192,6 +192,7 @@ def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
         "weights_total_bytes": max((one.weights_total_bytes for one in held), default=0),
         "kv_resident_bytes": sum(one.kv_resident_bytes for one in held),
         "kv_host_bytes": sum(one.kv_host_bytes for one in held),
+        "encoder_bytes": sum(one.encoder_bytes for one in held),
     }
 
 

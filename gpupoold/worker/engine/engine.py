@@ -37,6 +37,7 @@ from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.configuration import engine_config
+from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.resume import resume
@@ -162,6 +163,7 @@ class ModelEngine:
         self._steps = EngineSteps(core, info.name)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder_outputs = EncoderOutputs(core)
 
     def add(
         self,
@@ -347,6 +349,20 @@ class ModelEngine:
         limit = self.kv.geometry.num_blocks - 1
         return max(0, min(wanted * groups, limit) - self._ledger.num_free)
 
+    @property
+    def encoder_bytes(self) -> int:
+        """Size of the image encoder's outputs, which are outside the device's pages."""
+        return self._encoder_outputs.num_bytes
+
+    def check_encoder_outputs(self) -> None:
+        """Check the outputs, see :meth:`EncoderOutputs.check`."""
+        self._encoder_outputs.check()
+
+    def drop_encoder_outputs(self) -> None:
+        """Free the image encoder's outputs; what a request still needs is computed anew."""
+        self._steps.wait()
+        self._encoder_outputs.drop()
+
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
         self._steps.wait()
@@ -369,6 +385,7 @@ class ModelEngine:
         runner.model = None
         runner.kv_caches.clear()
         self._scheduler = self._core = None
+        del self._encoder_outputs
         self._steps.close()
         self.adapters.close()
         del core, runner

@@ -81,10 +81,10 @@ def after_grammar(grammars: StructuredOutputManager, request: Request) -> None:
 
 
 def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRequestState:
-    return CachedRequestState(
+    record = CachedRequestState(
         req_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids or ()),
-        mm_features=[],
+        mm_features=request.mm_features,
         sampling_params=request.sampling_params,
         generator=_generator(runner, request.sampling_params, len(token_ids)),
         block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
@@ -92,6 +92,9 @@ def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRe
         output_token_ids=list(token_ids),
         lora_request=request.lora_request,
     )
+    if runner.uses_mrope:  # positions in images, as for a new request
+        runner._init_mrope_positions(record)
+    return record
 
 
 def _generator(

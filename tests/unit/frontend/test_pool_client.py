@@ -47,6 +47,7 @@ def engine_request(**changes: Any) -> SimpleNamespace:
         "request_id": "r1",
         "prompt_token_ids": [1, 2],
         "sampling_params": SimpleNamespace(max_tokens=9),
+        "lora_request": None,
     }
     return SimpleNamespace(**fields | changes)
 
@@ -71,6 +72,15 @@ def test_request_is_sent_with_its_frames() -> None:
         max_tokens=9,
         frames=[b"r1", b"tensor"],
     )
+
+
+def test_a_request_of_an_adapter_has_the_name_of_the_adapter() -> None:
+    pool = ControlPlane()
+    request = engine_request(lora_request=SimpleNamespace(lora_name="adapter"))
+    asyncio.run(pool.client.add_request_async(request))
+    (message,) = pool.sent
+    assert isinstance(message, AddRequest)
+    assert (message.model, message.served_name, message.counted_name) == ("m", "adapter", "adapter")
 
 
 def test_only_requests_with_tokens() -> None:

@@ -38,6 +38,18 @@ def test_pooling_models_are_made(cli: Cli, tmp_path: Path) -> None:
     assert refused.exit_code == UsageError.exit_code
 
 
+def test_vision_models_have_a_processor(cli: Cli, tmp_path: Path) -> None:
+    options = [str(tmp_path), "--vision", "--arch", "qwen3_vl", "--json"]
+    [made] = json.loads(cli("make-tiny-models", *options).stdout)
+    assert made["name"] == "tiny-qwen3-vl"
+    assert made["size_bytes"] > 15_000_000
+    folder = Path(made["path"])
+    assert json.loads((folder / "preprocessor_config.json").read_text())["patch_size"] == 16
+    before = (folder / "model.safetensors").stat()
+    assert json.loads(cli("make-tiny-models", *options).stdout) == [made]
+    assert (folder / "model.safetensors").stat() == before  # kept
+
+
 def test_dummy_models_take_no_disk(cli: Cli, tmp_path: Path) -> None:
     shapes = ["--shape", "Qwen2.5-7B", "--shape", "Llama-2-13B"]
     made = json.loads(cli("make-dummy-models", str(tmp_path), *shapes, "--json").stdout)
@@ -52,7 +64,10 @@ def test_dummy_models_take_no_disk(cli: Cli, tmp_path: Path) -> None:
     assert cli("make-dummy-models", str(tmp_path), "--shape", "GPT-9").exit_code == 2
 
 
-@pytest.mark.parametrize("options", [["--size", "1MB"], ["--size", "x"], ["--arch", "gpt"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--size", "1MB"], ["--size", "x"], ["--arch", "gpt"], ["--vision", "--arch", "llama"]],
+)
 def test_bad_options_are_usage_errors(cli: Cli, tmp_path: Path, options: list[str]) -> None:
     assert cli("make-tiny-models", str(tmp_path), *options).exit_code == UsageError.exit_code
     assert list(tmp_path.iterdir()) == []

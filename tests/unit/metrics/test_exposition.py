@@ -102,6 +102,7 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
         kv_host_bytes=100,
         num_live=3,
         num_waiting=2,
+        encoder_bytes=50,
     )
     worker.status = m.WorkerStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
     found = await samples(exporter_of(control_plane))
@@ -113,7 +114,7 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
     assert values(found, "device_steps_total") == {"1": 42}
     assert values(found, "device_info") == {"0 cuda ": 1, "1 cuda H100": 1}
     assert values(found, "waiting_requests") == {MODEL: 2}
-    kinds = {"weights": 300, "kv": 200, "kv_host": 100, "snapshot_host": 0}
+    kinds = {"weights": 300, "kv": 200, "encoder": 50, "kv_host": 100, "snapshot_host": 0}
     assert values(found, "model_memory_bytes") == {
         f"{kind} {MODEL}": value for kind, value in kinds.items()
     }

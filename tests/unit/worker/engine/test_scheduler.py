@@ -84,6 +84,7 @@ def scheduler(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> PooledSchedule
     made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
     made.max_num_running_reqs = made.max_num_active_reqs = 8
     made.running, made.waiting, made.kv = [], [], Kv()
+    made.lora_config = None
     owned = {"r": [3, 5, 8]}
     made.kv_cache_manager = SimpleNamespace(
         block_pool=blocks, get_block_ids=lambda name: (owned.get(name, []),)
@@ -139,6 +140,58 @@ class TestChunks:
         with pytest.raises(MemoryError):
             scheduler.schedule()
         assert scheduler.max_num_scheduled_tokens == LIMIT
+
+
+class TestAdapters:
+    """``max_loras`` is vLLM's limit of different adapters in one step."""
+
+    @pytest.fixture
+    def ran(
+        self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., list[str]]:
+        """Returns the requests that vLLM plans a step with, of all running ones."""
+        planned: list[str] = []
+
+        def schedule(scheduler: PooledScheduler) -> Any:
+            planned[:] = [one.request_id for one in scheduler.running]
+            return SimpleNamespace(num_scheduled_tokens={})
+
+        monkeypatch.setattr(Scheduler, "schedule", schedule)
+
+        def run(*running: Any) -> list[str]:
+            scheduler.running = list(running)
+            scheduler.schedule()
+            assert scheduler.running == list(running)
+            assert scheduler.max_num_running_reqs == 8
+            return planned
+
+        return run
+
+    def of(self, name: str, number: int | None) -> Any:
+        made = request(name)
+        made.lora_request = None if number is None else SimpleNamespace(lora_int_id=number)
+        return made
+
+    def test_the_newest_wait_for_a_slot(
+        self, scheduler: PooledScheduler, ran: Callable[..., list[str]]
+    ) -> None:
+        scheduler.lora_config = SimpleNamespace(max_loras=2)  # type: ignore[assignment]
+        running = [
+            self.of(name, number)
+            for name, number in (("a", 1), ("b", 2), ("c", 3), ("d", None), ("e", 1), ("f", 3))
+        ]
+        assert ran(*running) == ["a", "b", "d", "e"]
+        assert ran(*running[1:]) == ["b", "c", "d", "f"]
+
+    def test_a_request_that_sits_out_needs_no_slot(
+        self, scheduler: PooledScheduler, ran: Callable[..., list[str]]
+    ) -> None:
+        scheduler.lora_config = SimpleNamespace(max_loras=1)  # type: ignore[assignment]
+        away, here = self.of("r", 1), self.of("q", 2)
+        assert ran(away, here) == ["r"]
+        assert isinstance(scheduler.kv, Kv)
+        scheduler.kv.away = {5}
+        assert ran(away, here) == ["q"]
 
 
 class TestSteps:

@@ -8,6 +8,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import report, say
+from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.options import (
     JsonOption,
     NameArgument,
@@ -81,15 +82,29 @@ def set_model(
         list[str] | None,
         typer.Option("--remove-alias", metavar="ALIAS", help="Drop a name; may be repeated."),
     ] = None,
+    engine: EngineOption = None,
+    remove_engine: Annotated[
+        list[str] | None,
+        typer.Option("--remove-engine", metavar="KEY", help="Drop an option; may be repeated."),
+    ] = None,
 ) -> None:
-    """Change a model's targets and aliases at once."""
+    """Change a model's targets, aliases and options at once.
+
+    For other options of the engine, another engine is built beside the present engine, and answers
+    in progress go on in the new engine.
+    """
+    options: dict[str, str | None] = {**read_options(engine or ())}
     request = SetModelRequest(
-        ttft_s=ttft, tbt_s=tbt, add_aliases=add_alias or [], remove_aliases=remove_alias or []
+        ttft_s=ttft,
+        tbt_s=tbt,
+        add_aliases=add_alias or [],
+        remove_aliases=remove_alias or [],
+        engine=options | dict.fromkeys(remove_engine or ()),
     )
     if request == SetModelRequest():
         raise UsageError(
             f"no change given for {name!r}",
-            "give --ttft, --tbt, --add-alias or --remove-alias",
+            "give --ttft, --tbt, --add-alias, --remove-alias, --engine or --remove-engine",
         )
     with open_client(ctx) as client:
         model = client.set_model(name, request)

@@ -48,6 +48,17 @@ trust_request_chat_template use_fp64_gumbel video_pruning_method video_pruning_r
 """
 OFFERED = frozenset(_OFFERED.split())
 
+_API_ONLY = """
+aggregate_engine_logging anthropic_disabled_thinking_effort chat_template
+chat_template_content_format cohere_format cohere_is_reasoning_model default_chat_template_kwargs
+enable_auto_tool_choice enable_flash_late_interaction enable_force_include_usage
+enable_per_request_metrics enable_prompt_tokens_details exclude_tools_when_tool_choice_none
+fingerprint_mode fingerprint_value response_role return_tokens_as_token_ids sse_keep_alive_interval
+tool_call_parser tool_strict_level trust_request_chat_template
+"""
+API_ONLY = frozenset(_API_ONLY.split())
+"""Offered options that change the API of a model, not its engine."""
+
 _MEMORY = "gpupool divides the device's memory between models"
 _SCHEDULE = "gpupool schedules the requests"
 _DEVICES = "gpupool assigns devices and makes the processes"
@@ -125,6 +136,13 @@ REFUSED: Mapping[str, str] = {
     }.items()
     for name in names.split()
 }
+
+
+def engine_part(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options that change the engine."""
+    return {
+        name: value for name, value in options.items() if name.partition(".")[0] not in API_ONLY
+    }
 
 
 def check_options(options: Mapping[str, str]) -> dict[str, str]:

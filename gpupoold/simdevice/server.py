@@ -140,10 +140,12 @@ class SimServer:
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
             return _failure(model.name, error)
+        is_loaded = model.name in self._known
+        dropped = self._device.remove_model(model.name) if is_loaded else []
         self._known[model.name] = known
         self._device.add_model(known.sim, known.vocabulary)
         profile = known.profile() if message.profiling_budget_s > 0 else None
-        return m.ModelLoaded(known.loaded, known.layout_digest, False, profile)
+        return m.ModelLoaded(known.loaded, known.layout_digest, False, profile, dropped=dropped)
 
     def _unload(self, name: str) -> None:
         if self._known.pop(name, None) is not None:

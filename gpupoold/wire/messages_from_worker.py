@@ -39,7 +39,8 @@ class ModelLoaded(Message):
 
     ``profile`` has the measured step times, None if not requested. ``self_check`` has the tokens of
     the self-check, empty if the model generates no text. ``snapshot_problem`` is the reason why the
-    snapshot in the order was not used.
+    snapshot in the order was not used. ``dropped`` are the requests of a replaced engine, which the
+    daemon sends again.
     """
 
     model: LoadedModel
@@ -48,6 +49,7 @@ class ModelLoaded(Message):
     profile: Profile | None = None
     self_check: tuple[int, ...] = ()
     snapshot_problem: str = ""
+    dropped: list[str] = []
 
 
 class ModelFailed(Message):

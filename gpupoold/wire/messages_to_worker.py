@@ -13,6 +13,8 @@ from gpupoold.wire.records import (
 class LoadModel(Message):
     """Load a model; with ``has_snapshot`` the message carries the snapshot's memfd.
 
+    The engine of a loaded model serves until the load has ended, and is then replaced.
+
     ``self_check`` has the expected tokens of the self-check with that snapshot, empty if unknown.
     ``profiling_budget_s`` is the time for measuring steps afterwards, 0 if the steps are known.
     """

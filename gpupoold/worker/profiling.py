@@ -139,13 +139,13 @@ def profile(
         run.measure(started_s + _PREFILL_SHARE * budget_s)
         run.leave()
     except OutOfPages as error:  # other models hold the memory: not an error of this model
-        _logger.warning("profiling %s ended early: %s", engine.name, error)
+        _logger.warning("profiling %s ended early: %s", engine.info.name, error)
         problem = str(error)
         run.leave()
     except Exception as error:
-        raise failure(engine.name, "while its steps were timed", error) from error
+        raise failure(engine.info.name, "while its steps were timed", error) from error
     measured = _fits(run, _shape(path), clock() - started_s, problem)
-    _log(engine.name, measured)
+    _log(engine.info.name, measured)
     return measured
 
 
@@ -294,7 +294,7 @@ class _ProfilingRun:
             if not self._engine.has_requests():
                 return
             self._engine.step()
-        raise Failed(f"{self._engine.name}: ended synthetic requests are still in the engine")
+        raise Failed(f"{self._engine.info.name}: ended synthetic requests are still in the engine")
 
     def _kv_tokens(self) -> int:
         """Return the number of tokens whose KV fits into free pages, within the limits."""

@@ -41,6 +41,12 @@ class Host:
         if has_snapshot:
             self.note(HostEvent.ATTACH)
 
+    def replaced(self, layout_digest: str, *, has_snapshot: bool) -> None:
+        """Record that another engine of the loaded model has taken the engine's place."""
+        if self.phase is HostPhase.LOADED and has_snapshot:
+            self.note(HostEvent.ATTACH)
+        self.layout_digest = layout_digest
+
 
 class Hosts:
     """The hosts by model and worker number; created on first use."""

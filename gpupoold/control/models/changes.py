@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Literal
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas import SetModelRequest
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
+from gpupoold.control.models.engine_changes import EngineChanges, merged_options
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.domain import Targets
+from gpupoold.domain import ModelSpec, Targets
+from gpupoold.errors import GpupoolError
 
 RemoveMode = Literal["refuse", "drain", "force"]
 
@@ -32,6 +35,7 @@ class Changes:
         warmer: Warmer,
         loader: ModelLoader,
         mounts: ModelMounts,
+        engines: EngineChanges,
     ) -> None:
         self._registry = registry
         self._history = history
@@ -41,15 +45,19 @@ class Changes:
         self._warmer = warmer
         self._loader = loader
         self._mounts = mounts
+        self._engines = engines
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
-        """Change targets and aliases of a model while the model serves.
+        """Change targets, aliases and options of a model while the model serves.
 
         Raises:
-            GpupoolError: see ``Registry.update``.
+            GpupoolError: see ``Registry.update`` and ``EngineChanges.change``.
         """
         async with self._fleet.changing.alone():
             old = (await find_model(self._registry, name)).spec
+            engine = merged_options(old.engine, request.engine)
+            if engine != old.engine:
+                old = await self._set_engine(old, engine)
             targets = Targets(
                 request.ttft_s or old.targets.ttft_s, request.tbt_s or old.targets.tbt_s
             )
@@ -63,9 +71,22 @@ class Changes:
             if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
                 await self._mounts.mount(row.spec)
             await self._mounts.publish()
-            text = "targets or aliases changed"
+            text = "options changed" if request.engine else "targets or aliases changed"
             self._history.record_event("info", "model_changed", old.name, text)
             return row
+
+    async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
+        """Change the options, and remount the API; undo both if the API cannot be mounted."""
+        await self._engines.change(old, engine)
+        new = replace(old, engine=engine)
+        if self._fleet.loaded(old.name) is not None:
+            try:
+                await self._mounts.mount(new)
+            except GpupoolError:
+                await self._engines.change(new, old.engine)
+                await self._mounts.mount(old)
+                raise
+        return new
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
         """Remove a model.

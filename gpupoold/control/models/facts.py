@@ -37,7 +37,11 @@ class LoadFacts:
         """Return the time for profiling: models are profiled once per kind of device."""
         row = await self._registry.get(name)
         known = row is None or worker.ready is None or is_profiled(row, worker.ready)
-        return 0.0 if known else _PROFILING_BUDGET_S[worker.device.kind]
+        return 0.0 if known else self.full_budget_s(worker)
+
+    def full_budget_s(self, worker: Worker) -> float:
+        """Return the time for profiling a model whose steps are unknown."""
+        return _PROFILING_BUDGET_S[worker.device.kind]
 
     async def keep(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
         """Store the facts of a load and the measured profile, if there is one."""

@@ -12,6 +12,7 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.additions import Additions
 from gpupoold.control.models.changes import Changes, RemoveMode
 from gpupoold.control.models.drains import Drains
+from gpupoold.control.models.engine_changes import EngineChanges
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
@@ -65,8 +66,9 @@ class ModelLifecycle:
         self._additions = Additions(
             settings, registry, history, fleet, supervisor, snapshots, loader, mounts
         )
+        engines = EngineChanges(settings, registry, fleet, dispatcher, supervisor, snapshots, facts)
         self._changes = Changes(
-            registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts
+            registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines
         )
 
     async def stop(self) -> None:

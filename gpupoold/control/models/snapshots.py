@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Sequence
 
+import msgspec
+
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.live_requests import LiveRequests
@@ -133,6 +135,18 @@ class ModelSnapshots:
         kept = self._cache.put(name, fd, loaded.layout_digest, loaded.self_check)
         if given is None or loaded.snapshot_problem:
             self._saved.keep(name, kept)
+
+    async def keep_changed(
+        self, fd: int, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded
+    ) -> None:
+        """Keep the snapshot of a model whose options have changed, with another layout or not.
+
+        Raises:
+            CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
+        """
+        if worker.ready is not None:  # the key of the saved snapshot contains the options
+            await self._saved.look_up(to_load(spec, self._settings), worker.ready)
+        await self.keep(fd, msgspec.structs.replace(loaded, snapshot_problem=""), None)
 
     def drop(self, model: str) -> None:
         """Drop the snapshot from host memory; a saved snapshot stays."""

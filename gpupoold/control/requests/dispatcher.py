@@ -18,7 +18,7 @@ from gpupoold.control.requests.admission import Overload
 from gpupoold.control.requests.core_shell import Scheduler
 from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.kv_peers import KvPeers
-from gpupoold.control.requests.migrations import Migrations
+from gpupoold.control.requests.migrations import Migrations, is_leaving
 from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.replies import Replies
 from gpupoold.control.requests.rows import finish_reason
@@ -165,6 +165,20 @@ class Dispatcher:
         if worker.number in self._fleet.availability(name).devices:
             self._fleet.unhost(name, worker.number)
             self.scheduler.unhost(worker.number, name)
+
+    def restart_dropped(self, worker: Worker, request_ids: Iterable[str]) -> None:
+        """Send requests again whose engine on ``worker`` has been replaced.
+
+        Requests that are migrating from the worker continue on their target.
+        """
+        dropped = [
+            one
+            for one in self._known(request_ids)
+            if one.device == worker.number and not is_leaving(one)
+        ]
+        self.scheduler.ended(one.request_id for one in dropped)
+        for request in dropped:
+            self._restart(request)
 
     def go_on(self, name: str) -> None:
         """Schedule the waiting requests of a model that has become warm."""

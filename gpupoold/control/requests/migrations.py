@@ -101,3 +101,9 @@ class Migrations:
         """Release a KV transfer without a reader."""
         if message.kv_transfer is not None:
             source.send(m.ReleaseKvTransfer(message.kv_transfer.transfer_id))
+
+
+def is_leaving(request: LiveRequest) -> bool:
+    """Return whether the source of a migration has not released the request."""
+    migration = request.migration
+    return migration is not None and migration.expects(MigrationEvent.RELEASED)

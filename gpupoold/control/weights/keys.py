@@ -11,6 +11,7 @@ import msgspec
 from blake3 import blake3
 
 from gpupoold.control.weights.snapshot_files import FORMAT
+from gpupoold.engine_options.names import engine_part
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
@@ -31,7 +32,7 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
     Raises:
         Failed: the checkpoint's folder cannot be read.
     """
-    fields = msgspec.structs.asdict(model)
+    fields = msgspec.structs.asdict(model) | {"engine": engine_part(model.engine)}
     decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_SNAPSHOT)
     try:
         files = sorted(_checkpoint_files(model.path))

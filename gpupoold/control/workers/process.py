@@ -129,8 +129,10 @@ class WorkerProcess(Supervised[m.FromWorker]):
         worker, name = self._worker, message.model.name
         fd = self.take_fd() if message.has_snapshot else None
         host = self._hosts.of(name, worker.number)
-        if name in worker.loading and host.phase is HostPhase.LOADING:
-            host.loaded(message.layout_digest, has_snapshot=message.has_snapshot)
+        is_replaced = host.phase in (HostPhase.LOADED, HostPhase.ATTACHED)
+        if name in worker.loading and (is_replaced or host.phase is HostPhase.LOADING):
+            record = host.replaced if is_replaced else host.loaded
+            record(message.layout_digest, has_snapshot=message.has_snapshot)
             if fd is not None:
                 worker.snapshot_fds[name] = fd
             worker.loading.resolve(name, message)

@@ -113,7 +113,7 @@ class WorkerSupervisor:
         snapshot: CachedSnapshot | None,
         profiling_budget_s: float = 0.0,
     ) -> tuple[m.ModelLoaded, int | None]:
-        """Load a model on a worker; return its facts and a descriptor of the snapshot.
+        """Load or replace a model on a worker; return its facts and a descriptor of the snapshot.
 
         The descriptor is None from a device without snapshots. Steps are then profiled for at most
         ``profiling_budget_s``.
@@ -126,7 +126,9 @@ class WorkerSupervisor:
             raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
         await worker.unloading.settled(model.name)
         # The phase stays if the caller does not wait for the end of the load.
-        self._hosts.of(model.name, worker.number).note(HostEvent.LOAD)
+        host = self._hosts.of(model.name, worker.number)
+        if not host.is_ordered:
+            host.note(HostEvent.LOAD)
         if snapshot is None:
             worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
         else:

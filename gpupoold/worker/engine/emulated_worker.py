@@ -18,15 +18,16 @@ class EmulatedWorker(PooledMemory, CPUWorker):
     """vLLM's CPU worker on an emulated device."""
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Return vLLM's specifications, without checkpoints of Mamba states inside a prefill.
+        """Return vLLM's specs, with states stored only at the end of a step.
 
-        vLLM's CPU kernel of Mamba 2 cannot return such a state and fails. Without checkpoints the
-        scheduler ends a prefill chunk where a state is cached.
+        vLLM's Mamba 2 mixer also stores the state at a block boundary inside a prefill, for the
+        prefix cache. The CPU kernel returns no such states, so the prefill fails with an IndexError
+        (``mamba_mixer2.py``). Without checkpoint blocks the scheduler ends a step at the boundary.
         """
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         return {
-            layer: replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+            name: replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
             if isinstance(spec, MambaSpec)
             else spec
-            for layer, spec in specs.items()
+            for name, spec in specs.items()
         }

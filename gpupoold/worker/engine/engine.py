@@ -142,11 +142,18 @@ class BlockPoolLedger:
 
 
 class ModelEngine:
-    """One model's engine with its memory; stepped only while its weights are resident."""
+    """One model's engine with its memory; stepped only while its weights are resident.
 
-    def __init__(self, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel) -> None:
+    ``name`` is unique on the device. While an engine is built beside the model's present engine,
+    the name is not the model's, which is ``info.name``.
+    """
+
+    def __init__(
+        self, name: str, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel
+    ) -> None:
         assert load.weights is not None and load.layout is not None
         self._core: Any = core
+        self.name = name
         self.info = info
         self.weights: WeightMemory = load.weights
         self.layout_digest = load.layout.digest
@@ -158,10 +165,6 @@ class ModelEngine:
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-
-    @property
-    def name(self) -> str:
-        return self.info.name
 
     def add(
         self,
@@ -362,9 +365,9 @@ class ModelEngine:
 
 
 def load_engine(
-    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache
+    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache, name: str
 ) -> ModelEngine:
-    """Build a model's engine on gpupool's memory.
+    """Build a model's engine, called ``name``, on gpupool's memory.
 
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
@@ -380,7 +383,7 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            return ModelEngine(core, load, kv, info)
+            return ModelEngine(name, core, load, kv, info)
         except GpupoolError:
             raise
         except Exception as error:

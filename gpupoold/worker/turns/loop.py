@@ -34,6 +34,8 @@ _logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 0.25
 _SNAPSHOTS_POLL_S = 0.005
+# The end of the name of an engine that is built beside the model's present engine.
+_NEW = "~new"
 
 
 class TurnLoop:
@@ -336,20 +338,23 @@ class TurnLoop:
     def _load(self, message: m.LoadModel) -> None:
         fd = self._channel.take_fd() if message.has_snapshot else -1
         model = message.model
+        # A loaded model's present engine serves until the new engine has been loaded.
+        name = f"{model.name}{_NEW}" if model.name in self.engines else model.name
         self.interrupt_turn()  # a load takes pages
         # The residency reads both as soon as the model is added.
-        self._last_used_s[model.name] = self._clock()
-        self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
+        self._last_used_s[name] = self._clock()
+        self.ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
         try:
             snapshot = HostBuffer(fd, os.fstat(fd).st_size) if message.has_snapshot else None
             with WORKER.main.doing(ThreadPhase.LOAD, model.name):
-                loaded = self._loader.load(message, snapshot)
+                loaded = self._loader.load(message, snapshot, name)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
-            self.ledger.remove_model(model.name)
+            self.ledger.remove_model(name)
             self._channel.send(_failure(model.name, error))
             return
         engine = loaded.engine
+        dropped = self._replace(engine, model) if name != model.name else []
         self.engines[model.name] = engine
         self._self_checks.expect(model.name, loaded.self_check)
         answer = m.ModelLoaded(
@@ -359,11 +364,33 @@ class TurnLoop:
             loaded.profile,
             loaded.self_check,
             loaded.snapshot_problem,
+            dropped,
         )
         self._channel.send(answer, (engine.weights.snapshot.fd,))
         self._report_memory()
 
+    def _replace(self, engine: ModelEngine, model: m.ModelToLoad) -> list[str]:
+        """Close the model's present engine, whose place ``engine`` takes.
+
+        Returns the requests that the present engine had.
+        """
+        dropped = self.ledger.live_requests(model.name)
+        self._abort(model.name, dropped)
+        self._close(model.name)
+        self.residency.remove(engine.name)
+        self.ledger.remove_model(engine.name)
+        del self._last_used_s[engine.name]
+        engine.name = model.name
+        self.residency.add(engine)
+        self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
+        return dropped
+
     def _unload(self, name: str) -> None:
+        self._close(name)
+        self._channel.send(m.ModelUnloaded(name))
+
+    def _close(self, name: str) -> None:
+        """Free the memory of a model without requests, if loaded."""
         self._snapshots.forget(name)
         engine = self.engines.pop(name, None)
         if engine is not None:
@@ -371,7 +398,6 @@ class TurnLoop:
             self._self_checks.forget(name)
             self.residency.remove(name)
             engine.close()
-        self._channel.send(m.ModelUnloaded(name))
 
     def _drop_snapshot(self, model: str) -> None:
         if model == self._prefetching_for:

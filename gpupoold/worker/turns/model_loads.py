@@ -40,8 +40,8 @@ class EngineLoader:
         self._host = host
         self._residency = residency
 
-    def load(self, message: LoadModel, snapshot: HostBuffer | None) -> Loaded:
-        """Load a model and add it to the residency; take ownership of ``snapshot``.
+    def load(self, message: LoadModel, snapshot: HostBuffer | None, name: str) -> Loaded:
+        """Load a model and add its engine as ``name`` to the residency; take ``snapshot`` over.
 
         With a snapshot the checkpoint is not read, unless the snapshot has another layout or the
         model fails its self-check with the snapshot.
@@ -50,22 +50,22 @@ class EngineLoader:
             GpupoolError: the checkpoint cannot be served here.
             OSError: there is no host memory for a snapshot.
         """
-        loaded = self._load(message, snapshot)
+        loaded = self._load(message, snapshot, name)
         engine, budget_s = loaded.engine, message.profiling_budget_s
         try:
-            with WORKER.main.doing(ThreadPhase.PROFILE, engine.name):
+            with WORKER.main.doing(ThreadPhase.PROFILE, engine.info.name):
                 measured = profile(engine, self._residency, budget_s, message.model.path)
         except BaseException:
             self._give_up(engine)
             raise
         return loaded._replace(profile=measured)
 
-    def _load(self, message: LoadModel, snapshot: HostBuffer | None) -> Loaded:
+    def _load(self, message: LoadModel, snapshot: HostBuffer | None, name: str) -> Loaded:
         if snapshot is None:
-            return self._from_checkpoint(message, None, "")
+            return self._from_checkpoint(message, None, "", name)
         spare = os.dup(snapshot.fd)  # a failed load closes the snapshot
         try:
-            engine = self._build(message, snapshot, skips_checkpoint=True)
+            engine = self._build(message, snapshot, name, skips_checkpoint=True)
             self_check = self._try(engine)
             if message.self_check in ((), self_check):
                 os.close(spare)
@@ -73,7 +73,8 @@ class EngineLoader:
         except GpupoolError as error:
             problem = f"not loaded from its snapshot: {error.message}"
             _logger.warning("%s: %s", message.model.name, problem)
-            return self._from_checkpoint(message, HostBuffer(spare, snapshot.num_bytes), problem)
+            kept = HostBuffer(spare, snapshot.num_bytes)
+            return self._from_checkpoint(message, kept, problem, name)
         except BaseException:
             os.close(spare)
             raise
@@ -84,16 +85,16 @@ class EngineLoader:
             f"instead of {list(message.self_check)}"
         )
         _logger.error("%s: %s", message.model.name, problem)
-        return self._from_checkpoint(message, None, problem)
+        return self._from_checkpoint(message, None, problem, name)
 
     def _from_checkpoint(
-        self, message: LoadModel, snapshot: HostBuffer | None, problem: str
+        self, message: LoadModel, snapshot: HostBuffer | None, problem: str, name: str
     ) -> Loaded:
-        engine = self._build(message, snapshot, skips_checkpoint=False)
+        engine = self._build(message, snapshot, name, skips_checkpoint=False)
         return Loaded(engine, self._try(engine), problem)
 
     def _build(
-        self, message: LoadModel, snapshot: HostBuffer | None, *, skips_checkpoint: bool
+        self, message: LoadModel, snapshot: HostBuffer | None, name: str, *, skips_checkpoint: bool
     ) -> ModelEngine:
         model = message.model
         try:
@@ -113,14 +114,14 @@ class EngineLoader:
             num_released,
             skips_checkpoint=skips_checkpoint,
         )
-        engine = load_engine(model, load, self._device, self._host)
+        engine = load_engine(model, load, self._device, self._host, name)
         self._residency.add(engine)
         return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
         """Run the self-check; unload the model if the self-check fails with an error."""
         try:
-            with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
+            with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.info.name):
                 self_check = run_self_check(engine, self._residency)
             engine.kv.unmap(engine.kv.free_extents())
             return self_check
@@ -128,7 +129,7 @@ class EngineLoader:
             self._give_up(engine)
             if isinstance(error, GpupoolError):
                 raise
-            raise failure(engine.name, "in its self-check", error) from error
+            raise failure(engine.info.name, "in its self-check", error) from error
 
     def _give_up(self, engine: ModelEngine) -> None:
         self._residency.remove(engine.name)

@@ -47,7 +47,7 @@ def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]
                     return tuple(tokens)
         engine.abort([_SELF_CHECK])
         engine.kv.discard_dead()
-    raise NoAnswer(f"{engine.name}: the self-check has no answer after {_MAX_STEPS} steps")
+    raise NoAnswer(f"{engine.info.name}: the self-check has no answer after {_MAX_STEPS} steps")
 
 
 class SelfCheckFailed(NamedTuple):

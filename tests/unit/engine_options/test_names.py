@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.engine_options.names import (
+    API_ONLY,
     MAX_OPTIONS,
     MAX_VALUE_CHARACTERS,
     OFFERED,
     REFUSED,
     check_options,
+    engine_part,
 )
 from gpupoold.errors import UsageError
 
@@ -19,6 +21,15 @@ def test_every_argument_of_vllm_is_in_one_table() -> None:
     arguments = {action.dest for action in parsing._parser()._actions} - {"help", "model_tag"}
     assert arguments == OFFERED | set(REFUSED)
     assert not OFFERED & set(REFUSED)
+
+
+def test_options_of_the_api_are_those_without_a_field_of_the_engine() -> None:
+    parsing = pytest.importorskip("gpupoold.engine_options.parsing")
+    assert API_ONLY == OFFERED - parsing._ENGINE_FIELDS
+    assert engine_part({"chat_template": "x", "seed": "1", "hf_overrides.a": "1"}) == {
+        "seed": "1",
+        "hf_overrides.a": "1",
+    }
 
 
 def test_names_are_written_as_on_the_command_line_or_with_underscores() -> None:

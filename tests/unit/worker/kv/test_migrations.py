@@ -425,7 +425,7 @@ def test_requests_go_on_in_the_order_in_which_they_came(here: Worker) -> None:
     tellers = [Arrival(os.dup(one.fd)) for one in arrivals]
     here.know(here, THERE)
     for number, arrival in enumerate(arrivals):
-        kv_transfer = m.KvTransfer(f"p{number}", THERE, 1, [(0, 1)])
+        kv_transfer = m.KvTransfer(f"p{number}", THERE, 1, [(0, 1)], 16)
         order = m.AddRequest("llama", f"r{number}", 0.0, 1, 8, [b""], [0], kv_transfer=kv_transfer)
         here.migrations.expect(order, arrival)
     for number in (2, 0):

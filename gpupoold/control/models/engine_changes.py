@@ -1,0 +1,110 @@
+"""Changes of a model's engine options: another engine is built beside the present engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gpupool_state import ModelRow, Registry
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.facts import LoadFacts
+from gpupoold.control.models.snapshots import ModelSnapshots
+from gpupoold.control.models.specs import to_load
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import ModelSpec
+from gpupoold.engine_options.names import check_options, engine_part
+from gpupoold.errors import GpupoolError
+
+_logger = logging.getLogger(__name__)
+
+
+def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the options after ``changes``, in which None removes an option.
+
+    Raises:
+        UsageError: see :func:`check_options`.
+    """
+    given = check_options({name: value or "" for name, value in changes.items()})
+    removed = {name for name, value in zip(given, changes.values(), strict=True) if value is None}
+    kept = {name: value for name, value in present.items() if name not in given}
+    return check_options(
+        kept | {name: value for name, value in given.items() if name not in removed}
+    )
+
+
+class EngineChanges:
+    """Replaces the engines of a loaded model on all its workers, one worker after the other.
+
+    The present engine serves until the new engine has been loaded. Then the requests of the worker
+    go on in the new engine, after the tokens that their clients have.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        snapshots: ModelSnapshots,
+        facts: LoadFacts,
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._snapshots = snapshots
+        self._facts = facts
+
+    async def change(self, old: ModelSpec, engine: Mapping[str, str]) -> ModelRow:
+        """Replace the model's engines and record the options; the caller remounts the API.
+
+        After a failure the earlier options hold, on all workers that answer.
+
+        Raises:
+            GpupoolError: the reason of a worker.
+        """
+        new = replace(old, engine=dict(engine))
+        if engine_part(old.engine) == engine_part(engine):
+            return await self._registry.set_engine(old.name, engine)
+        done: list[Worker] = []
+        with self._snapshots.host_budget.holding(old.name):
+            async with self._fleet.lock(old.name):
+                try:
+                    for worker in self._workers_of(old.name):
+                        await self._replace(new, worker)
+                        done.append(worker)
+                except BaseException:
+                    await self._undo(old, done)
+                    raise
+                return await self._registry.set_engine(old.name, engine)
+
+    def _workers_of(self, name: str) -> list[Worker]:
+        numbers = self._fleet.availability(name).devices
+        return [self._supervisor.workers[number] for number in numbers]
+
+    async def _replace(self, spec: ModelSpec, worker: Worker) -> None:
+        given = self._snapshots.cached(spec.name)
+        budget_s = self._facts.full_budget_s(worker)
+        loaded, fd = await self._supervisor.load(
+            worker, to_load(spec, self._settings), given, budget_s
+        )
+        if fd is not None:
+            await self._snapshots.keep_changed(fd, spec, worker, loaded)
+        await self._facts.keep(spec, worker, loaded)
+        costs = await self._facts.costs(spec.name, worker)
+        self._dispatcher.host(spec.targets, loaded.model, costs, worker)
+        self._dispatcher.restart_dropped(worker, loaded.dropped)
+
+    async def _undo(self, old: ModelSpec, done: list[Worker]) -> None:
+        for worker in done:
+            with contextlib.suppress(GpupoolError):
+                await self._replace(old, worker)
+                continue
+            _logger.error("worker %d keeps the new options of %s", worker.number, old.name)

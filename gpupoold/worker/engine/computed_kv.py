@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _NULL_BLOCK = 0
-# A state is copied to a new block when its block is full.
-_MAX_STATE_BLOCKS = 2
+# A step writes a state to a new block, and may keep two earlier states for the prefix cache.
+_MAX_STATE_BLOCKS = 3
 
 
 class ComputedKv(NamedTuple):

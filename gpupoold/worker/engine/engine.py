@@ -221,7 +221,7 @@ class ModelEngine:
         return structured is None or structured.grammar is not None
 
     def _attach(self, request: Request, slot: Slot, transfer: KvTransfer) -> bool:
-        """Give a new request the KV in ``slot``; return False, with the slot freed, if impossible."""
+        """Give a new request the KV in ``slot``; return False if impossible, and free the slot."""
         if slot.num_bytes != transfer.num_blocks * self.kv.geometry.block_bytes:
             slot.free()
             return False

@@ -281,11 +281,7 @@ class TurnLoop:
     def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
         """Add a request; ``slot`` has its KV, if any."""
         engine = self.engines.get(message.model)
-        kv = (
-            (slot, message.kv_transfer)
-            if slot is not None and message.kv_transfer
-            else None
-        )
+        kv = (slot, message.kv_transfer) if slot is not None and message.kv_transfer else None
         try:
             if engine is None or not engine.weights.has_snapshot:
                 if slot is not None:

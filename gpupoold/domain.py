@@ -101,7 +101,8 @@ class Adapter:
     """A further name of a model, whose requests use a LoRA adapter.
 
     ``source`` is the user's text, ``path`` the resolved local folder, ``rank`` the adapter's rank.
-    A target of None is the model's.
+    ``number`` identifies the adapter among all adapters since the daemon's start. A target of None
+    is the model's.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Adapter:
     path: str
     revision: str | None = None
     rank: int = 0
+    number: int = 0
     ttft_s: float | None = None
     tbt_s: float | None = None
 
@@ -143,6 +145,21 @@ class ModelSpec:
     def names(self) -> tuple[str, ...]:
         """All names by which clients may ask for the model."""
         return (self.name, *self.aliases, *(one.name for one in self.further))
+
+    def preset(self, name: str) -> Preset | None:
+        """Return the preset of this name, None without one."""
+        return next((one for one in self.presets if one.name == name), None)
+
+    def targets_of(self, name: str) -> Targets:
+        """Return the targets of the model, or of its preset or adapter called ``name``."""
+        further = next((one for one in self.further if one.name == name), None)
+        if further is None:
+            return self.targets
+        return Targets(further.ttft_s or self.targets.ttft_s, further.tbt_s or self.targets.tbt_s)
+
+    def adapter(self, name: str) -> Adapter | None:
+        """Return the adapter of this name, None without one."""
+        return next((one for one in self.adapters if one.name == name), None)
 
 
 SWITCH_STAGES = ("evict", "map", "weights", "kv")
@@ -239,6 +256,9 @@ class EventSubject(StrEnum):
 
 # The kinds of events in the history, by the kind of their subject.
 ModelEvent = Literal[
+    "adapter_added",
+    "adapter_failed",
+    "adapter_removed",
     "model_added",
     "model_changed",
     "model_failed",
@@ -248,6 +268,8 @@ ModelEvent = Literal[
     "model_refused",
     "model_removed",
     "model_unloaded",
+    "preset_added",
+    "preset_removed",
     "profile_incomplete",
     "refused",
     "request_cancelled",

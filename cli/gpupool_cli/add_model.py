@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,7 @@ from gpupool_cli.models import print_model
 from gpupool_cli.options import TbtOption, TtftOption, model_name
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client
-from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import AddModelRequest, ModelInfo
+from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.errors import Failed
 from gpupoold.units import format_bytes
@@ -57,7 +57,7 @@ def add_model(
     """
     request = AddModelRequest(
         name=name,
-        source=None if source is None else _as_daemon_sees(source),
+        source=None if source is None else as_daemon_sees(source),
         revision=revision,
         dtype=dtype,
         max_model_len=max_len,
@@ -68,7 +68,7 @@ def add_model(
         check_only=check,
     )
     with open_client(ctx) as client:
-        model = _follow(client, request)
+        model = follow(request.name, client.add_model(request))
     if check:
         say(f"{model.name}: can be served; not added")
         print_model(model)
@@ -76,16 +76,20 @@ def add_model(
         say(f"{model.name}: {model.state}, {format_bytes(model.weight_bytes)} of weights")
 
 
-def _follow(client: AdminClient, request: AddModelRequest) -> ModelInfo:
-    with ProgressView(request.name) as view:
-        for progress in client.add_model(request):
+def follow(name: str, steps: Iterator[Progress]) -> ModelInfo:
+    """Show the steps of an addition; return the model at the end."""
+    with ProgressView(name) as view:
+        for progress in steps:
             view.show(progress)
             if progress.model is not None:
                 return progress.model
-    raise Failed(f"no answer about model {request.name!r}", "see `gpupool logs`")
+    raise Failed(f"no answer about {name!r}", "see `gpupool logs`")
 
 
-def _as_daemon_sees(source: str) -> str:
-    """A folder given relative to here, made absolute: the daemon's working folder differs."""
+def as_daemon_sees(source: str) -> str:
+    """Return a source with a path relative to here made absolute.
+
+    The daemon's working folder differs.
+    """
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else source

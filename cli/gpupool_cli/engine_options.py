@@ -30,7 +30,8 @@ def read_options(given: Iterable[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for one in given:
         name, equals, value = one.partition("=")
-        name = name.strip().removeprefix("--").replace("-", "_")
+        first, dot, keys = name.strip().removeprefix("--").partition(".")
+        name = f"{first.replace('-', '_')}{dot}{keys}"
         if not name or not equals:
             raise UsageError(f"--engine {one!r} is not of the form KEY=VALUE", "for example seed=1")
         if name in options:

@@ -8,7 +8,9 @@ import sys
 import typer
 
 from gpupool_cli import (
+    add_adapter,
     add_model,
+    add_preset,
     cache,
     completion,
     config,
@@ -46,6 +48,8 @@ app = typer.Typer(
 
 app.callback()(global_options)
 app.command("add-model")(add_model.add_model)
+app.command("add-adapter")(add_adapter.add_adapter)
+app.command("add-preset")(add_preset.add_preset)
 app.command("list")(models.list_models)
 app.command("ls", hidden=True)(models.list_models)
 app.command("show")(models.show)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
-from gpupoold.api.schemas import ModelInfo, SetModelRequest
+from gpupoold.api.schemas import ModelInfo, PresetInfo, SetModelRequest
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
@@ -164,12 +165,22 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **{f"preset {one.name}": _preset_text(one) for one in model.presets},
+        **{f"adapter {one.name}": f"rank {one.rank}, {one.path}" for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
         "added": output.time_text(model.created_at),
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _preset_text(preset: PresetInfo) -> str:
+    """Return a preset's defaults and targets in one line."""
+    targets = {"ttft": preset.ttft_s, "tbt": preset.tbt_s}
+    parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
+    parts += [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
+    return _shortened(", ".join(parts)) or "no other defaults"
 
 
 def _shortened(value: str) -> str:

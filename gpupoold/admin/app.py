@@ -21,7 +21,9 @@ from gpupoold.admin.routes_explain import add_explain_routes
 from gpupoold.admin.routes_metrics import add_metrics_routes
 from gpupoold.admin.routes_top import add_top_routes
 from gpupoold.api.schemas import (
+    AddAdapterRequest,
     AddModelRequest,
+    AddPresetRequest,
     BenchMemoryRequest,
     BenchSwitchRequest,
     CachedModel,
@@ -76,7 +78,17 @@ def _add_model_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.post("/models")
     async def add_model(body: AddModelRequest) -> StreamingResponse:
-        return StreamingResponse(_progress_lines(control_plane, body), media_type=_NDJSON)
+        steps = control_plane.lifecycle.add(body)
+        return StreamingResponse(_progress_lines(steps), media_type=_NDJSON)
+
+    @app.post("/adapters")
+    async def add_adapter(body: AddAdapterRequest) -> StreamingResponse:
+        steps = control_plane.lifecycle.adapters.add(body)
+        return StreamingResponse(_progress_lines(steps), media_type=_NDJSON)
+
+    @app.post("/presets")
+    async def add_preset(body: AddPresetRequest) -> ModelInfo:
+        return model_info(await control_plane.lifecycle.presets.add(body))
 
     @app.get("/models/{name:path}")
     async def show_model(name: str) -> ModelInfo:
@@ -189,9 +201,9 @@ def _add_view_routes(app: FastAPI, control_plane: ControlPlane) -> None:
         return StreamingResponse(stream, media_type=_NDJSON)
 
 
-async def _progress_lines(control_plane: ControlPlane, body: AddModelRequest) -> AsyncIterator[str]:
+async def _progress_lines(steps: AsyncIterator[Progress]) -> AsyncIterator[str]:
     try:
-        async for line in control_plane.lifecycle.add(body):
+        async for line in steps:
             yield line.model_dump_json() + "\n"
     except GpupoolError as error:
         yield Progress(stage="failed", error=_body(error)).model_dump_json() + "\n"

@@ -62,7 +62,8 @@ def add_explain_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 async def _name(control_plane: ControlPlane, name: str | None) -> str | None:
     """Return the model's name for an alias; an unknown name may still have a history."""
     row = None if name is None else await control_plane.registry.get(name)
-    return name if row is None else row.spec.name
+    is_counted = name is None or row is None or name not in (row.spec.name, *row.spec.aliases)
+    return name if is_counted or row is None else row.spec.name
 
 
 async def _spans(control_plane: ControlPlane, model: str | None, since_s: float) -> list[SpanInfo]:

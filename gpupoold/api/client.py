@@ -19,7 +19,9 @@ from gpupoold.api.calls import given
 from gpupoold.api.client_access import KeyCalls
 from gpupoold.api.client_top import TopCalls
 from gpupoold.api.schemas import (
+    AddAdapterRequest,
     AddModelRequest,
+    AddPresetRequest,
     BenchMemoryRequest,
     BenchSwitchRequest,
     CachedModel,
@@ -97,16 +99,40 @@ class AdminClient(KeyCalls, TopCalls):
         Raises:
             GpupoolError: while iterating, when the daemon reports a failure.
         """
+        return self._progress("/models", request)
+
+    def add_adapter(self, request: AddAdapterRequest) -> Iterator[Progress]:
+        """Add a LoRA adapter and yield the progress; the last ``Progress`` has the base as
+        ``model``.
+
+        Raises:
+            GpupoolError: while iterating, when the daemon reports a failure.
+        """
+        return self._progress("/adapters", request)
+
+    def add_preset(self, request: AddPresetRequest) -> ModelInfo:
+        """Add a preset; return its model.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the name is taken.
+            UsageError: a default cannot be set.
+        """
+        return self._call(_MODEL, "POST", "/presets", body=request, unbounded=True)
+
+    def _progress(
+        self, path: str, request: AddModelRequest | AddAdapterRequest
+    ) -> Iterator[Progress]:
         finished = False
-        for line in self._stream("POST", "/models", body=request):
-            progress = _parsed(Progress, line, "POST /models")
+        for line in self._stream("POST", path, body=request):
+            progress = _parsed(Progress, line, f"POST {path}")
             if progress.error is not None:
                 raise as_error(progress.error)
             finished = progress.model is not None
             yield progress
         if not finished:
             raise Failed(
-                f"the daemon ended the work on model {request.name!r} without a result",
+                f"the daemon ended the work on {request.name!r} without a result",
                 "see `gpupool logs` and `gpupool events`",
             )
 

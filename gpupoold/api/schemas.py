@@ -33,6 +33,29 @@ class AddModelRequest(Body):
     check_only: bool = False
 
 
+class AddAdapterRequest(Body):
+    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``."""
+
+    name: str
+    base: str
+    source: str | None = None
+    revision: str | None = None
+    check_only: bool = False
+
+
+class AddPresetRequest(Body):
+    """Body of ``POST /presets``: a further name of the model ``base`` with other defaults.
+
+    ``defaults`` has fields of a request by dotted names. A target of None is the model's.
+    """
+
+    name: str
+    base: str
+    defaults: dict[str, Any] = {}
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
 class SetModelRequest(Body):
     """Body of ``PATCH /models/{name}``; None keeps a value.
 

@@ -78,7 +78,7 @@ def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool)
         Refused: the checkpoint is incomplete, damaged, or needs a permission that is not given; the
             message names the file, the hint a remedy.
     """
-    names = _list_folder(path)
+    names = list_folder(path)
     require_complete(path)
     config = check_config(path, allow_remote_code=allow_remote_code)
     tokenizers = layout.tokenizer_files(names)
@@ -119,14 +119,14 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
     if not os.path.isfile(file):
         raise Refused(
             f"{path}: has no {layout.CONFIG_FILE}, so it is not a Hugging Face checkpoint",
-            _gguf_hint(path),
+            _other_format_hint(path),
         )
-    config = _read_json(file)
+    config = read_json(file)
     architectures = config.get("architectures")
     if not _is_list_of_names(architectures):
         raise Refused(
             f"{file}: names no model class under 'architectures'",
-            "use a checkpoint saved with its configuration; adapters (LoRA) are not models",
+            "use a checkpoint saved with its configuration",
         )
     culprit = _remote_code_file(path, config)
     if culprit is not None and not allow_remote_code:
@@ -141,7 +141,12 @@ def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) and v for v in value)
 
 
-def _list_folder(path: Path) -> list[str]:
+def list_folder(path: Path) -> list[str]:
+    """Return the names in a folder, sorted.
+
+    Raises:
+        Refused: the path is no readable folder.
+    """
     try:
         return sorted(os.listdir(path))
     except NotADirectoryError as error:
@@ -150,13 +155,20 @@ def _list_folder(path: Path) -> list[str]:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _gguf_hint(path: Path) -> str:
+def _other_format_hint(path: Path) -> str:
+    if layout.ADAPTER_CONFIG_FILE in os.listdir(path):
+        return "the folder has a LoRA adapter: add it with `gpupool add-adapter NAME --of MODEL`"
     if any(name.endswith(".gguf") for name in os.listdir(path)):
         return "GGUF files are not supported; use the model's safetensors checkpoint"
     return "give the folder that holds config.json and the weights"
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        Refused: the file cannot be read or has no JSON object.
+    """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -173,7 +185,7 @@ def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
     if config.get("auto_map"):
         return path / layout.CONFIG_FILE
     tokenizer_config = path / layout.TOKENIZER_CONFIG_FILE
-    if os.path.isfile(tokenizer_config) and _read_json(tokenizer_config).get("auto_map"):
+    if os.path.isfile(tokenizer_config) and read_json(tokenizer_config).get("auto_map"):
         return tokenizer_config
     return None
 
@@ -226,7 +238,7 @@ def _pickled_weights(
 
 def _read_index(file: Path) -> dict[str, str]:
     """Return the index's map from tensor names to file names."""
-    weight_map = _read_json(file).get("weight_map")
+    weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise Refused(f"{file}: has no 'weight_map'", "download the file again")
     if not all(isinstance(name, str) for name in weight_map.values()):

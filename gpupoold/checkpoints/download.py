@@ -18,8 +18,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
 from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
 from gpupoold.checkpoints.manifest import (
@@ -34,6 +36,7 @@ from gpupoold.system import durable
 from gpupoold.units import format_bytes
 
 ProgressCallback = Callable[[int, int], None]
+Content = Literal["checkpoint", "adapter"]
 
 PART_FOLDER = ".gpupool-parts"
 LOCK_FILE = ".gpupool-download.lock"
@@ -65,8 +68,9 @@ async def download(
     allow_pickle: bool = False,
     allow_remote_code: bool = False,
     model_dirs: Sequence[Path] = (),
+    content: Content = "checkpoint",
 ) -> Path:
-    """Download a repository's checkpoint into ``target_dir`` and return that folder.
+    """Download a repository's checkpoint or adapter to ``target_dir`` and return that folder.
 
     A finished download of the same revision is returned at once, without a network; an interrupted
     download is resumed. ``on_progress(done_bytes, total_bytes)`` is called in the running event
@@ -91,6 +95,7 @@ async def download(
         allow_pickle=allow_pickle,
         allow_remote_code=allow_remote_code,
         report=report,
+        content=content,
     )
     task = asyncio.create_task(asyncio.to_thread(job.run))
     try:
@@ -131,6 +136,7 @@ class _Download:
     allow_pickle: bool
     allow_remote_code: bool
     report: ProgressCallback
+    content: Content = "checkpoint"
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> Path:
@@ -186,14 +192,34 @@ class _Download:
 
     def _plan(self, found: Manifest | None) -> Manifest:
         commit, listed = self.hub.list_files(found.commit if found else self.revision)
-        wanted = layout.files_to_download(
-            [file.path for file in listed],
-            allow_pickle=self.allow_pickle,
-            allow_remote_code=self.allow_remote_code,
-        )
+        wanted = self._choose([file.path for file in listed])
         self._require_weights([file.path for file in listed], wanted)
         files = tuple(file for file in listed if file.path in wanted)
         return Manifest(self.hub.repo_id, self.revision, commit, files)
+
+    def _choose(self, listed: Sequence[str]) -> tuple[str, ...]:
+        if self.content == "adapter":
+            if layout.ADAPTER_CONFIG_FILE not in listed:
+                raise Refused(
+                    f"{self.hub.repo_id} has no {layout.ADAPTER_CONFIG_FILE}, so it is no adapter",
+                    "add a whole model with `gpupool add-model`",
+                )
+            return layout.adapter_files_to_download(listed, allow_pickle=self.allow_pickle)
+        if layout.ADAPTER_CONFIG_FILE in listed and layout.CONFIG_FILE not in listed:
+            raise Refused(
+                f"{self.hub.repo_id} has a LoRA adapter, not a model",
+                f"use `gpupool add-adapter NAME --of MODEL --source {self.hub.repo_id}`",
+            )
+        return layout.files_to_download(
+            listed, allow_pickle=self.allow_pickle, allow_remote_code=self.allow_remote_code
+        )
+
+    def _check_small_files(self) -> None:
+        """Refuse a bad configuration before the weights are fetched."""
+        if self.content == "adapter":
+            check_adapter_config(self.target_dir)
+        else:
+            check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
 
     def _require_weights(self, listed: Sequence[str], wanted: Sequence[str]) -> None:
         if any(layout.is_weight_file(path) for path in wanted):
@@ -218,9 +244,8 @@ class _Download:
         self._require_space(sum(f.num_bytes - fetcher.part_bytes(f) for f in missing))
         fetcher.progress = _Progress(sum(f.num_bytes for f in manifest.files), self.report)
         fetcher.progress.add(sum(f.num_bytes for f in manifest.files if f not in missing))
-        # A bad configuration is refused before the weights are fetched.
         fetcher.fetch_all([f for f in missing if not layout.is_weight_file(f.path)])
-        check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
+        self._check_small_files()
         fetcher.fetch_all([f for f in missing if layout.is_weight_file(f.path)])
         shutil.rmtree(parts)
         write_manifest(self.target_dir, replace(manifest, complete=True))

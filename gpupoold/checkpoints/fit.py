@@ -26,16 +26,25 @@ def estimate_weight_bytes(info: CheckpointInfo, dtype: str) -> int:
     Raises:
         UsageError: the engine does not offer ``dtype``.
     """
-    if dtype != "auto" and dtype not in MODEL_DTYPE_BITS:
-        raise UsageError(
-            f"unknown dtype {dtype!r}", f"use auto, {', '.join(sorted(MODEL_DTYPE_BITS))}"
-        )
-    target_bits = 16 if dtype == "auto" else MODEL_DTYPE_BITS[dtype]
+    target_bits = model_dtype_bits(dtype)
     num_bits = 0
     for stored, num_elements in info.elements:
         bits = target_bits if stored in _CAST_DTYPES else DTYPE_BITS[stored]
         num_bits += num_elements * bits
     return num_bits // 8
+
+
+def model_dtype_bits(dtype: str) -> int:
+    """Return the bits of a number in a model's ``dtype``.
+
+    Raises:
+        UsageError: the engine does not offer ``dtype``.
+    """
+    if dtype != "auto" and dtype not in MODEL_DTYPE_BITS:
+        raise UsageError(
+            f"unknown dtype {dtype!r}", f"use auto, {', '.join(sorted(MODEL_DTYPE_BITS))}"
+        )
+    return 16 if dtype == "auto" else MODEL_DTYPE_BITS[dtype]
 
 
 def fits(

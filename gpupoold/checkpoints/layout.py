@@ -7,6 +7,9 @@ from collections.abc import Collection, Iterable
 
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_PICKLE_FILE = "adapter_model.bin"
 
 _TOKENIZERS = (
     "tokenizer.json",
@@ -75,6 +78,17 @@ def files_to_download(
     if allow_remote_code:
         wanted.update(_matching(top, ("*.py",)))
     return tuple(sorted(wanted | set(weights)))
+
+
+def adapter_files_to_download(paths: Collection[str], *, allow_pickle: bool) -> tuple[str, ...]:
+    """Return the part of an adapter's repository needed for serving.
+
+    A pickled file is included only if allowed and without safetensors.
+    """
+    wanted = [ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
+    if allow_pickle and ADAPTER_WEIGHTS_FILE not in paths:
+        wanted.append(ADAPTER_PICKLE_FILE)
+    return tuple(name for name in wanted if name in paths)
 
 
 def is_weight_file(name: str) -> bool:

@@ -38,6 +38,7 @@ class TensorEntry:
     num_elements: int
     begin: int
     end: int
+    shape: tuple[int, ...] = ()
 
 
 def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
@@ -133,7 +134,7 @@ def _tensor(name: str, entry: object, data_bytes: int) -> TensorEntry:
         raise ValueError(
             f"tensor {name!r}: {dtype} of shape {_short(shape)} does not take {end - begin} bytes"
         )
-    return TensorEntry(name, dtype, num_elements, begin, end)
+    return TensorEntry(name, dtype, num_elements, begin, end, tuple(shape))
 
 
 def _are_sizes(values: object) -> bool:

@@ -16,6 +16,7 @@ from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.unloading import ModelUnloader
@@ -70,7 +71,15 @@ async def build_control_plane(
     )
     snapshots = ModelSnapshots(settings, history, dispatcher.live, supervisor, cache, saved, stored)
     lifecycle = ModelLifecycle(
-        settings, registry, history, fleet, dispatcher, supervisor, frontends, snapshots
+        settings,
+        registry,
+        history,
+        fleet,
+        dispatcher,
+        supervisor,
+        frontends,
+        snapshots,
+        Inspector(settings, forks),
     )
     host_budget = snapshots.host_budget
     operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)

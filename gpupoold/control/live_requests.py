@@ -120,6 +120,8 @@ class LiveRequest:
 
     request_id: str = field(init=False)
     model: str = field(init=False)
+    counted_name: str = field(init=False)
+    """The name under which the request is counted: its preset's, adapter's or model's."""
     arrival_s: float = field(init=False)
     num_prompt_tokens: int = field(init=False)
     key_id: str = field(init=False)
@@ -130,6 +132,7 @@ class LiveRequest:
     def __post_init__(self) -> None:
         """Copy fields of the order that each token needs, because a property is slower."""
         order = self.order
+        self.counted_name = order.counted_name
         self.request_id, self.model, self.frontend = order.request_id, order.model, order.frontend
         self.arrival_s, self.num_prompt_tokens = order.arrival_s, order.num_prompt_tokens
         self.key_id = order.key_id
@@ -207,6 +210,7 @@ class LiveRequests:
     def __init__(self) -> None:
         self._requests: dict[str, LiveRequest] = {}
         self._num_by_model: Counter[str] = Counter()
+        self._num_by_name: Counter[str] = Counter()
         self._num_cold_by_model: Counter[str] = Counter()
         self._num_by_key: Counter[str] = Counter()
         self._bytes_by_key: Counter[str] = Counter()
@@ -231,6 +235,7 @@ class LiveRequests:
             raise ValueError(f"a live request already has the id {request.request_id}")
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
+        self._num_by_name[request.counted_name] += 1
         self._num_by_key[request.key_id] += 1
         self._bytes_by_key[request.key_id] += num_bytes_of(request.order)
 
@@ -244,6 +249,7 @@ class LiveRequests:
         if request is not None:
             self.set_cold(request, is_cold=False)
             self._num_by_model[request.model] -= 1
+            self._num_by_name[request.counted_name] -= 1
             self._num_by_key[request.key_id] -= 1
             self._bytes_by_key[request.key_id] -= num_bytes_of(request.order)
         return request
@@ -258,8 +264,12 @@ class LiveRequests:
         return self._num_cold_by_model[model]
 
     def num_of(self, model: str) -> int:
-        """Return the number of live requests of a model."""
+        """Return the number of live requests of a model, with those of its adapters."""
         return self._num_by_model[model]
+
+    def num_of_name(self, name: str) -> int:
+        """Return the number of live requests counted under a name."""
+        return self._num_by_name[name]
 
     def num_of_key(self, key_id: str) -> int:
         """Return the number of live requests of an API key; "" means without a key."""
@@ -277,6 +287,10 @@ class LiveRequests:
     def of_model(self, model: str) -> list[LiveRequest]:
         """Return the live requests of a model, oldest first."""
         return [request for request in self._requests.values() if request.model == model]
+
+    def of_name(self, name: str) -> list[LiveRequest]:
+        """Return the live requests counted under a name, oldest first."""
+        return [request for request in self._requests.values() if request.counted_name == name]
 
     def of_frontend(self, number: int) -> list[LiveRequest]:
         """Return the live requests of a frontend, oldest first."""

@@ -19,7 +19,7 @@ MAX_VALUE_CHARACTERS = 65_536
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(\.[A-Za-z0-9_+-]{1,64}){0,8}")
 
 _OFFERED = """
-additional_config aggregate_engine_logging allow_deprecated_quantization
+additional_config allow_deprecated_quantization
 anthropic_disabled_thinking_effort attention_backend attention_config chat_template
 chat_template_content_format code_revision cohere_format cohere_is_reasoning_model
 compilation_config config_format convert cudagraph_capture_sizes default_chat_template_kwargs
@@ -49,7 +49,7 @@ trust_request_chat_template use_fp64_gumbel video_pruning_method video_pruning_r
 OFFERED = frozenset(_OFFERED.split())
 
 _API_ONLY = """
-aggregate_engine_logging anthropic_disabled_thinking_effort chat_template
+anthropic_disabled_thinking_effort chat_template
 chat_template_content_format cohere_format cohere_is_reasoning_model default_chat_template_kwargs
 enable_auto_tool_choice enable_flash_late_interaction enable_force_include_usage
 enable_per_request_metrics enable_prompt_tokens_details exclude_tools_when_tool_choice_none
@@ -107,14 +107,14 @@ REFUSED: Mapping[str, str] = {
         "uds",
         _CODE: "io_processor_plugin logits_processors middleware model_class_overrides "
         "reasoning_parser_plugin tool_parser_plugin worker_extension_cls",
-        _LOGS: "collect_detailed_traces cudagraph_metrics custom_histogram_buckets "
-        "disable_log_stats enable_layerwise_nvtx_tracing enable_log_deltas enable_log_outputs "
-        "enable_log_requests enable_logging_iteration_details enable_mfu_metrics "
-        "enable_server_load_tracking enable_trace_replay fail_on_environ_validation "
-        "jit_monitor_mode jit_monitor_verbose kv_cache_metrics kv_cache_metrics_sample "
-        "log_config_file log_error_stack log_level logging_config max_log_len "
-        "otlp_traces_endpoint per_request_spec_decode_metrics profiler_config "
-        "show_hidden_metrics_for_version use_tqdm_on_load uvicorn_log_level",
+        _LOGS: "aggregate_engine_logging collect_detailed_traces cudagraph_metrics "
+        "custom_histogram_buckets disable_log_stats enable_layerwise_nvtx_tracing "
+        "enable_log_deltas enable_log_outputs enable_log_requests "
+        "enable_logging_iteration_details enable_mfu_metrics enable_server_load_tracking "
+        "enable_trace_replay fail_on_environ_validation jit_monitor_mode jit_monitor_verbose "
+        "kv_cache_metrics kv_cache_metrics_sample log_config_file log_error_stack log_level "
+        "logging_config max_log_len otlp_traces_endpoint per_request_spec_decode_metrics "
+        "profiler_config show_hidden_metrics_for_version use_tqdm_on_load uvicorn_log_level",
         _KV: "aux_output_config disable_hybrid_kv_cache_manager ec_manager_config "
         "ec_transfer_config enable_mamba_shared_prefix_checkpoint enable_prefix_caching "
         "enable_prompt_embeds enable_return_routed_experts kv_events_config kv_offloading_backend "

@@ -25,6 +25,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -145,6 +146,7 @@ class VllmModelApi:
         """
         keep_grammars_off_the_loop()
         self._args = _arguments(model, loaded)
+        self._adapters = model.adapters
         config = engine_config(model, loaded)
         self._tasks: Any = tuple(loaded.supported_tasks)
         self._client = PoolClient(
@@ -167,6 +169,11 @@ class VllmModelApi:
         """Finish the start on the serving event loop."""
         state = self._app.state
         await init_app_state(self._llm, state, self._args, self._tasks)
+        # Not by vLLM's loading of adapters: the engines have the adapters, by the daemon's numbers.
+        state.openai_serving_models.lora_requests.update(
+            (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
+            for one in self._adapters
+        )
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 
@@ -319,7 +326,8 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     for name, value in parse_options(model.engine).items():
         setattr(args, name, value)
     args.model = model.path
-    args.served_model_name = [model.name, *model.aliases]
+    presets = (preset.name for preset in model.presets)
+    args.served_model_name = [model.name, *model.aliases, *presets]
     args.dtype = loaded.dtype.removeprefix("torch.")
     args.max_model_len = loaded.max_model_len
     args.trust_remote_code = model.allow_remote_code

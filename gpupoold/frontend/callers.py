@@ -27,6 +27,7 @@ from gpupoold.wire.messages import (
     AccessRules,
     AddRequest,
     KeyRecord,
+    ServedModel,
 )
 
 _BEARER = b"bearer "
@@ -116,10 +117,11 @@ class Callers:
             await self._rates.begin(caller.key)
 
     def asked(self, message: AddRequest) -> None:
-        """Add the present caller to a message for the daemon."""
+        """Add the present caller and preset to a message for the daemon."""
         caller = _current.get()
         if caller is not None and caller.key is not None:
             message.key_id, message.priority = caller.key.id, caller.key.priority
+        message.served_name = message.served_name or _preset_name.get()
 
     def report(self) -> AccessReport | None:
         """Return the changes since the last report, None without any."""
@@ -148,15 +150,18 @@ class Callers:
 
 
 _current: ContextVar[Caller | None] = ContextVar("caller", default=None)
+_preset_name: ContextVar[str] = ContextVar("preset_name", default="")
 
 
 @contextlib.contextmanager
-def serving(caller: Caller) -> Iterator[None]:
-    """Attribute work inside the context, including new tasks, to this caller."""
+def serving(caller: Caller, model: ServedModel) -> Iterator[None]:
+    """Attribute work inside the context, including new tasks, to a caller and a preset, if any."""
     token = _current.set(caller)
+    name_token = _preset_name.set("" if model.preset is None else model.preset.name)
     try:
         yield
     finally:
+        _preset_name.reset(name_token)
         _current.reset(token)
 
 

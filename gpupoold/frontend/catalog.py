@@ -5,7 +5,9 @@ A caller may be restricted to some models: the others do not exist for that call
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from gpupoold.domain import ModelState
 from gpupoold.frontend.errors import ApiError, bad_request, no_such_model, not_ready, starting
@@ -28,7 +30,7 @@ class Catalog:
         """Replace the list."""
         self.ready = ready
         self._is_known = True
-        self._models = {model.name: model for model in models}
+        self._models = {one.name: one for model in models for one in (model, *_further(model))}
         # A name takes precedence over an equal alias.
         self._by_any_name = {
             alias: model for model in self._models.values() for alias in model.aliases
@@ -75,13 +77,22 @@ class Catalog:
             raise starting()
 
     def _only_model(self, scope: Scope) -> ServedModel:
-        models = self._in(scope)
+        models = [model for model in self._in(scope) if not model.parent]
         if len(models) == 1:
             return models[0]
         raise _model_missing(len(models))
 
     def _in(self, scope: Scope) -> list[ServedModel]:
         return [model for model in self._models.values() if _is_in(model, scope)]
+
+
+def _further(model: ServedModel) -> Iterator[ServedModel]:
+    """Yield a model's presets and adapters, each as a model of its own."""
+    alone = msgspec.structs.replace(model, parent=model.name, aliases=(), presets=(), adapters=())
+    for preset in model.presets:
+        yield msgspec.structs.replace(alone, name=preset.name, presets=(preset,))
+    for adapter in model.adapters:
+        yield msgspec.structs.replace(alone, name=adapter.name)
 
 
 def _is_in(model: ServedModel, scope: Scope) -> bool:
@@ -99,6 +110,8 @@ def model_row(model: ServedModel) -> dict[str, object]:
         "status": model.state,
         "aliases": list(model.aliases),
     }
+    if model.parent:
+        row["parent"] = model.parent
     if model.reason:
         row["reason"] = model.reason
     return row

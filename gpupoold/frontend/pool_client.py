@@ -107,6 +107,7 @@ class PoolClient:
             num_prompt_tokens=len(prompt),
             max_tokens=params.max_tokens or 0,
             frames=frames,
+            served_name="" if request.lora_request is None else request.lora_request.lora_name,
         )
         self._send(message)
 

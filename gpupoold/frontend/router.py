@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from gpupoold import __version__
+from gpupoold.domain import Preset
+from gpupoold.engine_options.defaults import with_defaults
 from gpupoold.frontend.body import Disconnected, read_body, replay
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
@@ -25,7 +27,7 @@ from gpupoold.frontend.errors import (
     send_json,
 )
 from gpupoold.frontend.gates import Gates
-from gpupoold.frontend.in_flight import BytesInFlight
+from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
@@ -153,12 +155,15 @@ class Router:
             body = await read_body(scope, receive, bounds.max_body_bytes, holding)
             head = read_head(body, path)
             scope = with_id(scope, ids, body_has_id=head.has_id)
-            mount = self._mounted(self._catalog.choose(head.model, caller.models))
+            model = self._catalog.choose(head.model, caller.models)
+            mount = self._mounted(model)
+            if model.preset is not None:
+                body = _with_defaults(body, model.preset, path, holding)
             check_num_requests(head, caller.max_requests(bounds.max_live_requests))
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
-            with serving(caller), naming(ids), counting_prompts(head.num_samples):
+            with serving(caller, model), naming(ids), counting_prompts(head.num_samples):
                 async with self._gates.holding(send) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)
 
@@ -174,13 +179,21 @@ class Router:
         await self._mounts.serve(mount, scope, receive, send)
 
     def _mounted(self, model: ServedModel) -> Mount:
-        mount = self._mounts.get(model.name)
+        mount = self._mounts.get(model.parent or model.name)
         if mount is None:
             starting = msgspec.structs.replace(
                 model, state="starting", reason="", retry_after_s=_RETRY_UNMOUNTED_S
             )
             raise not_ready(starting)
         return mount
+
+
+def _with_defaults(body: bytes, preset: Preset, path: str, holding: BodyHolding) -> bytes:
+    """Return a request's body with the preset's defaults, whose bytes count too."""
+    fields = msgspec.json.decode(body)
+    filled = msgspec.json.encode(with_defaults(fields, preset.defaults, path))
+    holding.add(max(0, len(filled) - len(body)))
+    return filled
 
 
 def _is_served(path: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gpupoold.errors import Failed
 from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, Device
@@ -18,17 +20,32 @@ class WeightMemory:
     evicted model copies only the missing pages. ``snapshot`` holds the bytes of the address range
     after vLLM's loading and post-processing, padded to whole pages. The snapshot is pinned until
     ``close`` or ``detach_snapshot``; without a snapshot no page is present and none can be loaded.
+
+    The bytes of ``own`` follow those of the snapshot: the host copy of slots that the engine writes
+    while resident, such as those of adapters. ``write_back`` keeps the copy equal to the device.
+    The snapshot may be shared with other workers; ``own`` belongs to this object.
     """
 
-    def __init__(self, address_range: AddressRange, device: Device, snapshot: HostBuffer) -> None:
+    def __init__(
+        self,
+        address_range: AddressRange,
+        device: Device,
+        snapshot: HostBuffer,
+        own: HostBuffer | None = None,
+    ) -> None:
         self._address_range = address_range
         self._device = device
         self._num_loaded = 0
         self._arriving: Transfer | None = None
         self._snapshot: HostBuffer | None = None
-        assert snapshot.num_bytes == self.num_bytes
+        self._own: HostBuffer | None = None
+        self.own_bytes = own.num_bytes if own is not None else 0
+        assert snapshot.num_bytes == self.snapshot_bytes
         device.pin(snapshot.address, snapshot.num_bytes)
         self._snapshot = snapshot
+        if own is not None:
+            device.pin(own.address, own.num_bytes)
+            self._own = own
 
     @property
     def has_snapshot(self) -> bool:
@@ -48,13 +65,18 @@ class WeightMemory:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the whole snapshot."""
+        """Pages of the whole snapshot and of the slots."""
         return self._address_range.num_pages
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole snapshot, also while detached."""
+        """Bytes of all pages."""
         return self.num_pages * self._device.page_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the whole snapshot, also while detached."""
+        return self.num_bytes - self.own_bytes
 
     @property
     def num_mapped_pages(self) -> int:
@@ -111,11 +133,10 @@ class WeightMemory:
         self.wait()
         end = self.num_pages if num_pages is None else self._num_loaded + num_pages
         missing = range(self._num_loaded, min(end, self.num_pages))
-        if not missing:
-            return 0
-        self._address_range.retain(missing, self.snapshot.address + self.loaded_bytes)
-        self._device.synchronize()
-        self._num_loaded = missing.stop
+        for pages, source in self._sources(missing):
+            self._address_range.retain(pages, source)
+            self._device.synchronize()
+            self._num_loaded = pages.stop
         return len(missing) * self._device.page_bytes
 
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
@@ -130,10 +151,20 @@ class WeightMemory:
         pages = range(self._num_loaded, min(self._num_loaded + num_pages, self.num_pages))
         if not pages:
             return
-        offset = pages.start * page_bytes
-        copy = Copy(self.address + offset, self.snapshot.address + offset, len(pages) * page_bytes)
+        copies = [
+            Copy(self.address + part.start * page_bytes, source, len(part) * page_bytes)
+            for part, source in self._sources(pages)
+        ]
         self._address_range.retain(pages, is_filled=False)
-        self._arriving = queue.begin([copy])
+        self._arriving = queue.begin(copies)
+
+    def write_back(self) -> None:
+        """Copy the resident slots to ``own``, after the engine has written to them."""
+        if self._own is None:
+            return
+        assert self.is_resident, "slots are written while the model is resident"
+        self._device.copy_out(self._own.address, self.address + self.snapshot_bytes, self.own_bytes)
+        self._device.synchronize()
 
     def settle(self) -> None:
         """Count the pages being loaded as present if all have arrived."""
@@ -185,7 +216,7 @@ class WeightMemory:
     def attach_snapshot(self, snapshot: HostBuffer) -> None:
         """Attach a snapshot of the same model and layout, which the caller has pinned."""
         assert self._snapshot is None
-        assert snapshot.num_bytes == self.num_bytes
+        assert snapshot.num_bytes == self.snapshot_bytes
         self._snapshot = snapshot
 
     def close(self) -> None:
@@ -195,6 +226,20 @@ class WeightMemory:
         if self._snapshot is not None:
             self._device.unpin(self._snapshot.address, self._snapshot.num_bytes)
             self._snapshot.close()
+        if self._own is not None:
+            self._device.unpin(self._own.address, self._own.num_bytes)
+            self._own.close()
+
+    def _sources(self, pages: range) -> Iterator[tuple[range, int]]:
+        """Yield ``pages`` in parts, each with the host address of its bytes."""
+        page_bytes = self._device.page_bytes
+        first_own = self.snapshot_bytes // page_bytes
+        shared = range(pages.start, min(pages.stop, first_own))
+        if shared:
+            yield shared, self.snapshot.address + shared.start * page_bytes
+        own = range(max(pages.start, first_own), pages.stop)
+        if own and self._own is not None:
+            yield own, self._own.address + (own.start - first_own) * page_bytes
 
     def _drop_from(self, first: int) -> None:
         pages = range(first, self._address_range.num_mapped)

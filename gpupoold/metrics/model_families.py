@@ -123,7 +123,7 @@ def _now(scrape: Scrape) -> Iterator[Family]:
         "live_requests",
         "Live requests.",
         _MODEL,
-        (((name,), dispatcher.live.num_of(name)) for name in scrape.rows),
+        (((name,), dispatcher.live.num_of_name(name)) for name in scrape.names),
     )
     yield gauge(
         "waiting_requests",

@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 class Scrape:
     """The control plane and its models by name: counts, attainment of the last minute.
 
+    Requests of a preset or adapter count under its name, memory and states under its model's name.
     An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
     read.
     """
@@ -45,7 +46,7 @@ class Scrape:
             _logger.warning("metrics of the models known before: %s", error)
             rows = known
         else:
-            control_plane.dispatcher.accounts.meters.forget_others(rows.keys())
+            control_plane.dispatcher.accounts.meters.forget_others(_names(rows))
         try:
             saved_bytes = await control_plane.saved.used_bytes()
         except OSError as error:
@@ -53,7 +54,8 @@ class Scrape:
             saved_bytes = None
         now_s = time.monotonic()
         stats = {
-            name: control_plane.dispatcher.accounts.stats.get(name, ModelStats()) for name in rows
+            name: control_plane.dispatcher.accounts.stats.get(name, ModelStats())
+            for name in _names(rows)
         }
         return cls(
             control_plane,
@@ -64,9 +66,14 @@ class Scrape:
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
-        """Yield all registered models by name, with meters."""
-        for name in self.rows:
+        """Yield all models, presets and adapters by name, with meters."""
+        for name in self.names:
             yield name, self.control_plane.dispatcher.accounts.meters.model(name)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models, presets and adapters."""
+        return _names(self.rows)
 
     @property
     def workers(self) -> list[Worker]:
@@ -81,6 +88,11 @@ class Scrape:
         """Yield the meters of all devices by number."""
         for number, worker in self.devices():
             yield number, self.control_plane.dispatcher.accounts.meters.device(worker.number)
+
+
+def _names(rows: dict[str, ModelRow]) -> list[str]:
+    further = (one.name for row in rows.values() for one in row.spec.further)
+    return [*rows, *further]
 
 
 def memories(worker: Worker) -> list[ModelMemory]:

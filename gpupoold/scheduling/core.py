@@ -202,6 +202,7 @@ class Core:
             expected_tokens=self._expected_tokens(event),
             priority=event.priority,
             max_tokens=event.max_tokens,
+            ttft_s=event.ttft_s,
         )
         self.state.requests[request.id] = self.state.held[request.id] = request
         self.policy.arrived(request, self.state)

@@ -131,7 +131,8 @@ class Arrived:
 
     Only a simulator knows ``output_tokens``, for policies with an oracle. ``num_tokens`` of the
     answer exist from a lost device: these tokens are prefilled with the prompt, but belong to the
-    answer. The answer has at most ``max_tokens``, None for no limit.
+    answer. The answer has at most ``max_tokens``, None for no limit. A ``ttft_s`` of None means the
+    model's target.
     """
 
     request_id: str
@@ -142,6 +143,7 @@ class Arrived:
     priority: Priority = Priority.NORMAL
     num_tokens: int = 0
     max_tokens: int | None = None
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

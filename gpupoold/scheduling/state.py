@@ -95,6 +95,14 @@ class Request:
     priority: Priority = Priority.NORMAL
     rule: Rule | None = None
     max_tokens: int | None = None
+    ttft_s: float | None = None
+    """The target of the request itself; None means the model's."""
+
+    @property
+    def counted_arrival_s(self) -> float:
+        """The arrival at which the model's TTFT target gives the same deadline."""
+        model_s = self.model.targets.ttft_s
+        return self.arrival_s + (model_s if self.ttft_s is None else self.ttft_s) - model_s
 
     def goes_before(self, other: Request) -> bool:
         """Return whether the request precedes another of its model in a queue; false for equal
@@ -103,13 +111,13 @@ class Request:
         if self.priority is other.priority:
             return False
         lead = _HEAD_START[self.priority] - _HEAD_START[other.priority]
-        return self.arrival_s - lead * self.model.targets.ttft_s < other.arrival_s
+        return self.counted_arrival_s - lead * self.model.targets.ttft_s < other.counted_arrival_s
 
     @property
     def next_deadline_s(self) -> float:
         """Deadline of the next token."""
         targets = self.model.targets
-        return self.arrival_s + targets.ttft_s + self.num_tokens * targets.tbt_s
+        return self.counted_arrival_s + targets.ttft_s + self.num_tokens * targets.tbt_s
 
     @property
     def context_tokens(self) -> int:

@@ -283,7 +283,7 @@ def _next_on(
     if not request.num_tokens and request.arrival_s >= device.turn_began_s:
         # The turn ends early for a request that arrived after its start, see the policy's revise().
         ready_s = device.switch_s(model) + mine.prefill_s
-        due_in_s = request.arrival_s - now_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
+        due_in_s = request.counted_arrival_s - now_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
         left_s = min(left_s, max(due_in_s - ready_s, 0.0))
     in_s = _after_others(device, mine, others, left_s, now_s, tuning)
     return in_s + mine.step_s if request.num_tokens else in_s

@@ -55,6 +55,7 @@ from gpupoold.wire.messages_frontend import (
     ServeModel as ServeModel,
     StopServing as StopServing,
 )
+from gpupoold.wire.messages_inspection import Inspect as Inspect, Inspected as Inspected
 from gpupoold.wire.messages_to_worker import (
     AbortRequests as AbortRequests,
     AddRequest as AddRequest,

@@ -65,7 +65,8 @@ class AddRequest(Message):
     worker sends ``RequestAttached`` when the request can continue; the KV is in ``kv_transfer`` or
     is recomputed. ``key_id`` is the id of the API key or empty. The daemon fills ``frontend`` in
     with the number of the sending frontend. A request that ``is_isolated`` shares no step with
-    other requests until ``EndIsolation``.
+    other requests until ``EndIsolation``. ``served_name`` is the name of the adapter or preset,
+    empty for the model itself.
     """
 
     model: str
@@ -81,6 +82,12 @@ class AddRequest(Message):
     priority: Priority = Priority.NORMAL
     frontend: int = 0
     is_isolated: bool = False
+    served_name: str = ""
+
+    @property
+    def counted_name(self) -> str:
+        """The name under which the request is counted: its preset's, adapter's or model's."""
+        return self.served_name or self.model
 
 
 class EndIsolation(Message):

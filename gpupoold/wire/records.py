@@ -30,7 +30,11 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a loaded model, for frontends and the registry."""
+    """Facts about a loaded model, for frontends and the registry.
+
+    ``slot_bytes`` are the device bytes of the adapters' slots, beside ``weight_bytes``.
+    ``adapter_problems`` has the reasons why adapters of the order were not loaded, by name.
+    """
 
     name: str
     architecture: str
@@ -42,6 +46,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     supported_tasks: tuple[str, ...]
     load_s: float
+    slot_bytes: int = 0
+    adapter_problems: dict[str, str] = {}
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +98,8 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of ``/v1/models``; ``state`` is a ``ModelState``.
+    """A row of ``/v1/models``; ``state`` is a ``ModelState``. ``parent`` is the model of a
+    preset or adapter, which has a row of its own.
 
     Clients of a model that is not ready should retry after ``retry_after_s``, or at ``retry_at_s``
     (on the monotonic clock) if that is later.
@@ -108,3 +115,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    parent: str = ""
+
+    @property
+    def preset(self) -> Preset | None:
+        """The preset, if this row is a preset's."""
+        return self.presets[0] if self.parent and self.presets else None

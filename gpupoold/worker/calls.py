@@ -60,10 +60,24 @@ def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
     return {"kv_out_bytes": loop.residency.page_out(engine.name)}
 
 
+def _load_adapter(loop: TurnLoop, model: str, number: int, name: str, path: str) -> dict[str, Any]:
+    """Make an adapter of a loaded model known to its engine."""
+    loop.engine(model).adapters.add(number, name, path)
+    return {}
+
+
+def _unload_adapter(loop: TurnLoop, model: str, number: int) -> dict[str, Any]:
+    """Remove an adapter without requests from its engine."""
+    loop.engine(model).adapters.remove(number)
+    return {}
+
+
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "check_integrity": _check_integrity,
     "checksum": _checksum,
     "page_out": _page_out,
+    "load_adapter": _load_adapter,
+    "unload_adapter": _unload_adapter,
     "leftovers": leftovers,
     "bench_device": bench_device,
     "bench_kv": bench_kv,

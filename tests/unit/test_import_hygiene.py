@@ -15,6 +15,7 @@ HEAVY = frozenset({"torch", "vllm", "transformers", "textual"})
 # They are processes of their own, or run as one.
 EXEMPT = (
     "gpupoold.checkpoints.tiny",
+    "gpupoold.engine_options.parsing",
     "gpupoold.frontend",
     "gpupoold.grammar_backends",
     "gpupoold.worker",

@@ -122,8 +122,8 @@ class Meters:
 
     def arrived(self, message: m.AddRequest, *, is_warm: bool) -> None:
         """Count an admitted request; ``is_warm`` if the model's snapshot is in host memory."""
+        self.model(message.counted_name).prompt_tokens += message.num_prompt_tokens
         meter = self.model(message.model)
-        meter.prompt_tokens += message.num_prompt_tokens
         meter.cache_hits += is_warm
         meter.cache_misses += not is_warm
 

@@ -75,7 +75,7 @@ class _Record:
 
     names: tuple[str, ...]
     life: Life[ModelPhase, ModelEvent]
-    targets: Targets | None = None
+    spec: ModelSpec | None = None
     devices: list[int] = field(default_factory=list)
     loaded: LoadedModel | None = None
     is_mounted: bool = False
@@ -147,10 +147,11 @@ class Fleet:
         record = self._records.get(model)
         return record is not None and record.life.phase not in _PROPOSED
 
-    def targets(self, model: str) -> Targets:
-        targets = self._records[model].targets
-        assert targets is not None
-        return targets
+    def targets(self, model: str, name: str = "") -> Targets:
+        """Return the targets of a model, or of its preset or adapter called ``name``."""
+        spec = self._records[model].spec
+        assert spec is not None
+        return spec.targets_of(name)
 
     def loaded(self, model: str) -> LoadedModel | None:
         """Return the facts of the model's latest load since the daemon's start."""
@@ -193,7 +194,7 @@ class Fleet:
 
     def register(self, spec: ModelSpec) -> None:
         record = self._records.get(spec.name) or self._record((spec.name,))
-        record.names, record.targets = (spec.name,), spec.targets
+        record.names, record.spec = (spec.name,), spec
         record.life.move(ModelEvent.REGISTER)
         self.breakers.reset(spec.name)  # the crashes were due to an earlier model of this name
 
@@ -211,8 +212,9 @@ class Fleet:
         self.breakers.reset(model)
         del self._records[model]
 
-    def set_targets(self, model: str, targets: Targets) -> None:
-        self._records[model].targets = targets
+    def changed(self, spec: ModelSpec) -> None:
+        """Record other targets, presets or adapters of a registered model."""
+        self._records[spec.name].spec = spec
 
     # Loads and devices.
 

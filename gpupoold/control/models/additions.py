@@ -11,6 +11,7 @@ from gpupoold.api.schemas import AddModelRequest, Progress
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.info import model_info
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
@@ -33,6 +34,7 @@ class Additions:
         snapshots: ModelSnapshots,
         loader: ModelLoader,
         mounts: ModelMounts,
+        inspector: Inspector,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``wall_clock`` returns seconds."""
@@ -44,6 +46,7 @@ class Additions:
         self._snapshots = snapshots
         self._loader = loader
         self._mounts = mounts
+        self._inspector = inspector
         self._wall_clock = wall_clock
         self._tasks: set[asyncio.Task[ModelRow]] = set()
 
@@ -95,7 +98,8 @@ class Additions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _intake(self, request: AddModelRequest) -> Intake:
-        return Intake(request, self._settings, self._supervisor, self._snapshots.host_budget)
+        budget = self._snapshots.host_budget
+        return Intake(request, self._settings, self._supervisor, budget, self._inspector)
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
         async with self._fleet.changing.alone():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import Literal
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas import SetModelRequest
@@ -13,13 +12,11 @@ from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges, merged_options
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import find_model
+from gpupoold.control.models.names import RemoveMode, find_model
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.domain import ModelSpec, Targets
-from gpupoold.errors import GpupoolError
-
-RemoveMode = Literal["refuse", "drain", "force"]
+from gpupoold.errors import GpupoolError, Refused
 
 
 class Changes:
@@ -67,7 +64,7 @@ class Changes:
                 add_aliases=request.add_aliases,
                 remove_aliases=request.remove_aliases,
             )
-            self._dispatcher.set_targets(old.name, targets)
+            self._dispatcher.changed(row.spec)
             if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
                 await self._mounts.mount(row.spec)
             await self._mounts.publish()
@@ -93,7 +90,7 @@ class Changes:
 
         Raises:
             NoSuchModel: the model is not registered.
-            Refused: the model has live requests and ``mode`` is "refuse".
+            Refused: the model has live requests or adapters and ``mode`` is "refuse".
             TimedOut: requests were left after the drain timeout.
         """
         model = (await find_model(self._registry, name)).spec.name
@@ -102,6 +99,7 @@ class Changes:
                 async with self._fleet.changing.alone():
                     row = await find_model(self._registry, model)
                     if mode == "refuse":
+                        _check_without_adapters(row.spec)
                         self._drains.check_idle(model)
                     drain.enter_context(self._fleet.draining(model))
                     await self._mounts.publish()
@@ -124,3 +122,12 @@ class Changes:
         await self._registry.remove(model)
         self._fleet.remove(model)
         self._history.record_event("info", "model_removed", model, "removed")
+
+
+def _check_without_adapters(spec: ModelSpec) -> None:
+    if spec.adapters:
+        names = ", ".join(adapter.name for adapter in spec.adapters)
+        raise Refused(
+            f"{spec.name} has the adapters {names}",
+            "remove these before, or use --drain or --force to remove all together",
+        )

@@ -46,25 +46,28 @@ class Drains:
             await self._mounts.publish()
 
     def check_idle(self, model: str) -> None:
-        """Raise Refused if the model has live requests."""
-        num_live = self._live.num_of(model)
+        """Raise Refused if the model or adapter has live requests."""
+        num_live = self._num_live(model)
         if num_live:
             raise Refused(
                 f"{model} has {num_live} live requests", "use --drain to wait or --force to cancel"
             )
 
     async def wait_idle(self, model: str) -> None:
-        """Return when a model has no live requests.
+        """Return when a model or adapter has no live requests.
 
         Raises:
             TimedOut: requests are left after ``limits.drain_timeout``.
         """
         limit_s, loop = self._settings.limits.drain_timeout_s, asyncio.get_running_loop()
         deadline_s = loop.time() + limit_s
-        while num_live := self._live.num_of(model):
+        while num_live := self._num_live(model):
             if loop.time() > deadline_s:
                 raise TimedOut(
                     f"{model}: {num_live} requests still run after {limit_s:g} s",
                     "raise limits.drain_timeout or use --force",
                 )
             await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _num_live(self, name: str) -> int:
+        return max(self._live.num_of(name), self._live.num_of_name(name))

@@ -11,6 +11,7 @@ from gpupool_state import ModelRow, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.facts import LoadFacts
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -53,6 +54,7 @@ class EngineChanges:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         facts: LoadFacts,
+        inspector: Inspector,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -61,6 +63,7 @@ class EngineChanges:
         self._supervisor = supervisor
         self._snapshots = snapshots
         self._facts = facts
+        self._inspector = inspector
 
     async def change(self, old: ModelSpec, engine: Mapping[str, str]) -> ModelRow:
         """Replace the model's engines and record the options; the caller remounts the API.
@@ -71,6 +74,7 @@ class EngineChanges:
             GpupoolError: the reason of a worker.
         """
         new = replace(old, engine=dict(engine))
+        await self._inspector.check(new)
         if engine_part(old.engine) == engine_part(engine):
             return await self._registry.set_engine(old.name, engine)
         done: list[Worker] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpupool_state import History, Registry
 from gpupoold.control.models.profiles import is_profiled, latency_model_of, profile_rows
@@ -43,8 +44,16 @@ class LoadFacts:
         """Return the time for profiling a model whose steps are unknown."""
         return _PROFILING_BUDGET_S[worker.device.kind]
 
+    async def with_adapters(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec with the adapters now, which can be added while a load waits."""
+        row = await self._registry.get(spec.name)
+        return spec if row is None else replace(spec, adapters=row.spec.adapters)
+
     async def keep(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
         """Store the facts of a load and the measured profile, if there is one."""
+        for name, problem in loaded.model.adapter_problems.items():
+            text = f"adapter {name} was not loaded: {problem}"
+            self._history.record_event("error", "adapter_failed", spec.name, text)
         await self._registry.set_loaded(
             spec.name,
             architecture=loaded.model.architecture,

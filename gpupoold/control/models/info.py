@@ -7,7 +7,7 @@ from dataclasses import asdict
 from gpupool_state import ModelRow
 from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo
 from gpupoold.control.models.profiles import latency_on
-from gpupoold.domain import ModelState
+from gpupoold.domain import Adapter, ModelState
 
 
 def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
@@ -25,7 +25,7 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         aliases=list(spec.aliases),
         engine=spec.engine,
         presets=[PresetInfo(**asdict(preset)) for preset in spec.presets],
-        adapters=[AdapterInfo(**asdict(adapter)) for adapter in spec.adapters],
+        adapters=[adapter_info(adapter) for adapter in spec.adapters],
         state=(state or row.state).value,
         error=row.error,
         architecture=row.architecture,
@@ -34,3 +34,10 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         created_at=row.created_at,
         latency=latency_on(row.profiles),
     )
+
+
+def adapter_info(adapter: Adapter) -> AdapterInfo:
+    """Return the admin API's body of an adapter."""
+    fields = asdict(adapter)
+    del fields["number"]
+    return AdapterInfo(**fields)

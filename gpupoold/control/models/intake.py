@@ -8,10 +8,11 @@ from pathlib import Path
 
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
-from gpupoold.checkpoints.download import checkpoint_dir, download
+from gpupoold.checkpoints.download import Content, checkpoint_dir, download
 from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -34,11 +35,13 @@ class Intake:
         settings: Settings,
         supervisor: WorkerSupervisor,
         host_budget: HostMemoryBudget,
+        inspector: Inspector,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
         self._host_budget = host_budget
+        self._inspector = inspector
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
@@ -65,16 +68,19 @@ class Intake:
         yield Progress(stage="resolve")
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
         if isinstance(found, HubSource):
-            lines: asyncio.Queue[Progress] = asyncio.Queue()
-            task = asyncio.create_task(self._download(found.repo_id, lines))
-            async for line in _until_done(task, lines):
-                yield line
-            path, source = await task, found.repo_id
+            path, source = Path(), found.repo_id
+            async for step in fetched(found, request.revision, self._settings, "checkpoint"):
+                if isinstance(step, Progress):
+                    yield step
+                else:
+                    path = step
         else:
             path, source = found.path, request.source or str(found.path)
         yield Progress(stage="check")
         self._info = await self._check(path)
-        self._spec = spec_of(request, source, path, self._engine)
+        spec = spec_of(request, source, path, self._engine)
+        await self._inspector.check(spec)
+        self._spec = spec
 
     def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
@@ -97,22 +103,35 @@ class Intake:
             self._host_budget.check(self._request.name, weight_bytes)
         return info
 
-    async def _download(self, repo_id: str, lines: asyncio.Queue[Progress]) -> Path:
-        def report(done_bytes: int, total_bytes: int) -> None:
-            lines.put_nowait(
-                Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes)
-            )
 
-        revision = self._request.revision
-        return await download(
-            repo_id,
+async def fetched(
+    found: HubSource, revision: str | None, settings: Settings, content: Content
+) -> AsyncIterator[Progress | Path]:
+    """Download a repository; yield the progress, and at the end the folder.
+
+    Raises:
+        GpupoolError: see :func:`download`.
+    """
+    lines: asyncio.Queue[Progress] = asyncio.Queue()
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        lines.put_nowait(Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes))
+
+    task = asyncio.create_task(
+        download(
+            found.repo_id,
             revision,
-            checkpoint_dir(self._settings.paths.download_dir, repo_id, revision),
+            checkpoint_dir(settings.paths.download_dir, found.repo_id, revision),
             report,
-            allow_pickle=self._settings.security.allow_pickle,
-            allow_remote_code=self._settings.security.allow_remote_code,
-            model_dirs=self._settings.paths.model_dirs,
+            allow_pickle=settings.security.allow_pickle,
+            allow_remote_code=settings.security.allow_remote_code,
+            model_dirs=settings.paths.model_dirs,
+            content=content,
         )
+    )
+    async for line in _until_done(task, lines):
+        yield line
+    yield await task
 
 
 async def _until_done(

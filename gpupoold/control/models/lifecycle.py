@@ -9,15 +9,18 @@ from gpupoold.api.schemas import AddModelRequest, Progress, SetModelRequest
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.adapters import ModelAdapters
 from gpupoold.control.models.additions import Additions
-from gpupoold.control.models.changes import Changes, RemoveMode
+from gpupoold.control.models.changes import Changes
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import find_model
+from gpupoold.control.models.names import RemoveMode, find_model
+from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
 from gpupoold.control.models.retries import Retries
@@ -25,6 +28,7 @@ from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.errors import Refused
 
 
 class ModelLifecycle:
@@ -44,6 +48,7 @@ class ModelLifecycle:
         supervisor: WorkerSupervisor,
         frontends: Frontends,
         snapshots: ModelSnapshots,
+        inspector: Inspector,
     ) -> None:
         """Wire the parts together; each part gets only finished parts."""
         self._registry = registry
@@ -63,17 +68,32 @@ class ModelLifecycle:
         self.quarantine = Quarantine(history, fleet, dispatcher, loader, warmer, failures, mounts)
         self.retries = Retries(fleet, dispatcher, supervisor, reloads, failures)
         self.drains = Drains(settings, fleet, dispatcher.live, mounts)
+        self.presets = Presets(registry, history, fleet, mounts, inspector)
         self._additions = Additions(
-            settings, registry, history, fleet, supervisor, snapshots, loader, mounts
+            settings, registry, history, fleet, supervisor, snapshots, loader, mounts, inspector
         )
-        engines = EngineChanges(settings, registry, fleet, dispatcher, supervisor, snapshots, facts)
+        engines = EngineChanges(
+            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, inspector
+        )
         self._changes = Changes(
             registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines
+        )
+        self.adapters = ModelAdapters(
+            settings,
+            registry,
+            history,
+            fleet,
+            dispatcher,
+            supervisor,
+            mounts,
+            self.drains,
+            self._changes.set,
         )
 
     async def stop(self) -> None:
         """Undo unfinished additions, and end all other work; the workers have stopped before."""
         await self._additions.stop()
+        await self.adapters.stop()
         await self.warmer.stop()
         await self.quarantine.stop()
         await self.retries.stop()
@@ -84,11 +104,28 @@ class ModelLifecycle:
         return (self._additions.check if request.check_only else self._additions.add)(request)
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
-        """See :meth:`Changes.set`."""
+        """See :meth:`Changes.set`.
+
+        Raises:
+            Refused: the name is an adapter's.
+        """
+        row = await self.find(name)
+        if row.spec.adapter(name) is not None:
+            raise Refused(
+                f"{name} is an adapter, with the targets and options of {row.spec.name}",
+                f"change {row.spec.name}",
+            )
         return await self._changes.set(name, request)
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """See :meth:`Changes.remove`."""
+        """Remove a model, preset or adapter; see :meth:`Changes.remove`,
+        :meth:`Presets.remove` and :meth:`ModelAdapters.remove`.
+        """
+        spec = (await self.find(name)).spec
+        if spec.adapter(name) is not None:
+            return await self.adapters.remove(name, mode)
+        if spec.preset(name) is not None:
+            return await self.presets.remove(name)
         return await self._changes.remove(name, mode)
 
     async def find(self, name: str) -> ModelRow:

@@ -114,6 +114,7 @@ class ModelLoader:
     async def _load(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         name = spec.name
         self._fleet.check_quarantine(name)
+        spec = await self._facts.with_adapters(spec)
         snapshot = await self._snapshots.for_load(spec, worker, expected_bytes)
         budget_s = await self._facts.profiling_budget_s(name, worker)
         loop = asyncio.get_running_loop()

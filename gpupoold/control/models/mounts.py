@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
@@ -40,6 +41,16 @@ class ModelMounts:
         self._supervisor = supervisor
         self._frontends = frontends
         self._clock = clock
+        self._hidden: set[str] = set()
+
+    @contextlib.contextmanager
+    def hiding(self, adapter: str) -> Iterator[None]:
+        """Leave an adapter out of the published list inside the context."""
+        self._hidden.add(adapter)
+        try:
+            yield
+        finally:
+            self._hidden.discard(adapter)
 
     async def publish(self, opening: str | None = None) -> None:
         """Send the models and states to the frontends; the model ``opening`` counts as ready."""
@@ -108,5 +119,5 @@ class ModelMounts:
             retry_at_s=now.retry_at_s or 0.0,
             max_model_len=row.loaded_max_model_len,
             presets=row.spec.presets,
-            adapters=row.spec.adapters,
+            adapters=tuple(one for one in row.spec.adapters if one.name not in self._hidden),
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from gpupool_state import ModelRow, Registry, check_names
 from gpupoold.errors import NoSuchModel, Refused
+
+RemoveMode = Literal["refuse", "drain", "force"]
 
 
 async def check_names_free(registry: Registry, names: tuple[str, ...]) -> None:

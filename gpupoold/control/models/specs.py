@@ -11,6 +11,7 @@ from gpupoold.checkpoints.fit import estimate_weight_bytes
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.info import model_info
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.engine_options.adapter_support import with_adapter_support
 from gpupoold.wire import messages as m
 
 
@@ -52,7 +53,7 @@ def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
         dtype=spec.dtype,
         max_model_len=spec.max_model_len,
         aliases=spec.aliases,
-        engine=spec.engine,
+        engine=with_adapter_support(spec.engine),
         presets=spec.presets,
         adapters=spec.adapters,
         ttft_s=spec.targets.ttft_s,

@@ -54,7 +54,13 @@ class ModelUnloader:
             TimedOut: requests were left after the drain timeout.
             Failed: a worker does not answer.
         """
-        model = (await find_model(self._registry, name)).spec.name
+        spec = (await find_model(self._registry, name)).spec
+        model = spec.name
+        if spec.adapter(name) is not None:
+            raise Refused(
+                f"{name} is an adapter and has no memory of its own",
+                f"unload {model}, or remove the adapter with `gpupool rm {name}`",
+            )
         if model in self._cache.pinned and not keep_host:
             raise Refused(
                 f"{model} is pinned",

@@ -51,14 +51,14 @@ class Accounts:
     def admitted(self, message: m.AddRequest, *, is_warm: bool) -> None:
         """Count an admitted request; ``is_warm`` if the model is in host memory."""
         self.meters.arrived(message, is_warm=is_warm)
-        self.stats.setdefault(message.model, ModelStats()).now.requests += 1
+        self.stats.setdefault(message.counted_name, ModelStats()).now.requests += 1
         if self._keys is not None:
             self._keys.used(message.key_id, num_requests=1)
 
     def ended(self, request: LiveRequest, reason: FinishReason, error: str) -> None:
         """Count the end of a request, and write a row of the history."""
-        self.meters.model(request.model).finished[reason] += 1
-        self.stats[request.model].end(reason)
+        self.meters.model(request.counted_name).finished[reason] += 1
+        self.stats[request.counted_name].end(reason)
         row = request_row(request, reason, error, self._clock(), self._wall_clock())
         self._history.record_request(row)
         if self._keys is not None:

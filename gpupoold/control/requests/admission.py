@@ -96,18 +96,18 @@ class Overload:
 
         ``is_routed``: a worker has the model; ``is_warm``: the worker needs no snapshot first.
         """
-        model = message.model
+        name = message.counted_name
         if not is_routed:
-            self._on_refused(model, "not_served")
-            text = f"The model `{model}` cannot be served right now."
+            self._on_refused(name, "not_served")
+            text = f"The model `{name}` cannot be served right now."
             return _refusal(message, HTTPStatus.SERVICE_UNAVAILABLE, text, _UNROUTED_S)
         found = self._full(message, now_s) or self._late(message, now_s, is_warm=is_warm)
         if found is None:
-            return m.AdmissionAnswer(model, message.request_id)
+            return m.AdmissionAnswer(message.model, message.request_id)
         reason, text, retry_after_s = found
-        self._on_refused(model, reason)
-        self._stats.setdefault(model, ModelStats()).now.refused += 1
-        self._events.note(model, text, now_s)
+        self._on_refused(name, reason)
+        self._stats.setdefault(name, ModelStats()).now.refused += 1
+        self._events.note(name, text, now_s)
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
     def too_late(self, now_s: float) -> list[LiveRequest]:
@@ -123,7 +123,7 @@ class Overload:
             if one.device is None and not one.token_times_s and now_s > one.next_deadline_s
         ]
         for one in late:
-            self._stats.setdefault(one.model, ModelStats()).now.dropped += 1
+            self._stats.setdefault(one.counted_name, ModelStats()).now.dropped += 1
         return late
 
     def report(self, now_s: float) -> None:

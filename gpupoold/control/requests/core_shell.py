@@ -55,7 +55,7 @@ class Scheduler:
             e.ModelAdded(
                 loaded.name,
                 targets,
-                loaded.weight_bytes,
+                loaded.weight_bytes + loaded.slot_bytes,
                 loaded.kv_bytes_per_token,
                 costs or ModelCosts(),
             )
@@ -141,6 +141,7 @@ class Scheduler:
     def arrived(self, request: LiveRequest) -> None:
         """Schedule a request; the policy decides the time of the action ``Send``."""
         order = request.order
+        own_ttft_s = request.targets.ttft_s if order.served_name else None
         self._handle(
             e.Arrived(
                 order.request_id,
@@ -150,6 +151,7 @@ class Scheduler:
                 priority=order.priority,
                 num_tokens=len(request.output_token_ids),
                 max_tokens=order.max_tokens or None,
+                ttft_s=own_ttft_s,
             )
         )
 

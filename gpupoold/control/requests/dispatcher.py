@@ -25,7 +25,7 @@ from gpupoold.control.requests.rows import finish_reason
 from gpupoold.control.requests.silence import waits_for
 from gpupoold.control.workers.roles import Roles
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import DeviceEvent, FinishReason, Role, Targets
+from gpupoold.domain import DeviceEvent, FinishReason, ModelSpec, Role, Targets
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
@@ -198,9 +198,10 @@ class Dispatcher:
         except CannotServe as error:
             raise Refused(str(error), "remove another model, or choose another policy") from error
 
-    def set_targets(self, name: str, targets: Targets) -> None:
-        """Change the targets, also for requests under way."""
-        self._fleet.set_targets(name, targets)
+    def changed(self, spec: ModelSpec) -> None:
+        """Apply the targets of a changed model, also to requests under way."""
+        self._fleet.changed(spec)
+        name, targets = spec.name, spec.targets
         for number in self._devices(name):
             self._workers[number].send(m.SetTargets(name, targets.ttft_s, targets.tbt_s))
         if name in self.scheduler.state.models:
@@ -215,6 +216,10 @@ class Dispatcher:
     def fail_model(self, model: str, reason: str) -> None:
         """End all live requests of a model with an error."""
         self._stop(self.live.of_model(model), reason)
+
+    def fail_name(self, name: str, reason: str) -> None:
+        """End all live requests counted under a name with an error."""
+        self._stop(self.live.of_name(name), reason)
 
     def cancel(self, request_id: str, reason: str) -> LiveRequest:
         """End a live request with an error for the client; return the request.
@@ -293,7 +298,7 @@ class Dispatcher:
         self.replies.send(message.frontend, admission)
         if admission.status != HTTPStatus.OK:
             return
-        request = LiveRequest(message, self._fleet.targets(message.model))
+        request = LiveRequest(message, self._fleet.targets(message.model, message.served_name))
         self.live.add(request)
         self.accounts.admitted(message, is_warm=is_warm)
         self._fleet.signals.request_began(message.model)

@@ -26,7 +26,7 @@ def request_row(
     gaps_s = request.gaps_s
     return RequestRow(
         request_id=request.request_id,
-        model=ModelName(request.model),
+        model=ModelName(request.counted_name),
         device=None if request.device is None else DeviceId(request.device),
         arrived_at=wall_now_s - (now_s - request.arrival_s),
         ttft_s=request.ttft_s,

@@ -41,7 +41,7 @@ class TokenCounter:
                 continue
             if request.key_id:
                 self._charge(request.key_id, len(item.new_token_ids))
-            stats, num_before = self._stats[request.model], len(request.token_times_s)
+            stats, num_before = self._stats[request.counted_name], len(request.token_times_s)
             lost_s = stats.add_tokens(request, item.new_token_ids, message.at_s)
             if lost_s > 0:
                 times_s = request.token_times_s

@@ -11,13 +11,14 @@ import msgspec
 from blake3 import blake3
 
 from gpupoold.control.weights.snapshot_files import FORMAT
+from gpupoold.engine_options.adapter_support import without_adapter_support
 from gpupoold.engine_options.names import engine_part
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
-# Names, targets and the hosts of media do not change a model's weights.
+# Names, targets and the hosts of media do not change a model's weights, nor do slots of adapters.
 _NOT_IN_SNAPSHOT = frozenset(
     {"name", "aliases", "presets", "adapters", "ttft_s", "tbt_s", "media_hosts"}
 )
@@ -32,7 +33,8 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
     Raises:
         Failed: the checkpoint's folder cannot be read.
     """
-    fields = msgspec.structs.asdict(model) | {"engine": engine_part(model.engine)}
+    engine = without_adapter_support(engine_part(model.engine))
+    fields = msgspec.structs.asdict(model) | {"engine": sorted(engine.items())}
     decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_SNAPSHOT)
     try:
         files = sorted(_checkpoint_files(model.path))

@@ -193,13 +193,12 @@ class GpupoolPolicy(SimplePolicy):
             turn = replace(turn, chunk_tokens=chunk_tokens)
         left_s = planned_s = began_s + turn.quota_s - now_s
         for work in prompts_of(device, besides=turn.model):
-            came_s = [one.arrival_s for one in work.requests if not one.num_tokens]
-            if max(came_s, default=-math.inf) <= began_s:
+            came = [one for one in work.requests if not one.num_tokens]
+            if max((one.arrival_s for one in came), default=-math.inf) <= began_s:
                 continue
             ready_s = device.switch_s(work.model) + work.prefill_s
-            start_in_s = (
-                came_s[-1] + FIRST_TOKEN_SHARE * work.model.targets.ttft_s - now_s - ready_s
-            )
+            due_s = came[-1].counted_arrival_s + FIRST_TOKEN_SHARE * work.model.targets.ttft_s
+            start_in_s = due_s - now_s - ready_s
             left_s = min(left_s, max(start_in_s, 0.0))
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 

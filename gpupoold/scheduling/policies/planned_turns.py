@@ -246,7 +246,7 @@ def plan_turn(
     expired_s = -tuning.expired_share * targets.ttft_s
     stall_s = switch_s if switching.is_exposed else 0.0
     due_s, tbt_s = targets.ttft_s - now_s, targets.tbt_s
-    slacks_s = [one.arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
+    slacks_s = [one.counted_arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
     hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= expired_s]
     due_in_s = min(hopeful_s, default=math.inf)
     hopeful_prefill_s = prefill_s

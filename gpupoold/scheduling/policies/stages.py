@@ -132,7 +132,7 @@ def stage(
     """
     in_s, chosen = best_prefiller(request, devices)
     ttft_s = request.model.targets.ttft_s
-    is_in_time = now_s + in_s <= request.arrival_s + FIRST_TOKEN_SHARE * ttft_s
+    is_in_time = now_s + in_s <= request.counted_arrival_s + FIRST_TOKEN_SHARE * ttft_s
     if is_in_time or not converts_decoders:
         return chosen, Rule.PREFILLS, in_s
     decoders = [one for one in state.decode_hosts(request.model) if one not in devices]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from gpupoold.worker.engine import masked_adapters
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 
 
@@ -31,3 +33,10 @@ class EmulatedWorker(PooledMemory, CPUWorker):
             else spec
             for name, spec in specs.items()
         }
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load with adapters that leave requests for the base model unchanged."""
+        CpuPlatform.get_punica_wrapper = classmethod(  # type: ignore[method-assign]
+            lambda _: f"{masked_adapters.__name__}.MaskedAdapters"
+        )
+        super().load_model(load_dummy_weights=load_dummy_weights)

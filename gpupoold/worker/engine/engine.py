@@ -1,7 +1,7 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
 Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
-``structured_output_manager``, the scheduler's queues (read only),
+``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
 ``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
 the first request.
 """
@@ -15,12 +15,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import vllm
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -28,7 +27,6 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from gpupoold.engine_options.parsing import engine_options
 from gpupoold.errors import Failed, GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
@@ -36,10 +34,12 @@ from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.computed_kv import ComputedKv
+from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.grammars import use_engine_grammars
-from gpupoold.worker.engine.load_errors import check_kind, refusal
+from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
@@ -47,10 +47,7 @@ from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
 SUPPORTED_VERSION = "0.32.0"
-# The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
-_CPU_BLOCK_TOKENS = 32
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
 
 
 def check_engine_version() -> str:
@@ -164,6 +161,7 @@ class ModelEngine:
         self._scheduler.kv = kv
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
+        self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def add(
@@ -191,6 +189,7 @@ class ModelEngine:
         try:
             decoded = self._decoder.decode(frames)
             decoded.client_index = frontend  # the engine groups outputs by this index
+            self.adapters.resolve(decoded)
             request, wave = self._core.preprocess_add_request(decoded)
             if output_token_ids:
                 resume(self._core, request, wave, output_token_ids, attach)
@@ -354,6 +353,7 @@ class ModelEngine:
         runner.kv_caches.clear()
         self._scheduler = self._core = None
         self._steps.close()
+        self.adapters.close()
         del core, runner
         # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
         gc.unfreeze()
@@ -383,7 +383,10 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            return ModelEngine(name, core, load, kv, info)
+            engine = ModelEngine(name, core, load, kv, info)
+            problems = engine.adapters.add_all(model.adapters)
+            engine.info = msgspec.structs.replace(info, adapter_problems=problems)
+            return engine
         except GpupoolError:
             raise
         except Exception as error:
@@ -391,32 +394,13 @@ def load_engine(
 
 
 def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
-    emulated = device.is_host_addressable
-    arguments: dict[str, Any] = {
-        "model": model.path,
-        "served_model_name": [model.name],
-        "trust_remote_code": model.allow_remote_code,
-        "dtype": model.dtype,
-        "max_model_len": model.max_model_len,
-        "enforce_eager": emulated,
-        "block_size": _CPU_BLOCK_TOKENS if emulated else None,
-        # gpupool accounts for memory. vLLM's check must accept the little free memory: on a GPU
-        # only the reserve is free, all other memory is pages.
-        "gpu_memory_utilization": 0.01 if emulated else 0.001,
-        "worker_cls": f"gpupoold.worker.engine.{_WORKERS[emulated]}",
-    }
+    load_format = None
     if skips_checkpoint:
         snapshot_loader.register()
-        arguments["load_format"] = snapshot_loader.LOAD_FORMAT
-    arguments |= engine_options(model.engine)
-    # This usage context selects batches as large as in vLLM's server; the other default is for
-    # old GPUs.
-    arguments |= engine_arguments()
-    config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
-    check_kind(model.name, kind.architectures[0], kind)
+        load_format = snapshot_loader.LOAD_FORMAT
+    config = engine_config(model, is_emulated=device.is_host_addressable, load_format=load_format)
     scheduling = config.scheduler_config
-    if arguments.get("async_scheduling"):
+    if engine_arguments().get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
     scheduling.scheduler_cls = f"gpupoold.worker.engine.{scheduler}"
@@ -453,6 +437,7 @@ def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> 
         block_size=block_size,
         num_gpu_blocks=blocks,
         weight_bytes=load.layout.num_bytes,
+        slot_bytes=load.slot_bytes,
         kv_bytes_per_token=kv_bytes,
         supported_tasks=tuple(core.get_supported_tasks()),
         load_s=load_s,

@@ -89,6 +89,7 @@ def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRe
         block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
         num_computed_tokens=0,
         output_token_ids=list(token_ids),
+        lora_request=request.lora_request,
     )
 
 

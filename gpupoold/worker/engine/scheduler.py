@@ -7,7 +7,7 @@ do; other requests continue.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -171,10 +171,13 @@ class PooledScheduler(Scheduler):
         )
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if not self._is_restricted:
-            return super().schedule(*args, **kwargs)
         everybody, limits = self.running, (self.max_num_running_reqs, self.max_num_active_reqs)
-        out = {request.request_id for request in everybody if not self._may_run(request)}
+        out = set[str]()
+        if self._is_restricted:
+            out = {request.request_id for request in everybody if not self._may_run(request)}
+        out |= self._without_slot(out)
+        if not out:
+            return super().schedule(*args, **kwargs)
         self.running = [one for one in everybody if one.request_id not in out]
         self.max_num_running_reqs -= len(out)
         self.max_num_active_reqs -= len(out)
@@ -218,6 +221,25 @@ class PooledScheduler(Scheduler):
             return self._is_on_device(request)
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
         return self.kv.is_on_device(block for group in hit.get_block_ids() for block in group)
+
+    def _without_slot(self, out: Collection[str]) -> set[str]:
+        """Return running requests beyond the adapters of one step, the newest.
+
+        vLLM counts the adapters of a step, and starts no request with one more adapter. While some
+        requests are ``out`` of a step, others may start, so that all together use more adapters.
+        """
+        if self.lora_config is None:
+            return set()
+        used, without = set[int](), set[str]()
+        for request in self.running:
+            if request.lora_request is None or request.request_id in out:
+                continue
+            adapter = request.lora_request.lora_int_id
+            if adapter in used or len(used) < self.lora_config.max_loras:
+                used.add(adapter)
+            else:
+                without.add(request.request_id)
+        return without
 
     def _may_run(self, request: Request) -> bool:
         return not self._sits_out(request.request_id) and self._is_on_device(request)

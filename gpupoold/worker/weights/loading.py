@@ -22,7 +22,13 @@ from gpupoold.memory.pages import PagePool
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.units import format_bytes
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.relocation import WeightLayout, copy_out, plan_layout, relocate
+from gpupoold.worker.weights.relocation import (
+    WeightLayout,
+    copy_out,
+    plan_layout,
+    plan_slots,
+    relocate,
+)
 from gpupoold.worker.weights.torch_release import TorchRelease
 
 if TYPE_CHECKING:
@@ -49,7 +55,8 @@ class StaleSnapshot(ServerError):
 class ModelLoad:
     """One model's memory during its load, which results in ``weights`` and the KV range.
 
-    A load that ``skips_checkpoint`` takes all bytes from the snapshot.
+    A load that ``skips_checkpoint`` takes all bytes from the snapshot. ``slot_bytes`` are the bytes
+    of the adapters' slots, which follow the snapshot's bytes.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class ModelLoad:
         self.weights: WeightMemory | None = None
         self.kv_address_range: AddressRange | None = None
         self.layout: WeightLayout | None = None
+        self.slot_bytes = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -94,20 +102,31 @@ class ModelLoad:
 
         The weights are not resident afterwards; the first switch loads the weights.
         """
-        layout = plan_layout(model)
-        num_pages = -(-layout.num_bytes // self._device.page_bytes)
-        self._check_fits(layout.num_bytes, num_pages)
+        layout, slots = plan_layout(model), plan_slots(model)
+        page_bytes = self._device.page_bytes
+        num_pages = -(-layout.num_bytes // page_bytes)
+        num_slot_pages = -(-slots.num_bytes // page_bytes)
+        self._check_fits(layout.num_bytes + slots.num_bytes, num_pages + num_slot_pages)
         snapshot, is_new = self._usable_snapshot(layout, num_pages)
-        address_range = AddressRange(self._device, self._pool, num_pages)
         self.layout = layout
+        own: HostBuffer | None = None
+        if num_slot_pages:
+            own = self._buffer("slots", num_slot_pages)
+            self.slot_bytes = own.num_bytes
+        address_range = AddressRange(self._device, self._pool, num_pages + num_slot_pages)
         try:
-            self.weights = WeightMemory(address_range, self._device, snapshot)
+            self.weights = WeightMemory(address_range, self._device, snapshot, own)
         except BaseException:
             address_range.close()
+            if own is not None:
+                own.close()
             raise
         if is_new:  # after pinning: GPU copies to unpinned memory are ten times slower
             copy_out(layout, snapshot.address, self._device)
         relocate(layout, address_range.address, self._device)
+        if own is not None:
+            copy_out(slots, own.address, self._device)
+            relocate(slots, address_range.address + num_pages * page_bytes, self._device)
         self._release.reclaim()
 
     def bring_weights(self) -> None:
@@ -172,11 +191,14 @@ class ModelLoad:
             raise StaleSnapshot(f"{self._name}: the snapshot has another layout")
         if self._snapshot is not None:
             self._snapshot.close()
-        with prefer_node(self._device.numa_node):
-            self._snapshot = HostBuffer.create(
-                f"gpupool-snapshot-{self._name}", num_pages * self._device.page_bytes
-            )
+        self._snapshot = self._buffer("snapshot", num_pages)
         return self._snapshot, True
+
+    def _buffer(self, what: str, num_pages: int) -> HostBuffer:
+        with prefer_node(self._device.numa_node):
+            return HostBuffer.create(
+                f"gpupool-{what}-{self._name}", num_pages * self._device.page_bytes
+            )
 
     def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
         if num_pages >= self._device.num_pages:

@@ -2,12 +2,13 @@
 
 vLLM loads and post-processes a model in ordinary torch memory. The resulting storages are the
 snapshot; parameters and buffers then become views of the address range with the same shapes and
-strides.
+strides. Slots of adapters are no part of the snapshot: they follow in the address range.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from gpupoold.memory.contracts import Device
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.snapshot_loader import loose_digest
+from gpupoold.worker.weights.wrappers import base_name, slot_tensors
 
 _ALIGNMENT_BYTES = 256
 
@@ -34,13 +36,22 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
 
     Two loads of one checkpoint with one configuration have the same digest, so each can use the
     other's snapshot. The digest also covers state outside of the snapshot, so that an incomplete
-    snapshot is not mistaken for a complete one.
+    snapshot is not mistaken for a complete one. Support for adapters does not change the digest.
     """
+    return _lay_out(_named_tensors(model), loose_digest(model))
+
+
+def plan_slots(model: torch.nn.Module) -> WeightLayout:
+    """Lay out the slots of adapters; empty for a model without support for adapters."""
+    return _lay_out(slot_tensors(model), "")
+
+
+def _lay_out(named: Iterable[tuple[str, torch.Tensor]], loose: str) -> WeightLayout:
     found: dict[int, torch.Tensor] = {}
     offsets: dict[int, int] = {}
     num_bytes = 0
     digest = hashlib.sha256()
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named:
         storage = tensor.untyped_storage()
         if id(tensor) in found or not storage.nbytes():
             continue
@@ -51,7 +62,7 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
         place = (offsets[storage.data_ptr()], storage.nbytes(), tensor.storage_offset())
         shape = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
         digest.update(repr((name, place, shape)).encode())
-    digest.update(loose_digest(model).encode())
+    digest.update(loose.encode())
     return WeightLayout(tuple(found.values()), offsets, num_bytes, digest.hexdigest())
 
 
@@ -88,4 +99,5 @@ def _at(flat: torch.Tensor, tensor: torch.Tensor) -> int:
 
 def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     parameters = list(model.named_parameters(remove_duplicate=True))
-    return [*parameters, *model.named_buffers(remove_duplicate=True)]
+    named = [*parameters, *model.named_buffers(remove_duplicate=True)]
+    return [(base_name(name), tensor) for name, tensor in named]

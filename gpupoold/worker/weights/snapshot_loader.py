@@ -17,6 +17,8 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from gpupoold.worker.weights.wrappers import base_name, is_wrapper
+
 LOAD_FORMAT = "gpupool-snapshot"
 
 
@@ -43,10 +45,13 @@ def loose_digest(model: nn.Module) -> str:
     """Return a digest of a loaded model's state besides parameters and buffers.
 
     Post-processing may store results in other tensors or numbers, which no snapshot contains. Two
-    loads have the same digest if none of this state differs.
+    loads have the same digest if none of this state differs. Wrappers for LoRA have no such state.
     """
     digest = hashlib.sha256()
-    for name, module in model.named_modules():
+    for full_name, module in model.named_modules():
+        if is_wrapper(module):
+            continue
+        name = base_name(full_name)
         for attribute, value in sorted(vars(module).items()):
             if attribute not in ("_parameters", "_buffers", "_modules"):
                 for number, leaf in enumerate(_leaves(value)):

@@ -47,7 +47,7 @@ class Snapshots:
         self.forget(model)
         if weights.has_snapshot:
             self._thread.submit(self._close, model, weights.detach_snapshot())
-        taken = self._thread.submit(self._open, model, fd, weights.num_bytes)
+        taken = self._thread.submit(self._open, model, fd, weights.snapshot_bytes)
         self._taking[model] = weights, taken
 
     def forget(self, model: str) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from gpupoold.checkpoints.adapter_check import estimate_slot_bytes
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.checkpoints.fit import estimate_weight_bytes, model_dtype_bits
+from gpupoold.engine_options.adapter_support import max_rank, num_slots
 from gpupoold.memory.contracts import Device, PageRun
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire.messages import ModelToLoad
@@ -37,6 +39,9 @@ def pages_for_torch(model: ModelToLoad, device: Device) -> int:
         Path(model.path), allow_pickle=True, allow_remote_code=model.allow_remote_code
     )
     weight_bytes = estimate_weight_bytes(info, model.dtype)
+    if num := num_slots(model.engine):
+        bits = model_dtype_bits(model.dtype)
+        weight_bytes += estimate_slot_bytes(info.path, max_rank(model.engine), num, bits)
     num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + _SLACK_BYTES
     return min(device.num_pages, -(-num_bytes // device.page_bytes))
 

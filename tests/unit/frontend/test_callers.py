@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gpupoold.access.secret import make_key
-from gpupoold.domain import Priority
+from gpupoold.domain import Preset, Priority
 from gpupoold.frontend.callers import Callers, serving, without_credentials
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.rates import RateCalls
@@ -21,6 +21,7 @@ from gpupoold.wire.messages import (
     AddRequest,
     KeyRecord,
     RateAnswer,
+    ServedModel,
 )
 from tests.unit.frontend.asgi import Answer, request
 from tests.unit.frontend.fake_rates import FakeRates
@@ -28,6 +29,7 @@ from tests.unit.frontend.test_router import CHAT, Served
 
 NOW = 1_800_000_000.0
 KEY = make_key()
+MODEL = ServedModel(name="a", aliases=(), state="ready", created_at=1.0)
 RECORD = KeyRecord(KEY.id, "web", KEY.digest)
 
 
@@ -54,7 +56,7 @@ class Rig:
 
     def ask(self, request_id: str, num_prompt: int) -> AddRequest:
         message = AddRequest("a", request_id, 0.0, num_prompt, 8, [b""])
-        with serving(self.who()):
+        with serving(self.who(), MODEL):
             self.callers.asked(message)
         return message
 
@@ -178,9 +180,13 @@ def test_request_tells_the_daemon_whose_it_is() -> None:
     assert (message.key_id, message.priority) == (KEY.id, Priority.HIGH)
     message = AddRequest("a", "r", 0.0, 1, 8, [b""])
     rig = Rig(are_required=False)
-    with serving(rig.who(None)):
+    with serving(rig.who(None), MODEL):
         rig.callers.asked(message)
-    assert (message.key_id, message.priority) == ("", Priority.NORMAL)
+    assert (message.key_id, message.priority, message.served_name) == ("", Priority.NORMAL, "")
+    preset = msgspec.structs.replace(MODEL, name="p", parent="a", presets=(Preset("p"),))
+    with serving(rig.who(None), preset):
+        rig.callers.asked(message)
+    assert message.served_name == "p"
 
 
 def test_refused_strangers_are_reported_once() -> None:

@@ -147,12 +147,21 @@ class Rig:
         self._open.append(kv)
         return kv, ledger
 
-    def weights(self, num_pages: int, key: object) -> tuple[WeightMemory, bytes]:
+    def weights(
+        self, num_pages: int, key: object, num_own_pages: int = 0
+    ) -> tuple[WeightMemory, bytes]:
+        """Weights, and the bytes of all pages; the last ``num_own_pages`` are no snapshot."""
         snapshot = HostBuffer.create("test-snapshots", num_pages * self.device.page_bytes)
         data = pattern(key, snapshot.num_bytes)
         write(snapshot.address, data)
-        address_range = AddressRange(self.device, self.pool, num_pages)
-        weights = WeightMemory(address_range, self.device, snapshot)
+        own = None
+        if num_own_pages:
+            own = HostBuffer.create("test-slots", num_own_pages * self.device.page_bytes)
+            slots = pattern((key, "slots"), own.num_bytes)
+            write(own.address, slots)
+            data += slots
+        address_range = AddressRange(self.device, self.pool, num_pages + num_own_pages)
+        weights = WeightMemory(address_range, self.device, snapshot, own)
         self._open.append(weights)
         return weights, data
 

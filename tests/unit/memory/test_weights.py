@@ -7,7 +7,7 @@ import pytest
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.weights import WeightMemory
-from tests.unit.memory.rig import PAGE, Rig, read
+from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
 
 
 def test_load_evict_load(rig: Rig) -> None:
@@ -140,3 +140,61 @@ def test_the_snapshot_covers_the_address_range(rig: Rig) -> None:
     weights, _ = rig.weights(4, "a")
     with pytest.raises(AssertionError):
         WeightMemory(rig.address_range(5), rig.device, weights.snapshot)
+
+
+def test_slots_follow_the_snapshot_in_pieces_of_any_size(rig: Rig) -> None:
+    weights, data = rig.weights(6, "w", num_own_pages=4)
+    assert (weights.num_pages, weights.own_bytes) == (10, 4 * PAGE)
+    assert (weights.num_bytes, weights.snapshot_bytes) == (10 * PAGE, 6 * PAGE)
+    for num_pages in (1, 5, 7, 10):
+        rig.soil()
+        while not weights.is_resident:
+            weights.load(num_pages)
+        assert read(weights.address, 10 * PAGE) == data
+        weights.evict(num_pages)
+        weights.begin_load(rig.ins, num_pages)
+        weights.wait()
+        assert read(weights.address, 10 * PAGE) == data
+        weights.evict()
+
+
+def test_written_slots_come_back_after_an_eviction(rig: Rig) -> None:
+    weights, data = rig.weights(6, "w", num_own_pages=4)
+    weights.load()
+    written = pattern("written", 2 * PAGE)
+    write(weights.address + 7 * PAGE, written)
+    weights.write_back()
+    weights.evict()
+    rig.soil()
+    weights.load()
+    assert read(weights.address, 10 * PAGE) == data[: 7 * PAGE] + written + data[9 * PAGE :]
+    assert read(weights.snapshot.address, 6 * PAGE) == data[: 6 * PAGE]
+
+
+def test_slots_stay_while_the_snapshot_is_away(rig: Rig) -> None:
+    weights, data = rig.weights(6, "w", num_own_pages=4)
+    weights.load()
+    snapshot = weights.detach_snapshot()
+    with pytest.raises(Failed, match="not in host memory"):
+        weights.load()
+    weights.attach_snapshot(snapshot)
+    weights.load()
+    assert read(weights.address, 10 * PAGE) == data
+
+
+def test_slots_are_written_back_only_while_resident(rig: Rig) -> None:
+    weights, _ = rig.weights(6, "w", num_own_pages=4)
+    weights.load(8)
+    with pytest.raises(AssertionError):
+        weights.write_back()
+
+
+def test_a_load_short_of_pages_keeps_the_part_that_is_present(rig: Rig) -> None:
+    (first, _), (second, data) = rig.weights(56, "a"), rig.weights(6, "b", num_own_pages=4)
+    first.load()
+    with pytest.raises(OutOfPages):
+        second.load()
+    assert (second.loaded_bytes, second.num_mapped_pages) == (6 * PAGE, 6)
+    first.evict()
+    assert second.load() == 4 * PAGE
+    assert read(second.address, 10 * PAGE) == data

@@ -47,6 +47,10 @@ def test_every_phase_can_be_reached_and_left() -> None:
 def test_deadlines_are_fixed_at_arrival() -> None:
     assert request().next_deadline_s == 4.0
     assert request(num_tokens=3).next_deadline_s == 5.5
+    own = request(num_tokens=3)
+    own.ttft_s = own.model.targets.ttft_s + 2.0
+    assert own.next_deadline_s == 7.5
+    assert own.counted_arrival_s == own.arrival_s + 2.0
     assert request(num_tokens=3).context_tokens == 103
 
 

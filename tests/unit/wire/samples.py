@@ -97,6 +97,8 @@ MESSAGES: list[m.Message] = [
     m.ForkFailed(3, "[Errno 11] Resource temporarily unavailable"),
     m.KillForked(4242),
     m.ForkEnded(4242, -9),
+    m.Inspect(MODEL, True),
+    m.Inspected("refused", "it cannot be served", "use another model"),
     m.WorkerReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0"),
     m.WorkerReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0", "NVIDIA A10", 2 << 30),
     m.ModelLoaded(LOADED, "digest", True),

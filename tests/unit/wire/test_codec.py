@@ -27,6 +27,8 @@ UNIONS = {
     "FromFrontend": m.FromFrontend,
     "ToForkServer": m.ToForkServer,
     "FromForkServer": m.FromForkServer,
+    "ToInspection": m.Inspect,
+    "FromInspection": m.Inspected,
 }
 # Frontends and their grammar checkers have messages of their own.
 WIRE = "gpupoold.wire.messages_"

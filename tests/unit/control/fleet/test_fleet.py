@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpupool_state import ModelRow
@@ -9,7 +11,7 @@ from gpupoold.control.fleet.fleet import Availability, Fleet
 from gpupoold.control.fleet.transitions import HostEvent, ModelPhase
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.domain import ModelState, Targets
+from gpupoold.domain import ModelState, Preset, Targets
 from gpupoold.errors import Failed, Refused
 from tests.unit.control.fleet_box import FleetBox, spec_of
 from tests.unit.control.loaded import loaded
@@ -200,5 +202,8 @@ def test_models_of_the_registry_are_as_they_were() -> None:
 
 def test_targets_are_those_of_the_latest_change(box: FleetBox) -> None:
     assert box.fleet.targets(NAME) == Targets()
-    box.fleet.set_targets(NAME, Targets(1.0, 0.2))
+    preset = Preset("quick", {}, ttft_s=0.5)
+    changed = replace(spec_of(NAME), targets=Targets(1.0, 0.2), presets=(preset,))
+    box.fleet.changed(changed)
     assert box.fleet.targets(NAME) == Targets(1.0, 0.2)
+    assert box.fleet.targets(NAME, "quick") == Targets(0.5, 0.2)

@@ -15,6 +15,7 @@ from gpupool_state import History, Registry
 from gpupoold.config.schema import parse_settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.child import Launch
@@ -39,6 +40,13 @@ from tests.unit.control.loaded import loaded
 PAGE = 4096
 TIMEOUT_S = 20
 LAYOUT = "layout"
+
+
+class AcceptingInspector:
+    """Accepts every model: the played workers have no engine."""
+
+    async def check(self, spec: ModelSpec) -> None:
+        pass
 
 
 class PlayedWorker:
@@ -192,6 +200,7 @@ class ModelsBox:
             self.supervisor,
             cast(Frontends, self.frontends),
             snapshots,
+            cast(Inspector, AcceptingInspector()),
         )
         self.processes: dict[int, PlayedWorker] = {}
 

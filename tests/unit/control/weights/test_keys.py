@@ -13,6 +13,7 @@ import pytest
 
 from gpupoold.control.weights import keys as snapshot_keys
 from gpupoold.control.weights.keys import SnapshotKeys, snapshot_key
+from gpupoold.domain import Adapter, Preset
 from gpupoold.errors import Failed
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
@@ -22,6 +23,7 @@ OTHER_VALUES: dict[str, Any] = {
     "dtype": "float16",
     "max_model_len": 128,
     "allow_remote_code": True,
+    "engine": {"quantization": "fp8"},
 }
 
 
@@ -59,6 +61,8 @@ NOT_IN_THE_KEY: dict[str, Any] = {
     "ttft_s": 9.0,
     "tbt_s": 9.0,
     "media_hosts": ("images.example",),
+    "presets": (Preset("think"),),
+    "adapters": (Adapter("poet", "s", "/p"),),
 }
 
 
@@ -72,6 +76,11 @@ def test_names_and_targets_are_not_in_the_key(model: ModelToLoad, field: str) ->
 def test_other_settings_are_in_the_key(model: ModelToLoad, field: str) -> None:
     other = msgspec.structs.replace(model, **{field: OTHER_VALUES[field]})
     assert key_of(other) != key_of(model)
+
+
+def test_options_of_the_api_are_not_in_the_key(model: ModelToLoad) -> None:
+    changed = msgspec.structs.replace(model, engine={"tool_call_parser": "hermes"})
+    assert key_of(changed) == key_of(model)
 
 
 def test_every_setting_is_tried() -> None:

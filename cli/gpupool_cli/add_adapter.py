@@ -1,0 +1,62 @@
+"""``add-adapter``: add a LoRA adapter to a model while the model serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpupool_cli.add_model import as_daemon_sees, follow
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import complete_model_name, model_name
+from gpupool_cli.session import open_client
+from gpupoold.api.schemas import AddAdapterRequest
+
+
+def add_adapter(
+    ctx: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
+    ],
+    base: Annotated[
+        str,
+        typer.Option(
+            "--of",
+            metavar="MODEL",
+            parser=model_name,
+            help="The registered model that the adapter belongs to.",
+            autocompletion=complete_model_name,
+        ),
+    ],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|HF-ID", help="The adapter in peft's format; default: NAME is looked up."
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="R", help="Branch, tag or commit on Hugging Face.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the adapter without adding the adapter.")
+    ] = False,
+) -> None:
+    """Add a LoRA adapter: a further name of a model, whose weights are shared.
+
+    The model serves meanwhile, and its answers go on.
+    """
+    request = AddAdapterRequest(
+        name=name,
+        base=base,
+        source=None if source is None else as_daemon_sees(source),
+        revision=revision,
+        check_only=check,
+    )
+    with open_client(ctx) as client:
+        model = follow(name, client.add_adapter(request))
+    if check:
+        say(f"{name}: can be added to {model.name}; not added")
+        return
+    rank = next((one.rank for one in model.adapters if one.name == name), 0)
+    say(f"{name}: an adapter of {model.name}, rank {rank}")

@@ -1,0 +1,76 @@
+"""``add-preset``: a further name of a model with other defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import TbtOption, TtftOption, complete_model_name, model_name
+from gpupool_cli.session import open_client
+from gpupoold.api.schemas import AddPresetRequest
+from gpupoold.errors import UsageError
+
+
+def add_preset(
+    ctx: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
+    ],
+    base: Annotated[
+        str,
+        typer.Option(
+            "--of",
+            metavar="MODEL",
+            parser=model_name,
+            help="The registered model whose weights the preset uses.",
+            autocompletion=complete_model_name,
+        ),
+    ],
+    default: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A default for a field of requests, such as temperature=0.2 or "
+            "chat_template_kwargs.enable_thinking=true; may be repeated.",
+        ),
+    ] = None,
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
+) -> None:
+    """Add a preset: a name with other defaults and targets for requests of a model.
+
+    A value is JSON, or else text. `system_prompt` is a system message for conversations without
+    one. `gpupool rm NAME` removes the preset.
+    """
+    request = AddPresetRequest(
+        name=name, base=base, defaults=read_defaults(default or ()), ttft_s=ttft, tbt_s=tbt
+    )
+    with open_client(ctx) as client:
+        model = client.add_preset(request)
+    say(f"{name}: a preset of {model.name}")
+
+
+def read_defaults(given: Iterable[str]) -> dict[str, Any]:
+    """Return the defaults by the names of fields.
+
+    Raises:
+        UsageError: a default has no value or is repeated.
+    """
+    defaults: dict[str, Any] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        if not name or not equals:
+            raise UsageError(f"--set {one!r} is not of the form KEY=VALUE", "such as temperature=0")
+        if name in defaults:
+            raise UsageError(f"--set {name} is given twice", "give one value")
+        try:
+            defaults[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            defaults[name] = text
+    return defaults

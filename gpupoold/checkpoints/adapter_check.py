@@ -1,0 +1,244 @@
+"""Checks of a LoRA adapter's folder before any load, against the checkpoint of its base.
+
+The checks read JSON and the headers of safetensors files. The worker checks the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.check import list_folder, read_json
+from gpupoold.checkpoints.manifest import require_complete
+from gpupoold.checkpoints.tensor_file import TensorEntry, read_tensors
+from gpupoold.errors import Refused
+
+MAX_CONFIG_BYTES = 1_000_000
+MAX_RANK = 512
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+_MERGE = "merge the adapter into its base with peft, and add the result as a model"
+# Features of peft that change the result and that vLLM 0.32 does not compute; a value that is not
+# listed as harmless is refused.
+_UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("use_dora", (None, False)),
+    ("lora_bias", (None, False)),
+    ("bias", (None, "none")),
+    ("use_qalora", (None, False)),
+    ("use_bdlora", (None, {})),
+    ("layer_replication", (None, [])),
+    ("alora_invocation_tokens", (None, [])),
+    ("trainable_token_indices", (None, [], {})),
+    ("modules_to_save", (None, [])),
+)
+# These ways to begin the training change the base's weights too.
+_CHANGES_BASE = re.compile(r"(?i)pissa|olora|corda|loftq")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>[AB])"
+    r"(?:\.weight)?"
+)
+# A checkpoint lacks these modules if their weight is the input embedding's.
+_MAY_BE_TIED = frozenset({"lm_head", "embed_out", "output"})
+# The part of a name from the numbered layer on: prefixes differ between releases of transformers.
+_LAYER = re.compile(r"(?:^|\.)([a-z_]+\.\d+\..+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """The content of an adapter's folder; ``rank`` is the largest rank of its layers."""
+
+    path: Path
+    rank: int
+    weight_bytes: int
+    modules: tuple[str, ...]
+
+
+def check_adapter_config(path: Path) -> dict[str, Any]:
+    """Return the adapter's configuration after checking it.
+
+    Raises:
+        Refused: the file is missing, too large or unreadable, or the adapter is of a kind that the
+            engine does not compute.
+    """
+    file = path / layout.ADAPTER_CONFIG_FILE
+    if not os.path.isfile(file):
+        hint = f"give the folder that holds {layout.ADAPTER_CONFIG_FILE}"
+        if os.path.isfile(path / layout.CONFIG_FILE):
+            hint = "the folder has a whole model: add it with `gpupool add-model`"
+        raise Refused(f"{path}: has no {layout.ADAPTER_CONFIG_FILE}, so it is no adapter", hint)
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise Refused(f"{file}: is larger than {MAX_CONFIG_BYTES:,} bytes", "download it again")
+    config = read_json(file)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise Refused(f"{file}: the adapter is of type {kind!r}, not LORA", _MERGE)
+    for key, harmless in _UNSUPPORTED:
+        if config.get(key) not in harmless:
+            raise Refused(f"{file}: {key} is {_shown(config[key])}, which vLLM cannot use", _MERGE)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and _CHANGES_BASE.search(start):
+        raise Refused(
+            f"{file}: init_lora_weights is {_shown(start)}, which changes the base's weights too",
+            "convert the adapter with path_initial_model_for_weight_conversion of peft",
+        )
+    largest_rank(file, config)
+    return config
+
+
+def largest_rank(file: Path, config: dict[str, Any]) -> int:
+    """Return the largest rank in an adapter's configuration.
+
+    Raises:
+        Refused: a rank is missing, no positive integer, or too large for the engine.
+    """
+    patterns = config.get("rank_pattern") or {}
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
+    for rank in ranks:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise Refused(f"{file}: the rank {_shown(rank)} is not a positive number", _MERGE)
+        if rank > MAX_RANK:
+            raise Refused(f"{file}: the rank {rank} is above vLLM's limit of {MAX_RANK}", _MERGE)
+    return max(rank for rank in ranks if isinstance(rank, int))
+
+
+def check_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts:
+    """Describe the adapter in folder ``path`` for the checkpoint in folder ``base``.
+
+    Blocks on file access.
+
+    Raises:
+        Refused: the adapter is incomplete, damaged, of another base, or of a kind that the engine
+            does not compute; the message names the file and the tensor.
+    """
+    names = list_folder(path)
+    require_complete(path)
+    config = check_adapter_config(path)
+    rank = largest_rank(path / layout.ADAPTER_CONFIG_FILE, config)
+    file = path / layout.ADAPTER_WEIGHTS_FILE
+    if layout.ADAPTER_WEIGHTS_FILE not in names:
+        _check_pickle(path, names, allow_pickle=allow_pickle)
+        num_bytes = (path / layout.ADAPTER_PICKLE_FILE).stat().st_size
+        return AdapterFacts(path, rank, num_bytes, ())
+    tensors = read_tensors(file)
+    shapes = _BaseShapes(base, list_folder(base), is_transposed=bool(config.get("fan_in_fan_out")))
+    parts: dict[str, str] = {}
+    for tensor in tensors:
+        module, part = _check_tensor(file, tensor, rank, shapes)
+        parts[module] = parts.get(module, "") + part
+    for module, found in parts.items():
+        if sorted(found) != ["A", "B"]:
+            raise Refused(
+                f"{file}: the module {module!r} has not one lora_A and one lora_B",
+                "copy the adapter again",
+            )
+    if not parts:
+        raise Refused(f"{file}: has no tensors", "copy the adapter again")
+    num_bytes = sum(tensor.end - tensor.begin for tensor in tensors)
+    kinds = {module.rpartition(".")[2] for module in parts}
+    return AdapterFacts(path, rank, num_bytes, tuple(sorted(kinds)))
+
+
+def estimate_slot_bytes(base: Path, rank: int, num_slots: int, dtype_bits: int) -> int:
+    """Return the device bytes of ``num_slots`` slots for adapters of all layers of a checkpoint.
+
+    Packed layers are not counted.
+    """
+    files, _ = layout.safetensors_files(list_folder(base))
+    widths = (
+        sum(tensor.shape)
+        for file in files
+        for tensor in read_tensors(base / file)
+        if tensor.name.endswith(".weight") and len(tensor.shape) == 2
+    )
+    return sum(widths) * rank * num_slots * dtype_bits // 8
+
+
+def _check_pickle(path: Path, names: Sequence[str], *, allow_pickle: bool) -> None:
+    if layout.ADAPTER_PICKLE_FILE not in names:
+        raise Refused(
+            f"{path}: has no {layout.ADAPTER_WEIGHTS_FILE}",
+            "the download or copy may be incomplete; fetch the adapter again",
+        )
+    if not allow_pickle:
+        raise Refused(
+            f"{path}: has its weights only in {layout.ADAPTER_PICKLE_FILE}, a pickle file, which "
+            "can run any code when loaded",
+            "save the adapter as safetensors, or set allow_pickle = true under [security]",
+        )
+
+
+def _check_tensor(
+    file: Path, tensor: TensorEntry, rank: int, shapes: _BaseShapes
+) -> tuple[str, str]:
+    """Return the tensor's module, and ``A`` or ``B``."""
+    match = _TENSOR.fullmatch(tensor.name)
+    if match is None:
+        raise Refused(f"{file}: {tensor.name!r} is not the name of a LoRA tensor", _MERGE)
+    if tensor.dtype not in _FLOATS or len(tensor.shape) != 2:
+        kind = f"{tensor.dtype} of shape {list(tensor.shape[:8])}"
+        raise Refused(f"{file}: {tensor.name!r} is {kind}, which is not supported", _MERGE)
+    module, part = match["module"], match["part"]
+    inner, outer = tensor.shape if part == "A" else tensor.shape[::-1]
+    if inner > rank and "experts" not in module:  # those of fused experts are stacked
+        raise Refused(
+            f"{file}: {tensor.name!r} has the rank {inner}, but the configuration says {rank}",
+            "configuration and weights are of different adapters; copy the adapter again",
+        )
+    widths = shapes.widths(module, is_input=(part == "A") != bool(match["embedding"]))
+    if widths is None:
+        raise Refused(
+            f"{file}: the base has no module {module!r}", "the adapter belongs to another model"
+        )
+    if widths and outer not in widths:
+        raise Refused(
+            f"{file}: {tensor.name!r} is for a layer of width {outer}, but the base's layer has "
+            f"the width {min(widths)}",
+            "the adapter belongs to another model",
+        )
+    return module, part
+
+
+class _BaseShapes:
+    """The shapes of the base's weights by module."""
+
+    def __init__(self, base: Path, names: Iterable[str], *, is_transposed: bool) -> None:
+        files, _ = layout.safetensors_files(names)
+        self._is_transposed = is_transposed
+        self._shapes: dict[str, set[tuple[int, ...]]] = {}
+        self._modules: set[str] = set()
+        for file in files:
+            for tensor in read_tensors(base / file):
+                module, _, what = tensor.name.rpartition(".")
+                key = _layer(module)
+                self._modules.update(_prefixes(key))
+                if what == "weight" and len(tensor.shape) == 2:
+                    self._shapes.setdefault(key, set()).add(tensor.shape)
+
+    def widths(self, module: str, *, is_input: bool) -> set[int] | None:
+        """Return the possible widths of a module's input or output.
+
+        Empty if unknown, as for packed weights; None without such a module.
+        """
+        key = _layer(module)
+        is_known = not self._modules or key in self._modules or key in _MAY_BE_TIED
+        index = int(is_input != self._is_transposed)
+        return {shape[index] for shape in self._shapes.get(key, ())} if is_known else None
+
+
+def _layer(module: str) -> str:
+    match = _LAYER.search(module)
+    return match[1] if match is not None else module.rpartition(".")[2]
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    return (".".join(parts[: index + 1]) for index in range(len(parts)))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

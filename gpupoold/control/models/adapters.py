@@ -1,0 +1,222 @@
+"""LoRA adapters of models: additions and removals while their base serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.api.schemas import AddAdapterRequest, Progress, SetModelRequest
+from gpupoold.checkpoints.adapter_check import check_adapter
+from gpupoold.checkpoints.resolve import HubSource, resolve
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.drains import Drains
+from gpupoold.control.models.info import model_info
+from gpupoold.control.models.intake import fetched
+from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.names import RemoveMode, check_names_free, find_model
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import Adapter
+from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
+from gpupoold.errors import GpupoolError, NoSuchModel
+
+_logger = logging.getLogger(__name__)
+
+
+class ModelAdapters:
+    """Adds adapters to models and removes adapters; the bases serve meanwhile.
+
+    ``set_model`` changes options of a model's engine, see :meth:`Changes.set`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        history: History,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        mounts: ModelMounts,
+        drains: Drains,
+        set_model: Callable[[str, SetModelRequest], Awaitable[ModelRow]],
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._history = history
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._mounts = mounts
+        self._drains = drains
+        self._set_model = set_model
+        self._last_number = 0
+        self._tasks: set[asyncio.Task[ModelRow]] = set()
+
+    async def add(self, request: AddAdapterRequest) -> AsyncIterator[Progress]:
+        """Find, check and add an adapter; with ``check_only`` the adapter is not added.
+
+        An engine that does not take the adapter is replaced first; its requests go on.
+
+        Raises:
+            GpupoolError: the reason of the failing step; the adapter is not added.
+        """
+        await check_names_free(self._registry, (request.name,))
+        proposal = self._fleet.propose((request.name,))
+        try:
+            base = await find_model(self._registry, request.base)
+            found: Adapter | None = None
+            async for step in self._found(request, base):
+                if isinstance(step, Progress):
+                    yield step
+                else:
+                    found = step
+            assert found is not None
+            if request.check_only:
+                yield Progress(stage="check", model=model_info(base))
+                return
+            yield Progress(stage="load")
+            task = asyncio.create_task(self._add(base.spec.name, found))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            try:
+                row = await asyncio.shield(task)
+            finally:
+                task.cancel()
+        finally:
+            self._fleet.drop_proposal(proposal)
+        yield Progress(stage="ready", model=model_info(row))
+
+    async def _found(
+        self, request: AddAdapterRequest, base: ModelRow
+    ) -> AsyncIterator[Progress | Adapter]:
+        """Find, download and check an adapter; yield the progress, and at the end the adapter."""
+        yield Progress(stage="resolve")
+        check_num_adapters(base.spec.name, base.spec.engine, len(base.spec.adapters) + 1)
+        found = resolve(request.name, request.source, self._settings.paths.model_dirs)
+        path, source = Path(), request.source or request.name
+        if isinstance(found, HubSource):
+            source = found.repo_id
+            async for step in fetched(found, request.revision, self._settings, "adapter"):
+                if isinstance(step, Progress):
+                    yield step
+                else:
+                    path = step
+        else:
+            path = found.path
+        yield Progress(stage="check")
+        facts = await asyncio.to_thread(
+            check_adapter,
+            path,
+            Path(base.spec.path),
+            allow_pickle=self._settings.security.allow_pickle,
+        )
+        yield Adapter(request.name, source, str(path), request.revision, facts.rank)
+
+    async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
+        """Remove an adapter; its base stays as before.
+
+        Raises:
+            NoSuchModel: no adapter has this name.
+            Refused: the adapter has live requests and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
+        """
+        row = await find_model(self._registry, name)
+        if row.spec.adapter(name) is None:
+            raise NoSuchModel(f"no adapter is named {name!r}", "see `gpupool list`")
+        with self._mounts.hiding(name):
+            if mode == "refuse":
+                self._drains.check_idle(name)
+            await self._mounts.publish()
+            try:
+                if mode == "drain":
+                    await self._drains.wait_idle(name)
+                async with self._fleet.changing.alone():
+                    return await self._forget(name)
+            finally:
+                await self._mounts.publish()
+
+    async def stop(self) -> None:
+        """Undo unfinished additions; the workers have stopped before."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _add(self, base: str, adapter: Adapter) -> ModelRow:
+        """Make the engines take the adapter, then add the adapter; undo the addition on failure."""
+        row = await find_model(self._registry, base)
+        changes = options_for(row.spec.engine, adapter.rank)
+        if changes:
+            await self._set_model(row.spec.name, SetModelRequest(engine=dict(changes)))
+        async with self._fleet.changing.alone():
+            adapter = await self._numbered(adapter)
+            row = await self._registry.add_further(row.spec.name, adapter)
+            self._fleet.changed(row.spec)
+            try:
+                await self._load(row.spec.name, adapter)
+                await self._remount(row)
+            except BaseException:
+                await self._undo(adapter)
+                raise
+        text = f"adapter {adapter.name} of rank {adapter.rank} from {adapter.path}"
+        self._history.record_event("info", "adapter_added", row.spec.name, text)
+        return row
+
+    async def _numbered(self, adapter: Adapter) -> Adapter:
+        """Return the adapter with a number that no adapter had since the daemon's start."""
+        used = (one.number for row in await self._registry.list() for one in row.spec.adapters)
+        self._last_number = max(self._last_number, *used, 0) + 1
+        return replace(adapter, number=self._last_number)
+
+    async def _load(self, base: str, adapter: Adapter) -> None:
+        """Make the adapter known to all engines of its base; later engines get it with the load."""
+        for worker in self._supervisor.workers:
+            if worker.is_ready and self._fleet.hosts.of(base, worker.number).is_ordered:
+                await self._supervisor.call(
+                    worker,
+                    "load_adapter",
+                    model=base,
+                    number=adapter.number,
+                    name=adapter.name,
+                    path=adapter.path,
+                )
+
+    async def _unload(self, base: str, adapter: Adapter) -> None:
+        for worker in self._supervisor.workers:
+            if worker.is_ready and self._fleet.hosts.of(base, worker.number).is_ordered:
+                try:
+                    await self._supervisor.call(
+                        worker, "unload_adapter", model=base, number=adapter.number
+                    )
+                except GpupoolError as error:  # the memory is free after the engine's end at last
+                    _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
+
+    async def _remount(self, row: ModelRow) -> None:
+        if self._fleet.loaded(row.spec.name) is not None:
+            await self._mounts.mount(row.spec)
+        await self._mounts.publish()
+
+    async def _forget(self, name: str) -> ModelRow:
+        row = await find_model(self._registry, name)
+        adapter = row.spec.adapter(name)
+        if adapter is None:
+            return row  # another removal was faster
+        self._dispatcher.fail_name(name, f"the adapter {name} was removed")
+        row = await self._registry.remove_further(name)
+        await self._unload(row.spec.name, adapter)
+        await self._remount(row)
+        text = f"adapter {name} removed"
+        self._history.record_event("info", "adapter_removed", row.spec.name, text)
+        return row
+
+    async def _undo(self, adapter: Adapter) -> None:
+        row = await self._registry.remove_further(adapter.name)
+        await self._unload(row.spec.name, adapter)
+        with contextlib.suppress(GpupoolError):
+            await self._remount(row)

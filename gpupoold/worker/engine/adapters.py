@@ -1,0 +1,142 @@
+"""LoRA adapters of one engine, through vLLM's adapter manager.
+
+The manager keeps all added adapters in host memory, and those of the latest steps in slots on the
+device. A step that needs another adapter fills a slot while the model is resident; then the host
+copy of the slots is made equal, so that a switch moves the slots like weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.ops.triton_ops import fused_moe_lora_op, utils
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequest
+
+from gpupoold.domain import Adapter
+from gpupoold.errors import Refused
+from gpupoold.memory.weights import WeightMemory
+
+# Tables of slot addresses and shapes, by addresses; one per process, for CUDA kernels.
+_TABLES: tuple[dict[tuple[int, ...], Any], ...] = (
+    utils._LORA_A_PTR_DICT,
+    utils._LORA_B_PTR_DICT,
+    fused_moe_lora_op._LORA_PTR_DICT,
+)
+
+
+class EngineAdapters:
+    """The adapters of the engine with model runner ``runner``; none without LoRA support."""
+
+    def __init__(self, model: str, runner: Any, weights: WeightMemory) -> None:
+        self._model = model
+        self._weights = weights
+        self._requests: dict[int, LoRARequest] = {}
+        # vLLM's worker manager of the model runner; not public, as all below.
+        self._manager = getattr(runner, "lora_manager", None)
+        if self._manager is not None:
+            self._activate = self._manager.set_active_adapters
+            self._manager.set_active_adapters = self._set_active_adapters
+
+    def add(self, number: int, name: str, path: str) -> None:
+        """Read the adapter in folder ``path`` into host memory; no effect if present.
+
+        ``number`` identifies the adapter on all workers; ``name`` is for messages.
+
+        Raises:
+            Refused: the engine does not support adapters, or cannot use this adapter.
+        """
+        if self._manager is None:
+            raise Refused(f"the engine of {self._model} was built without adapters")
+        if number in self._requests:
+            return
+        if len(self._requests) >= self._manager.lora_config.max_cpu_loras:
+            raise Refused(
+                f"{self._model} has {len(self._requests)} adapters, the most that its engine takes",
+                "remove an adapter, or raise max-cpu-loras",
+            )
+        # The number is in the keys of cached KV: an adapter never finds KV of an earlier adapter
+        # with its name.
+        request = LoRARequest(str(number), number, path)
+        try:
+            loaded = self._manager._load_adapter(request)
+            self._manager._adapter_manager.add_adapter(loaded)
+            self._check_fits(loaded)
+        except Exception as error:
+            self._manager.remove_adapter(number)
+            raise Refused(f"{name}: vLLM cannot use the adapter: {error}") from error
+        self._requests[number] = request
+
+    def add_all(self, adapters: Iterable[Adapter]) -> dict[str, str]:
+        """Add the adapters of a new engine; return the reasons for those left out, by name."""
+        problems: dict[str, str] = {}
+        for one in adapters:
+            try:
+                self.add(one.number, one.name, one.path)
+            except Refused as error:
+                problems[one.name] = error.message
+        return problems
+
+    def remove(self, number: int) -> None:
+        """Forget an adapter without requests; its slot, if any, becomes free."""
+        if self._requests.pop(number, None) is not None:
+            self._manager.remove_adapter(number)  # type: ignore[union-attr]
+
+    def resolve(self, request: EngineCoreRequest) -> None:
+        """Replace the adapter in a frontend's request by the adapter of this engine.
+
+        Raises:
+            Refused: the engine does not have the adapter.
+        """
+        if request.lora_request is None:
+            return
+        known = self._requests.get(request.lora_request.lora_int_id)
+        if known is None:
+            raise Refused(f"{self._model} no longer has the adapter of the request")
+        request.lora_request = known
+
+    def _check_fits(self, loaded: LoRAModel) -> None:
+        """Raise ValueError for weights without slots, or of other widths than their slots.
+
+        vLLM would ignore the former, and fail in a step because of the latter.
+        """
+        manager = self._manager._adapter_manager  # type: ignore[union-attr]
+        without = {id(layer): name for name, layer in loaded.loras.items() if "experts" not in name}
+        for name, module in manager.modules.items():
+            layer = manager._get_lora_layer_weights(loaded, name)
+            without.pop(id(layer), None)
+            if layer is None or not isinstance(module.lora_a_stacked, tuple):
+                continue
+            for slots, weights, axis in (
+                (module.lora_a_stacked, layer.lora_a, -1),
+                (module.lora_b_stacked, layer.lora_b, -2),
+            ):
+                parts = weights if isinstance(weights, list) else [weights]
+                for slot, part in zip(slots, parts, strict=False):
+                    if part is not None and part.shape[axis] != slot.shape[axis]:
+                        width, given = slot.shape[axis], part.shape[axis]
+                        raise ValueError(f"{name} has the width {width}, not {given}")
+        if without:
+            raise ValueError(f"the engine has no slots for {next(iter(without.values()))}")
+
+    def close(self) -> None:
+        """Drop the manager, and the entries of this engine in vLLM's tables.
+
+        The next model may have slots of other shapes at the same addresses.
+        """
+        if self._manager is None:
+            return
+        self._manager = None
+        first, end = self._weights.address, self._weights.address + self._weights.num_bytes
+        for table in _TABLES:
+            for key in [one for one in table if any(first <= address < end for address in one)]:
+                del table[key]
+
+    def _set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
+        slots = self._manager._adapter_manager.lora_index_to_id  # type: ignore[union-attr]
+        before = list(slots)
+        self._activate(requests, mapping)
+        if self._manager._adapter_manager.lora_index_to_id != before:  # type: ignore[union-attr]
+            self._weights.write_back()

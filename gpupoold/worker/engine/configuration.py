@@ -1,0 +1,56 @@
+"""vLLM's configuration of a model's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from gpupoold.engine_options.parsing import engine_options
+from gpupoold.wire.messages import ModelToLoad
+from gpupoold.worker.engine.load_errors import check_kind
+from gpupoold.worker.environment import engine_arguments
+
+# The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
+_CPU_BLOCK_TOKENS = 32
+_WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
+
+
+def engine_config(
+    model: ModelToLoad, *, is_emulated: bool, load_format: str | None = None
+) -> VllmConfig:
+    """Return the configuration of a model on an emulated device or a GPU.
+
+    Reads the small files of the checkpoint, no weights.
+
+    Raises:
+        GpupoolError: an option is wrong, or gpupool does not serve this kind of model.
+        Exception: any error of vLLM about the model.
+    """
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "served_model_name": [model.name],
+        "trust_remote_code": model.allow_remote_code,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+        "enforce_eager": is_emulated,
+        "block_size": _CPU_BLOCK_TOKENS if is_emulated else None,
+        # gpupool accounts for memory. vLLM's check must accept the little free memory: on a GPU
+        # only the reserve is free, all other memory is pages.
+        "gpu_memory_utilization": 0.01 if is_emulated else 0.001,
+        "worker_cls": f"gpupoold.worker.engine.{_WORKERS[is_emulated]}",
+    }
+    if load_format is not None:
+        arguments["load_format"] = load_format
+    arguments |= engine_options(model.engine)
+    arguments |= engine_arguments()
+    # This usage context selects batches as large as in vLLM's server; the other default is for
+    # old GPUs.
+    config: VllmConfig = EngineArgs(**arguments).create_engine_config(
+        UsageContext.OPENAI_API_SERVER
+    )
+    kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
+    check_kind(model.name, kind.architectures[0], kind)
+    return config

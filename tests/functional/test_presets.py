@@ -1,0 +1,118 @@
+"""Presets: other defaults and targets under another name, with the model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.schemas import AddPresetRequest
+from gpupoold.errors import NoSuchModel, Refused, UsageError
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    check,
+    emulated_config,
+    ps,
+    until,
+    weight_bytes,
+)
+
+USER = [{"role": "user", "content": "Name a tool."}]
+
+
+@pytest.fixture(scope="module")
+def daemon(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    device_bytes = 3 * weight_bytes(tiny_models[LLAMA])
+    folder = tmp_path_factory.mktemp("presets")
+    with private_daemon(emulated_config(device_bytes), folder) as daemon:
+        daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
+        yield daemon
+        until(lambda: not ps(daemon).requests)
+        check(daemon)
+
+
+@pytest.fixture(scope="module")
+def http(daemon: PrivateDaemon) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=daemon.http_url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def brief(daemon: PrivateDaemon) -> str:
+    """A preset with a limit, a temperature, a system message and targets."""
+    request = AddPresetRequest(
+        name="brief",
+        base=LLAMA,
+        defaults={"max_tokens": 5, "temperature": 0, "system_prompt": "Be very brief, please."},
+        ttft_s=20.0,
+    )
+    with daemon.client() as client:
+        model = client.add_preset(request)
+    assert [preset.name for preset in model.presets] == ["brief"]
+    return "brief"
+
+
+def test_defaults_apply_unless_the_request_has_the_field(http: httpx.Client, brief: str) -> None:
+    plain = http.post(
+        "/v1/chat/completions", json={"model": LLAMA, "messages": USER, "max_tokens": 3}
+    )
+    preset = http.post("/v1/chat/completions", json={"model": brief, "messages": USER})
+    assert preset.status_code == 200, preset.text
+    usage = preset.json()["usage"]
+    assert usage["completion_tokens"] <= 5
+    assert usage["prompt_tokens"] > plain.json()["usage"]["prompt_tokens"] + 5
+    own = http.post(
+        "/v1/chat/completions", json={"model": brief, "messages": USER, "max_tokens": 2}
+    )
+    assert own.json()["usage"]["completion_tokens"] == 2
+    spelled = {"model": LLAMA, "max_tokens": 5, "temperature": 0}
+    system = [{"role": "system", "content": "Be very brief, please."}]
+    same = http.post("/v1/chat/completions", json={**spelled, "messages": [*system, *USER]})
+    assert same.json()["choices"][0]["message"] == preset.json()["choices"][0]["message"]
+
+
+def test_presets_are_listed_and_counted_under_their_names(
+    daemon: PrivateDaemon, http: httpx.Client, brief: str
+) -> None:
+    rows = {row["id"]: row for row in http.get("/v1/models").json()["data"]}
+    assert rows[brief]["parent"] == LLAMA
+    assert "parent" not in rows[LLAMA]
+    answer = http.post("/v1/completions", json={"model": brief, "prompt": "x"})
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    metrics = http.get("/metrics").text
+    assert f'gpupool_requests_total{{model="{brief}"' in metrics
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"name": "x", "defaults": {"no_such_field": 1}}, UsageError, "no_such_field"),
+        ({"name": "x", "defaults": {"temperature": "hot"}}, UsageError, "temperature"),
+        ({"name": "x", "defaults": {"temperature": -1}}, UsageError, "temperature"),
+        ({"name": "x", "defaults": {"messages": []}}, UsageError, "messages"),
+        ({"name": LLAMA}, Refused, LLAMA),
+        ({"name": "x", "base": "nobody"}, NoSuchModel, "nobody"),
+    ],
+)
+def test_a_wrong_preset_is_refused(
+    daemon: PrivateDaemon, fields: dict[str, object], error: type[Exception], message: str
+) -> None:
+    request = AddPresetRequest.model_validate({"base": LLAMA, **fields})
+    with daemon.client() as client, pytest.raises(error, match=message):
+        client.add_preset(request)
+
+
+def test_removing_a_preset_leaves_the_model(daemon: PrivateDaemon, http: httpx.Client) -> None:
+    with daemon.client() as client:
+        client.add_preset(AddPresetRequest(name="short-lived", base=LLAMA))
+        client.remove_model("short-lived")
+        assert client.model(LLAMA).state == "ready"
+    body = {"model": "short-lived", "prompt": "x"}
+    assert http.post("/v1/completions", json=body).status_code == 404
+    assert http.post("/v1/completions", json={**body, "model": LLAMA}).status_code == 200

@@ -1,0 +1,32 @@
+"""Names and sizes of a preset's defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpupoold.control.models.presets import MAX_DEFAULTS, check_defaults
+from gpupoold.errors import UsageError
+
+
+def test_good_defaults() -> None:
+    check_defaults({"temperature": 0.2, "chat_template_kwargs.enable_thinking": True})
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({f"a{i}": 1 for i in range(MAX_DEFAULTS + 1)}, "more than 64"),
+        ({"a b": 1}, "not the name"),
+        ({".a": 1}, "not the name"),
+        ({"a.b.c.d.e.f": 1}, "not the name"),
+        ({"messages": []}, "cannot have a default"),
+        ({"model.x": 1}, "cannot have a default"),
+        ({"a": {}, "a.b": 1}, "as a whole and by key"),
+        ({"system_prompt": "x" * 70_000}, "characters"),
+    ],
+)
+def test_wrong_defaults(defaults: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_defaults(defaults)

@@ -1,0 +1,56 @@
+"""``--engine KEY=VALUE`` and ``--set KEY=VALUE`` as typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpupool_cli.add_preset import read_defaults
+from gpupool_cli.engine_options import read_options
+from gpupoold.errors import UsageError
+
+
+def test_options_by_vllms_names() -> None:
+    given = [
+        "max-num-seqs=16",
+        "--seed=3",
+        'hf_overrides={"a": "b=c"}',
+        "speculative-config.method=ngram",
+    ]
+    assert read_options(given) == {
+        "max_num_seqs": "16",
+        "seed": "3",
+        "hf_overrides": '{"a": "b=c"}',
+        "speculative_config.method": "ngram",
+    }
+
+
+def test_a_value_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}\n")
+    assert read_options([f"chat-template=@{file}"]) == {"chat_template": "{{ messages }}\n"}
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_options([f"chat-template=@{tmp_path / 'absent'}"])
+
+
+@pytest.mark.parametrize("given", [["seed"], ["=3"], ["seed=1", "--seed=2"]])
+def test_wrong_options(given: list[str]) -> None:
+    with pytest.raises(UsageError):
+        read_options(given)
+
+
+def test_defaults_are_json_or_text() -> None:
+    given = ["temperature=0.2", "a.b=true", 'stop=["x"]', "system_prompt=Be brief, please."]
+    assert read_defaults(given) == {
+        "temperature": 0.2,
+        "a.b": True,
+        "stop": ["x"],
+        "system_prompt": "Be brief, please.",
+    }
+
+
+@pytest.mark.parametrize("given", [["temperature"], ["=1"], ["n=1", "n=2"]])
+def test_wrong_defaults(given: list[str]) -> None:
+    with pytest.raises(UsageError):
+        read_defaults(given)

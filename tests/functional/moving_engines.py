@@ -31,8 +31,7 @@ from tests.functional.worker_peer import encode_request
 NAMES = ("here", "there")
 NUM_TOKENS = 100
 PROMPT_LENGTHS = (5, 33, 64, 150, 200, 350)
-CHUNK_TOKENS = 24
-_KV_ROOM_BYTES = 10 << 20
+CHUNK_TOKENS = 12
 _MAX_STEPS = 5000
 
 
@@ -65,11 +64,11 @@ class Moving:
 class MovingEngines:
     """A device with two engines, and the requests in them."""
 
-    def __init__(self, path: Path, dtype: str, seed: int) -> None:
+    def __init__(self, path: Path, dtype: str, room_bytes: int, seed: int) -> None:
         use_plain_linear_layers()
         torch.set_num_threads(1)
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        self._device = open_device("emulated", num_bytes + _KV_ROOM_BYTES, 0, 0)
+        self._device = open_device("emulated", num_bytes + room_bytes, 0, 0)
         pool = PagePool(self._device.num_pages, self._device.table_pages)
         self.host = KvHostCache(64 << 20)
         self.residency = Residency(
@@ -224,9 +223,8 @@ def prompts(name: str) -> dict[str, list[int]]:
     return {f"{name}-{index}": prompt for index, prompt in enumerate(lists)}
 
 
-def measure(path: Path, dtype: str, seed: int, *, is_alone: bool, has_chunks: bool) -> Figures:
+def measure(engines: MovingEngines, *, is_alone: bool, has_chunks: bool) -> Figures:
     """Compare answers that move with answers that stay; if ``is_alone``, one after another."""
-    engines = MovingEngines(path, dtype, seed)
     stayed = []
     for request_id, prompt in prompts("stays").items():
         asked = engines.ask({request_id: prompt})
@@ -252,10 +250,12 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("dtype")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--room-mib", type=int, default=10, help="beside one file of weights")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--chunks", action="store_true")
     args = parser.parse_args()
-    figures = measure(args.path, args.dtype, args.seed, is_alone=args.alone, has_chunks=args.chunks)
+    engines = MovingEngines(args.path, args.dtype, args.room_mib << 20, args.seed)
+    figures = measure(engines, is_alone=args.alone, has_chunks=args.chunks)
     print(json.dumps(asdict(figures)), flush=True)
     os._exit(0)  # a normal exit would spend seconds on the engines
 

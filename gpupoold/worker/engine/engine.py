@@ -413,8 +413,10 @@ def _geometry(core: Any, page_bytes: int) -> KvGeometry:
     config = _runner(core).kv_cache_config
     rows: set[KvRow] = set()
     for tensor in config.kv_cache_tensors:
-        if tensor.layer_stride < tensor.block_stride:  # blocks outermost: one piece per block
-            rows.add(KvRow(tensor.offset, tensor.block_stride, tensor.block_stride))
+        if tensor.layer_stride < tensor.block_stride:
+            # Blocks outermost: one piece per block, also if layers of several kinds share the
+            # block, each kind at its own offset in the block.
+            rows.add(KvRow(0, tensor.block_stride, tensor.block_stride))
             continue
         for layer in range(len(tensor.layers)):
             start = tensor.offset + layer * tensor.layer_stride

@@ -223,15 +223,20 @@ def prompts(name: str) -> dict[str, list[int]]:
     return {f"{name}-{index}": prompt for index, prompt in enumerate(lists)}
 
 
-def measure(engines: MovingEngines, *, is_alone: bool, has_chunks: bool) -> Figures:
-    """Compare answers that move with answers that stay; if ``is_alone``, one after another."""
+def measure(
+    engines: MovingEngines, *, is_alone: bool, has_chunks: bool, has_losses: bool
+) -> Figures:
+    """Compare answers that move with answers that stay; if ``is_alone``, one after another.
+
+    With ``has_losses``, answers are moved a second time, and KV is lost on the way.
+    """
     stayed = []
     for request_id, prompt in prompts("stays").items():
         asked = engines.ask({request_id: prompt})
         engines.finish(asked)
         stayed += asked
     engines.figures.distinct_tokens = [len(set(moving.tokens)) for moving in stayed]
-    for kind, may_lose in (("moves", False), ("loses", True)):
+    for kind, may_lose in (("moves", False), ("loses", True))[: 1 + has_losses]:
         together = prompts(kind)
         rounds = [{key: value} for key, value in together.items()] if is_alone else [together]
         for one in rounds:
@@ -253,9 +258,10 @@ def main() -> None:
     parser.add_argument("--room-mib", type=int, default=10, help="beside one file of weights")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--chunks", action="store_true")
+    parser.add_argument("--losses", action="store_true")
     args = parser.parse_args()
     engines = MovingEngines(args.path, args.dtype, args.room_mib << 20, args.seed)
-    figures = measure(engines, is_alone=args.alone, has_chunks=args.chunks)
+    figures = measure(engines, is_alone=args.alone, has_chunks=args.chunks, has_losses=args.losses)
     print(json.dumps(asdict(figures)), flush=True)
     os._exit(0)  # a normal exit would spend seconds on the engines
 

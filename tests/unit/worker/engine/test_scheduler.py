@@ -59,7 +59,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> PooledScheduler:
     made.max_num_scheduled_tokens = LIMIT
     made.max_num_running_reqs = made.max_num_active_reqs = 8
     made.running, made.waiting, made.kv_holding_waiting = [], [], deque()
-    made.requests, made.kv = {}, Kv()
+    made.requests, made.kv, made.lora_config = {}, Kv(), None
     owned = {"r": [3, 5, 8]}
     made.kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: (owned.get(name, []),))
     scheduler: PooledScheduler = made

@@ -239,9 +239,12 @@ def test_requests_that_wait_with_kv_lose_it_with_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resets: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        Scheduler, "reset_prefix_cache", lambda _, *given: resets.append(given) or True
-    )
+
+    def reset(_: Scheduler, *given: bool) -> bool:
+        resets.append(given)
+        return True
+
+    monkeypatch.setattr(Scheduler, "reset_prefix_cache", reset)
     engine = Engine("sliding and full")
     waiting: Any = engine.scheduler
     waiting.waiting = Queue()

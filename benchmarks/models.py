@@ -17,9 +17,11 @@ from pathlib import Path
 
 from benchmarks.families.cells import Cell, Outcome, Row, read_rows, write_rows
 from benchmarks.families.checks import Cells, GroupCheck
+from benchmarks.families.family import Family
 from benchmarks.families.make import make_family
 from benchmarks.families.plain import PlainVllm
-from benchmarks.families.table import FAMILIES, Family, family_named
+from benchmarks.families.table import FAMILIES, family_named
+from gpupoold.checkpoints.parsers.search import found_parsers
 from gpupoold.wire.channel import ChannelClosed
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +50,8 @@ def _check_group(group: Sequence[Family], folder: Path) -> dict[str, Cells]:
     missing = max(0, len(_FILLERS) - len(group))
     fillers = [family_named(name) for name in _FILLERS if name not in names][:missing]
     with PlainVllm(folder / f"{group[0].name}.log") as plain:
-        check = GroupCheck([*group, *fillers], folder, plain)
+        families = {family: make_family(family, folder) for family in (*group, *fillers)}
+        check = GroupCheck(families, plain)
         try:
             check.run(folder / f"{group[0].name}.log")
         except (ChannelClosed, TimeoutError, AssertionError) as error:
@@ -67,6 +70,15 @@ def _set_missing(cells: Cells, reason: str) -> None:
         cells.setdefault(column, Cell(Outcome.NO, reason[:300]))
 
 
+def _parsers(family: Family, folder: Path) -> Cell:
+    """Return the parsers that gpupool finds with the family's real chat template."""
+    if not family.template:
+        return Cell(Outcome.UNTRIED, "no template at hand")
+    found = found_parsers(make_family(family, folder), {})
+    tool, reasoning = (one.name or "none" for one in (found.tool, found.reasoning))
+    return Cell(Outcome.YES, f"tools: {tool}, reasoning: {reasoning}")
+
+
 def _groups(families: Sequence[Family]) -> Iterator[Sequence[Family]]:
     for start in range(0, len(families), _FAMILIES_PER_GROUP):
         yield families[start : start + _FAMILIES_PER_GROUP]
@@ -82,13 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [family_named(name) for name in args.only] if args.only else list(FAMILIES)
     if args.missing:
         chosen = [family for family in chosen if family.name not in rows]
-    for family in [*chosen, *map(family_named, _FILLERS)]:
-        make_family(family, args.folder)
     today = datetime.now(UTC).date().isoformat()
     for name, cells, wall_s in check_families(chosen, args.folder):
+        cells["parsers"] = _parsers(family_named(name), args.folder)
         rows[name] = Row(cells=cells, measured_on=today, wall_s=round(wall_s, 1))
         write_rows(RESULTS, rows)
-        shown = ", ".join(f"{column} {cell.outcome} ({cell.text})" for column, cell in cells.items())
+        shown = ", ".join(
+            f"{column} {cell.outcome} ({cell.text})" for column, cell in cells.items()
+        )
         print(f"{name}: {shown}", flush=True)
     return 0
 

@@ -22,14 +22,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.families.table import FAMILIES, Family, family_named
-from benchmarks.families.vision import write_processor
+from benchmarks.families.family import HIDDEN_SIZE, Family
+from benchmarks.families.table import FAMILIES, family_named
 from gpupoold.checkpoints.maker import whole_folder
-from gpupoold.checkpoints.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from gpupoold.checkpoints.tiny_pooling import PoolingRecipe, make_pooling_checkpoint
+from gpupoold.checkpoints.tiny_tokenizer import write_tokenizer
+from gpupoold.checkpoints.tiny_vision import VISION_FAMILIES, make_vision_checkpoint
 
 if TYPE_CHECKING:
     import torch
 
+TEMPLATES = Path(__file__).parents[2] / "tests" / "templates"
 RECIPE_FILE = "gpupool_family.json"
 _VERSION = 1
 
@@ -55,6 +58,10 @@ def make_family(family: Family, parent: Path) -> Path:
     """Write the checkpoint of a family below ``parent``, unless the same one is there; return the
     folder.
     """
+    if family.task == "vision":
+        return make_vision_checkpoint(parent, VISION_FAMILIES[family.maker])
+    if family.maker:
+        return make_pooling_checkpoint(parent, PoolingRecipe(family.maker))
     target = parent / family.name
     recipe = {"digest": _digest(family), "version": _VERSION}
     if _read(target / RECIPE_FILE) == recipe:
@@ -62,8 +69,8 @@ def make_family(family: Family, parent: Path) -> Path:
     with whole_folder(target) as folder:
         silent = _copy_tokenizer(folder)
         _write_model(family, folder, silent)
-        if family.task == "vision":
-            write_processor(family, folder)
+        if family.template:
+            shutil.copy(TEMPLATES / f"{family.template}.jinja", folder / "chat_template.jinja")
         (folder / RECIPE_FILE).write_text(json.dumps(recipe))
     return target
 
@@ -99,15 +106,12 @@ def _write_model(family: Family, folder: Path, silent: Sequence[int]) -> None:
 
     torch.manual_seed(zlib.crc32(family.name.encode()))
     config = transformers.AutoConfig.for_model(family.model_type, **dict(family.config))
-    model: Any = getattr(transformers, family.auto_class).from_config(config)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _draw(name, parameter, family, tied=tied)
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if head is not None:
-            head.weight[list(silent)] = 0
-            head.weight[VOCAB_SIZE:] = 0
+        model.get_output_embeddings().weight[list(silent)] = 0
     model.to(getattr(torch, family.dtype)).save_pretrained(folder)
 
 
@@ -133,8 +137,7 @@ def _draw(name: str, parameter: torch.Tensor, family: Family, *, tied: bool) -> 
 def _embedding_std(family: Family) -> float:
     """Gemma multiplies embeddings by the square root of the width."""
     is_scaled = family.model_type.startswith("gemma")
-    width = family.config.get("text_config", family.config).get("hidden_size", 1)
-    return _TIED_STD / math.sqrt(width) if is_scaled else _TIED_STD
+    return _TIED_STD / math.sqrt(HIDDEN_SIZE) if is_scaled else _TIED_STD
 
 
 def _gain(name: str) -> float:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import Targets
@@ -14,7 +14,6 @@ from gpupoold.scheduling.actions import Action, Send
 from gpupoold.wire import messages as m
 from tests.functional.worker_peer import Snapshot, WorkerPeer, encode_request
 
-MAX_MODEL_LEN = 512
 _KV_HOST_BYTES = 64 << 20
 _QUOTA_MAX_S = 0.05
 _LOAD_TIMEOUT_S = 180.0
@@ -33,6 +32,7 @@ class FamilyWorker(WorkerPeer):
 
     def __init__(self, number: int, device_bytes: int, log_path: Path) -> None:
         self._present: set[str] = set()
+        self.numbers: dict[str, list[float]] = {}  # of pooling models, by request
         super().__init__(
             device_bytes,
             _KV_HOST_BYTES,
@@ -42,7 +42,9 @@ class FamilyWorker(WorkerPeer):
         )
         self.number = number
 
-    def load_family(self, name: str, path: Path, dtype: str, snapshot: Snapshot | None) -> str:
+    def load_family(
+        self, name: str, path: Path, dtype: str, max_model_len: int, snapshot: Snapshot | None
+    ) -> str:
         """Load a checkpoint; return the problem with ``snapshot``, empty if none.
 
         Raises:
@@ -52,7 +54,7 @@ class FamilyWorker(WorkerPeer):
             name,
             path,
             dtype=dtype,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             snapshot=snapshot,
             timeout_s=_LOAD_TIMEOUT_S,
         )
@@ -97,7 +99,13 @@ class FamilyWorker(WorkerPeer):
         return Moved(self.tokens[request_id], answer.kv_transfer, fds)
 
     def receive(
-        self, model: str, request_id: str, prompt: Sequence[int], num_tokens: int, moved: Moved
+        self,
+        model: str,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        moved: Moved,
+        salt: str | None,
     ) -> int:
         """Continue a request that has left another worker; return the blocks that came with it."""
         order = m.AddRequest(
@@ -106,7 +114,7 @@ class FamilyWorker(WorkerPeer):
             time.monotonic(),
             len(prompt),
             num_tokens,
-            encode_request(request_id, list(prompt), max_tokens=num_tokens),
+            encode_request(request_id, list(prompt), salt, max_tokens=num_tokens),
             list(moved.tokens),
             is_moving=True,
             kv_transfer=moved.kv_transfer,
@@ -115,7 +123,8 @@ class FamilyWorker(WorkerPeer):
         self.channel.send(order, moved.fds)
         for fd in moved.fds:
             os.close(fd)
-        self.wait(m.RequestAttached)
+        answer = self.wait(m.RequestAttached | m.RequestsFailed)  # type: ignore[arg-type]
+        assert isinstance(answer, m.RequestAttached), answer
         num_blocks: int = self.call("checksum", model=model)["num_live_blocks"]
         self._present.add(request_id)
         self.scheduler.arrived(LiveRequest(order, Targets(), output_token_ids=moved.tokens))
@@ -131,6 +140,33 @@ class FamilyWorker(WorkerPeer):
         self.process.kill()
         self.process.wait()
         self.forget()
+
+    def pool(self, model: str, request_id: str, prompt: list[int], task: str) -> list[float]:
+        """Ask a pooling model; return the numbers of its answer.
+
+        Raises:
+            AssertionError: the request failed.
+        """
+        self.ask(model, request_id, prompt, task=task)
+        self.run_until_ended(request_id)
+        assert request_id in self.numbers, self.ended[request_id]
+        return self.numbers[request_id]
+
+    def _note(self, message: m.FromWorker) -> None:
+        if isinstance(message, m.StepOutputs):
+            self._note_numbers(message)
+        super()._note(message)
+
+    def _note_numbers(self, message: m.StepOutputs) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        if not message.frames:
+            return
+        outputs: Any = MsgpackDecoder(EngineCoreOutputs).decode(message.frames)
+        for output in outputs.outputs:
+            if output.pooling_output is not None:
+                self.numbers[output.request_id] = output.pooling_output.flatten().tolist()
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, Send) and action.request_id in self._present:

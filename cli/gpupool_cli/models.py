@@ -20,7 +20,13 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
-from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo, SetModelRequest
+from gpupoold.api.schemas import (
+    AdapterInfo,
+    ModelInfo,
+    ModelUsage,
+    PresetInfo,
+    SetModelRequest,
+)
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
@@ -171,6 +177,7 @@ def print_model(model: ModelInfo) -> None:
         **{f"adapter {one.name}": _adapter_text(one) for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
+        "drafts": _draft_text(model.usage),
         "added": output.time_text(model.created_at),
         **_latency_fields(model),
     }
@@ -224,6 +231,17 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
     if usage.encoder_bytes:
         sizes["encoder"] = usage.encoder_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
+
+
+def _draft_text(usage: ModelUsage | None) -> str:
+    """Return the acceptance of speculative decoding, empty without drafts."""
+    if usage is None or usage.drafts is None:
+        return ""
+    drafts = usage.drafts
+    return (
+        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} tokens accepted, "
+        f"{drafts.acceptance_length:.2f} tokens per step"
+    )
 
 
 def _latency_fields(model: ModelInfo) -> dict[str, str]:

@@ -19,6 +19,7 @@ from gpupoold.units import format_bytes
 
 # Run by name, because the module needs torch, which this process must not load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
+_POOLING_MAKER = "gpupoold.checkpoints.tiny_pooling"
 _VISION_MAKER = "gpupoold.checkpoints.tiny_vision"
 _ADAPTER_MAKER = "gpupoold.checkpoints.tiny_adapter"
 _DUMMY_MAKER = "gpupoold.checkpoints.dummy"
@@ -37,6 +38,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command("make-tiny-models")(make_tiny_models)
     app.command("make-tiny-adapter")(make_tiny_adapter)
+    app.command("make-tiny-pooling-models")(make_tiny_pooling_models)
     app.command("make-dummy-models")(make_dummy_models)
     app.command("make-hollow-models", hidden=True)(_make_hollow_models)
 
@@ -79,6 +81,23 @@ def make_tiny_adapter(
     """Make a random LoRA adapter for a checkpoint; needs no network and no daemon."""
     options = [f"--base={base}", f"--name={name}", f"--rank={rank}", f"--seed={seed}"]
     _print(run_maker([*options, "--", str(directory)], _ADAPTER_MAKER), as_json=as_json)
+
+
+def make_tiny_pooling_models(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="bert-embed, modernbert-embed, qwen3-embed, bert-rerank, qwen3-rerank, "
+            "bert-classify or all."
+        ),
+    ] = "all",
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Make small random models that embed, rank or classify; needs no network and no daemon."""
+    options = [f"--kind={kind}", f"--seed={seed}", "--", str(directory)]
+    _print(run_maker(options, _POOLING_MAKER), as_json=as_json)
 
 
 def make_dummy_models(

@@ -17,7 +17,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
-from gpupoold.control.models.intake import fetched
+from gpupoold.control.models.intake import fetched, folder_of
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_names_free, find_model
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -103,11 +103,9 @@ class ModelAdapters:
         path, source = Path(), request.source or request.name
         if isinstance(found, HubSource):
             source = found.repo_id
-            async for step in fetched(found, request.revision, self._settings, "adapter"):
-                if isinstance(step, Progress):
-                    yield step
-                else:
-                    path = step
+            path = folder_of(found, request.revision, self._settings)
+            async for line in fetched(found, request.revision, self._settings, "adapter"):
+                yield line
         else:
             path = found.path
         yield Progress(stage="check")

@@ -1,6 +1,6 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
-Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
+Seams used (``scripts/vllm_seams``): ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
 ``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
 ``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
 the first request.
@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -27,7 +26,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache, Slot
@@ -40,29 +39,14 @@ from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.engine.pooled_memory import whole_model
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
-SUPPORTED_VERSION = "0.32.0"
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-
-
-def check_engine_version() -> str:
-    """Return the installed vLLM's version.
-
-    Raises:
-        Failed: the version is not ``SUPPORTED_VERSION``, whose internals this module uses.
-    """
-    installed = str(vllm.__version__)
-    if not installed.startswith(SUPPORTED_VERSION):
-        raise Failed(
-            f"vLLM {installed} is installed, gpupool needs {SUPPORTED_VERSION}",
-            f"install vllm=={SUPPORTED_VERSION}",
-        )
-    return installed
 
 
 class WatchedFreeQueue(FreeKVCacheBlockQueue):
@@ -248,6 +232,11 @@ class ModelEngine:
         """Largest number of requests in a step."""
         return int(self._core.scheduler.max_num_running_reqs)
 
+    @property
+    def max_tokens_each(self) -> int:
+        """Largest number of tokens that an answer gains in a step: a whole draft, and one more."""
+        return 1 + int(self._core.scheduler.num_spec_tokens)
+
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a greedy request with a synthetic prompt and exactly ``max_tokens`` tokens.
 
@@ -320,7 +309,7 @@ class ModelEngine:
     def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
         """Begin a step and wait for the previous step, see :meth:`EngineSteps.begin`.
 
-        The step has at most ``chunk_tokens``: prompt tokens, and one token for each answer.
+        The step has at most ``chunk_tokens``: prompt tokens, and each answer's token and draft.
         """
         return self._steps.begin(chunk_tokens)
 
@@ -341,9 +330,9 @@ class ModelEngine:
         scheduler, size = self._core.scheduler, self.info.block_size
         wanted = 0
         for request in scheduler.running:
-            wanted += 1 + -(-(request.num_tokens - request.num_computed_tokens) // size)
+            wanted += 1 + -(-scheduler.num_missing_tokens(request) // size)
         for request in scheduler.waiting:
-            wanted += 1 + -(-request.num_tokens // size)
+            wanted += 1 + -(-scheduler.num_missing_tokens(request) // size)
         wanted -= self._scheduler.num_attached
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
         limit = self.kv.geometry.num_blocks - 1
@@ -381,8 +370,10 @@ class ModelEngine:
         core.scheduler.shutdown()
         runner = _runner(core)
         runner.compilation_config.static_forward_context.clear()
-        forget_compiled(runner.get_model())
-        runner.model = None
+        forget_compiled(whole_model(runner))
+        for holder in ("model", "drafter", "speculator"):  # the drafter's holder by model runner
+            if hasattr(runner, holder):
+                setattr(runner, holder, None)
         runner.kv_caches.clear()
         self._scheduler = self._core = None
         del self._encoder_outputs
@@ -490,14 +481,3 @@ def _block_pool(core: Any) -> Any:
 
 def _runner(core: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
-
-
-def use_plain_linear_layers() -> None:
-    """Keep linear weights in torch tensors on the CPU.
-
-    Otherwise vLLM repacks the weights into oneDNN handles, which are not tensors and cannot be
-    placed in pages. Without oneDNN vLLM uses ``F.linear``.
-    """
-    import vllm._custom_ops as custom_ops
-
-    custom_ops._supports_onednn = False

@@ -16,9 +16,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from gpupoold.memory.kv import KvMemory
 from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine.resume import after_grammar
 
 # Longest wait of an isolated request for other threads of the process to be idle.
@@ -32,13 +34,15 @@ class PooledScheduler(Scheduler):
     others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
     limits the next step, if set. While ``is_held``, no step is scheduled. ``num_updates`` counts
     steps with known tokens; ``was_decode`` is True if the last step only decoded. ``clock`` returns
-    seconds.
+    seconds. ``drafts`` counts speculative decoding since the last ``take_drafts``.
     """
 
     running: list[Request]
     max_num_running_reqs: int
     max_num_active_reqs: int
     max_num_scheduled_tokens: int
+    num_spec_tokens: int
+    num_lookahead_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,6 +57,7 @@ class PooledScheduler(Scheduler):
         self.is_held = False
         self.num_updates = 0
         self.was_decode = False
+        self.drafts = DraftCounts()
         self._attached: dict[str, list[int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -60,8 +65,9 @@ class PooledScheduler(Scheduler):
         limit = self.max_num_scheduled_tokens
         # Models with attention in both directions prefill each prompt in one step.
         can_chunk = self.scheduler_config.enable_chunked_prefill
-        if self.chunk_tokens is not None and can_chunk:  # at least a token per answer, and one more
-            wanted = max(self.chunk_tokens, len(self.running) + 1)
+        if self.chunk_tokens is not None and can_chunk:
+            # At least each answer with its draft, and one more.
+            wanted = max(self.chunk_tokens, len(self.running) * (1 + self.num_spec_tokens) + 1)
             self.max_num_scheduled_tokens = min(limit, wanted)
         try:
             output = self._schedule(*args, **kwargs)
@@ -84,9 +90,36 @@ class PooledScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         self.num_updates += 1
         num_requests = len(scheduler_output.num_scheduled_tokens)
-        is_one_each = scheduler_output.total_num_scheduled_tokens == num_requests > 0
+        num_drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        num_others = scheduler_output.total_num_scheduled_tokens - num_drafted
+        is_one_each = num_others == num_requests > 0
         self.was_decode = is_one_each and not scheduler_output.scheduled_new_reqs
         return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """Count a request's draft in ``drafts``; vLLM's own statistics are off."""
+        num_invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_draft_tokens > num_invalid:
+            draft = DraftCounts(1, num_draft_tokens - num_invalid, num_accepted_tokens)
+            self.drafts = self.drafts.plus(draft)
+        return None
+
+    def take_drafts(self) -> DraftCounts | None:
+        """Return the counts since the last call, None without drafts."""
+        drafts, self.drafts = self.drafts, DraftCounts()
+        return drafts if drafts.num_drafts else None
+
+    def num_missing_tokens(self, request: Request) -> int:
+        """Return the number of tokens without a KV slot that a request may need in a step."""
+        known = request.num_tokens_with_spec + self.num_lookahead_tokens
+        return max(0, known - request.num_computed_tokens)
 
     def isolate(self, request_id: str) -> None:
         """Run a request, present or future, only in steps without other requests."""

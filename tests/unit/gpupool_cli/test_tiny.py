@@ -30,6 +30,15 @@ def test_made_folders_are_listed(cli: Cli, tmp_path: Path) -> None:
     assert made["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
 
 
+def test_pooling_models_are_made(cli: Cli, tmp_path: Path) -> None:
+    options = [str(tmp_path), "--kind", "bert-rerank", "--json"]
+    [made] = json.loads(cli("make-tiny-pooling-models", *options).stdout)
+    assert made["name"] == "tiny-bert-rerank"
+    assert Path(made["path"], "config.json").exists()
+    refused = cli("make-tiny-pooling-models", str(tmp_path), "--kind", "gpt")
+    assert refused.exit_code == UsageError.exit_code
+
+
 def test_vision_models_have_a_processor(cli: Cli, tmp_path: Path) -> None:
     options = [str(tmp_path), "--vision", "--arch", "qwen3_vl", "--json"]
     [made] = json.loads(cli("make-tiny-models", *options).stdout)

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine.scheduler import PooledScheduler
 
 LIMIT = 512
@@ -83,6 +84,7 @@ def scheduler(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> PooledSchedule
     made.max_num_scheduled_tokens, made.block_size = LIMIT, BLOCK
     made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
     made.max_num_running_reqs = made.max_num_active_reqs = 8
+    made.num_spec_tokens = made.num_lookahead_tokens = 0
     made.running, made.waiting, made.kv = [], [], Kv()
     made.lora_config = None
     owned = {"r": [3, 5, 8]}
@@ -122,6 +124,15 @@ class TestChunks:
         scheduler.chunk_tokens = None
         scheduler.schedule()
         assert steps == [limit, LIMIT]
+
+    def test_a_step_has_room_for_every_draft(
+        self, scheduler: PooledScheduler, steps: list[int]
+    ) -> None:
+        scheduler.num_spec_tokens = 4
+        scheduler.running = [request(str(number)) for number in range(3)]
+        scheduler.chunk_tokens = 1
+        scheduler.schedule()
+        assert steps == [16]
 
     def test_whole_prompts_are_not_cut(self, scheduler: PooledScheduler, steps: list[int]) -> None:
         scheduler.scheduler_config.enable_chunked_prefill = False
@@ -205,12 +216,14 @@ class TestSteps:
         assert scheduler.has_requests()
 
     @pytest.mark.parametrize(
-        ("tokens", "new", "is_decode"),
+        ("tokens", "drafts", "new", "is_decode"),
         [
-            ({"r": 1, "q": 1}, [], True),
-            ({"r": 1, "q": 5}, [], False),
-            ({"r": 1}, ["r"], False),
-            ({}, [], False),
+            ({"r": 1, "q": 1}, {}, [], True),
+            ({"r": 1, "q": 5}, {}, [], False),
+            ({"r": 1, "q": 5}, {"q": [7, 7, 7, 7]}, [], True),
+            ({"r": 3, "q": 5}, {"q": [7, 7, 7, 7]}, [], False),
+            ({"r": 1}, {}, ["r"], False),
+            ({}, {}, [], False),
         ],
     )
     def test_steps_of_next_tokens_are_told_from_prompts(
@@ -218,6 +231,7 @@ class TestSteps:
         scheduler: PooledScheduler,
         monkeypatch: pytest.MonkeyPatch,
         tokens: dict[str, int],
+        drafts: dict[str, list[int]],
         new: list[str],
         is_decode: bool,
     ) -> None:
@@ -226,9 +240,27 @@ class TestSteps:
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_new_reqs=new,
+            scheduled_spec_decode_tokens=drafts,
         )
         scheduler.update_from_output(planned, None)
         assert (scheduler.num_updates, scheduler.was_decode) == (1, is_decode)
+
+    def test_drafts_are_counted_without_invalid_tokens(self, scheduler: PooledScheduler) -> None:
+        assert scheduler.take_drafts() is None
+        for accepted, invalid in ((2, {}), (0, {"r": 1}), (0, {"r": 4})):
+            assert scheduler.make_spec_decoding_stats(None, 4, accepted, invalid, "r") is None
+        assert scheduler.take_drafts() == DraftCounts(2, 7, 2)
+        assert scheduler.take_drafts() is None
+
+    def test_a_request_needs_slots_for_its_draft_and_the_drafters_tokens(
+        self, scheduler: PooledScheduler
+    ) -> None:
+        asking = request(num_tokens=41, num_computed=40)
+        asking.num_tokens_with_spec = 45
+        scheduler.num_lookahead_tokens = 3
+        assert scheduler.num_missing_tokens(asking) == 8
+        asking.num_computed_tokens = 60
+        assert scheduler.num_missing_tokens(asking) == 0
 
 
 class TestIsolation:

@@ -35,6 +35,7 @@ from tests.functional.daemon_tools import (
     eventually,
     ps,
     until,
+    usage,
     weight_bytes,
 )
 
@@ -209,6 +210,30 @@ async def test_a_higher_rank_needs_another_engine_in_which_answers_go_on(
     assert [one.token_ids for one in answers] == [alone["first"], alone["second"]]
     assert model(daemon).engine == {"max_lora_rank": "32", "max_loras": "4"}
     await assert_all_as_alone(daemon, alone, (LLAMA, *RANKS))
+
+
+async def test_an_adapter_whose_folder_is_lost_fails_alone(
+    daemon: PrivateDaemon, adapters: Path, alone: dict[str, list[int]]
+) -> None:
+    pid = device(daemon).pid
+    assert pid is not None
+    (adapters / "third").rename(adapters / "lost")
+    try:
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: device(daemon).pid not in (None, pid), BACK_S)
+        await eventually(lambda: usage(daemon, LLAMA).state == "ready", BACK_S)
+    finally:
+        (adapters / "lost").rename(adapters / "third")
+    async with api_client(daemon.http_url) as api:
+        assert (await ask(api, LLAMA, PROMPT, LENGTH)).token_ids == alone[LLAMA]
+        with pytest.raises(openai.APIError, match="no longer has the adapter"):
+            await ask(api, "third", PROMPT, 1)
+        assert (await ask(api, "first", PROMPT, LENGTH)).token_ids == alone["first"]
+    assert "adapter third was not loaded" in cli(daemon, "events").stdout
+    await remove(daemon, "third", "refuse")
+    await add(daemon, "third", adapters / "third")
+    async with api_client(daemon.http_url) as api:
+        assert (await ask(api, "third", PROMPT, LENGTH)).token_ids == alone["third"]
 
 
 async def test_a_removed_adapter_leaves_its_base_alone(

@@ -13,16 +13,21 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.families.cells import Cell, Outcome, Row, read_rows, write_rows
 from benchmarks.families.checks import Cells, GroupCheck
 from benchmarks.families.family import Family
-from benchmarks.families.make import make_family
+from benchmarks.families.make import TEMPLATES, make_family
 from benchmarks.families.page import page_text
 from benchmarks.families.plain import PlainVllm
 from benchmarks.families.table import FAMILIES, family_named
-from gpupoold.checkpoints.parsers.search import found_parsers
+from gpupoold.checkpoints.parsers.rules import (
+    ChatFormat,
+    find_reasoning_parser,
+    find_tool_parser,
+)
 from gpupoold.wire.channel import ChannelClosed
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -71,13 +76,23 @@ def _set_missing(cells: Cells, reason: str) -> None:
         cells.setdefault(column, Cell(Outcome.NO, reason[:300]))
 
 
-def _parsers(family: Family, folder: Path) -> Cell:
-    """Return the parsers that gpupool finds with the family's real chat template."""
+def _parsers(family: Family) -> Cell:
+    """Return the parsers that gpupool finds with the family's real chat template.
+
+    The tiny tokenizer has no special tokens of the family, so the template's text stands for these.
+    """
     if not family.template:
         return Cell(Outcome.UNTRIED, "no template at hand")
-    found = found_parsers(make_family(family, folder), {})
-    tool, reasoning = (one.name or "none" for one in (found.tool, found.reasoning))
-    return Cell(Outcome.YES, f"tools: {tool}, reasoning: {reasoning}")
+    template = (TEMPLATES / f"{family.template}.jinja").read_text()
+    chat = ChatFormat(
+        architectures=(family.architecture,),
+        model_types=(family.model_type,),
+        template=template,
+        has_token=lambda token: token in template,
+        has_module=lambda name: find_spec(name) is not None,
+    )
+    tool, reasoning = find_tool_parser(chat).name, find_reasoning_parser(chat).name
+    return Cell(Outcome.YES, f"tools: {tool or 'none'}, reasoning: {reasoning or 'none'}")
 
 
 def _groups(families: Sequence[Family]) -> Iterator[Sequence[Family]]:
@@ -108,7 +123,7 @@ def _check(args: argparse.Namespace, rows: dict[str, Row]) -> dict[str, Row]:
         chosen = [family for family in chosen if family.name not in rows]
     today = datetime.now(UTC).date().isoformat()
     for name, cells, wall_s in check_families(chosen, args.folder):
-        cells["parsers"] = _parsers(family_named(name), args.folder)
+        cells["parsers"] = _parsers(family_named(name))
         rows[name] = Row(cells=cells, measured_on=today, wall_s=round(wall_s, 1))
         write_rows(RESULTS, rows)
         shown = ", ".join(

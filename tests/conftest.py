@@ -99,7 +99,7 @@ def vision_models(project_env: dict[str, str]) -> dict[str, Path]:
 
 def _made(maker: str, env: dict[str, str]) -> dict[str, Path]:
     """Checkpoints of a maker in ``gpupoold.checkpoints``, by name."""
-    files = [_MAKERS / f"{name}.py" for name in dict.fromkeys((maker, "tiny_tokenizer"))]
+    files = [*sorted(_MAKERS.glob(f"{maker}*.py")), _MAKERS / "tiny_tokenizer.py"]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
     folder = ROOT / "build" / f"{maker.replace('_', '-')}-models-{digest}"
     folder.mkdir(parents=True, exist_ok=True)

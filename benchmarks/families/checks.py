@@ -23,6 +23,7 @@ from gpupoold.wire.channel import ChannelClosed
 # answer long enough to be interrupted.
 _SIZES = ((20, 48), (80, 48), (150, 256))
 _LONG = len(_SIZES) - 1
+_MAX_SWITCH_REQUESTS = 120  # of a group under memory pressure
 _TOLERANCE = 1e-5  # of the numbers of pooling models
 _NUM_ROUNDS = 2  # of all prompts, under memory pressure
 _NUM_TOKENS_BEFORE = 20
@@ -170,8 +171,7 @@ class GroupCheck:
             self._ask(worker, family, request_id, index)
 
         for family in self._generating:
-            first = waiting[family.name].pop() if waiting[family.name] else None
-            for index in together if first is None else [first]:
+            for index in [waiting[family.name].pop()] if waiting[family.name] else together:
                 ask(family, index)
         while not set(asked) <= set(worker.ended):
             worker.pump(1.0)
@@ -180,6 +180,12 @@ class GroupCheck:
                 is_last = request_id == [one for one in asked if asked[one][0] is family][-1]
                 if waiting[family.name] and is_last:
                     ask(family, waiting[family.name].pop())
+            has_missing = not all(_num_loads(worker, family) for family in self._generating)
+            is_over = set(asked) <= set(worker.ended)
+            if is_over and has_missing and len(asked) < _MAX_SWITCH_REQUESTS:
+                # Again, all at once, until the weights of every family have left the device.
+                for family in self._generating:
+                    ask(family, _LONG)
 
         def compare(family: Family) -> Cell:
             if not family.generates:
@@ -188,11 +194,9 @@ class GroupCheck:
             for request_id, (owner, index) in asked.items():
                 if owner is family:
                     self._compare(family, index, worker.finish(request_id))
-            loads = [
-                one for one in worker.switches if one.model == family.name and one.weight_bytes
-            ]
-            assert loads, "the weights never left the device"
-            return Cell(Outcome.YES, f"{len(loads)} loads of weights")
+            num_loads = _num_loads(worker, family)
+            assert num_loads, "the weights never left the device"
+            return Cell(Outcome.YES, f"{num_loads} loads of weights")
 
         for family in self.families:
             self._fill(family, "switch", compare)
@@ -360,6 +364,14 @@ class GroupCheck:
         old = self.cells[family.name].get(column)
         if old is None or old.outcome is Outcome.YES:
             self.cells[family.name][column] = cell
+
+
+def _num_loads(worker: FamilyWorker, family: Family) -> int:
+    """Return how often weights of a family have come back to the device."""
+    return sum(
+        one.model == family.name and bool(one.weight_bytes or one.prefetched_bytes)
+        for one in worker.switches
+    )
 
 
 def _problem_of(check: Callable[[Family], None], family: Family) -> Cell | None:

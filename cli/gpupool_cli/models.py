@@ -20,7 +20,13 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
-from gpupoold.api.schemas import ModelInfo, PresetInfo, SetModelRequest
+from gpupoold.api.schemas import (
+    AdapterInfo,
+    ModelInfo,
+    ModelUsage,
+    PresetInfo,
+    SetModelRequest,
+)
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
@@ -168,9 +174,10 @@ def print_model(model: ModelInfo) -> None:
         "aliases": ", ".join(model.aliases),
         **_chat_fields(model),
         **{f"preset {one.name}": _preset_text(one) for one in model.presets},
-        **{f"adapter {one.name}": f"rank {one.rank}, {one.path}" for one in model.adapters},
+        **{f"adapter {one.name}": _adapter_text(one) for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
+        "drafts": _draft_text(model.usage),
         "added": output.time_text(model.created_at),
         **_latency_fields(model),
     }
@@ -189,10 +196,18 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
 
 def _preset_text(preset: PresetInfo) -> str:
     """Return a preset's defaults and targets in one line."""
-    targets = {"ttft": preset.ttft_s, "tbt": preset.tbt_s}
     parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
-    parts += [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
-    return _shortened(", ".join(parts)) or "no other defaults"
+    return _shortened(", ".join([*parts, *_own_targets(preset)])) or "no other defaults"
+
+
+def _adapter_text(adapter: AdapterInfo) -> str:
+    """Return an adapter's rank, targets and folder in one line."""
+    return ", ".join([f"rank {adapter.rank}", *_own_targets(adapter), adapter.path])
+
+
+def _own_targets(further: PresetInfo | AdapterInfo) -> list[str]:
+    targets = {"ttft": further.ttft_s, "tbt": further.tbt_s}
+    return [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
 
 
 def _shortened(value: str) -> str:
@@ -216,6 +231,17 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
     if usage.encoder_bytes:
         sizes["encoder"] = usage.encoder_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
+
+
+def _draft_text(usage: ModelUsage | None) -> str:
+    """Return the acceptance of speculative decoding, empty without drafts."""
+    if usage is None or usage.drafts is None:
+        return ""
+    drafts = usage.drafts
+    return (
+        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} tokens accepted, "
+        f"{drafts.acceptance_length:.2f} tokens per step"
+    )
 
 
 def _latency_fields(model: ModelInfo) -> dict[str, str]:

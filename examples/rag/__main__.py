@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from examples.demo.setting import gpupool
 from examples.rag.pipeline import Rag, RagModels, Sourced
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
@@ -71,7 +71,9 @@ def tiny_box(console: Console) -> Iterator[PrivateDaemon]:
     """Start a daemon with the tiny models on a device for half of their weights."""
     folder = ROOT / "build" / "rag-models"
     chat = make_checkpoints(folder, ["llama", "qwen3"], 10_000_000)
-    paths = {path.name: path for path in [*make_pooling_checkpoints(folder), *chat]}
+    for kind in ("bert-embed", "bert-rerank"):
+        gpupool(["make-tiny-pooling-models", str(folder), "--kind", kind])
+    paths = {path.name: path for path in (folder / TINY.embedder, folder / TINY.reranker, *chat)}
     total = sum(map(weight_bytes, paths.values()))
     sizes = f"{format_bytes(total // 2)} for {format_bytes(total)} of weights"
     console.print(f"[bold]1.[/] an emulated device of {sizes}, and {len(paths)} models")
@@ -80,14 +82,6 @@ def tiny_box(console: Console) -> Iterator[PrivateDaemon]:
             limit = {"max_model_len": _CHAT_MAX_LEN} if path in chat else {}
             daemon.add_model(name, path, dtype="float32", **TARGETS, **limit)
         yield daemon
-
-
-def make_pooling_checkpoints(folder: Path) -> list[Path]:
-    """Make the embedder and the reranker in another process, which needs torch."""
-    for kind in ("bert-embed", "bert-rerank"):
-        command = [sys.executable, "-m", "gpupoold.checkpoints.tiny_pooling", str(folder)]
-        subprocess.run([*command, "--kind", kind], check=True, capture_output=True)
-    return [folder / TINY.embedder, folder / TINY.reranker]
 
 
 def passages_of(folder: Path) -> list[str]:

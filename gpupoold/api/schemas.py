@@ -34,12 +34,17 @@ class AddModelRequest(Body):
 
 
 class AddAdapterRequest(Body):
-    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``."""
+    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``.
+
+    A target of None is the model's.
+    """
 
     name: str
     base: str
     source: str | None = None
     revision: str | None = None
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     check_only: bool = False
 
 
@@ -208,6 +213,19 @@ class SetDeviceRequest(Body):
     role: RoleName
 
 
+class DraftUsage(Body):
+    """Speculative decoding since the daemon's start.
+
+    ``acceptance_length`` is the mean number of tokens of an answer in a step with a draft: 1 and
+    the accepted tokens of the draft.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_length: float
+
+
 class ModelUsage(Body):
     """A model's present state and recent past; times are None before the first measurement.
 
@@ -217,7 +235,7 @@ class ModelUsage(Body):
     ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
     token, which would have been late. Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
-    tokens. ``tokens_per_s`` covers the last 10 s.
+    tokens. ``tokens_per_s`` covers the last 10 s. ``drafts`` is None without speculative decoding.
     """
 
     name: str
@@ -245,6 +263,7 @@ class ModelUsage(Body):
     attainment_1h: float | None = None
     attainment_minutes: list[float | None] = []
     tokens_per_s: float = 0.0
+    drafts: DraftUsage | None = None
 
 
 class RequestInfo(Body):

@@ -14,15 +14,21 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder
-from gpupoold.checkpoints.tiny_tokenizer import (
-    EOS_ID,
-    MAX_POSITION_EMBEDDINGS,
-    PAD_ID,
-    write_tokenizer,
+from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, PAD_ID, write_tokenizer
+from gpupoold.checkpoints.tiny_vision_configs import (
+    GEMMA_IMAGE_SIZE,
+    GEMMA_IMAGE_TOKENS,
+    GEMMA_TOKENS,
+    QWEN_TOKENS,
+    VOCAB_SIZE,
+    gemma_config,
+    qwen2_5_config,
+    qwen3_config,
 )
 from gpupoold.errors import UsageError
 
@@ -32,14 +38,7 @@ if TYPE_CHECKING:
 RECIPE_FILE = "gpupool_tiny_vision.json"
 _RECIPE = {"version": 1, "dtype": "float32"}
 
-VOCAB_SIZE = 2112
-_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _INNER, _LAYERS = 256, 4, 2, 64, 768, 3
-_VISION_HIDDEN, _VISION_HEADS, _VISION_INNER, _VISION_LAYERS = 64, 2, 128, 2
 _MIN_IMAGE_TOKENS, _MAX_IMAGE_TOKENS = 4, 64
-_GEMMA_IMAGE_SIZE, _GEMMA_IMAGE_TOKENS = 112, 16
-
-_QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-_GEMMA_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<bos>")
 # vLLM joins newlines around an image to one of these tokens.
 _GEMMA_NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 
@@ -121,18 +120,18 @@ def _add_tokens(folder: Path, family: VisionFamily) -> Callable[[str], int]:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in family.tokens]
     )
-    if family.tokens is _GEMMA_TOKENS:
+    if family.tokens is GEMMA_TOKENS:
         tokenizer.add_tokens(list(_GEMMA_NEWLINES))
     tokenizer.save(str(file))
     template = _TEMPLATE.strip().replace("IMAGE", family.image_text)
     (folder / "chat_template.jinja").write_text(template)
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text())
-    if family.tokens is _GEMMA_TOKENS:
-        start, end, soft, bos = _GEMMA_TOKENS
+    if family.tokens is GEMMA_TOKENS:
+        start, end, soft, bos = GEMMA_TOKENS
         config |= {"boi_token": start, "eoi_token": end, "image_token": soft, "bos_token": bos}
     else:
-        start, end, image, video = _QWEN_TOKENS
+        start, end, image, video = QWEN_TOKENS
         config |= {"image_token": image, "video_token": video}
         config |= {"vision_bos_token": start, "vision_eos_token": end}
     config_file.write_text(json.dumps(config, indent=2) + "\n")
@@ -158,7 +157,7 @@ def _write_model(
     model_class = getattr(transformers, family.hf_class)
     model = model_class(config).to(torch.float32).eval()
     generator = torch.Generator().manual_seed(zlib.crc32(family.checkpoint_name.encode()))
-    is_gemma = family.tokens is _GEMMA_TOKENS
+    is_gemma = family.tokens is GEMMA_TOKENS
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             _draw(name, tensor, generator, one_plus=is_gemma and "vision" not in name)
@@ -212,106 +211,10 @@ def _gain(name: str) -> float:
     return 1.0
 
 
-def _text(**more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-        **more,
-    }
-
-
-def _qwen_vision(**more: Any) -> dict[str, Any]:
-    return {
-        "depth": _VISION_LAYERS,
-        "hidden_size": _VISION_HIDDEN,
-        "intermediate_size": _VISION_INNER,
-        "num_heads": _VISION_HEADS,
-        "out_hidden_size": _HIDDEN,
-        **more,
-    }
-
-
-def _qwen_ids(token_id: Callable[[str], int]) -> dict[str, Any]:
-    start, end, image, video = map(token_id, _QWEN_TOKENS)
-    return {
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-        "image_token_id": image,
-        "video_token_id": video,
-        "tie_word_embeddings": False,
-    }
-
-
-def _rope(**more: Any) -> dict[str, Any]:
-    section = [8, 12, 12]
-    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section, **more}
-
-
-def _qwen2_5_config(token_id: Callable[[str], int]) -> Any:
-    from transformers import Qwen2_5_VLConfig
-
-    return Qwen2_5_VLConfig(
-        text_config=_text(rope_parameters=_rope()),
-        vision_config=_qwen_vision(window_size=56, fullatt_block_indexes=[1]),
-        **_qwen_ids(token_id),
-    )
-
-
-def _qwen3_config(token_id: Callable[[str], int]) -> Any:
-    from transformers import Qwen3VLConfig
-
-    return Qwen3VLConfig(
-        text_config=_text(head_dim=_HEAD_DIM, rope_parameters=_rope(mrope_interleaved=True)),
-        vision_config=_qwen_vision(num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
-        **_qwen_ids(token_id),
-    )
-
-
-def _gemma_config(token_id: Callable[[str], int]) -> Any:
-    from transformers import Gemma3Config
-
-    start, end, soft, _ = map(token_id, _GEMMA_TOKENS)
-    text = _text(
-        head_dim=_HEAD_DIM,
-        query_pre_attn_scalar=_HEAD_DIM,
-        sliding_window=64,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-    )
-    vision = {
-        "image_size": _GEMMA_IMAGE_SIZE,
-        "patch_size": 14,
-        "hidden_size": _VISION_HIDDEN,
-        "intermediate_size": _VISION_INNER,
-        "num_hidden_layers": _VISION_LAYERS,
-        "num_attention_heads": _VISION_HEADS,
-        "vision_use_head": False,
-    }
-    return Gemma3Config(
-        text_config=text,
-        vision_config=vision,
-        mm_tokens_per_image=_GEMMA_IMAGE_TOKENS,
-        boi_token_index=start,
-        eoi_token_index=end,
-        image_token_index=soft,
-        tie_word_embeddings=False,
-    )
-
-
 def _write_qwen_processor(folder: Path, patch_size: int, processor: str, video: str) -> None:
     pixels_per_token = (2 * patch_size) ** 2
-    size = {
-        "shortest_edge": _MIN_IMAGE_TOKENS * pixels_per_token,
-        "longest_edge": _MAX_IMAGE_TOKENS * pixels_per_token,
-    }
+    limits = (_MIN_IMAGE_TOKENS * pixels_per_token, _MAX_IMAGE_TOKENS * pixels_per_token)
+    size = dict(zip(("shortest_edge", "longest_edge"), limits, strict=True))
     patches = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2, "size": size}
     image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": processor}
     _write(folder / "preprocessor_config.json", patches | image)
@@ -321,31 +224,35 @@ def _write_qwen_processor(folder: Path, patch_size: int, processor: str, video: 
     )
 
 
-def _write_qwen2_5_processor(folder: Path) -> None:
-    _write_qwen_processor(folder, 14, "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")
-
-
-def _write_qwen3_processor(folder: Path) -> None:
-    _write_qwen_processor(folder, 16, "Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+_write_qwen2_5_processor = partial(
+    _write_qwen_processor,
+    patch_size=14,
+    processor="Qwen2_5_VLProcessor",
+    video="Qwen2VLVideoProcessor",
+)
+_write_qwen3_processor = partial(
+    _write_qwen_processor,
+    patch_size=16,
+    processor="Qwen3VLProcessor",
+    video="Qwen3VLVideoProcessor",
+)
 
 
 def _write_gemma_processor(folder: Path) -> None:
-    size = {"height": _GEMMA_IMAGE_SIZE, "width": _GEMMA_IMAGE_SIZE}
+    size = {"height": GEMMA_IMAGE_SIZE, "width": GEMMA_IMAGE_SIZE}
     _write(
         folder / "preprocessor_config.json",
         {
             "image_processor_type": "Gemma3ImageProcessor",
             "processor_class": "Gemma3Processor",
-            "image_seq_length": _GEMMA_IMAGE_TOKENS,
+            "image_seq_length": GEMMA_IMAGE_TOKENS,
             "size": size,
             "image_mean": [0.5] * 3,
             "image_std": [0.5] * 3,
         },
     )
-    _write(
-        folder / "processor_config.json",
-        {"image_seq_length": _GEMMA_IMAGE_TOKENS, "processor_class": "Gemma3Processor"},
-    )
+    content = {"image_seq_length": GEMMA_IMAGE_TOKENS, "processor_class": "Gemma3Processor"}
+    _write(folder / "processor_config.json", content)
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
@@ -358,25 +265,25 @@ VISION_FAMILIES = {
     "qwen2_5_vl": VisionFamily(
         "tiny-qwen2.5-vl",
         _QWEN_IMAGE,
-        _QWEN_TOKENS,
+        QWEN_TOKENS,
         "Qwen2_5_VLForConditionalGeneration",
-        _qwen2_5_config,
+        qwen2_5_config,
         _write_qwen2_5_processor,
     ),
     "qwen3_vl": VisionFamily(
         "tiny-qwen3-vl",
         _QWEN_IMAGE,
-        _QWEN_TOKENS,
+        QWEN_TOKENS,
         "Qwen3VLForConditionalGeneration",
-        _qwen3_config,
+        qwen3_config,
         _write_qwen3_processor,
     ),
     "gemma3": VisionFamily(
         "tiny-gemma3-vision",
         "<start_of_image>",
-        _GEMMA_TOKENS,
+        GEMMA_TOKENS,
         "Gemma3ForConditionalGeneration",
-        _gemma_config,
+        gemma_config,
         _write_gemma_processor,
     ),
 }

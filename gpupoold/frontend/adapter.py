@@ -1,7 +1,7 @@
 """vLLM's API layer over the control plane; ``grammars`` and ``conversations`` import vLLM too.
 
-Written for the version named in ``environment.py``; each use of a non-public API has a comment with
-the reason. To be imported after ``set_engine_environment``.
+Written for the releases named in ``engine_versions.py``; each use of a non-public API has a comment
+with the reason. To be imported after ``set_engine_environment``.
 """
 
 from __future__ import annotations

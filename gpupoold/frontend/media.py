@@ -87,17 +87,14 @@ class AllowListConnector(MediaConnector):  # type: ignore[misc, unused-ignore]
         try:
             data = await self._fetch(image_url)
             return await self._decode(data, image_mode)
-        except VLLMValidationError:
-            raise
-        except BadImage as error:
-            raise VLLMValidationError(str(error), parameter="image_url") from error
         except ApiError as error:
             refuse(error)
             raise VLLMValidationError(error.message, parameter="image_url") from error
         except Exception as error:
-            reason = str(error)[:_SHOWN_CHARS] or type(error).__name__
-            text = f"The image {_shown(image_url)} cannot be used: {reason}"
-            raise VLLMValidationError(text, parameter="image_url") from error
+            # Subclasses of vLLM's error have other statuses, or name other parameters.
+            if type(error) is VLLMValidationError:
+                raise
+            raise VLLMValidationError(_why(image_url, error), parameter="image_url") from error
 
     async def fetch_video_async(self, *_: object, **__: object) -> NoReturn:
         raise _not_served("video")
@@ -183,6 +180,13 @@ def _not_served(modality: str) -> VLLMValidationError:
     return VLLMValidationError(
         f"This server takes text and images, but no {modality}.", parameter=modality
     )
+
+
+def _why(url: str, error: Exception) -> str:
+    if isinstance(error, BadImage):
+        return str(error)
+    reason = str(error)[:_SHOWN_CHARS] or type(error).__name__
+    return f"The image {_shown(url)} cannot be used: {reason}"
 
 
 def _shown(url: str) -> str:

@@ -75,6 +75,22 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         "Tokens sent.",
         lambda one: one.tokens,
     )
+    of_drafts = one_each(counter, "model", scrape.drafts.items())
+    yield of_drafts(
+        "drafts",
+        "Drafts verified by speculative decoding.",
+        lambda one: one.num_drafts,
+    )
+    yield of_drafts(
+        "draft_tokens",
+        "Tokens in drafts.",
+        lambda one: one.num_draft_tokens,
+    )
+    yield of_drafts(
+        "accepted_draft_tokens",
+        "Tokens in drafts that were accepted, and sent.",
+        lambda one: one.num_accepted_tokens,
+    )
     yield gauge(
         "attainment_ratio",
         "Share of the last minute's tokens sent in time; absent without tokens.",

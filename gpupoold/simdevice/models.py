@@ -60,7 +60,7 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
     path = Path(model.path)
     info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
     config = check_config(path, allow_remote_code=model.allow_remote_code)
-    if is_pooling(path, info.architecture):
+    if is_pooling(path, info.architecture) or model.engine.get("runner") == "pooling":
         raise Refused(
             f"{model.name}: {info.architecture} makes embeddings, scores or classes, and a "
             "simulated device makes tokens only",

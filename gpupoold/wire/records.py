@@ -60,6 +60,26 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
         return "generate" in self.supported_tasks
 
 
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Speculative decoding: drafts, the tokens in the drafts, and the tokens that were accepted."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean number of tokens of an answer in a step with a draft, None without drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     """A request's share of a step: new token ids, and the reason if the request ended.
 
@@ -90,9 +110,10 @@ class SwitchRecord(Switch):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """KV of a request's first ``num_blocks`` blocks, row by row.
+    """KV and state of a request's first ``num_computed_tokens`` tokens, in ``num_blocks`` blocks.
 
-    The bytes are at ``(offset, num_bytes)`` of the host cache of worker ``source``. The message
+    The blocks are those that the next tokens need, KV cache group by KV cache group. Their bytes,
+    row by row, are at ``(offset, num_bytes)`` of the host cache of worker ``source``. The message
     carries an eventfd that signals the arrival of the bytes (:mod:`gpupoold.memory.kv_transfers`).
     """
 
@@ -100,6 +121,7 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
     source: int
     num_blocks: int
     offsets: list[tuple[int, int]]
+    num_computed_tokens: int
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):

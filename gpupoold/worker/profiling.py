@@ -84,6 +84,10 @@ class ProfiledModel(PooledModel, Protocol):
     def max_sequences(self) -> int:
         """Largest number of requests in a step."""
 
+    @property
+    def max_tokens_each(self) -> int:
+        """Largest number of tokens that an answer gains in a step."""
+
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a request with synthetic tokens and no client."""
 
@@ -181,7 +185,7 @@ class _ProfilingRun:
                 break
         if not self._engine.info.generates:
             return
-        contexts = _contexts(self._engine.info.max_model_len) if self.prefills else []
+        contexts = _contexts(self._engine) if self.prefills else []
         for index, context in enumerate(contexts):
             now_s = self._clock()
             share_s = (self._end_s - now_s) / (len(contexts) - index)
@@ -219,7 +223,7 @@ class _ProfilingRun:
 
     def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> None:
         """Measure points of one context length: the batch grows until time or memory runs out."""
-        max_tokens = _room(self._engine.info.max_model_len)
+        max_tokens = _room(self._engine)
         for batch_size in _BATCH_SIZES:
             num_new = batch_size - len(self._generated)
             if batch_size > self._engine.max_sequences:
@@ -313,14 +317,14 @@ class _ProfilingRun:
         return min(_MAX_KV_TOKENS, max(_MIN_KV_TOKENS, free_tokens))
 
 
-def _contexts(max_model_len: int) -> list[int]:
-    limit = max_model_len - _room(max_model_len)
+def _contexts(engine: ProfiledModel) -> list[int]:
+    limit = engine.info.max_model_len - _room(engine)
     chosen = [context for context in _CONTEXTS if 2 * context <= limit]
     return [*chosen, min(limit, _CONTEXTS[-1])] if len(chosen) < len(_CONTEXTS) else chosen
 
 
-def _room(max_model_len: int) -> int:
-    return min(_DECODE_ROOM, max_model_len // 2)
+def _room(engine: ProfiledModel) -> int:
+    return min(_DECODE_ROOM * engine.max_tokens_each, engine.info.max_model_len // 2)
 
 
 def _shape(path: str) -> ModelShape | None:

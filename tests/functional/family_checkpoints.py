@@ -36,12 +36,21 @@ def write_checkpoint(path: Path, recorded: Recorded) -> Path:
     return path
 
 
-def encode(path: Path, text: str) -> list[int]:
-    """Return the tokens of an answer and the token that ends an answer."""
+def encode(path: Path, recorded: Recorded) -> list[int]:
+    """Return the tokens of an answer with the token that ends an answer."""
+    if recorded.model_type == "gpt_oss":  # vLLM's parser reads tokens of OpenAI's vocabulary
+        from openai_harmony import (  # type: ignore[import-untyped]
+            HarmonyEncodingName,
+            load_harmony_encoding,
+        )
+
+        encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+        ids: list[int] = encoding.encode(recorded.answer, allowed_special="all")
+        return ids
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    return [*tokenizer.encode(text).ids, EOS_ID]
+    return [*tokenizer.encode(recorded.answer).ids, EOS_ID]
 
 
 @cache

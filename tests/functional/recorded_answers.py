@@ -356,6 +356,16 @@ RECORDED = {
         answer=f"<|function_call|>{_CALL}",
         tool="gigachat3",
     ),
+    "gpt-oss": Recorded(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        template="openai-gpt-oss-120b",
+        answer=f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>"
+        f"commentary to=functions.get_weather <|constrain|>json<|message|>{_JSON}<|call|>",
+        thought=THOUGHT,
+        tool="openai",
+        reasoning="openai_gptoss",
+    ),
     "llama-3.1": Recorded(
         model_type="llama",
         template=_LLAMA,

@@ -47,7 +47,6 @@ class ScriptedPeer:
     ) -> None:
         """``engine`` has the engine options by model."""
         self.script: dict[str, Sequence[int]] = {}
-        self.step_s = 0.0
         self.requests: list[AddRequest] = []
         self._checkpoints = checkpoints
         self._engine = engine or {}
@@ -141,4 +140,3 @@ class ScriptedPeer:
             reason = "stop" if index == len(token_ids) else None
             progress = RequestProgress(request.request_id, [token_id], reason)
             self._channel.send(StepOutputs(request.model, time.monotonic(), [], [progress]))
-            time.sleep(self.step_s)

@@ -17,8 +17,10 @@ import openai
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.client import RemoveMode
 from gpupoold.api.schemas import ModelInfo
 from gpupoold.api.schemas_access import AddKeyRequest
+from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,
     MIXTRAL,
@@ -33,6 +35,7 @@ from tests.functional.daemon_tools import (
     eventually,
     ps,
     until,
+    usage,
     weight_bytes,
 )
 
@@ -69,6 +72,7 @@ def alone(
     """The answers of vLLM alone: of the model, and of each adapter."""
     env = project_env | {
         "GPUPOOL_PLAIN_LINEAR": "1",
+        "OMP_NUM_THREADS": "1",  # two threads that spin for each other are far slower
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
@@ -98,10 +102,20 @@ def daemon(
 
 async def add(daemon: PrivateDaemon, name: str, source: Path, base: str = LLAMA) -> str:
     """Add an adapter by the command line; return the command's messages."""
-    arguments = ("add-adapter", name, "--of", base, "--source", str(source))
+    arguments = ("add-adapter", name, "--of", base, "--source", str(source), "--ttft", "9s")
     done = await asyncio.to_thread(cli, daemon, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+async def remove(daemon: PrivateDaemon, name: str, mode: RemoveMode) -> None:
+    """Remove an adapter, faster than by the command line: answers are short."""
+
+    def call() -> None:
+        with daemon.client() as client:
+            client.remove_model(name, mode)
+
+    await asyncio.to_thread(call)
 
 
 def model(daemon: PrivateDaemon, name: str = LLAMA) -> ModelInfo:
@@ -165,7 +179,7 @@ async def test_an_adapter_is_a_model_to_clients(
     assert json.loads(history.stdout), history.stderr
     shown = cli(daemon, "show", LLAMA).stdout
     assert "adapter first" in shown
-    assert "rank 8" in shown
+    assert "rank 8, ttft 9s, " in shown
 
 
 async def test_answers_survive_the_end_of_the_worker(
@@ -198,17 +212,40 @@ async def test_a_higher_rank_needs_another_engine_in_which_answers_go_on(
     await assert_all_as_alone(daemon, alone, (LLAMA, *RANKS))
 
 
+async def test_an_adapter_whose_folder_is_lost_fails_alone(
+    daemon: PrivateDaemon, adapters: Path, alone: dict[str, list[int]]
+) -> None:
+    pid = device(daemon).pid
+    assert pid is not None
+    (adapters / "third").rename(adapters / "lost")
+    try:
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: device(daemon).pid not in (None, pid), BACK_S)
+        await eventually(lambda: usage(daemon, LLAMA).state == "ready", BACK_S)
+    finally:
+        (adapters / "lost").rename(adapters / "third")
+    async with api_client(daemon.http_url) as api:
+        assert (await ask(api, LLAMA, PROMPT, LENGTH)).token_ids == alone[LLAMA]
+        with pytest.raises(openai.APIError, match="no longer has the adapter"):
+            await ask(api, "third", PROMPT, 1)
+        assert (await ask(api, "first", PROMPT, LENGTH)).token_ids == alone["first"]
+    assert "adapter third was not loaded" in cli(daemon, "events").stdout
+    await remove(daemon, "third", "refuse")
+    await add(daemon, "third", adapters / "third")
+    async with api_client(daemon.http_url) as api:
+        assert (await ask(api, "third", PROMPT, LENGTH)).token_ids == alone["third"]
+
+
 async def test_a_removed_adapter_leaves_its_base_alone(
     daemon: PrivateDaemon, adapters: Path, alone: dict[str, list[int]]
 ) -> None:
     async with api_client(daemon.http_url) as api:
         stream = Background(api, "second", PROMPT, LENGTH)
         await stream.started()
-        refused = await asyncio.to_thread(cli, daemon, "rm", "second")
-        assert (refused.returncode, "live requests" in refused.stderr) == (5, True)
+        with pytest.raises(Refused, match="live requests"):
+            await remove(daemon, "second", "refuse")
         beside = Background(api, LLAMA, PROMPT, LENGTH)
-        removed = await asyncio.to_thread(cli, daemon, "rm", "second", "--drain")
-        assert removed.returncode == 0, removed.stderr
+        await remove(daemon, "second", "drain")
         assert (await stream.finished()).token_ids == alone["second"]
         assert (await beside.finished()).token_ids == alone[LLAMA]
         with pytest.raises(openai.NotFoundError, match="second"):
@@ -218,7 +255,7 @@ async def test_a_removed_adapter_leaves_its_base_alone(
         assert (await ask(api, "second", PROMPT, LENGTH)).token_ids == alone["third"]
         forced = Background(api, "second", PROMPT, LENGTH)
         await forced.started()
-        await asyncio.to_thread(cli, daemon, "rm", "second", "--force")
+        await remove(daemon, "second", "force")
         with pytest.raises(openai.APIError, match="removed"):
             await forced.finished()
         assert (await ask(api, "first", PROMPT, LENGTH)).token_ids == alone["first"]

@@ -85,6 +85,7 @@ class TestLooking:
             "frontend-0",
             "frontend-1",
             "gpupoold",
+            "inspection",
             "worker-0",
         }
         one = cli(pool, "logs", "--process", "worker-0", "--lines", "3")

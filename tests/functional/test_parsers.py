@@ -62,7 +62,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def peer(checkpoints: dict[str, Path]) -> Iterator[ScriptedPeer]:
     with ScriptedPeer(checkpoints, OPTIONS) as running:
         for name, recorded in RECORDED.items():
-            running.script[name] = encode(checkpoints[name], recorded.answer)
+            running.script[name] = encode(checkpoints[name], recorded)
         for name in OPTIONS:
             running.script[name] = running.script["qwen3"]
         yield running
@@ -189,8 +189,9 @@ def test_without_a_reasoning_parser_the_thought_stays_text(openai: OpenAI) -> No
 def test_the_parser_of_a_given_template(
     openai: OpenAI, peer: ScriptedPeer, checkpoints: dict[str, Path]
 ) -> None:
-    peer.script[OTHER_TEMPLATE] = encode(checkpoints[OTHER_TEMPLATE], PYTHONIC)
-    request = asked(OTHER_TEMPLATE, replace(RECORDED["qwen3"], chat={}))
+    recorded = replace(RECORDED["qwen3"], answer=PYTHONIC)
+    peer.script[OTHER_TEMPLATE] = encode(checkpoints[OTHER_TEMPLATE], recorded)
+    request = asked(OTHER_TEMPLATE, recorded)
     assert whole_chat(openai, request) == Heard("", "", [CALL], "tool_calls")
 
 

@@ -37,9 +37,9 @@ LOAD_OPTIONS = {"dtype": "float32", "max_model_len": images.MAX_LEN}
 def daemon(
     vision_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrivateDaemon]:
-    """Two devices, each with room for one model and a half."""
+    """Two devices, each with room for one model and a half, and short turns."""
     num_bytes = int(1.6 * max(weight_bytes(vision_models[name]) for name in (QWEN2_5, QWEN3)))
-    config = emulated_config(num_bytes, num_devices=2)
+    config = emulated_config(num_bytes, num_devices=2) + '[scheduling]\nquota_max = "30ms"\n'
     with private_daemon(config, tmp_path_factory.mktemp("vision")) as daemon:
         for name in (QWEN2_5, QWEN3):
             daemon.add_model(name, vision_models[name], **LOAD_OPTIONS)
@@ -86,6 +86,28 @@ async def test_paused_by_another_model(daemon: PrivateDaemon, api: AsyncOpenAI) 
         finally:
             client.undrain(1)
     assert any(switch.weight_bytes for switch in switched)
+
+
+async def test_paused_within_an_image(
+    daemon: PrivateDaemon, api: AsyncOpenAI, vision_models: dict[str, Path]
+) -> None:
+    """Each image of 20 tokens is in two or three steps, between which another model runs."""
+    steps = {"max_num_batched_tokens": "12", "max_num_seqs": "4"}
+    question: Question = tuple(range(60, 76))
+    expected = await images.answers(api, [(QWEN2_5, question)], 10)
+    daemon.add_model("in-steps", vision_models[QWEN2_5], engine=steps, **LOAD_OPTIONS)
+    with daemon.client() as client:
+        client.drain(1)
+        try:
+            others = [ImageAnswer(api, QWEN3, (seed,)) for seed in range(4)]
+            assert await images.answers(api, [("in-steps", question)], 10) == expected
+            for other in others:
+                await other.finished()
+            switched = client.switches(model="in-steps", device=0, limit=200)
+        finally:
+            client.undrain(1)
+        client.remove_model("in-steps")
+    assert len(switched) > 1
 
 
 async def test_migrated(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:

@@ -83,6 +83,7 @@ class WorkerPeer:
         self.switches: list[m.SwitchRecord] = []
         self.wrong_answers: list[m.WrongAnswer] = []
         self.status: m.WorkerStatus | None = None
+        self.drafts = m.DraftCounts()
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
         self.scheduler = Scheduler(policy, self._carry_out)
@@ -230,6 +231,7 @@ class WorkerPeer:
                 self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
                 if item.finish_reason:
                     self.ended[item.request_id] = item.finish_reason
+            self.drafts = self.drafts.plus(message.drafts or m.DraftCounts())
             self.scheduler.stepped(0, message)
             self.scheduler.check_state()
         elif isinstance(message, m.MemoryReport):

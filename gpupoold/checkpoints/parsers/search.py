@@ -79,16 +79,17 @@ def found_parsers(path: Path, options: Mapping[str, str]) -> FoundParsers:
     """Return the parsers of the model in folder ``path``. Blocks on file access.
 
     The engine options ``tool_call_parser``, ``reasoning_parser`` and ``chat_template`` take
-    precedence; ``none`` stands for no parser.
+    precedence; ``none`` stands for no parser. The option ``tokenizer`` names another folder with a
+    tokenizer and a template.
     """
     config = _read_json(path / layout.CONFIG_FILE)
+    path = Path(options.get("tokenizer", path))
     tokenizer_config = _read_json(path / layout.TOKENIZER_CONFIG_FILE)
     templates = _templates(path, tokenizer_config, options.get("chat_template"))
     tool = _given(options, "tool_call_parser")
     reasoning = _given(options, "reasoning_parser")
-    is_mistral = _is_mistral_format(path)
-    if is_mistral:
-        tool = tool or Finding("mistral", "the tokenizer is Mistral's own (tekken.json)")
+    if _has_mistrals_tokenizer(path, options.get("tokenizer_mode", "auto")):
+        tool = tool or Finding("mistral", "vLLM uses Mistral's own tokenizer")
         if reasoning is None and _has_token(path, "[THINK]"):
             reasoning = Finding("mistral", "Mistral's own tokenizer has the token [THINK]")
         templates = _Templates({}, "", "Mistral's own tokenizer renders the prompts")
@@ -173,10 +174,10 @@ def _additional(path: Path) -> dict[str, str]:
     return {name: text for name, text in read.items() if text is not None}
 
 
-def _is_mistral_format(path: Path) -> bool:
+def _has_mistrals_tokenizer(path: Path, mode: str) -> bool:
     """Return whether vLLM uses Mistral's tokenizer: the weights are in Mistral's format too."""
-    if not os.path.isfile(path / _MISTRAL_TOKENIZER_FILE):
-        return False
+    if mode != "auto" or not os.path.isfile(path / _MISTRAL_TOKENIZER_FILE):
+        return mode == "mistral"
     return any(path.glob("consolidated*.safetensors"))
 
 

@@ -20,6 +20,7 @@ from gpupoold.domain import (
     Switch,
 )
 from gpupoold.stats.histogram import Histogram
+from gpupoold.wire.messages import DraftCounts
 
 NUM_MINUTES = 60
 _NUM_SECONDS = 60
@@ -89,6 +90,7 @@ class ModelStats:
 
     def __init__(self) -> None:
         self.now = Counts()
+        self.drafts = DraftCounts()  # of speculative decoding, since the start
         self._closed = Counts()  # of all closed minutes since the start
         self._hour = Counts()  # of the minutes in _minutes
         self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))

@@ -35,6 +35,9 @@ class TokenCounter:
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
         """Count the tokens of a step, before the core counts the tokens."""
+        if message.drafts is not None and message.model in self._stats:
+            stats = self._stats[message.model]
+            stats.drafts = stats.drafts.plus(message.drafts)
         for item in message.progress:
             request = self._live.get(item.request_id)
             if request is None:

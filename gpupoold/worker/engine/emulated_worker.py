@@ -12,8 +12,8 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from gpupoold.worker.engine import masked_adapters
 from gpupoold.worker.engine.cpu_kernels import correct_rotary_embedding
+from gpupoold.worker.engine.masked_adapters import MaskedAdapters
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 
 
@@ -24,13 +24,6 @@ class EmulatedWorker(PooledMemory, CPUWorker):
         """Initialise as vLLM does, with the corrected kernels."""
         correct_rotary_embedding()
         super().init_device()
-
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load with adapters that leave requests for the base model unchanged."""
-        CpuPlatform.get_punica_wrapper = classmethod(  # type: ignore[method-assign]
-            lambda _: f"{masked_adapters.__name__}.MaskedAdapters"
-        )
-        super().load_model(load_dummy_weights=load_dummy_weights)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return vLLM's specs, with states stored only at the end of a step.
@@ -46,3 +39,10 @@ class EmulatedWorker(PooledMemory, CPUWorker):
             else spec
             for name, spec in specs.items()
         }
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load with adapters that leave requests for the base model unchanged."""
+        CpuPlatform.get_punica_wrapper = classmethod(  # type: ignore[method-assign]
+            lambda _: f"{MaskedAdapters.__module__}.{MaskedAdapters.__qualname__}"
+        )
+        super().load_model(load_dummy_weights=load_dummy_weights)

@@ -1,6 +1,6 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
-Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
+Seams used (``scripts/vllm_seams``): ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
 ``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
 ``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
 the first request.
@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -27,42 +26,28 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
+from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.engine.pooled_memory import whole_model
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
-SUPPORTED_VERSION = "0.32.0"
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-
-
-def check_engine_version() -> str:
-    """Return the installed vLLM's version.
-
-    Raises:
-        Failed: the version is not ``SUPPORTED_VERSION``, whose internals this module uses.
-    """
-    installed = str(vllm.__version__)
-    if not installed.startswith(SUPPORTED_VERSION):
-        raise Failed(
-            f"vLLM {installed} is installed, gpupool needs {SUPPORTED_VERSION}",
-            f"install vllm=={SUPPORTED_VERSION}",
-        )
-    return installed
 
 
 class WatchedFreeQueue(FreeKVCacheBlockQueue):
@@ -169,23 +154,23 @@ class ModelEngine:
         self,
         frames: list[bytes],
         output_token_ids: Sequence[int] = (),
-        kv: tuple[Slot, int] | None = None,
+        kv: tuple[Slot, KvTransfer] | None = None,
         frontend: int = 0,
     ) -> None:
         """Queue a request encoded by frontend ``frontend``; continue after ``output_token_ids``.
 
-        ``kv`` is a slot with the request's first blocks, and their number. The slot is freed if not
-        needed.
+        ``kv`` has a slot with KV of the request. The slot is freed if not needed.
 
         Raises:
             Refused: the engine does not accept the request.
         """
-        blocks = self._attach(*kv) if kv is not None else []
-        attached: list[str] = []
+        slot, attached = None if kv is None else kv[0], list[Request]()
 
         def attach(request: Request) -> None:
-            self._scheduler.attach(request, blocks)
-            attached.append(request.request_id)
+            nonlocal slot
+            if kv is not None:
+                slot = None
+                attached.extend([request] if self._attach(request, *kv) else [])
 
         try:
             decoded = self._decoder.decode(frames)
@@ -195,12 +180,13 @@ class ModelEngine:
             if output_token_ids:
                 resume(self._core, request, wave, output_token_ids, attach)
             else:
+                attach(request)
                 self._core.add_request(request, wave)
         except Exception as error:  # one request's error must not end others
-            if not attached:
-                self._ledger.give(blocks)
-            for request_id in attached:
-                self._scheduler.release(request_id)
+            if slot is not None:
+                slot.free()
+            for request in attached:
+                self._scheduler.detach(request)
             self.kv.discard_dead()
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
 
@@ -219,24 +205,29 @@ class ModelEngine:
         structured = None if request is None else request.structured_output_request
         return structured is None or structured.grammar is not None
 
-    def _attach(self, slot: Slot, num_blocks: int) -> list[int]:
-        """Return blocks with the bytes in ``slot``; none, with the slot freed, if impossible."""
-        if slot.num_bytes == num_blocks * self.kv.geometry.block_bytes:
-            blocks = self.kv.attach_slot(slot, num_blocks)
-            if blocks is not None:
-                return blocks
-        slot.free()
-        return []
+    def _attach(self, request: Request, slot: Slot, transfer: KvTransfer) -> bool:
+        """Give a new request the KV in ``slot``; return False if impossible, and free the slot."""
+        if slot.num_bytes != transfer.num_blocks * self.kv.geometry.block_bytes:
+            slot.free()
+            return False
+        blocks = self.kv.attach_slot(slot, transfer.num_blocks)
+        if blocks is None:
+            slot.free()
+            return False
+        if self._scheduler.attach(request, blocks, transfer.num_computed_tokens):
+            return True
+        self._ledger.give(blocks)
+        self.kv.discard_dead()
+        return False
 
-    def full_blocks(self, request_id: str) -> list[int] | None:
-        """Return a request's blocks with complete KV, from the first on; None for an unknown
-        request.
-        """
+    def computed_kv(self, request_id: str) -> ComputedKv | None:
+        """Return what a request needs to continue elsewhere; None for an unknown request."""
+        self._steps.wait()
         request = self._core.scheduler.requests.get(request_id)
         if request is None or request.is_finished():
             return None
-        blocks: list[int] = self._scheduler.full_blocks(request)
-        return blocks
+        computed: ComputedKv = self._scheduler.computed_kv(request)
+        return computed
 
     @property
     def max_batched_tokens(self) -> int:
@@ -247,6 +238,11 @@ class ModelEngine:
     def max_sequences(self) -> int:
         """Largest number of requests in a step."""
         return int(self._core.scheduler.max_num_running_reqs)
+
+    @property
+    def max_tokens_each(self) -> int:
+        """Largest number of tokens that an answer gains in a step: a whole draft, and one more."""
+        return 1 + int(self._core.scheduler.num_spec_tokens)
 
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a greedy request with a synthetic prompt and exactly ``max_tokens`` tokens.
@@ -320,7 +316,7 @@ class ModelEngine:
     def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
         """Begin a step and wait for the previous step, see :meth:`EngineSteps.begin`.
 
-        The step has at most ``chunk_tokens``: prompt tokens, and one token for each answer.
+        The step has at most ``chunk_tokens``: prompt tokens, and each answer's token and draft.
         """
         return self._steps.begin(chunk_tokens)
 
@@ -338,16 +334,8 @@ class ModelEngine:
 
     def num_missing_blocks(self) -> int:
         """Return an upper bound of the blocks that the next step may need beyond free blocks."""
-        scheduler, size = self._core.scheduler, self.info.block_size
-        wanted = 0
-        for request in scheduler.running:
-            wanted += 1 + -(-(request.num_tokens - request.num_computed_tokens) // size)
-        for request in scheduler.waiting:
-            wanted += 1 + -(-request.num_tokens // size)
-        wanted -= self._scheduler.num_attached
-        groups = len(scheduler.kv_cache_config.kv_cache_groups)
         limit = self.kv.geometry.num_blocks - 1
-        return max(0, min(wanted * groups, limit) - self._ledger.num_free)
+        return max(0, min(self._scheduler.num_wanted_blocks(), limit) - self._ledger.num_free)
 
     @property
     def encoder_bytes(self) -> int:
@@ -381,8 +369,10 @@ class ModelEngine:
         core.scheduler.shutdown()
         runner = _runner(core)
         runner.compilation_config.static_forward_context.clear()
-        forget_compiled(runner.get_model())
-        runner.model = None
+        forget_compiled(whole_model(runner))
+        for holder in ("model", "drafter", "speculator"):  # the drafter's holder by model runner
+            if hasattr(runner, holder):
+                setattr(runner, holder, None)
         runner.kv_caches.clear()
         self._scheduler = self._core = None
         del self._encoder_outputs
@@ -452,8 +442,10 @@ def _geometry(core: Any, page_bytes: int) -> KvGeometry:
         return KvGeometry(1, page_bytes, (KvRow(0, page_bytes, page_bytes),))
     rows: set[KvRow] = set()
     for tensor in config.kv_cache_tensors:
-        if tensor.layer_stride < tensor.block_stride:  # blocks outermost: one piece per block
-            rows.add(KvRow(tensor.offset, tensor.block_stride, tensor.block_stride))
+        if tensor.layer_stride < tensor.block_stride:
+            # Blocks outermost: one piece per block, also if layers of several kinds share the
+            # block, each kind at its own offset in the block.
+            rows.add(KvRow(0, tensor.block_stride, tensor.block_stride))
             continue
         for layer in range(len(tensor.layers)):
             start = tensor.offset + layer * tensor.layer_stride
@@ -490,14 +482,3 @@ def _block_pool(core: Any) -> Any:
 
 def _runner(core: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
-
-
-def use_plain_linear_layers() -> None:
-    """Keep linear weights in torch tensors on the CPU.
-
-    Otherwise vLLM repacks the weights into oneDNN handles, which are not tensors and cannot be
-    placed in pages. Without oneDNN vLLM uses ``F.linear``.
-    """
-    import vllm._custom_ops as custom_ops
-
-    custom_ops._supports_onednn = False

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
@@ -29,7 +30,7 @@ class PooledMemory:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, then move the weights into the model's address range."""
         super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
-        current_load().take_weights(self.model_runner.get_model())
+        current_load().take_weights(whole_model(self.model_runner))
 
     def determine_available_memory(self) -> int:
         """Return the KV budget of a model alone on the device: all memory without the weights."""
@@ -53,6 +54,16 @@ class PooledMemory:
         if tag == "kv_cache":
             return current_load().kv_allocation()
         return contextlib.nullcontext()
+
+
+def whole_model(runner: Any) -> nn.Module:
+    """Return a runner's model, together with the drafter's model if there is one.
+
+    Modules that both share, such as embeddings, occur once in the result.
+    """
+    model: nn.Module = runner.get_model()
+    draft: nn.Module | None = runner.get_draft_model()
+    return model if draft is None else nn.ModuleList([model, draft])
 
 
 def _ensure_process_groups(init_method: str, local_rank: int) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.worker import workspace
 
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.codec import MAX_FRAME_BYTES
-from gpupoold.wire.messages import RequestProgress
+from gpupoold.wire.messages import DraftCounts, RequestProgress
 
 _MAX_STEP_BYTES = MAX_FRAME_BYTES // 2
 """Limit in bytes of encoded outputs in one message, which also has the token ids."""
@@ -36,6 +36,8 @@ class Step(NamedTuple):
     """Number of ``frames`` per frontend, in the order of the frames."""
     pooled: dict[str, torch.Tensor]
     """Results of pooling requests by id."""
+    drafts: DraftCounts | None = None
+    """Speculative decoding since the previous step with drafts."""
 
 
 class EngineSteps:
@@ -107,7 +109,10 @@ class EngineSteps:
         if self._scheduler.num_updates > num_updates:
             made = (outputs or {}).items()
             reported = {number: result for number, result in made if result.outputs}
-            self._made += self._steps_of(reported, is_decode=bool(self._scheduler.was_decode))
+            made_steps = self._steps_of(reported, is_decode=bool(self._scheduler.was_decode))
+            if reported:
+                made_steps[0] = made_steps[0]._replace(drafts=self._scheduler.take_drafts())
+            self._made += made_steps
         WORKER.end_steps(len(self._core.batch_queue or ()))
         if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()

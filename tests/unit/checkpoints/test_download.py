@@ -12,12 +12,13 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from gpupoold.checkpoints import download as download_module, hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.download import PART_FOLDER, checkpoint_dir, download
+from gpupoold.checkpoints.download import PART_FOLDER, Content, checkpoint_dir, download
 from gpupoold.checkpoints.manifest import MANIFEST_FILE, Manifest, read_manifest
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from tests.unit.checkpoints import samples
@@ -43,6 +44,7 @@ def fetch(
     allow_pickle: bool = False,
     allow_remote_code: bool = False,
     model_dirs: tuple[Path, ...] = (),
+    content: Content = "checkpoint",
 ) -> Path:
     reports = progress if progress is not None else []
     return asyncio.run(
@@ -54,6 +56,7 @@ def fetch(
             allow_pickle=allow_pickle,
             allow_remote_code=allow_remote_code,
             model_dirs=model_dirs,
+            content=content,
         )
     )
 
@@ -392,7 +395,7 @@ class TestRefused:
         assert visible(fetch(tmp_path / "m", allow_pickle=True)) == files
 
     def test_no_weights(self, hub: FakeHub, tmp_path: Path) -> None:
-        hub.add(REPO, {"config.json": b"{}", "model.gguf": b"x"})
+        hub.add(REPO, {"config.json": b"{}", "README.md": b"x"})
         assert "has no weights" in refusal(Refused, tmp_path / "m")
 
     def test_custom_code_before_the_weights(self, hub: FakeHub, tmp_path: Path) -> None:
@@ -445,3 +448,50 @@ class TestRefused:
         unfinished = read_manifest(tmp_path)
         assert unfinished is not None
         assert not unfinished.complete
+
+
+class TestAdapters:
+    FILES: ClassVar = {
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 8}',
+        "adapter_model.safetensors": b"tensors",
+    }
+
+    def test_only_the_adapter_is_fetched(self, hub: FakeHub, tmp_path: Path) -> None:
+        others = {"adapter_model.bin": b"", "tokenizer.json": b"{}", "optimizer.pt": b"x"}
+        commit = hub.add(REPO, self.FILES | others).revisions["main"]
+        target = fetch(tmp_path / "a", content="adapter")
+        assert visible(target) == self.FILES
+        assert_complete(target, commit)
+
+    def test_its_kind_is_checked_before_its_weights_are_fetched(
+        self, hub: FakeHub, tmp_path: Path
+    ) -> None:
+        hub.add(REPO, self.FILES | {"adapter_config.json": b'{"peft_type": "IA3"}'})
+        with pytest.raises(Refused, match="of type 'IA3'"):
+            fetch(tmp_path / "a", content="adapter")
+        assert "adapter_model.safetensors" not in visible(tmp_path / "a")
+
+    @pytest.mark.parametrize(
+        ("files", "content", "text"),
+        [
+            (FILES, "checkpoint", "has a LoRA adapter, not a model"),
+            (samples.checkpoint(), "adapter", "so it is no adapter"),
+            ({"adapter_config.json": b"{}"}, "adapter", "has no weights"),
+        ],
+    )
+    def test_the_other_kind_of_repository(
+        self, files: dict[str, bytes], content: Content, text: str, hub: FakeHub, tmp_path: Path
+    ) -> None:
+        hub.add(REPO, files)
+        with pytest.raises(Refused, match=text):
+            fetch(tmp_path / "a", content=content)
+
+    def test_a_pickle_is_fetched_only_if_allowed(self, hub: FakeHub, tmp_path: Path) -> None:
+        files = {
+            "adapter_config.json": self.FILES["adapter_config.json"],
+            "adapter_model.bin": b"p",
+        }
+        hub.add(REPO, files)
+        with pytest.raises(Refused, match="only in pickle files"):
+            fetch(tmp_path / "a", content="adapter")
+        assert visible(fetch(tmp_path / "b", content="adapter", allow_pickle=True)) == files

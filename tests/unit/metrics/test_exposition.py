@@ -78,7 +78,11 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(
     counts.tokens, counts.tokens_in_time = 8, 6
     for seconds in (0.0015, 0.04, 1000.0):
         counts.tbt.add(seconds)
+    assert not values(await samples(exporter_of(control_plane)), "drafts_total")
+    control_plane.dispatcher.accounts.stats[MODEL].drafts = m.DraftCounts(2, 8, 3)
     found = await samples(exporter)
+    assert values(found, "draft_tokens_total") == {MODEL: 8}
+    assert values(found, "accepted_draft_tokens_total") == {MODEL: 3}
     assert values(found, "requests_refused_total")[f"{MODEL} queue_full"] == 3
     assert values(found, "attainment_ratio") == {MODEL: 0.75}
     buckets = values(found, "time_between_tokens_seconds_bucket")

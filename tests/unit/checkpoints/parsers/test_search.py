@@ -134,6 +134,21 @@ def test_mistrals_own_tokenizer(tmp_path: Path) -> None:
     )
 
 
+def test_the_mode_of_the_tokenizer_decides_too(tmp_path: Path) -> None:
+    write(tmp_path, chat_template_jinja=HERMES, tekken_json=TEKKEN)
+    assert found(tmp_path, tokenizer_mode="mistral").tool.name == "mistral"
+    (tmp_path / "consolidated.safetensors").touch()
+    assert found(tmp_path, tokenizer_mode="hf").tool.name == "hermes"
+
+
+def test_another_tokenizer_has_another_template(tmp_path: Path) -> None:
+    write(tmp_path, config_json={"model_type": "granite"}, chat_template_jinja="plain")
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other, chat_template_jinja=HERMES)
+    assert found(tmp_path, tokenizer=str(other)).tool.name == "granite4"
+
+
 def test_options_take_precedence(tmp_path: Path) -> None:
     write(tmp_path, chat_template_jinja=HERMES)
     given = found(tmp_path, tool_call_parser="xlam", reasoning_parser="None")

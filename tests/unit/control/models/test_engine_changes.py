@@ -64,6 +64,17 @@ async def test_options_of_the_api_need_no_other_engine(box: ModelsBox) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_template_with_another_reasoning_parser_needs_another_engine(
+    box: ModelsBox,
+) -> None:
+    await box.lifecycle.set("a", SetModelRequest(engine={"chat-template": "{{ messages }}"}))
+    assert box.told == []
+    thinking = "{% if enable_thinking is not false %}<think>{% endif %}"
+    await box.lifecycle.set("a", SetModelRequest(engine={"chat-template": thinking}))
+    assert box.told == ["attach a on 0", "attach a on 1"]
+
+
+@pytest.mark.asyncio
 async def test_an_api_that_cannot_be_mounted_undoes_the_change(box: ModelsBox) -> None:
     box.frontends.error = Failed("a bad template")
     with pytest.raises(Failed, match="a bad template"):

@@ -65,6 +65,26 @@ def test_the_messages_of_validators_come_without_their_frame() -> None:
             "unquantised",
         ),
         (
+            "No WNA16 MoE backend supports the deployment configuration.",
+            "m: vLLM has no kernel of this device for quantised mixtures of experts (WNA16)",
+            "on a GPU",
+        ),
+        (
+            "Unsupported FP8 MoE backend: NONE",
+            "m: vLLM has no kernel of this device for quantised mixtures of experts (FP8)",
+            "on a GPU",
+        ),
+        (
+            "_C::static_scaled_fp8_quant() expected at most 0 argument(s) but received 4",
+            "m: FP8 with one scale for each tensor cannot be computed by vLLM's CPU build",
+            "one scale for each channel",
+        ),
+        (
+            "Failed to find a kernel that can implement the MXFP8 linear layer. Reasons: ...",
+            "m: vLLM has no kernel of this device for MXFP8 layers",
+            "on a GPU",
+        ),
+        (
             "Cannot find any of ['sym'] in the model's quantization config.",
             "m: the quantization_config in config.json lacks sym",
             "another quantised version",

@@ -15,6 +15,8 @@ from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 
+DRAFTS = m.DraftCounts(1, 4, 2)
+
 
 class Engine:
     """A model whose steps take 10 ms of the device, and 3 ms of the host before it is begun."""
@@ -26,6 +28,7 @@ class Engine:
         self._is_async = is_async
         self._ends_s: list[float] = []
         self.num_left = 4
+        self.num_tokens = 1
         self.chunks: list[int | None] = []
 
     @property
@@ -49,7 +52,16 @@ class Engine:
         self._clock.now_s = max(self._clock.now_s, self._ends_s.pop(0))
         self.num_left -= 1
         reason = None if self.num_left else "length"
-        return [Step([b"frame"], [m.RequestProgress("r", [7], reason)], True, {0: 1}, {})]
+        return [
+            Step(
+                [b"frame"],
+                [m.RequestProgress("r", [7] * self.num_tokens, reason)],
+                True,
+                {0: 1},
+                {},
+                DRAFTS,
+            )
+        ]
 
 
 class Clock:
@@ -114,6 +126,16 @@ def test_steps_take_host_and_device_one_by_one() -> None:
     for _ in range(3):
         told.steps.begin(told.engine, None)
     assert told.steps_s == [0.013, 0.013, 0.013]
+
+
+def test_the_time_of_a_step_with_accepted_drafts_is_told_per_token() -> None:
+    told = Told(is_async=False)
+    told.engine.num_tokens = 3
+    told.steps.begin(told.engine, None)
+    assert told.steps_s == [round(0.013 / 3, 6)]
+    assert told.sent[0].drafts == DRAFTS
+    deadline_s = told.ledger.next_deadline_s("m")
+    assert deadline_s == pytest.approx(99.0 + 1.0 + 3 * 0.1), "each token has its own deadline"
 
 
 def test_an_engine_without_requests_is_noticed(told: Told) -> None:

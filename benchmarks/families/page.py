@@ -32,8 +32,9 @@ Pooling models return numbers, which may differ by 0.00001, and have no KV betwe
 Vision models get prompts without images here; tests with images are in \
 `tests/functional`.
 
-Both sides use two corrections of vLLM 0.32's CPU build, which GPUs do not need: linear layers \
-without oneDNN, and the rotary embedding of queries with three dimensions (MLA, LFM2). "One \
+Both sides use the adaptations of vLLM's CPU build in `gpupoold/worker/engine/cpu_build.py`, \
+which GPUs do not need; without the corrected rotary embedding, MLA models and LFM2 answer \
+wrongly in vLLM 0.32 alone. "One \
 request at a time" marks families whose tokens depend on other requests of a step in vLLM alone. \
 "vLLM alone without prefix cache" marks families whose prefill fails in vLLM's CPU build with the \
 prefix cache, and not in gpupool.

@@ -23,6 +23,7 @@ from gpupoold.wire.channel import ChannelClosed
 # answer long enough to be interrupted.
 _SIZES = ((20, 48), (80, 48), (150, 256))
 _LONG = len(_SIZES) - 1
+_ENCODER_BYTES = 2 << 20  # kept free for the outputs of an image encoder
 _MAX_SWITCH_REQUESTS = 120  # of a group under memory pressure
 _TOLERANCE = 1e-5  # of the numbers of pooling models
 _NUM_ROUNDS = 2  # of all prompts, under memory pressure
@@ -116,7 +117,9 @@ class GroupCheck:
             * sum(file.stat().st_size for file in self._paths[family.name].glob("*.safetensors"))
             for family in self.families
         ]
-        device_bytes = int(max(sizes)) + _KV_ROOM_BYTES
+        has_images = any(family.task == "vision" for family in self.families)
+        room_bytes = _KV_ROOM_BYTES + has_images * _ENCODER_BYTES
+        device_bytes = int(max(sizes)) + room_bytes
         worker = FamilyWorker(number, device_bytes, log_path.with_suffix(f".worker-{number}"))
         try:
             yield worker

@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile soak fuzz gpu-bundle clean
+.PHONY: help venv install uninstall demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile models-table soak fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench-api: venv ## the API layer, the admin API and gpupool top: build/bench-api
 
 bench-hostile: venv ## requests that used to end a process, beside 100 streams: build/bench-hostile.json
 	@$(BIN)/python -m benchmarks.hostile
+
+models-table: venv ## every family of models beside vLLM alone: docs/models.md (ARGS='--only gemma3')
+	@$(BIN)/python -m benchmarks.models $(ARGS)
 
 soak: venv ## nine minutes of mixed load, and what grows: build/soak.json (ARGS='--minutes 60')
 	@$(BIN)/python -m benchmarks.soak $(ARGS)

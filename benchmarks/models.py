@@ -1,6 +1,6 @@
 """Check every family of models against vLLM alone, and write docs/models.md.
 
-    python -m benchmarks.models [--only FAMILY ...] [--missing] [--page-only]
+    python -m benchmarks.models [--only FAMILY ...] [--missing | --page-only]
 
 Makes a tiny checkpoint of each family, runs real workers on emulated devices beside vLLM alone, and
 keeps the results in ``benchmarks/results/models/families.json``, from which the page is generated.
@@ -13,15 +13,21 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.families.cells import Cell, Outcome, Row, read_rows, write_rows
 from benchmarks.families.checks import Cells, GroupCheck
 from benchmarks.families.family import Family
-from benchmarks.families.make import make_family
+from benchmarks.families.make import TEMPLATES, make_family
+from benchmarks.families.page import page_text
 from benchmarks.families.plain import PlainVllm
 from benchmarks.families.table import FAMILIES, family_named
-from gpupoold.checkpoints.parsers.search import found_parsers
+from gpupoold.checkpoints.parsers.rules import (
+    ChatFormat,
+    find_reasoning_parser,
+    find_tool_parser,
+)
 from gpupoold.wire.channel import ChannelClosed
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -70,13 +76,23 @@ def _set_missing(cells: Cells, reason: str) -> None:
         cells.setdefault(column, Cell(Outcome.NO, reason[:300]))
 
 
-def _parsers(family: Family, folder: Path) -> Cell:
-    """Return the parsers that gpupool finds with the family's real chat template."""
+def _parsers(family: Family) -> Cell:
+    """Return the parsers that gpupool finds with the family's real chat template.
+
+    The tiny tokenizer has no special tokens of the family, so the template's text stands for these.
+    """
     if not family.template:
         return Cell(Outcome.UNTRIED, "no template at hand")
-    found = found_parsers(make_family(family, folder), {})
-    tool, reasoning = (one.name or "none" for one in (found.tool, found.reasoning))
-    return Cell(Outcome.YES, f"tools: {tool}, reasoning: {reasoning}")
+    template = (TEMPLATES / f"{family.template}.jinja").read_text()
+    chat = ChatFormat(
+        architectures=(family.architecture,),
+        model_types=(family.model_type,),
+        template=template,
+        has_token=lambda token: token in template,
+        has_module=lambda name: find_spec(name) is not None,
+    )
+    tool, reasoning = find_tool_parser(chat).name, find_reasoning_parser(chat).name
+    return Cell(Outcome.YES, f"tools: {tool or 'none'}, reasoning: {reasoning or 'none'}")
 
 
 def _groups(families: Sequence[Family]) -> Iterator[Sequence[Family]]:
@@ -89,21 +105,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="check these families")
     parser.add_argument("--missing", action="store_true", help="check families without results")
     parser.add_argument("--folder", type=Path, default=_ROOT / "build" / "families")
+    parser.add_argument("--page-only", action="store_true", help="generate the page again")
     args = parser.parse_args(argv)
     rows = read_rows(RESULTS)
+    if not args.page_only:
+        rows = _check(args, rows)
+    PAGE.write_text(page_text(FAMILIES, rows))
+    failed = [name for name, row in rows.items() if row.has_failed]
+    print(f"{PAGE}: {len(rows)} families, {len(failed)} with a failure", flush=True)
+    return 1 if failed else 0
+
+
+def _check(args: argparse.Namespace, rows: dict[str, Row]) -> dict[str, Row]:
+    """Check the chosen families, and keep each result at once."""
     chosen = [family_named(name) for name in args.only] if args.only else list(FAMILIES)
     if args.missing:
         chosen = [family for family in chosen if family.name not in rows]
     today = datetime.now(UTC).date().isoformat()
     for name, cells, wall_s in check_families(chosen, args.folder):
-        cells["parsers"] = _parsers(family_named(name), args.folder)
+        cells["parsers"] = _parsers(family_named(name))
         rows[name] = Row(cells=cells, measured_on=today, wall_s=round(wall_s, 1))
         write_rows(RESULTS, rows)
         shown = ", ".join(
             f"{column} {cell.outcome} ({cell.text})" for column, cell in cells.items()
         )
         print(f"{name}: {shown}", flush=True)
-    return 0
+    return rows
 
 
 if __name__ == "__main__":

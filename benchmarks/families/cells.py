@@ -35,6 +35,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     measured_on: str
     wall_s: float
 
+    @property
+    def has_failed(self) -> bool:
+        """True if a check failed for another reason than vLLM's."""
+        return any(cell.outcome is Outcome.NO for cell in self.cells.values())
+
 
 def read_rows(path: Path) -> dict[str, Row]:
     """Return the rows of a results file by family; none if there is no file."""

@@ -23,12 +23,13 @@ from gpupoold.wire.channel import ChannelClosed
 # answer long enough to be interrupted.
 _SIZES = ((20, 48), (80, 48), (150, 256))
 _LONG = len(_SIZES) - 1
+_MAX_SWITCH_REQUESTS = 120  # of a group under memory pressure
 _TOLERANCE = 1e-5  # of the numbers of pooling models
 _NUM_ROUNDS = 2  # of all prompts, under memory pressure
 _NUM_TOKENS_BEFORE = 20
 _NUM_TOKENS_BEFORE_KILL = 5
 # Room on a device beside the largest model; less than the other models of a group together.
-_KV_ROOM_BYTES = 5 << 20
+_KV_ROOM_BYTES = 6 << 20
 
 Cells = dict[str, Cell]
 
@@ -100,7 +101,8 @@ class GroupCheck:
             self._expected[name, index] = self._plain.answer(name, prompt_of(index), num_tokens)
         shorter = range(_LONG)
         together = self._plain.answers(name, [prompt_of(index) for index in shorter], _SIZES[0][1])
-        if together != [self._expected[name, index] for index in shorter]:
+        is_same = together == [self._expected[name, index] for index in shorter]
+        if not is_same or family.dtype == "bfloat16":  # few tokens may be the same by chance
             self._notes.setdefault(name, "one request at a time")
             if name not in self._alone:
                 # The prefix cache divides prompts otherwise, which rounds otherwise too.
@@ -169,8 +171,7 @@ class GroupCheck:
             self._ask(worker, family, request_id, index)
 
         for family in self._generating:
-            first = waiting[family.name].pop() if waiting[family.name] else None
-            for index in together if first is None else [first]:
+            for index in [waiting[family.name].pop()] if waiting[family.name] else together:
                 ask(family, index)
         while not set(asked) <= set(worker.ended):
             worker.pump(1.0)
@@ -179,18 +180,23 @@ class GroupCheck:
                 is_last = request_id == [one for one in asked if asked[one][0] is family][-1]
                 if waiting[family.name] and is_last:
                     ask(family, waiting[family.name].pop())
+            has_missing = not all(_num_loads(worker, family) for family in self._generating)
+            is_over = set(asked) <= set(worker.ended)
+            if is_over and has_missing and len(asked) < _MAX_SWITCH_REQUESTS:
+                # Again, all at once, until the weights of every family have left the device.
+                for family in self._generating:
+                    ask(family, _LONG)
 
         def compare(family: Family) -> Cell:
             if not family.generates:
+                worker.call("page_out", model=family.name)
                 return self._pool(worker, family, "switch")
             for request_id, (owner, index) in asked.items():
                 if owner is family:
                     self._compare(family, index, worker.finish(request_id))
-            loads = [
-                one for one in worker.switches if one.model == family.name and one.weight_bytes
-            ]
-            assert loads, "the weights never left the device"
-            return Cell(Outcome.YES, f"{len(loads)} loads of weights")
+            num_loads = _num_loads(worker, family)
+            assert num_loads, "the weights never left the device"
+            return Cell(Outcome.YES, f"{num_loads} loads of weights")
 
         for family in self.families:
             self._fill(family, "switch", compare)
@@ -358,6 +364,14 @@ class GroupCheck:
         old = self.cells[family.name].get(column)
         if old is None or old.outcome is Outcome.YES:
             self.cells[family.name][column] = cell
+
+
+def _num_loads(worker: FamilyWorker, family: Family) -> int:
+    """Return how often weights of a family have come back to the device."""
+    return sum(
+        one.model == family.name and bool(one.weight_bytes or one.prefetched_bytes)
+        for one in worker.switches
+    )
 
 
 def _problem_of(check: Callable[[Family], None], family: Family) -> Cell | None:

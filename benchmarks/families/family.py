@@ -48,3 +48,10 @@ class Family:
     def max_model_len(self) -> int:
         """Tokens of the longest request; the tiny encoders have 256 positions."""
         return 512 if self.generates else 256
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model class that generates text, from Transformers."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type])

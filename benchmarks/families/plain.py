@@ -187,13 +187,11 @@ def _make_process_groups() -> None:
 
 def _serve() -> None:
     import torch
-    import vllm._custom_ops as custom_ops
 
-    from gpupoold.worker.engine.cpu_kernels import correct_rotary_embedding
+    from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 
     torch.set_num_threads(1)
-    custom_ops._supports_onednn = False  # the kernels of gpupool's workers
-    correct_rotary_embedding()
+    adapt_cpu_build()
     _make_process_groups()
     # vLLM prints to stdout, which is the pipe.
     answers = os.fdopen(os.dup(1), "w")

@@ -17,6 +17,8 @@ from vllm.model_executor.layers import utils
 from vllm.platforms import PlatformEnum
 from vllm.platforms.cpu import CpuPlatform
 
+from gpupoold.worker.engine.cpu_kernels import correct_rotary_embedding
+
 
 class TensorInt8Kernel(CPUInt8ScaledMMLinearKernel):
     """vLLM's linear layer of 8-bit integers, computed by torch instead of a oneDNN handle."""
@@ -49,6 +51,7 @@ def adapt_cpu_build() -> None:
 
     To be called before the process builds an engine.
     """
+    correct_rotary_embedding()
     custom_ops._supports_onednn = False  # then vLLM uses ``F.linear``
     utils.check_cpu_sgl_kernel = _never
     kernels: dict[PlatformEnum, list[type[Any]]] = linear._POSSIBLE_INT8_KERNELS

@@ -12,18 +12,12 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from gpupoold.worker.engine.cpu_kernels import correct_rotary_embedding
 from gpupoold.worker.engine.masked_adapters import MaskedAdapters
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 
 
 class EmulatedWorker(PooledMemory, CPUWorker):
     """vLLM's CPU worker on an emulated device."""
-
-    def init_device(self) -> None:
-        """Initialise as vLLM does, with the corrected kernels."""
-        correct_rotary_embedding()
-        super().init_device()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return vLLM's specs, with states stored only at the end of a step.

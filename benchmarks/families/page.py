@@ -1,0 +1,93 @@
+"""Generation of ``docs/models.md`` from the results of the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.families.cells import COLUMNS, Cell, Outcome, Row
+from benchmarks.families.family import Family
+
+_HEAD = """\
+# Families of models
+
+`make models-table` checks every family below on this machine and generates this page from \
+[families.json](../benchmarks/results/models/families.json); a test compares the page with the \
+file. `python -m benchmarks.models --only FAMILY` checks some families.
+
+Each family has a tiny checkpoint with random weights, the structure of the family and short \
+windows. Two real workers on emulated devices, in the middle of their work, are compared with vLLM \
+alone token by token, in float32 unless the family requires bfloat16. Families share one device \
+that is too small for all of them.
+
+| column | what is compared with vLLM alone |
+| --- | --- |
+| serve | three prompts of 20 to 150 tokens, alone; another worker loads from the snapshot |
+| switch | all prompts of all families at once, while weights and KV leave the device and return |
+| KV | an answer whose KV and state move to the host and back; the bytes are equal too |
+| migrate | an answer that moves to the other worker, with blocks of KV or "computed anew" |
+| resume | an answer that continues on the other worker after `kill -9` of the first |
+| parsers | the parsers that gpupool finds in the family's real chat template |
+
+Pooling models return numbers, which may differ by 0.00001, and have no KV between requests. \
+Vision models get prompts without images here; tests with images are in \
+`tests/functional`.
+
+Both sides use the adaptations of vLLM's CPU build in `gpupoold/worker/engine/cpu_build.py`, \
+which GPUs do not need; without the corrected rotary embedding, MLA models and LFM2 answer \
+wrongly in vLLM 0.32 alone. "One \
+request at a time" marks families whose tokens depend on other requests of a step in vLLM alone. \
+"vLLM alone without prefix cache" marks families whose prefill fails in vLLM's CPU build with the \
+prefix cache, and not in gpupool.
+"""
+_TITLES = {"kv": "KV"}
+_SIGNS = {Outcome.YES: "yes", Outcome.NO: "**no**", Outcome.VLLM_CANNOT: "vLLM cannot"}
+
+
+def page_text(families: Sequence[Family], rows: Mapping[str, Row]) -> str:
+    """Return the page; families without a row are not listed."""
+    known = [family for family in families if family.name in rows]
+    titles = ["family", "mechanism", *(_TITLES.get(column, column) for column in COLUMNS)]
+    lines = [_HEAD, _line(titles), _line(["---"] * len(titles))]
+    for family in known:
+        cells = rows[family.name].cells
+        shown = [_shown(cells.get(column)) for column in COLUMNS]
+        name = family.title + (f" ({family.dtype})" if family.dtype != "float32" else "")
+        lines.append(_line([name, family.mechanism, *shown]))
+    lines += _reasons("Not right yet", known, rows, Outcome.NO)
+    lines += _reasons("For a run on a GPU", known, rows, Outcome.VLLM_CANNOT)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(cell: Cell | None) -> str:
+    if cell is None or cell.outcome is Outcome.UNTRIED:
+        return "-"
+    if cell.outcome is not Outcome.YES:
+        return _SIGNS[cell.outcome]
+    if cell.text.startswith("tools:"):
+        return cell.text
+    return f"yes: {cell.text}" if cell.text else "yes"
+
+
+def _reasons(
+    title: str, families: Sequence[Family], rows: Mapping[str, Row], outcome: Outcome
+) -> list[str]:
+    """Return a section with the reasons of an outcome, one line per family and reason."""
+    lines = []
+    for family in families:
+        reasons: dict[str, list[str]] = {}
+        for column in COLUMNS:
+            cell = rows[family.name].cells.get(column)
+            if cell is not None and cell.outcome is outcome:
+                reasons.setdefault(cell.text, []).append(_TITLES.get(column, column))
+        for text, columns in reasons.items():
+            lines.append(f"- {family.title}, {', '.join(columns)}: {_plain(text)}")
+    return ["", f"## {title}", "", *lines] if lines else []
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    """Return an error's text as code, in one line."""
+    return f"`{' '.join(text.replace('`', chr(39)).split())}`"

@@ -1,0 +1,56 @@
+"""docs/models.md is what the results say, and tells failures from what vLLM cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.families.cells import COLUMNS, Cell, Outcome, Row, read_rows, write_rows
+from benchmarks.families.make import TEMPLATES
+from benchmarks.families.page import page_text
+from benchmarks.families.table import FAMILIES, family_named
+from benchmarks.models import PAGE, RESULTS
+
+YES = Cell(Outcome.YES, "")
+
+
+def row(**cells: Cell) -> Row:
+    return Row(cells=dict.fromkeys(COLUMNS, YES) | cells, measured_on="2026-11-24", wall_s=1.0)
+
+
+def test_the_page_is_generated_from_the_results() -> None:
+    assert PAGE.read_text() == page_text(FAMILIES, read_rows(RESULTS))
+
+
+def test_every_family_has_results() -> None:
+    assert set(read_rows(RESULTS)) == {family.name for family in FAMILIES}
+
+
+def test_names_are_unique_and_templates_exist() -> None:
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+    named = [family for family in FAMILIES if family.template]
+    assert named
+    assert all((TEMPLATES / f"{family.template}.jinja").exists() for family in named)
+
+
+def test_failures_are_listed_with_their_columns() -> None:
+    bad = Cell(Outcome.NO, "token 3 differs")
+    page = page_text([family_named("gpt2")], {"gpt2": row(kv=bad, migrate=bad)})
+    assert "- GPT-2, KV, migrate: `token 3 differs`" in page
+    assert "| **no** | **no** |" in page
+    assert "For a run on a GPU" not in page
+
+
+def test_what_vllm_cannot_is_for_a_gpu() -> None:
+    cannot = row(serve=Cell(Outcome.VLLM_CANNOT, "no `kernel`"))
+    assert not cannot.has_failed
+    page = page_text([family_named("gpt2")], {"gpt2": cannot})
+    assert "## For a run on a GPU\n\n- GPT-2, serve: `no 'kernel'`" in page
+
+
+def test_results_survive_writing(tmp_path: Path) -> None:
+    rows = {"gpt2": row(serve=Cell(Outcome.NO, "é"))}
+    write_rows(tmp_path / "rows.json", rows)
+    assert read_rows(tmp_path / "rows.json") == rows
+    assert json.loads((tmp_path / "rows.json").read_text())["gpt2"]["cells"]["kv"]["outcome"]
+    assert read_rows(tmp_path / "absent.json") == {}

@@ -110,9 +110,9 @@ class Adapter:
     path: str
     revision: str | None = None
     rank: int = 0
-    number: int = 0
     ttft_s: float | None = None
     tbt_s: float | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ _KINDS: dict[str, Any] = {
     "guidance": GuidanceBackend,
     "outlines": OutlinesBackend,
 }
+# vLLM 0.33 has a second compiler, for structural tags, which may name special tokens.
+_COMPILERS = ("compiler", "full_vocab_compiler")
 _MAX_THREADS = 8
 _CORES_PER_THREAD = 4
 
@@ -29,19 +31,33 @@ def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> Any:
     size = config.model_config.get_vocab_size()
     backend = _KINDS[name](config, tokenizer=tokenizer, vocab_size=size)
     if name == "xgrammar":
-        renew_compiler(backend)
+        renew_compilers(backend)
     return backend
 
 
-def renew_compiler(backend: XgrammarBackend) -> None:
-    """Give the backend a new compiler.
+def renew_compilers(backend: XgrammarBackend) -> None:
+    """Give the backend new compilers.
 
     vLLM's compiler has 8 threads on any machine, which delay steps on few cores. And a compiler of
     xgrammar 0.2.8 keeps masks of single rules, neither counted nor cleared (half a megabyte for a
     schema of 100 fields).
     """
-    tokenizer = backend.compiler.compile_grammar('root ::= "a"').tokenizer_info
-    backend.compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=_num_threads())
+    renewed: dict[int, xgrammar.GrammarCompiler] = {}
+    for name in _COMPILERS:
+        compiler = getattr(backend, name, None)
+        if compiler is None:
+            continue
+        if id(compiler) not in renewed:  # one compiler may have both names
+            tokenizer = compiler.compile_grammar('root ::= "a"').tokenizer_info
+            renewed[id(compiler)] = xgrammar.GrammarCompiler(tokenizer, max_threads=_num_threads())
+        setattr(backend, name, renewed[id(compiler)])
+
+
+def compiled_bytes(backend: XgrammarBackend) -> int:
+    """Return the bytes of the backend's compiled grammars, by xgrammar's count."""
+    found = (getattr(backend, name, None) for name in _COMPILERS)
+    compilers = {id(one): one for one in found if one is not None}
+    return sum(int(one.get_cache_size_bytes()) for one in compilers.values())
 
 
 def _num_threads() -> int:

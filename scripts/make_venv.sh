@@ -13,7 +13,7 @@ readonly VENV=.venv LOG=build/venv.log
 readonly LOCK_STAMP=$VENV/.gpupool-lock PROJECT_STAMP=$VENV/.gpupool-project
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 # Their CUDA builds break vLLM's CPU build at import; see requirements/cpu.txt.
-readonly UNWANTED_ON_CPU=(torchvision torchaudio torchcodec)
+readonly UNWANTED_ON_CPU=(torchaudio torchcodec)
 
 say() { printf 'venv: %s\n' "$*"; }
 
@@ -135,6 +135,25 @@ remove_unwanted() {
     done
 }
 
+# torchvision's operators are in a library that needs CUDA. Without the library the import fails,
+# because it describes two operators that do not exist. Declared, they fail only when called, and
+# image processors call neither.
+declare_torchvision_operators() {
+    local file
+    for file in "$VENV"/lib/python*/site-packages/torchvision/extension.py; do
+        grep -q 'gpupool' "$file" || cat >>"$file" <<'PYTHON'
+
+
+# Added by gpupool's scripts/make_venv.sh.
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(
+            f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
+PYTHON
+    done
+}
+
 install_project() {
     say "installing the project, editable"
     logged "$VENV/bin/python" -m pip install --no-input --no-deps --no-build-isolation -e . ||
@@ -157,7 +176,10 @@ main() {
         lock_stamp "$lock" >"$LOCK_STAMP"
         made=yes
     fi
-    if [[ $device == cpu ]]; then remove_unwanted; fi
+    if [[ $device == cpu ]]; then
+        remove_unwanted
+        declare_torchvision_operators
+    fi
     if ! holds "$PROJECT_STAMP" "$(project_stamp)"; then
         install_project
         project_stamp >"$PROJECT_STAMP"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
 # A bundle's packages may be on the path by it alone (docs/gpu.md).
 PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
-_MAKER_FILES = [ROOT / "gpupoold/checkpoints" / name for name in ("tiny.py", "tiny_tokenizer.py")]
+_MAKERS = ROOT / "gpupoold/checkpoints"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,14 +82,30 @@ def tiny_models(project_env: dict[str, str]) -> dict[str, Path]:
     Made once and kept below ``build/`` until the code that makes them changes. A child
     process makes them, so that the test process does not load torch. Do not write there.
     """
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in _MAKER_FILES)).hexdigest()[:12]
-    command = [sys.executable, "-m", "gpupoold.checkpoints.tiny"]
-    folder = ROOT / "build" / f"tiny-models-{digest}"
+    return _made("tiny", project_env)
+
+
+@pytest.fixture(scope="session")
+def tiny_pooling_models(project_env: dict[str, str]) -> dict[str, Path]:
+    """The tiny checkpoints that embed, rank or classify, by name; as ``tiny_models``."""
+    return _made("tiny_pooling", project_env)
+
+
+@pytest.fixture(scope="session")
+def vision_models(project_env: dict[str, str]) -> dict[str, Path]:
+    """The tiny vision checkpoints by name (``tiny-qwen2.5-vl``, ...), as ``tiny_models``."""
+    return _made("tiny_vision", project_env)
+
+
+def _made(maker: str, env: dict[str, str]) -> dict[str, Path]:
+    """Checkpoints of a maker in ``gpupoold.checkpoints``, by name."""
+    files = [*sorted(_MAKERS.glob(f"{maker}*.py")), _MAKERS / "tiny_tokenizer.py"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    folder = ROOT / "build" / f"{maker.replace('_', '-')}-models-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", f"gpupoold.checkpoints.{maker}", str(folder)]
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # there may be several test processes
-        done = subprocess.run(
-            [*command, str(folder)], env=project_env, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {path.name: path for path in map(Path, done.stdout.splitlines())}

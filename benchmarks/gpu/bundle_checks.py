@@ -32,6 +32,14 @@ ENGINE_MODULES = (
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.mixtral",
+    "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.layers.quantization.auto_awq",
+    "vllm.model_executor.layers.quantization.auto_gptq",
+    "vllm.model_executor.layers.quantization.fp8",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.v1.attention.backends.mla.flashmla",
+    "vllm.v1.spec_decode.eagle",
     "vllm.model_executor.warmup.kernel_warmup",
     "vllm.compilation.backends",
     "vllm.compilation.cuda_graph",
@@ -42,7 +50,8 @@ ENGINE_MODULES = (
     "vllm.entrypoints.cli.main",
 )
 PACKAGES = ("gpupoold", "gpupool_cli", "gpupool_state", "gpupool_tui")
-# Operators called by forward passes of Llama, Qwen2 and Qwen3 in bf16, and by the code around.
+# Operators called by forward passes of Llama, Qwen2 and Qwen3 in bf16 and by the code around, of
+# quantised models, of mixtures of experts, and of latent attention.
 OPERATORS = (
     "_C::rms_norm",
     "_C::fused_add_rms_norm",
@@ -53,9 +62,22 @@ OPERATORS = (
     "_C::apply_repetition_penalties_",
     "_C::weak_ref_tensor",
     "_C::get_cuda_view_from_cpu_tensor",
+    "_C::marlin_gemm",
+    "_C::gptq_marlin_repack",
+    "_C::awq_marlin_repack",
+    "_C::machete_mm",
+    "_C::cutlass_scaled_mm",
+    "_C::static_scaled_fp8_quant",
+    "_C::dynamic_per_token_scaled_fp8_quant",
+    "_C::dynamic_scaled_int8_quant",
     "_C_cache_ops::reshape_and_cache_flash",
+    "_C_cache_ops::concat_and_cache_mla",
     "_C_cache_ops::swap_blocks",
     "_C_cuda_utils::get_device_attribute",
+    "_moe_C::topk_softmax",
+    "_moe_C::moe_align_block_size",
+    "_moe_C::moe_wna16_marlin_gemm",
+    "_flashmla_C::dense_decode_fwd",
     "_vllm_fa3_C::fwd",
     "_vllm_fa3_C::get_scheduler_metadata",
 )
@@ -86,11 +108,9 @@ def check_versions() -> str:
     import torch
     import vllm
 
-    from gpupoold.frontend import environment
-    from gpupoold.worker.engine import engine
+    from gpupoold.engine_versions import check_engine_version
 
-    environment.check_engine_version()
-    engine.check_engine_version()
+    check_engine_version()
     assert importlib.metadata.version("vllm") == vllm.__version__
     others = [f"{name} {importlib.metadata.version(name)}" for name in ("triton", "transformers")]
     return ", ".join([f"vllm {vllm.__version__}", f"torch {torch.__version__}", *others])
@@ -126,13 +146,15 @@ def check_tests() -> str:
 
 
 def check_operators() -> str:
-    """The compiled libraries load, and register what dense bf16 models call."""
+    """The compiled libraries load, and register what models call."""
     import torch
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
     importlib.import_module("vllm.cumem_allocator")
     importlib.import_module("vllm.vllm_flash_attn")
+    importlib.import_module("vllm._flashmla_C")
+    importlib.import_module("vllm._flashmla_extension_C")
     known = {schema.name for schema in torch._C._jit_get_all_schemas()}
     missing = [name for name in OPERATORS if name not in known]
     assert not missing, f"not registered: {', '.join(missing)}"

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-# vLLM's compiled libraries that dense bf16 models on Hopper use: elementary kernels,
-# FlashAttention 3, and two small libraries that vLLM always imports. Left out are FlashAttention 2
-# (before Hopper), mixture-of-experts and quantised kernels, and MLA attention.
+# vLLM's compiled libraries that models on Hopper use: elementary and quantised kernels (Marlin,
+# Machete, CUTLASS), mixtures of experts, FlashMLA, FlashAttention 3, and two small libraries that
+# vLLM always imports. All use torch's stable ABI. Left out are FlashAttention 2 (before Hopper),
+# QuTLASS (Blackwell) and DeepGEMM, which only loads under the torch that it was built with: FP8
+# weights with scales for blocks use CUTLASS or Triton instead.
 _VLLM_LIBRARIES = (
     "vllm/_C_stable_libtorch.*",
+    "vllm/_moe_C_stable_libtorch.*",
+    "vllm/_flashmla_C.*",
+    "vllm/_flashmla_extension_C.*",
     "vllm/vllm_flash_attn/_vllm_fa3_C.*",
     "vllm/cumem_allocator.*",
     "vllm/spinloop.*",

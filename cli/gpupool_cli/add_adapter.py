@@ -8,7 +8,7 @@ import typer
 
 from gpupool_cli.add_model import as_daemon_sees, follow
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import complete_model_name, model_name
+from gpupool_cli.options import TbtOption, TtftOption, complete_model_name, model_name
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import AddAdapterRequest
 
@@ -38,19 +38,24 @@ def add_adapter(
     revision: Annotated[
         str | None, typer.Option(metavar="R", help="Branch, tag or commit on Hugging Face.")
     ] = None,
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check the adapter without adding the adapter.")
     ] = False,
 ) -> None:
     """Add a LoRA adapter: a further name of a model, whose weights are shared.
 
-    The model serves meanwhile, and its answers go on.
+    The model serves meanwhile, and its answers go on. Without --ttft and --tbt the targets are the
+    model's. `gpupool rm NAME` removes the adapter.
     """
     request = AddAdapterRequest(
         name=name,
         base=base,
         source=None if source is None else as_daemon_sees(source),
         revision=revision,
+        ttft_s=ttft,
+        tbt_s=tbt,
         check_only=check,
     )
     with open_client(ctx) as client:

@@ -20,7 +20,13 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
-from gpupoold.api.schemas import ModelInfo, PresetInfo, SetModelRequest
+from gpupoold.api.schemas import (
+    AdapterInfo,
+    ModelInfo,
+    ModelUsage,
+    PresetInfo,
+    SetModelRequest,
+)
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
@@ -158,6 +164,7 @@ def print_model(model: ModelInfo) -> None:
         "revision": model.revision or "",
         "path": model.path,
         "architecture": model.architecture,
+        "tasks": ", ".join(model.tasks),
         "dtype": model.dtype,
         "weights": output.size_text(model.weight_bytes),
         "kv per token": output.size_text(model.kv_bytes_per_token),
@@ -165,22 +172,42 @@ def print_model(model: ModelInfo) -> None:
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
         "aliases": ", ".join(model.aliases),
+        **_chat_fields(model),
         **{f"preset {one.name}": _preset_text(one) for one in model.presets},
-        **{f"adapter {one.name}": f"rank {one.rank}, {one.path}" for one in model.adapters},
+        **{f"adapter {one.name}": _adapter_text(one) for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         **_memory_fields(model),
+        "drafts": _draft_text(model.usage),
         "added": output.time_text(model.created_at),
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
 
 
+def _chat_fields(model: ModelInfo) -> dict[str, str]:
+    """Return the parsers and the chat template, each with the reason."""
+    found = {
+        "tool parser": model.tool_parser,
+        "reasoning parser": model.reasoning_parser,
+        "chat template": model.chat_template,
+    }
+    return {name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one}
+
+
 def _preset_text(preset: PresetInfo) -> str:
     """Return a preset's defaults and targets in one line."""
-    targets = {"ttft": preset.ttft_s, "tbt": preset.tbt_s}
     parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
-    parts += [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
-    return _shortened(", ".join(parts)) or "no other defaults"
+    return _shortened(", ".join([*parts, *_own_targets(preset)])) or "no other defaults"
+
+
+def _adapter_text(adapter: AdapterInfo) -> str:
+    """Return an adapter's rank, targets and folder in one line."""
+    return ", ".join([f"rank {adapter.rank}", *_own_targets(adapter), adapter.path])
+
+
+def _own_targets(further: PresetInfo | AdapterInfo) -> list[str]:
+    targets = {"ttft": further.ttft_s, "tbt": further.tbt_s}
+    return [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
 
 
 def _shortened(value: str) -> str:
@@ -201,7 +228,20 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
         "kv resident": usage.kv_resident_bytes,
         "kv paused": usage.kv_host_bytes,
     }
+    if usage.encoder_bytes:
+        sizes["encoder"] = usage.encoder_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
+
+
+def _draft_text(usage: ModelUsage | None) -> str:
+    """Return the acceptance of speculative decoding, empty without drafts."""
+    if usage is None or usage.drafts is None:
+        return ""
+    drafts = usage.drafts
+    return (
+        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} tokens accepted, "
+        f"{drafts.acceptance_length:.2f} tokens per step"
+    )
 
 
 def _latency_fields(model: ModelInfo) -> dict[str, str]:
@@ -217,7 +257,7 @@ def _latency_fields(model: ModelInfo) -> dict[str, str]:
         ("prefill", prefill_s, f"a prompt of {prompt} tokens", latency.prefill),
         ("decode step", step_s, f"{_SHOWN_BATCH} sequences of {context} tokens", latency.decode),
     ):
-        if seconds is not None and fit is not None:
+        if seconds and fit is not None:  # a pooling model has no decode steps
             quality = f"R2 {fit.r_squared:.3f}, {fit.num_points} points"
             error = f"mean error {100 * fit.mean_relative_error:.2g} %"
             fields[name] = f"{format_duration(seconds)} for {batch} ({quality}, {error})"

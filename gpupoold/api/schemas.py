@@ -34,12 +34,17 @@ class AddModelRequest(Body):
 
 
 class AddAdapterRequest(Body):
-    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``."""
+    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``.
+
+    A target of None is the model's.
+    """
 
     name: str
     base: str
     source: str | None = None
     revision: str | None = None
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     check_only: bool = False
 
 
@@ -98,11 +103,20 @@ class AdapterInfo(Body):
     tbt_s: float | None = None
 
 
+class FoundInfo(Body):
+    """A parser or a chat template that was found or given, None for none, and the reason."""
+
+    name: str | None
+    reason: str
+
+
 class ModelInfo(Body):
     """A registered model.
 
     ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
-    the present memory and requests, for a single model only.
+    the present memory and requests. ``usage``, the parsers and the chat template are present for a
+    single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
+    example ``generate`` or ``embed``.
     """
 
     name: str
@@ -122,9 +136,19 @@ class ModelInfo(Body):
     created_at: float
     latency: StoredLatency | None = None
     usage: ModelUsage | None = None
+    tasks: list[str] = []
+
+    @property
+    def generates(self) -> bool:
+        """True unless the loaded model makes embeddings, scores or classes only."""
+        return not self.tasks or "generate" in self.tasks
+
     engine: dict[str, str] = {}
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []
+    tool_parser: FoundInfo | None = None
+    reasoning_parser: FoundInfo | None = None
+    chat_template: FoundInfo | None = None
 
 
 class Progress(Body):
@@ -189,15 +213,29 @@ class SetDeviceRequest(Body):
     role: RoleName
 
 
+class DraftUsage(Body):
+    """Speculative decoding since the daemon's start.
+
+    ``acceptance_length`` is the mean number of tokens of an answer in a step with a draft: 1 and
+    the accepted tokens of the draft.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_length: float
+
+
 class ModelUsage(Body):
     """A model's present state and recent past; times are None before the first measurement.
 
     Bytes are sums over devices: ``kv_resident_bytes`` on devices, ``kv_host_bytes`` of paused
-    requests in host memory. ``cached_bytes`` is the snapshot in host memory, shared by all devices.
+    requests in host memory. ``encoder_bytes`` counts outputs of the image encoder, in the devices'
+    reserve. ``cached_bytes`` is the snapshot in host memory, shared by all devices.
     ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
     token, which would have been late. Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
-    tokens. ``tokens_per_s`` covers the last 10 s.
+    tokens. ``tokens_per_s`` covers the last 10 s. ``drafts`` is None without speculative decoding.
     """
 
     name: str
@@ -208,6 +246,7 @@ class ModelUsage(Body):
     weights_total_bytes: int
     kv_resident_bytes: int
     kv_host_bytes: int
+    encoder_bytes: int = 0
     cached_bytes: int
     requests: int
     completed: int
@@ -224,6 +263,7 @@ class ModelUsage(Body):
     attainment_1h: float | None = None
     attainment_minutes: list[float | None] = []
     tokens_per_s: float = 0.0
+    drafts: DraftUsage | None = None
 
 
 class RequestInfo(Body):

@@ -91,6 +91,7 @@ class ModelOnDevice(Body):
     weights_total_bytes: int
     kv_resident_bytes: int
     kv_host_bytes: int
+    encoder_bytes: int = 0
     num_requests: int
     turns: DeviceTurns
 

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.formats import check_format, check_kind
+from gpupoold.checkpoints.headers import RemoteWeights
 from gpupoold.checkpoints.manifest import require_complete
+from gpupoold.checkpoints.modules import check_modules
 from gpupoold.checkpoints.tensor_file import (
     DTYPE_BITS,
+    Beginning,
     TensorEntry,
     elements_by_dtype,
     read_tensors,
@@ -71,23 +75,36 @@ class CheckpointInfo:
     needs_remote_code: bool
 
 
-def check_checkpoint(path: Path, *, allow_pickle: bool, allow_remote_code: bool) -> CheckpointInfo:
+def check_checkpoint(
+    path: Path,
+    *,
+    allow_pickle: bool,
+    allow_remote_code: bool,
+    remote: RemoteWeights | None = None,
+) -> CheckpointInfo:
     """Describe the checkpoint in folder ``path``. Blocks on file access.
+
+    With ``remote`` the weight files are not in the folder yet; their sizes and headers are checked.
 
     Raises:
         Refused: the checkpoint is incomplete, damaged, or needs a permission that is not given; the
             message names the file, the hint a remedy.
     """
     names = list_folder(path)
-    require_complete(path)
+    if remote is None:
+        require_complete(path)
+    else:
+        names = sorted({*names, *remote.sizes})
     config = check_config(path, allow_remote_code=allow_remote_code)
+    check_modules(path)
     tokenizers = layout.tokenizer_files(names)
     if not tokenizers:
         raise Refused(
             f"{path}: has no tokenizer (tokenizer.json, tokenizer.model or the like)",
             "copy the tokenizer files of the original model into this folder",
         )
-    files, elements = _weights(path, names, config, allow_pickle)
+    require_image_processor(path, config, names)
+    files, elements = _weights(path, names, config, allow_pickle, remote)
     counts = {dtype: count for dtype, count in elements.items() if count}
     if not counts:
         raise Refused(f"{path}: the weight files ({_some(files)}) hold no tensors")
@@ -117,9 +134,10 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
     """
     file = path / layout.CONFIG_FILE
     if not os.path.isfile(file):
+        check_format(f"{path}:", list_folder(path))
         raise Refused(
             f"{path}: has no {layout.CONFIG_FILE}, so it is not a Hugging Face checkpoint",
-            _other_format_hint(path),
+            "give the folder that holds config.json and the weights",
         )
     config = read_json(file)
     architectures = config.get("architectures")
@@ -134,7 +152,22 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
             f"{culprit}: 'auto_map' requires Python code that comes with the checkpoint",
             "if you trust the code's author, set allow_remote_code = true under [security]",
         )
+    check_kind(str(file), config, list(_parts(config)))
     return config
+
+
+def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[str]) -> None:
+    """Check that a vision model's files include the description of its image processor.
+
+    Raises:
+        Refused: the file is missing.
+    """
+    if isinstance(config.get("vision_config"), dict) and not layout.has_image_processor(names):
+        raise Refused(
+            f"{path}: config.json describes a vision model, but there is neither "
+            "preprocessor_config.json nor processor_config.json",
+            "copy the processor's files of the original model into this folder",
+        )
 
 
 def _is_list_of_names(value: object) -> bool:
@@ -153,14 +186,6 @@ def list_folder(path: Path) -> list[str]:
         raise Refused(f"{path}: is a file", "give the folder that holds config.json") from error
     except OSError as error:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _other_format_hint(path: Path) -> str:
-    if layout.ADAPTER_CONFIG_FILE in os.listdir(path):
-        return "the folder has a LoRA adapter: add it with `gpupool add-adapter NAME --of MODEL`"
-    if any(name.endswith(".gguf") for name in os.listdir(path)):
-        return "GGUF files are not supported; use the model's safetensors checkpoint"
-    return "give the folder that holds config.json and the weights"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -191,25 +216,39 @@ def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
 
 
 def _weights(
-    path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
+    path: Path,
+    names: Sequence[str],
+    config: dict[str, Any],
+    allow_pickle: bool,
+    remote: RemoteWeights | None,
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the weight files, and the number of elements by dtype."""
     candidates, index_name = layout.safetensors_files(names)
     if index_name in names:
         index = _read_index(path / index_name)
         files = _indexed_files(path / index_name, index, candidates)
-        tensors = {name: read_tensors(path / name) for name in files}
+        tensors = {name: _tensors(path / name, remote) for name in files}
         _require_indexed_tensors(path / index_name, index, tensors)
     else:
         files = candidates
-        tensors = {name: read_tensors(path / name) for name in files}
+        tensors = {name: _tensors(path / name, remote) for name in files}
     if files:
         return files, elements_by_dtype(tensor for file in files for tensor in tensors[file])
-    return _pickled_weights(path, names, config, allow_pickle)
+    return _pickled_weights(path, names, config, allow_pickle, remote)
+
+
+def _tensors(file: Path, remote: RemoteWeights | None) -> tuple[TensorEntry, ...]:
+    if remote is None or file.name not in remote.sizes:
+        return read_tensors(file)
+    return read_tensors(file, Beginning(remote.folder / file.name, remote.sizes[file.name]))
 
 
 def _pickled_weights(
-    path: Path, names: Sequence[str], config: dict[str, Any], allow_pickle: bool
+    path: Path,
+    names: Sequence[str],
+    config: dict[str, Any],
+    allow_pickle: bool,
+    remote: RemoteWeights | None,
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return pickled weight files, and the number of elements, estimated from file sizes.
 
@@ -217,6 +256,7 @@ def _pickled_weights(
     """
     files = layout.pickle_files(names)
     if not files:
+        check_format(f"{path}:", names)
         raise Refused(
             f"{path}: has no weights (*.safetensors)",
             "the download or copy may be incomplete; fetch the checkpoint again",
@@ -227,8 +267,9 @@ def _pickled_weights(
             "any code when loaded",
             "use a safetensors version, or set allow_pickle = true under [security]",
         )
+    sizes = {} if remote is None else remote.sizes
     try:
-        num_bytes = sum((path / name).stat().st_size for name in files)
+        num_bytes = sum(sizes.get(name) or (path / name).stat().st_size for name in files)
     except OSError as error:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
     by_name = {torch_name: dtype for dtype, torch_name in TORCH_DTYPES.items()}

@@ -23,6 +23,7 @@ from typing import Literal
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
+from gpupoold.checkpoints.headers import HEADERS_FOLDER, fetch_headers
 from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
 from gpupoold.checkpoints.manifest import (
     MANIFEST_FILE,
@@ -31,12 +32,13 @@ from gpupoold.checkpoints.manifest import (
     read_manifest,
     write_manifest,
 )
+from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
 from gpupoold.units import format_bytes
 
 ProgressCallback = Callable[[int, int], None]
-Content = Literal["checkpoint", "adapter"]
+Part = Literal["all", "small files"]
 
 PART_FOLDER = ".gpupool-parts"
 LOCK_FILE = ".gpupool-download.lock"
@@ -68,9 +70,13 @@ async def download(
     allow_pickle: bool = False,
     allow_remote_code: bool = False,
     model_dirs: Sequence[Path] = (),
+    part: Part = "all",
     content: Content = "checkpoint",
 ) -> Path:
     """Download a repository's checkpoint or adapter to ``target_dir`` and return that folder.
+
+    The part ``small files`` is everything but the weights, of which only the headers are fetched
+    (see :func:`~gpupoold.checkpoints.headers.remote_weights`); a later call fetches the rest.
 
     A finished download of the same revision is returned at once, without a network; an interrupted
     download is resumed. ``on_progress(done_bytes, total_bytes)`` is called in the running event
@@ -95,6 +101,7 @@ async def download(
         allow_pickle=allow_pickle,
         allow_remote_code=allow_remote_code,
         report=report,
+        part=part,
         content=content,
     )
     task = asyncio.create_task(asyncio.to_thread(job.run))
@@ -136,6 +143,7 @@ class _Download:
     allow_pickle: bool
     allow_remote_code: bool
     report: ProgressCallback
+    part: Part = "all"
     content: Content = "checkpoint"
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -167,7 +175,7 @@ class _Download:
                     "remove that folder first",
                 )
             return manifest
-        own = {MANIFEST_FILE, LOCK_FILE, PART_FOLDER, f"{MANIFEST_FILE}.new"}
+        own = {MANIFEST_FILE, LOCK_FILE, PART_FOLDER, HEADERS_FOLDER, f"{MANIFEST_FILE}.new"}
         if os.path.isdir(self.target_dir) and set(os.listdir(self.target_dir)) - own:
             raise Refused(
                 f"{self.target_dir} has files that were not downloaded by gpupool",
@@ -191,28 +199,37 @@ class _Download:
             yield
 
     def _plan(self, found: Manifest | None) -> Manifest:
-        commit, listed = self.hub.list_files(found.commit if found else self.revision)
-        wanted = self._choose([file.path for file in listed])
-        self._require_weights([file.path for file in listed], wanted)
+        commit, listed = self.hub.list_files(self._commit_to_continue(found) or self.revision)
+        if found is not None and found.commit != commit:
+            self._discard(found)
+        wanted = choose_files(
+            self.hub.repo_id,
+            [file.path for file in listed],
+            self.content,
+            allow_pickle=self.allow_pickle,
+            allow_remote_code=self.allow_remote_code,
+        )
         files = tuple(file for file in listed if file.path in wanted)
         return Manifest(self.hub.repo_id, self.revision, commit, files)
 
-    def _choose(self, listed: Sequence[str]) -> tuple[str, ...]:
-        if self.content == "adapter":
-            if layout.ADAPTER_CONFIG_FILE not in listed:
-                raise Refused(
-                    f"{self.hub.repo_id} has no {layout.ADAPTER_CONFIG_FILE}, so it is no adapter",
-                    "add a whole model with `gpupool add-model`",
-                )
-            return layout.adapter_files_to_download(listed, allow_pickle=self.allow_pickle)
-        if layout.ADAPTER_CONFIG_FILE in listed and layout.CONFIG_FILE not in listed:
-            raise Refused(
-                f"{self.hub.repo_id} has a LoRA adapter, not a model",
-                f"use `gpupool add-adapter NAME --of MODEL --source {self.hub.repo_id}`",
-            )
-        return layout.files_to_download(
-            listed, allow_pickle=self.allow_pickle, allow_remote_code=self.allow_remote_code
-        )
+    def _commit_to_continue(self, found: Manifest | None) -> str | None:
+        """Return the commit of an earlier run; None if that run fetched no weights.
+
+        A check long ago must not decide which version is downloaded now.
+        """
+        if found is None:
+            return None
+        fetcher = _Fetcher(self.hub, found.commit, self.target_dir, self.stop)
+        weights = [file for file in found.files if layout.is_weight_file(file.path)]
+        has_begun = any(fetcher.is_done(one) or fetcher.part_bytes(one) for one in weights)
+        return found.commit if has_begun or self.part == "all" else None
+
+    def _discard(self, found: Manifest) -> None:
+        """Remove the small files of another commit."""
+        for file in found.files:
+            (self.target_dir / file.path).unlink(missing_ok=True)
+        for folder in (PART_FOLDER, HEADERS_FOLDER):
+            shutil.rmtree(self.target_dir / folder, ignore_errors=True)
 
     def _check_small_files(self) -> None:
         """Refuse a bad configuration before the weights are fetched."""
@@ -221,20 +238,6 @@ class _Download:
         else:
             check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
 
-    def _require_weights(self, listed: Sequence[str], wanted: Sequence[str]) -> None:
-        if any(layout.is_weight_file(path) for path in wanted):
-            return
-        if layout.pickle_files(path for path in listed if "/" not in path):
-            raise Refused(
-                f"{self.hub.repo_id} has its weights only in pickle files, which can run any "
-                "code when loaded",
-                "use a safetensors version, or set allow_pickle = true under [security]",
-            )
-        raise Refused(
-            f"{self.hub.repo_id} has no weights (*.safetensors)",
-            "GGUF and other formats are not supported; use the model's original repository",
-        )
-
     def _fetch(self, manifest: Manifest) -> None:
         parts = self.target_dir / PART_FOLDER
         parts.mkdir(exist_ok=True)
@@ -242,12 +245,18 @@ class _Download:
         fetcher = _Fetcher(self.hub, manifest.commit, self.target_dir, self.stop)
         missing = [file for file in manifest.files if not fetcher.is_done(file)]
         self._require_space(sum(f.num_bytes - fetcher.part_bytes(f) for f in missing))
-        fetcher.progress = _Progress(sum(f.num_bytes for f in manifest.files), self.report)
-        fetcher.progress.add(sum(f.num_bytes for f in manifest.files if f not in missing))
-        fetcher.fetch_all([f for f in missing if not layout.is_weight_file(f.path)])
+        small = [f for f in manifest.files if not layout.is_weight_file(f.path)]
+        wanted = small if self.part == "small files" else manifest.files
+        fetcher.progress = _Progress(sum(f.num_bytes for f in wanted), self.report)
+        fetcher.progress.add(sum(f.num_bytes for f in wanted if f not in missing))
+        fetcher.fetch_all([f for f in missing if f in small])
         self._check_small_files()
-        fetcher.fetch_all([f for f in missing if layout.is_weight_file(f.path)])
+        if self.part == "small files":
+            fetch_headers(self.hub, manifest, self.target_dir, self.stop)
+            return
+        fetcher.fetch_all([f for f in missing if f not in small])
         shutil.rmtree(parts)
+        shutil.rmtree(self.target_dir / HEADERS_FOLDER, ignore_errors=True)
         write_manifest(self.target_dir, replace(manifest, complete=True))
 
     def _require_space(self, needed_bytes: int) -> None:

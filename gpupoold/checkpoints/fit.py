@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gpupoold.checkpoints.check import CheckpointInfo
+from gpupoold.checkpoints.drafter import drafter_elements
 from gpupoold.checkpoints.tensor_file import DTYPE_BITS
 from gpupoold.errors import Refused, UsageError
 from gpupoold.units import format_bytes
@@ -18,17 +21,21 @@ MODEL_DTYPE_BITS = {
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
-def estimate_weight_bytes(info: CheckpointInfo, dtype: str) -> int:
+def estimate_weight_bytes(
+    info: CheckpointInfo, dtype: str, engine: Mapping[str, str] | None = None
+) -> int:
     """Return the device bytes of the weights in ``dtype``; quantized tensors keep their size.
 
-    ``auto`` follows the engine: the checkpoint's dtype, but 16 bits for float32.
+    ``auto`` follows the engine: the checkpoint's dtype, but 16 bits for float32. The weights of a
+    drafter in the options ``engine`` count too.
 
     Raises:
         UsageError: the engine does not offer ``dtype``.
+        Refused: the drafter's files are damaged.
     """
     target_bits = model_dtype_bits(dtype)
     num_bits = 0
-    for stored, num_elements in info.elements:
+    for stored, num_elements in [*info.elements, *drafter_elements(engine or {}).items()]:
         bits = target_bits if stored in _CAST_DTYPES else DTYPE_BITS[stored]
         num_bits += num_elements * bits
     return num_bits // 8
@@ -54,17 +61,19 @@ def fits(
     *,
     reserve_bytes: int = 0,
     kv_bytes: int = 0,
+    engine: Mapping[str, str] | None = None,
 ) -> int:
     """Return the bytes left on the device besides the weights, the reserve and ``kv_bytes``.
 
     ``device_bytes`` is the memory of the largest device for the model, ``reserve_bytes`` stay free
-    for activations, ``kv_bytes`` is the least useful KV, for example of one request.
+    for activations, ``kv_bytes`` is the least useful KV, for example of one request. ``engine`` has
+    the model's engine options.
 
     Raises:
         Refused: the model does not fit; the message has both sizes, the hint a fitting alternative.
         UsageError: the engine does not offer ``dtype``.
     """
-    weight_bytes = estimate_weight_bytes(info, dtype)
+    weight_bytes = estimate_weight_bytes(info, dtype, engine)
     usable_bytes = device_bytes - reserve_bytes
     left_bytes = usable_bytes - weight_bytes - kv_bytes
     if left_bytes >= 0:

@@ -85,9 +85,11 @@ class Hub:
 
     @contextmanager
     def open_file(
-        self, commit: str, path: str, offset: int
+        self, commit: str, path: str, offset: int, num_bytes: int | None = None
     ) -> Iterator[tuple[int, Iterator[bytes]]]:
         """Open a file from ``offset`` on, or from 0 if the hub ignores the offset.
+
+        The hub sends ``num_bytes`` bytes, or more if the hub ignores the limit.
 
         Yields the position of the first byte, and an iterator of the bytes.
 
@@ -107,8 +109,9 @@ class Hub:
         headers = build_hf_headers(library_name="gpupool")
         # Offsets count bytes of the file, so the transfer must not be compressed.
         headers["Accept-Encoding"] = "identity"
-        if offset:
-            headers["Range"] = f"bytes={offset}-"
+        if offset or num_bytes:
+            last = offset + num_bytes - 1 if num_bytes else ""
+            headers["Range"] = f"bytes={offset}-{last}"
         with (
             self._plain_errors(commit),
             self._transient_errors(commit),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable
 
+from gpupoold.checkpoints.modules import MODULES_FILE, module_files
+
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -21,6 +23,9 @@ _TOKENIZERS = (
     "vocab.json",
     "vocab.txt",
 )
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# Models in Mistral's format have an image processor in the engine, not in a file.
+_MISTRAL_TOKENIZER = "tekken.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _TRAINING_STATE = (
     "training_args.bin",
@@ -32,7 +37,7 @@ _TRAINING_STATE = (
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "tokenizer.model*")
 # A second copy of the weights in Mistral's format, with a configuration.
 _MISTRAL_FORMAT = ("consolidated*", "params.json")
-_TEMPLATE_FOLDER = "additional_chat_templates"
+TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def safetensors_files(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
@@ -57,17 +62,25 @@ def tokenizer_files(names: Iterable[str]) -> tuple[str, ...]:
     return _matching(names, _TOKENIZERS)
 
 
+def has_image_processor(names: Collection[str]) -> bool:
+    """Return whether an engine can prepare images for the model."""
+    return _MISTRAL_TOKENIZER in names or any(name in names for name in _PROCESSORS)
+
+
 def files_to_download(
     paths: Collection[str], *, allow_pickle: bool, allow_remote_code: bool
 ) -> tuple[str, ...]:
     """Return the part of a repository needed for serving.
 
-    Apart from chat templates only the top folder counts: subfolders hold other formats of the same
-    weights. Pickled weights are included only if allowed and without safetensors; code only if
-    allowed. Hidden files are never included, because the download keeps its state in hidden files.
+    Only the top folder counts, apart from chat templates and modules of sentence-transformers:
+    other subfolders hold other formats of the same weights. Pickled weights are included only if
+    allowed and without safetensors; code only if allowed. Hidden files are never included, because
+    the download keeps its state in hidden files.
     """
     top = [path for path in paths if "/" not in path and not path.startswith(".")]
     wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))
+    if MODULES_FILE in top:
+        wanted |= module_files(paths, allow_pickle=allow_pickle)
     weights = _matching(top, ("*.safetensors",))
     if any(not fnmatch.fnmatchcase(name, "consolidated*") for name in weights):
         native = set(_matching(top, _MISTRAL_FORMAT))
@@ -101,7 +114,7 @@ def _chat_templates(paths: Iterable[str]) -> list[str]:
     return [
         "/".join(parts)
         for parts in split
-        if len(parts) == 2 and parts[0] == _TEMPLATE_FOLDER and parts[1].endswith(".jinja")
+        if len(parts) == 2 and parts[0] == TEMPLATE_FOLDER and parts[1].endswith(".jinja")
     ]
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
@@ -41,15 +41,25 @@ class TensorEntry:
     shape: tuple[int, ...] = ()
 
 
-def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
+class Beginning(NamedTuple):
+    """The first bytes of a file that is elsewhere, in the file ``path``."""
+
+    path: Path
+    file_bytes: int
+    """Size of the whole file."""
+
+
+def read_tensors(path: Path, beginning: Beginning | None = None) -> tuple[TensorEntry, ...]:
     """Return the tensors in the file, in the order of their data.
+
+    With ``beginning`` the file itself is not read, and ``path`` is its name in messages.
 
     Raises:
         Refused: the file cannot be read, is truncated or damaged, or is not a safetensors file;
             the message names the file, and both sizes of a truncated file.
     """
     try:
-        header, data_bytes = _read_header(path)
+        header, data_bytes, file_bytes = _read_header(path, beginning)
     except OSError as error:
         raise Refused(f"{path}: cannot be read: {error.strerror}") from error
     try:
@@ -57,7 +67,7 @@ def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
     except ValueError as error:
         raise _damaged(path, str(error)) from error
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    _require_exact_cover(path, tensors, data_bytes)
+    _require_exact_cover(path, tensors, data_bytes, file_bytes)
     return tuple(tensors)
 
 
@@ -69,10 +79,15 @@ def elements_by_dtype(tensors: Iterable[TensorEntry]) -> dict[str, int]:
     return counts
 
 
-def _read_header(path: Path) -> tuple[dict[str, object], int]:
-    """Return the JSON header without its metadata, and the number of data bytes."""
-    with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+def header_end(start: bytes) -> int:
+    """Return the number of bytes before the data, as a file's first bytes state."""
+    return _LENGTH_BYTES + int.from_bytes(start[:_LENGTH_BYTES], "little")
+
+
+def _read_header(path: Path, beginning: Beginning | None) -> tuple[dict[str, object], int, int]:
+    """Return the JSON header without its metadata, and the bytes of the data and the file."""
+    with (beginning.path if beginning else path).open("rb") as file:
+        file_bytes = beginning.file_bytes if beginning else os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER))
         if start == _LFS_POINTER:
             raise Refused(
@@ -88,7 +103,7 @@ def _read_header(path: Path) -> tuple[dict[str, object], int]:
             raise _truncated(path, file_bytes, _LENGTH_BYTES + header_bytes, "for its header alone")
         file.seek(_LENGTH_BYTES)
         text = file.read(header_bytes)
-    return _parse_header(path, text), file_bytes - _LENGTH_BYTES - header_bytes
+    return _parse_header(path, text), file_bytes - _LENGTH_BYTES - header_bytes, file_bytes
 
 
 def _parse_header(path: Path, text: bytes) -> dict[str, object]:
@@ -160,7 +175,9 @@ def _short(shape: list[int]) -> str:
     return str(shape) if len(shape) <= 8 else f"[{', '.join(map(str, shape[:8]))}, ...]"
 
 
-def _require_exact_cover(path: Path, tensors: list[TensorEntry], data_bytes: int) -> None:
+def _require_exact_cover(
+    path: Path, tensors: list[TensorEntry], data_bytes: int, file_bytes: int
+) -> None:
     position = 0
     for tensor in tensors:
         if tensor.begin != position:
@@ -172,7 +189,6 @@ def _require_exact_cover(path: Path, tensors: list[TensorEntry], data_bytes: int
             )
         position = tensor.end
     if position > data_bytes:
-        file_bytes = path.stat().st_size
         raise _truncated(path, file_bytes, file_bytes - data_bytes + position, "for its tensors")
     if position < data_bytes:
         raise _damaged(path, f"has {data_bytes - position} bytes after the last tensor")

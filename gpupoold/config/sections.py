@@ -190,7 +190,8 @@ class LimitSettings(Section):
     """``[limits]``: bounds of queues, and time limits.
 
     ``drop_late`` drops requests whose first token would be late. ``max_bytes_in_flight`` bounds the
-    bytes of requests that are read, wait or run; an API key gets at most half.
+    bytes of requests that are read, wait or run; an API key gets at most half. ``max_images`` is
+    per prompt, ``max_image_pixels`` for all images of an HTTP request.
     """
 
     effect: ClassVar[Effect] = Effect.LIVE
@@ -198,6 +199,8 @@ class LimitSettings(Section):
     max_live_requests_per_model: Count = 1024
     max_live_requests: Count = 4096
     max_bytes_in_flight: PositiveSize = 256_000_000
+    max_images: Annotated[Count, Effect.LOADS] = 16
+    max_image_pixels: Annotated[Count, Effect.LOADS] = 32_000_000
     drop_late: bool = False
     load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
     drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")

@@ -69,7 +69,16 @@ async def build_control_plane(
     dispatcher = Dispatcher(
         settings.limits, history, policy, fleet, frontends.send_to, roles, keyring
     )
-    snapshots = ModelSnapshots(settings, history, dispatcher.live, supervisor, cache, saved, stored)
+    snapshots = ModelSnapshots(
+        settings,
+        history,
+        dispatcher.live,
+        supervisor,
+        cache,
+        saved,
+        stored,
+        lambda: configuration.path,
+    )
     lifecycle = ModelLifecycle(
         settings,
         registry,

@@ -32,7 +32,7 @@ from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
-from gpupoold.control.models.info import model_info
+from gpupoold.control.models.info import chat_fields, model_info
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.crash_attribution import Death
@@ -153,7 +153,7 @@ class ControlPlane:
 
     async def models(self) -> list[ModelInfo]:
         """Return all registered models by name, with their present states."""
-        return [model_info(row, self._state_of(row)) for row in await self.registry.list()]
+        return [self._info_of(row) for row in await self.registry.list()]
 
     async def model(self, name: str) -> ModelInfo:
         """Return a model with its present use.
@@ -162,10 +162,11 @@ class ControlPlane:
             NoSuchModel: the model is not registered.
         """
         row = await self.lifecycle.find(name)
-        info = model_info(row, self._state_of(row))
+        info = self._info_of(row)
         memories, now_s = views.memories_of(self.supervisor.workers), time.monotonic()
         now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache, now_s)
-        return info.model_copy(update={"usage": ModelUsage(**now)})
+        chat = await asyncio.to_thread(chat_fields, row.spec)
+        return info.model_copy(update={"usage": ModelUsage(**now), **chat})
 
     async def ps(self) -> bytes:
         """Return running models, devices and requests: ``Ps`` as JSON."""
@@ -269,6 +270,9 @@ class ControlPlane:
         core = self.dispatcher.scheduler.core
         first = None if core.is_from_start else core.segments[0]
         return log_lines(self.policy, core.entries(), first)
+
+    def _info_of(self, row: ModelRow) -> ModelInfo:
+        return model_info(row, self._state_of(row), self.fleet.loaded(row.spec.name))
 
     def _state_of(self, row: ModelRow) -> ModelState:
         return self.fleet.availability(row.spec.name).state

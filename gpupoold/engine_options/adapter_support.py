@@ -73,7 +73,7 @@ def check_num_adapters(model: str, options: Mapping[str, str], num_adapters: int
     limit = _number(with_adapter_support(options), _IN_TOTAL, DEFAULT_MAX_CPU_LORAS)
     if num_adapters > limit:
         raise Refused(
-            f"{model} has {num_adapters - 1} adapters, and its engine keeps at most {limit}",
+            f"{model} would have {num_adapters} adapters, and its engine keeps at most {limit}",
             f"remove an adapter, or `gpupool set {model} --engine max-cpu-loras={num_adapters}`",
         )
 

@@ -15,8 +15,12 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # type: ignore[import-not-found]
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # vLLM 0.32
 
 from gpupoold.errors import UsageError
 

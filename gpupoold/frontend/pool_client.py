@@ -91,21 +91,21 @@ class PoolClient:
         if self._stopped_because is not None:
             raise self._codec.unavailable(self._stopped_because)
         params, prompt = request.sampling_params, request.prompt_token_ids
-        if params is None or prompt is None:
-            raise self._codec.unsupported("gpupool serves text generation from token ids only")
+        if prompt is None:
+            raise self._codec.unsupported("gpupool serves requests with token ids only")
         frames = [bytes(frame) for frame in self._codec.encode(request)]
         num_bytes = sum(map(len, frames))
         if num_bytes > MAX_REQUEST_BYTES:
             raise self._codec.unsupported(
                 f"The request takes {num_bytes:,} bytes for the engine, more than the limit of "
-                f"{MAX_REQUEST_BYTES:,}."
+                f"{MAX_REQUEST_BYTES:,}. Send fewer or smaller images, or a shorter prompt."
             )
         message = AddRequest(
             model=self._model,
             request_id=request.request_id,
             arrival_s=time.monotonic(),
             num_prompt_tokens=len(prompt),
-            max_tokens=params.max_tokens or 0,
+            max_tokens=1 if params is None else params.max_tokens or 0,  # a result is one item
             frames=frames,
             served_name="" if request.lora_request is None else request.lora_request.lora_name,
         )

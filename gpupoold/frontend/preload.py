@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 
+from gpupoold.engine_versions import check_engine_version
 from gpupoold.frontend.conversations import message_types
-from gpupoold.frontend.environment import check_engine_version, set_engine_environment
+from gpupoold.frontend.environment import set_engine_environment
 
 
 def preload(log_level: str) -> None:

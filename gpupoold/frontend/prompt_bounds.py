@@ -13,7 +13,7 @@ MAX_PROMPT_TOKENS = 1 << 20
 A model with a longer context takes one prompt of that length.
 """
 
-_MAX_CHARS_PER_TOKEN = 8
+MAX_CHARS_PER_TOKEN = 8
 _ALWAYS_TOKENISED_CHARS = 65_536
 _MAX_WORD_CHARS = 16_384
 """Limit of all ``stop`` strings, and of all ``bad_words``, together."""
@@ -61,9 +61,9 @@ def bound_renderer(renderer: Any, max_model_len: int, refused: Raise) -> None:
     vLLM has no bound on texts for truncation or tokenisation only, and one of up to some 100
     characters per token on others; its tokeniser would take minutes and gigabytes.
     """
-    renderer._tokenize_prompt_async = _bounded_tokenizer(
-        renderer._tokenize_prompt_async, max_model_len, refused
-    )
+    check = _length_check(max_model_len, refused)
+    renderer._tokenize_prompt_async = _checked_async(renderer._tokenize_prompt_async, check)
+    renderer._tokenize_prompt = _checked(renderer._tokenize_prompt, check)  # for pooling requests
     renderer.process_for_engine_async = _counted(
         renderer.process_for_engine_async, max(MAX_PROMPT_TOKENS, max_model_len), refused
     )
@@ -77,12 +77,15 @@ def why_words_are_too_long(name: str, words: Sequence[str] | None) -> str:
     return f"`{name}` has {num_chars:,} characters in all, more than {_MAX_WORD_CHARS:,}."
 
 
-def _bounded_tokenizer(
-    tokenize: Callable[..., Awaitable[Any]], max_model_len: int, refused: Raise
-) -> Callable[..., Awaitable[Any]]:
-    max_chars = max(_ALWAYS_TOKENISED_CHARS, _MAX_CHARS_PER_TOKEN * max_model_len)
+def max_prompt_chars(max_model_len: int) -> int:
+    """Return the most characters of a text that are tokenised for a context."""
+    return max(_ALWAYS_TOKENISED_CHARS, MAX_CHARS_PER_TOKEN * max_model_len)
 
-    async def bounded(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _length_check(max_model_len: int, refused: Raise) -> Callable[[Any], None]:
+    max_chars = max_prompt_chars(max_model_len)
+
+    def check(prompt: Any) -> None:
         num_chars = len(prompt["prompt"])
         if num_chars > max_chars:
             raise refused(
@@ -90,9 +93,26 @@ def _bounded_tokenizer(
                 f"tokenised for a context of {max_model_len:,} tokens. "
                 "Please reduce the length of the input prompt, or send it as token ids."
             )
+
+    return check
+
+
+def _checked(tokenize: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+    def checked(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        check(prompt)
+        return tokenize(prompt, *args, **kwargs)
+
+    return checked
+
+
+def _checked_async(
+    tokenize: Callable[..., Awaitable[Any]], check: Callable[[Any], None]
+) -> Callable[..., Awaitable[Any]]:
+    async def checked(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        check(prompt)
         return await tokenize(prompt, *args, **kwargs)
 
-    return bounded
+    return checked
 
 
 def _counted(

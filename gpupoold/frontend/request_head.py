@@ -10,6 +10,7 @@ import msgspec
 from gpupoold.frontend.conversations import BATCH_PATH
 from gpupoold.frontend.errors import ApiError, bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields, OverBound, check_fields
+from gpupoold.frontend.pooling_bodies import POOLING_PATHS, num_inputs
 from gpupoold.frontend.request_ids import check_client_id
 from gpupoold.frontend.value_bounds import check_values
 
@@ -32,7 +33,9 @@ class _Fields(GrammarFields):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """``num_prompts`` counts conversations too; each is answered ``num_samples`` times."""
+    """``num_prompts`` counts conversations and inputs too; each is answered ``num_samples``
+    times.
+    """
 
     model: str | None
     has_id: bool
@@ -57,7 +60,12 @@ def read_head(body: bytes, path: str) -> Head:
     """
     try:
         fields = _decoder.decode(body)
-        num_prompts = _num_prompts(fields, path)
+        if is_pooling := path in POOLING_PATHS:
+            num_prompts, where = num_inputs(body, path)
+        else:
+            num_prompts = _num_prompts(fields, path)
+            where = "messages" if path == BATCH_PATH else "prompt"
+        _check_num_prompts(num_prompts, where)
         check_values(body, path)
     except msgspec.ValidationError as error:
         raise bad_request(f"The request body must be a JSON object: {error}.") from error
@@ -72,15 +80,9 @@ def read_head(body: bytes, path: str) -> Head:
     has_id = fields.request_id is not msgspec.UNSET
     if has_id:
         check_client_id(fields.request_id, "`request_id`")
-    num_samples = _whole_number(fields.n)
+    num_samples = 1 if is_pooling else _whole_number(fields.n)
     if num_samples > MAX_SAMPLES:
         raise bad_request(f"`n` must be at most {MAX_SAMPLES}.", param="n")
-    if num_prompts > MAX_PROMPTS:
-        raise bad_request(
-            f"The request has {num_prompts:,} prompts, more than the {MAX_PROMPTS} that one "
-            "request may have.",
-            param="messages" if path == BATCH_PATH else "prompt",
-        )
     return Head(fields.model, has_id, num_prompts, max(1, num_samples))
 
 
@@ -92,6 +94,15 @@ def check_num_requests(head: Head, bound: int) -> None:
     """
     if head.num_requests > bound:
         raise _too_many(head, bound)
+
+
+def _check_num_prompts(num_prompts: int, where: str) -> None:
+    if num_prompts > MAX_PROMPTS:
+        raise bad_request(
+            f"The request has {num_prompts:,} prompts, more than the {MAX_PROMPTS} that one "
+            "request may have.",
+            param=where,
+        )
 
 
 def _too_many(head: Head, bound: int) -> ApiError:

@@ -6,6 +6,7 @@ Only the paths named here are served. The applications behind also register oper
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -22,16 +23,19 @@ from gpupoold.frontend.errors import (
     method_not_allowed,
     no_such_path,
     no_such_response,
+    not_of_this_kind,
     not_ready,
     send_error,
     send_json,
 )
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.origins import check_origin
+from gpupoold.frontend.pooling_bodies import POOLING_PATHS
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
@@ -39,7 +43,7 @@ from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)
 
-ROUTED_PATHS = frozenset(
+ROUTED_PATHS = POOLING_PATHS | frozenset(
     {
         "/v1/chat/completions",
         "/v1/chat/completions/batch",
@@ -89,6 +93,7 @@ class Router:
         self._callers = callers
         self._bounds = bounds
         self._metrics = metrics
+        self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
@@ -157,13 +162,19 @@ class Router:
             scope = with_id(scope, ids, body_has_id=head.has_id)
             model = self._catalog.choose(head.model, caller.models)
             mount = self._mounted(model)
+            _check_served(mount, path)
             if model.preset is not None:
                 body = _with_defaults(body, model.preset, path, holding)
             check_num_requests(head, caller.max_requests(bounds.max_live_requests))
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
-            with serving(caller, model), naming(ids), counting_prompts(head.num_samples):
+            with (
+                serving(caller, model),
+                naming(ids),
+                counting_prompts(head.num_samples),
+                bounding_images(holding, self._decoding),
+            ):
                 async with self._gates.holding(send) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)
 
@@ -194,6 +205,17 @@ def _with_defaults(body: bytes, preset: Preset, path: str, holding: BodyHolding)
     filled = msgspec.json.encode(with_defaults(fields, preset.defaults, path))
     holding.add(max(0, len(filled) - len(body)))
     return filled
+
+
+def _check_served(mount: Mount, path: str) -> None:
+    """Check that a model has the API of ``path``.
+
+    Raises:
+        ApiError: 400; the model is of another kind.
+    """
+    served = mount.api.paths & ROUTED_PATHS
+    if path not in served:
+        raise not_of_this_kind(mount.name, path, sorted(served))
 
 
 def _is_served(path: str) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 from gpupoold.frontend.conversations import check_conversation, is_long_conversation
 from gpupoold.frontend.errors import bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields
+from gpupoold.frontend.pooling_bodies import POOLING_PATHS, check_input
 
 MAX_ELEMENTS = 4_096
 """Limit of list elements in one field, at any depth. ``json_scan`` counts objects."""
@@ -48,6 +49,8 @@ def check_values(body: bytes, path: str) -> None:
             _check_number(name, value)
             if is_conversation:
                 check_conversation(name, value, path)
+            elif path in POOLING_PATHS and name in ("input", "messages"):
+                check_input(name, value)
 
 
 def _is_numbers(name: str, text: msgspec.Raw) -> bool:

@@ -75,6 +75,22 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         "Tokens sent.",
         lambda one: one.tokens,
     )
+    of_drafts = one_each(counter, "model", scrape.drafts.items())
+    yield of_drafts(
+        "drafts",
+        "Drafts verified by speculative decoding.",
+        lambda one: one.num_drafts,
+    )
+    yield of_drafts(
+        "draft_tokens",
+        "Tokens in drafts.",
+        lambda one: one.num_draft_tokens,
+    )
+    yield of_drafts(
+        "accepted_draft_tokens",
+        "Tokens in drafts that were accepted, and sent.",
+        lambda one: one.num_accepted_tokens,
+    )
     yield gauge(
         "attainment_ratio",
         "Share of the last minute's tokens sent in time; absent without tokens.",
@@ -140,17 +156,19 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             held[one.model, "weights"] += one.weights_resident_bytes
             held[one.model, "kv"] += one.kv_resident_bytes
             held[one.model, "kv_host"] += one.kv_host_bytes
+            held[one.model, "encoder"] += one.encoder_bytes
     for name, snapshot in scrape.control_plane.cache.snapshots.items():
         held[name, "snapshot_host"] += snapshot.num_bytes
     yield gauge(
         "model_memory_bytes",
-        "The model's memory: weights and kv on devices; kv_host (offloaded KV) and snapshot_host "
-        "(the weights snapshot) in host memory.",
+        "The model's memory: weights and kv on devices; encoder (outputs of the image encoder) in "
+        "the devices' reserve; kv_host (offloaded KV) and snapshot_host (the weights snapshot) in "
+        "host memory.",
         ("model", "kind"),
         (
             ((name, kind), held[name, kind])
             for name in scrape.rows
-            for kind in ("weights", "kv", "kv_host", "snapshot_host")
+            for kind in ("weights", "kv", "encoder", "kv_host", "snapshot_host")
         ),
     )
     of_meters = one_each(counter, "model", scrape.models())

@@ -13,7 +13,7 @@ from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed
-from gpupoold.wire.messages import ModelMemory
+from gpupoold.wire.messages import DraftCounts, ModelMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Scrape:
 
     Requests of a preset or adapter count under its name, memory and states under its model's name.
     An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
-    read.
+    read. ``drafts`` has the models with speculative decoding.
     """
 
     control_plane: ControlPlane
@@ -32,6 +32,7 @@ class Scrape:
     counts: dict[str, Counts]
     attainments: dict[str, float | None]
     saved_bytes: int | None
+    drafts: dict[str, DraftCounts]
 
     @classmethod
     async def of(cls, control_plane: ControlPlane, known: dict[str, ModelRow]) -> Scrape:
@@ -63,6 +64,7 @@ class Scrape:
             {name: one.so_far_with_latencies() for name, one in stats.items()},
             {name: one.attainment_1m(now_s) for name, one in stats.items()},
             saved_bytes,
+            {name: one.drafts for name, one in stats.items() if one.drafts.num_drafts},
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:

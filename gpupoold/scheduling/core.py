@@ -78,12 +78,14 @@ class Core:
                 event.weight_bytes,
                 event.kv_bytes_per_token,
                 event.costs,
+                event.generates,
             )
             return
         known.targets, known.costs = event.targets, event.costs
         known.revision += 1
         known.weight_bytes = event.weight_bytes
         known.kv_bytes_per_token = event.kv_bytes_per_token
+        known.generates = event.generates
 
     def _targets_changed(self, event: e.TargetsChanged, now_s: float) -> None:
         model = self._model(event.model)

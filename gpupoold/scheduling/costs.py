@@ -56,6 +56,10 @@ class ModelCosts:
         )
 
 
+POOLING_COSTS = ModelCosts(decode_base_s=0.0)
+"""A guess for an unmeasured pooling model, which has no decode steps."""
+
+
 def costs_of(latency: LatencyModel) -> ModelCosts:
     """Return the constants of a latency model whose forms are those of ``ModelCosts``."""
     prefill = latency.prefill.predict_s

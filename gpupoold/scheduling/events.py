@@ -15,7 +15,8 @@ from gpupoold.scheduling.costs import ModelCosts
 class ModelAdded:
     """A model can have requests; a repeated event replaces the description.
 
-    Requests of a model without a device are held.
+    Requests of a model without a device are held. A model that does not generate makes one result
+    per prompt, which counts as a first token.
     """
 
     model: str
@@ -23,6 +24,7 @@ class ModelAdded:
     weight_bytes: int
     kv_bytes_per_token: int
     costs: ModelCosts
+    generates: bool = True
 
 
 @dataclass(frozen=True, slots=True)

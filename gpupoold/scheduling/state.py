@@ -37,7 +37,8 @@ class Speed:
 class Model:
     """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
 
-    ``revision`` increases with each change of targets, costs or a ratio.
+    A model that does not generate has no decode steps. ``revision`` increases with each change of
+    targets, costs or a ratio.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Model:
     weight_bytes: int
     kv_bytes_per_token: int
     costs: ModelCosts
+    generates: bool = True
     revision: int = 0
     hosts: set[int] = field(default_factory=set)
     speeds: dict[str, Speed] = field(default_factory=dict)

@@ -19,6 +19,7 @@ class SimModel:
     latency: LatencyModel
     weight_bytes: int
     kv_bytes_per_token: int
+    generates: bool = True
 
     def added(self) -> ModelAdded:
         """Return the model's event for the scheduling core."""
@@ -28,4 +29,5 @@ class SimModel:
             self.weight_bytes,
             self.kv_bytes_per_token,
             costs_of(self.latency),
+            self.generates,
         )

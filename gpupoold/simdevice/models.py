@@ -9,6 +9,7 @@ from typing import Any
 
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_config
 from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes
+from gpupoold.checkpoints.modules import is_pooling
 from gpupoold.domain import Targets
 from gpupoold.errors import Refused
 from gpupoold.latency.errors import LatencyError
@@ -59,6 +60,12 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
     path = Path(model.path)
     info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
     config = check_config(path, allow_remote_code=model.allow_remote_code)
+    if is_pooling(path, info.architecture) or model.engine.get("runner") == "pooling":
+        raise Refused(
+            f"{model.name}: {info.architecture} makes embeddings, scores or classes, and a "
+            "simulated device makes tokens only",
+            "add the model on an emulated device or a GPU",
+        )
     dtype = _dtype(info, model.dtype)
     shape, latency = _latency(model.name, config, info, dtype, gpu)
     weight_bytes = estimate_weight_bytes(info, model.dtype)

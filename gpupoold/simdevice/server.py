@@ -158,6 +158,8 @@ class SimServer:
         try:
             if call.method == "page_out":
                 return m.CallResult(call.call_id, self._page_out(str(call.args["model"])))
+            if call.method in ("load_adapter", "unload_adapter"):
+                return m.CallResult(call.call_id, {})  # no engine reads adapters here
             if call.method != "check_integrity":
                 raise Refused(
                     f"device {self._worker} simulates a {self._gpu} and cannot do {call.method}",

@@ -76,6 +76,7 @@ from gpupoold.wire.messages_to_worker import (
     UnloadModel as UnloadModel,
 )
 from gpupoold.wire.records import (
+    DraftCounts as DraftCounts,
     KvTransfer as KvTransfer,
     LoadedModel as LoadedModel,
     ModelMemory as ModelMemory,

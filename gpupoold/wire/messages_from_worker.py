@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpupoold.latency.stored import Profile
 from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
+    DraftCounts,
     KvTransfer,
     LoadedModel,
     ModelMemory,
@@ -84,7 +85,9 @@ class StepOutputs(Message):
     """Outputs of one engine step (worker → daemon → frontend).
 
     ``frames`` is empty if a device without an engine made the tokens, which ``progress`` contains.
-    ``step_s`` is the time of a pure decode step, None if the step prefilled. ``frame_counts`` has
+    ``step_s`` is the time of a pure decode step, divided by the mean number of tokens that an
+    answer gained, and None if the step prefilled. ``drafts`` is None without speculative decoding,
+    and counts the drafts of all steps since the last report. ``frame_counts`` has
     the number of frames per frontend number, in the order of the frames; empty means one frontend
     for all frames. Each frontend gets the frames and the progress of its requests.
     """
@@ -95,6 +98,7 @@ class StepOutputs(Message):
     progress: list[RequestProgress]
     step_s: float | None = None
     frame_counts: dict[int, int] = {}
+    drafts: DraftCounts | None = None
 
 
 class Migrated(Message):

@@ -13,7 +13,10 @@ from gpupoold.domain import Adapter, Preset, Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``."""
+    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``.
+
+    ``max_images`` is per prompt, ``max_image_pixels`` for all images of an HTTP request.
+    """
 
     name: str
     path: str
@@ -24,6 +27,8 @@ class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: float
     allow_remote_code: bool = False
     media_hosts: tuple[str, ...] = ()
+    max_images: int = 16
+    max_image_pixels: int = 32_000_000
     engine: dict[str, str] = {}
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
@@ -49,13 +54,47 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int = 0
     adapter_problems: dict[str, str] = {}
 
+    @property
+    def generates(self) -> bool:
+        """True if the model makes tokens; False for a pooling model."""
+        return "generate" in self.supported_tasks
+
+
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Speculative decoding: drafts, the tokens in the drafts, and the tokens that were accepted."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean number of tokens of an answer in a step with a draft, None without drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
-    """A request's share of a step: new token ids, and the reason if the request ended."""
+    """A request's share of a step: new token ids, and the reason if the request ended.
+
+    ``has_result``: the step made the result of a pooling request (an embedding or scores).
+    """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
+    has_result: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens; a pooling result counts as one."""
+        return len(self.new_token_ids) + self.has_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +125,10 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's memory on one worker, in bytes."""
+    """A model's memory on one worker, in bytes.
+
+    ``encoder_bytes`` counts the image encoder's outputs, which are outside the device's pages.
+    """
 
     model: str
     weights_resident_bytes: int
@@ -95,6 +137,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_host_bytes: int
     num_live: int
     num_waiting: int
+    encoder_bytes: int = 0
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 
+from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import (
@@ -76,7 +77,6 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
     with importing():
         from gpupoold.worker.calls import answer
         from gpupoold.worker.device import device_name, open_device
-        from gpupoold.worker.engine import engine
         from gpupoold.worker.kv.residency import Residency
         from gpupoold.worker.turns.loop import TurnLoop
     end_at_faults()
@@ -85,9 +85,11 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
     from gpupoold.memory.numa import prefer_node
     from gpupoold.memory.pages import PagePool
 
-    version = engine.check_engine_version()
+    version = check_engine_version()
     if arguments.device_kind == "emulated":
-        engine.use_plain_linear_layers()
+        with importing():
+            from gpupoold.worker.engine.cpu_build import adapt_cpu_build
+        adapt_cpu_build()
     device = open_device(
         arguments.device_kind,
         arguments.device_bytes,

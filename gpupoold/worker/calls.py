@@ -34,6 +34,8 @@ def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
     mismatch.
     """
     num_owned = loop.residency.check_integrity(loop.migrations.sent_bytes)
+    for engine in loop.engines.values():
+        engine.check_encoder_outputs()
     pool = loop.residency.pool
     driver = loop.driver_memory.check()
     pages = {"free_pages": pool.num_free, "owned_pages": num_owned, "pages": pool.num_pages}

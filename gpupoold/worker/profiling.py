@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gpupoold.errors import Failed
 from gpupoold.latency.errors import FitError, LatencyError, ShapeError
-from gpupoold.latency.fit import DecodeSample, Fit, PrefillSample
+from gpupoold.latency.fit import DecodeSample, Fit, FitQuality, PrefillSample
 from gpupoold.latency.models import (
     DecodeBatch,
     Law,
@@ -65,6 +65,8 @@ _MAX_CLEARING_STEPS = 8
 # Limits on the KV of a run. If less than the minimum is free, other models' pages are evicted.
 _MAX_KV_TOKENS = 8_192
 _MIN_KV_TOKENS = 2_048
+# A pooling model has no decode steps: the phase takes no time.
+_NO_DECODE = Fit(LinearDecode(), FitQuality(1.0, 0.0, 0.0, 0))
 # Points required beyond the number of constants: without spare points, noise would fit perfectly.
 _SPARE_POINTS = 2
 
@@ -81,6 +83,10 @@ class ProfiledModel(PooledModel, Protocol):
     @property
     def max_sequences(self) -> int:
         """Largest number of requests in a step."""
+
+    @property
+    def max_tokens_each(self) -> int:
+        """Largest number of tokens that an answer gains in a step."""
 
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a request with synthetic tokens and no client."""
@@ -116,6 +122,8 @@ def profile(
 ) -> Profile | None:
     """Time steps of a model without requests, and fit its latency.
 
+    A pooling model has prefill steps only.
+
     Makes the model resident, so the present turn's model must be switched in again. Afterwards the
     engine has no request, no cached prefix and no KV. Too little time or memory, or points that fit
     no model, raise no error: ``Profile.problem`` states the reason.
@@ -130,13 +138,11 @@ def profile(
     if budget_s <= 0:
         return None
     started_s = clock()
-    if "generate" not in engine.info.supported_tasks:
-        return Profile(None, None, 0.0, "the model does not generate text")
     run = _ProfilingRun(engine, residency, started_s + budget_s, clock)
     problem = ""
     try:
         residency.switch_in(engine.name)
-        run.measure(started_s + _PREFILL_SHARE * budget_s)
+        run.measure(started_s + (_PREFILL_SHARE if engine.info.generates else 1) * budget_s)
         run.leave()
     except OutOfPages as error:  # other models hold the memory: not an error of this model
         _logger.warning("profiling %s ended early: %s", engine.info.name, error)
@@ -144,7 +150,9 @@ def profile(
         run.leave()
     except Exception as error:
         raise failure(engine.info.name, "while its steps were timed", error) from error
-    measured = _fits(run, _shape(path), clock() - started_s, problem)
+    measured = _fits(
+        run, _shape(path), clock() - started_s, problem, generates=engine.info.generates
+    )
     _log(engine.info.name, measured)
     return measured
 
@@ -175,7 +183,9 @@ class _ProfilingRun:
                 continue
             if not self._measure_prefill(batch, prefill_end_s):
                 break
-        contexts = _contexts(self._engine.info.max_model_len) if self.prefills else []
+        if not self._engine.info.generates:
+            return
+        contexts = _contexts(self._engine) if self.prefills else []
         for index, context in enumerate(contexts):
             now_s = self._clock()
             share_s = (self._end_s - now_s) / (len(contexts) - index)
@@ -213,7 +223,7 @@ class _ProfilingRun:
 
     def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> None:
         """Measure points of one context length: the batch grows until time or memory runs out."""
-        max_tokens = _room(self._engine.info.max_model_len)
+        max_tokens = _room(self._engine)
         for batch_size in _BATCH_SIZES:
             num_new = batch_size - len(self._generated)
             if batch_size > self._engine.max_sequences:
@@ -284,8 +294,8 @@ class _ProfilingRun:
         duration_s = self._clock() - started_s
         for item in progress:
             if item.request_id in self._generated:
-                self._generated[item.request_id] += len(item.new_token_ids)
-        return duration_s, {item.request_id for item in progress if item.new_token_ids}
+                self._generated[item.request_id] += item.num_tokens
+        return duration_s, {item.request_id for item in progress if item.num_tokens}
 
     def _clear(self) -> None:
         self._engine.abort(list(self._generated))
@@ -298,6 +308,8 @@ class _ProfilingRun:
 
     def _kv_tokens(self) -> int:
         """Return the number of tokens whose KV fits into free pages, within the limits."""
+        if not self._engine.info.kv_bytes_per_token:
+            return _MAX_KV_TOKENS
         geometry = self._engine.kv.geometry
         pages_per_extent = max(1, sum(len(span) for span in geometry.pages(0)))
         blocks = self._pages.pool.num_free // pages_per_extent * geometry.blocks_per_extent
@@ -305,14 +317,14 @@ class _ProfilingRun:
         return min(_MAX_KV_TOKENS, max(_MIN_KV_TOKENS, free_tokens))
 
 
-def _contexts(max_model_len: int) -> list[int]:
-    limit = max_model_len - _room(max_model_len)
+def _contexts(engine: ProfiledModel) -> list[int]:
+    limit = engine.info.max_model_len - _room(engine)
     chosen = [context for context in _CONTEXTS if 2 * context <= limit]
     return [*chosen, min(limit, _CONTEXTS[-1])] if len(chosen) < len(_CONTEXTS) else chosen
 
 
-def _room(max_model_len: int) -> int:
-    return min(_DECODE_ROOM, max_model_len // 2)
+def _room(engine: ProfiledModel) -> int:
+    return min(_DECODE_ROOM * engine.max_tokens_each, engine.info.max_model_len // 2)
 
 
 def _shape(path: str) -> ModelShape | None:
@@ -324,7 +336,14 @@ def _shape(path: str) -> ModelShape | None:
         return None
 
 
-def _fits(run: _ProfilingRun, shape: ModelShape | None, duration_s: float, problem: str) -> Profile:
+def _fits(
+    run: _ProfilingRun,
+    shape: ModelShape | None,
+    duration_s: float,
+    problem: str,
+    *,
+    generates: bool,
+) -> Profile:
     problems = [problem] if problem else []
     prefill = decode = None
     try:
@@ -332,13 +351,17 @@ def _fits(run: _ProfilingRun, shape: ModelShape | None, duration_s: float, probl
     except LatencyError as error:
         problems.append(f"prefill: {error}")
     try:
-        if len(run.decode_contexts) < 2:
-            raise FitError("steps were timed at fewer than two context lengths")
-        _check_enough(LinearDecode(), run.decodes)
-        decode = StoredFit.of(fit_decode(LinearDecode(), run.decodes))
+        decode = StoredFit.of(_fit_decode(run) if generates else _NO_DECODE)
     except LatencyError as error:
         problems.append(f"decode: {error}")
     return Profile(prefill, decode, duration_s, "; ".join(problems))
+
+
+def _fit_decode(run: _ProfilingRun) -> Fit[LinearDecode]:
+    if len(run.decode_contexts) < 2:
+        raise FitError("steps were timed at fewer than two context lengths")
+    _check_enough(LinearDecode(), run.decodes)
+    return fit_decode(LinearDecode(), run.decodes)
 
 
 def _fit_prefill(

@@ -45,7 +45,11 @@ class TestLooking:
         assert model["architecture"] == "LlamaForCausalLM"
         assert model["path"] == str(tiny_models[LLAMA])
         assert model["weight_bytes"] > 0
-        assert "LlamaForCausalLM" in cli(pool, "show", LLAMA).stdout
+        shown = cli(pool, "show", LLAMA).stdout
+        assert "LlamaForCausalLM" in shown
+        assert "hermes (the template writes <tool_call> with JSON)\n" in shown
+        assert model["reasoning_parser"]["name"] is None
+        assert model["chat_template"]["name"] == "chat_template.jinja"
 
     def test_show_has_the_measured_latency(self, pool: PrivateDaemon) -> None:
         shown = [cli(pool, "show", name, "--json").stdout for name in MODELS]
@@ -81,6 +85,7 @@ class TestLooking:
             "frontend-0",
             "frontend-1",
             "gpupoold",
+            "inspection",
             "worker-0",
         }
         one = cli(pool, "logs", "--process", "worker-0", "--lines", "3")

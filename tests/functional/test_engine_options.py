@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import ModelInfo, SetModelRequest
+from gpupoold.api.schemas import FoundInfo, ModelInfo, SetModelRequest
 from gpupoold.errors import GpupoolError
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -81,6 +82,36 @@ async def test_answers_go_on_in_the_new_engine(daemon: PrivateDaemon) -> None:
         assert (await ask(api, LLAMA, PROMPT, LENGTH)).token_ids == expected[0].token_ids
 
 
+async def test_a_word_overrides_a_found_parser(daemon: PrivateDaemon) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    request: dict[str, Any] = {
+        "model": LLAMA,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "tools": [tool],
+        "max_tokens": 4,
+    }
+    async with api_client(daemon.http_url) as api:
+        assert (await api.chat.completions.create(**request)).choices
+        await change(daemon, tool_call_parser="none")
+        with daemon.client() as client:
+            shown = client.model(LLAMA)
+        assert shown.tool_parser == FoundInfo(
+            name=None, reason="set by the option tool_call_parser"
+        )
+        with pytest.raises(BadRequestError, match="tool choice requires"):
+            await api.chat.completions.create(**request)
+        await change(daemon, tool_call_parser=None, reasoning_parser="qwen3")
+        answer = (await api.chat.completions.create(**request)).choices[0].message
+        assert getattr(answer, "reasoning", None)  # it never ends
+        with daemon.client() as client:
+            shown = client.model(LLAMA)
+        assert shown.tool_parser is not None
+        assert shown.tool_parser.name == "hermes"
+        assert shown.reasoning_parser is not None
+        assert shown.reasoning_parser.name == "qwen3"
+        await change(daemon, reasoning_parser=None)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -88,6 +119,7 @@ async def test_answers_go_on_in_the_new_engine(daemon: PrivateDaemon) -> None:
         ({"block_size": "64"}, "block_size"),
         ({"quantization": "awq"}, "awq"),
         ({"tool_call_parser": "no-such-parser"}, "no-such-parser"),
+        ({"tool_call_parser": "mistral"}, "could not locate the tool call token"),
     ],
 )
 async def test_a_wrong_option_leaves_the_model_as_before(

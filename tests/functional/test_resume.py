@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 from vllm.sampling_params import StructuredOutputsParams
 
 from gpupoold.wire import messages as m
 from tests.functional.worker_peer import WorkerPeer
 
 MODELS = ("tiny-llama", "tiny-mixtral")
+THINKER = "thinker"
 NUM_TOKENS = 60
+REGEX = "(ab?c|d[0-9]){12,40}"
+BEGINNING = "(ab?c|d[0-9])*(ab?|d)?"
+# A parser of reasoning is found in this template.
+TEMPLATE = "{% if add_generation_prompt and enable_thinking is not false %}<think>{% endif %}"
 
 
 def grammar(regex: str) -> StructuredOutputsParams:
@@ -31,22 +39,35 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.2, "repetition_penalty": 1.1},
     "seeded": {"temperature": 0.9, "seed": 5},
     "seeded-nucleus": {"temperature": 1.2, "seed": 6, "top_p": 0.8, "top_k": 50},
-    "grammar": {"structured_outputs": grammar("(ab?c|d[0-9]){12,40}"), "ignore_eos": False},
+    "grammar": {"structured_outputs": grammar(REGEX), "ignore_eos": False},
     "seeded-grammar": {
         "temperature": 1.0,
         "seed": 7,
-        "structured_outputs": grammar("(ab?c|d[0-9]){12,40}"),
+        "structured_outputs": grammar(REGEX),
         "ignore_eos": False,
     },
 }
 
 
 @pytest.fixture(scope="module")
-def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
+def thinker(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer has <think> and </think> in place of other tokens."""
+    path = tmp_path_factory.mktemp("thinker") / THINKER
+    shutil.copytree(tiny_models["tiny-llama"], path)
+    tokenizer = (path / "tokenizer.json").read_text()
+    tokenizer = tokenizer.replace("<tool_call>", "<think>").replace("</tool_call>", "</think>")
+    (path / "tokenizer.json").write_text(tokenizer)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_models: dict[str, Path], thinker: Path) -> Iterator[WorkerPeer]:
     """A device with room for one of two models, in short turns."""
     peer = WorkerPeer(18 << 20, kv_host_bytes=64 << 20, quota_max_s=0.05)
     for name in MODELS:
         peer.load(name, tiny_models[name], max_model_len=512)
+    peer.load(THINKER, thinker, max_model_len=512)
     yield peer
     peer.close()
 
@@ -78,6 +99,34 @@ def test_the_same_tokens_from_any_point_on(peer: WorkerPeer, case: str) -> None:
     assert {request_id: peer.tokens[request_id] for request_id in rests} == rests
     assert all(peer.ended[request_id] in ("length", "stop") for request_id in rests)
     peer.call("check_integrity")
+
+
+def test_a_grammar_begins_after_the_reasoning_from_any_point_on(
+    peer: WorkerPeer, thinker: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(thinker / "tokenizer.json"))
+    begin, end = tokenizer.encode("<think></think>").ids
+    sampling: dict[str, Any] = {
+        "max_tokens": 40,
+        "structured_outputs": grammar(REGEX),
+        "ignore_eos": False,
+        "thinking_token_budget": 9,
+    }
+    asked = [*prompt(1), begin]
+    peer.ask(THINKER, "thinker-whole", asked, **sampling)
+    peer.run_until_ended("thinker-whole")
+    whole = peer.tokens["thinker-whole"]
+    assert whole.index(end) == 9
+    thought, text = tokenizer.decode(whole[:9]), tokenizer.decode(whole[10:])
+    assert not re.fullmatch(BEGINNING, thought)
+    assert re.fullmatch(BEGINNING, text)
+    assert len(text) > 20
+    cuts = (1, 8, 9, 10, 11, 25)
+    for cut in cuts:
+        peer.ask(THINKER, f"thinker-after-{cut}", asked, whole[:cut], **sampling)
+    peer.run_until_ended(*(f"thinker-after-{cut}" for cut in cuts))
+    rests = {cut: peer.tokens[f"thinker-after-{cut}"] for cut in cuts}
+    assert rests == {cut: whole[cut:] for cut in cuts}
 
 
 def test_prompts_in_chunks_beside_answers(

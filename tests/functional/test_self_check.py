@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from gpupoold.wire import messages as m
 from tests.functional.worker_peer import WorkerPeer
 
@@ -12,8 +14,12 @@ INTERVAL = 3
 PROMPT = [11, 7, 42, 5]
 
 
-def test_a_damaged_snapshot_is_noticed(tiny_models: dict[str, Path]) -> None:
-    paths = {name: tiny_models[name] for name in ("tiny-llama", "tiny-qwen3")}
+@pytest.mark.parametrize("damaged", ["tiny-llama", "tiny-bert-embed"])
+def test_a_damaged_snapshot_is_noticed(
+    tiny_models: dict[str, Path], tiny_pooling_models: dict[str, Path], damaged: str
+) -> None:
+    known = tiny_models | tiny_pooling_models
+    paths = {name: known[name] for name in (damaged, "tiny-qwen3")}
     size = max((path / "model.safetensors").stat().st_size for path in paths.values())
     peer = WorkerPeer(int(2.6 * size), self_check_interval=INTERVAL)
     try:
@@ -24,7 +30,7 @@ def test_a_damaged_snapshot_is_noticed(tiny_models: dict[str, Path]) -> None:
             for name in paths:
                 assert _answer(peer, name, f"{turn}-{name}") == first[name]
         assert not peer.wrong_answers
-        snapshot = peer.snapshots["tiny-llama"]
+        snapshot = peer.snapshots[damaged]
         os.pwrite(snapshot.fd, b"\x3f" * (os.fstat(snapshot.fd).st_size // 2), 0)
         for turn in range(INTERVAL + 1):
             if peer.wrong_answers:
@@ -33,7 +39,7 @@ def test_a_damaged_snapshot_is_noticed(tiny_models: dict[str, Path]) -> None:
                 _answer(peer, name, f"damaged-{turn}-{name}")
         [wrong] = peer.wrong_answers
         assert isinstance(wrong, m.WrongAnswer)
-        assert (wrong.model, wrong.expected) == ("tiny-llama", snapshot.self_check)
+        assert (wrong.model, wrong.expected) == (damaged, snapshot.self_check)
         assert wrong.answered != snapshot.self_check
         assert _answer(peer, "tiny-qwen3", "other") == first["tiny-qwen3"]
         assert any("damaged" in reason for reason in peer.ended.values())
@@ -44,6 +50,7 @@ def test_a_damaged_snapshot_is_noticed(tiny_models: dict[str, Path]) -> None:
 
 def _answer(peer: WorkerPeer, model: str, request_id: str) -> list[int]:
     peer.call("page_out", model=model)  # so that its weights have to come in
-    peer.ask(model, request_id, PROMPT, max_tokens=4)
+    task = "embed" if model.endswith("embed") else None
+    peer.ask(model, request_id, PROMPT, task=task, max_tokens=4)
     peer.run_until_ended(request_id)
     return peer.tokens[request_id]

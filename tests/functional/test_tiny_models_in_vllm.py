@@ -63,13 +63,14 @@ def _greedy_of(path: str) -> dict[str, Any]:
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    batched = _answers(core, prompts)
-    alone = [_answers(core, [prompt])[0] for prompt in prompts]
+    batched = answers(core, prompts)
+    alone = [answers(core, [prompt])[0] for prompt in prompts]
     core.shutdown()
     return {"batched": batched, "alone": alone, "texts": tokenizer.batch_decode(batched)}
 
 
-def _answers(core: Any, prompts: list[list[int]]) -> list[list[int]]:
+def answers(core: Any, prompts: list[list[int]], max_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    """The greedy tokens of vLLM's engine for prompts in one batch."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -78,7 +79,7 @@ def _answers(core: Any, prompts: list[list[int]]) -> list[list[int]]:
             request_id=str(index),
             prompt_token_ids=prompt,
             mm_features=None,
-            sampling_params=SamplingParams(temperature=0, max_tokens=NUM_TOKENS),
+            sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens),
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
@@ -86,13 +87,13 @@ def _answers(core: Any, prompts: list[list[int]]) -> list[list[int]]:
             data_parallel_rank=None,
         )
         core.add_request(*core.preprocess_add_request(request))
-    answers: list[list[int]] = [[] for _ in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
     while core.scheduler.has_requests():
         outputs, _ = core.step_fn()
         for client_outputs in (outputs or {}).values():
             for output in client_outputs.outputs:
-                answers[int(output.request_id)].extend(output.new_token_ids)
-    return answers
+                found[int(output.request_id)].extend(output.new_token_ids)
+    return found
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ class WorkerPeer:
         self.switches: list[m.SwitchRecord] = []
         self.wrong_answers: list[m.WrongAnswer] = []
         self.status: m.WorkerStatus | None = None
+        self.drafts = m.DraftCounts()
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
         self.scheduler = Scheduler(policy, self._carry_out)
@@ -150,11 +151,13 @@ class WorkerPeer:
         prompt: list[int],
         output_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
+        task: str | None = None,
         **sampling: Any,
     ) -> None:
         """Send a greedy request (``sampling`` as vLLM's SamplingParams), or the rest of one
-        that has had ``output_token_ids``. It finds prefixes of others with its salt only."""
-        frames = encode_request(request_id, prompt, cache_salt=cache_salt, **sampling)
+        that has had ``output_token_ids``. It finds prefixes of others with its salt only.
+        With a ``task`` the model makes a result."""
+        frames = encode_request(request_id, prompt, cache_salt=cache_salt, task=task, **sampling)
         self.tokens[request_id] = []
         order = m.AddRequest(model, request_id, time.monotonic(), len(prompt), 0, frames)
         request = LiveRequest(order, Targets(), output_token_ids=list(output_token_ids))
@@ -228,6 +231,7 @@ class WorkerPeer:
                 self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
                 if item.finish_reason:
                     self.ended[item.request_id] = item.finish_reason
+            self.drafts = self.drafts.plus(message.drafts or m.DraftCounts())
             self.scheduler.stepped(0, message)
             self.scheduler.check_state()
         elif isinstance(message, m.MemoryReport):
@@ -247,10 +251,14 @@ class WorkerPeer:
 
 
 def encode_request(
-    request_id: str, prompt: list[int], cache_salt: str | None = None, **sampling: Any
+    request_id: str,
+    prompt: list[int],
+    cache_salt: str | None = None,
+    task: Any = None,
+    **sampling: Any,
 ) -> list[bytes]:
     """A request as a frontend encodes it."""
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -259,8 +267,8 @@ def encode_request(
         request_id=request_id,
         prompt_token_ids=prompt,
         mm_features=None,
-        sampling_params=SamplingParams(**fields),
-        pooling_params=None,
+        sampling_params=None if task else SamplingParams(**fields),
+        pooling_params=PoolingParams(task=task, use_activation=True) if task else None,
         arrival_time=time.time(),
         lora_request=None,
         cache_salt=cache_salt,

@@ -13,7 +13,7 @@ import gpupoold
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = re.compile(r"^([A-Za-z0-9._-]+)===?([^ ;]+)(?: ; .+)?$")
-CUDA_ONLY_BUILDS = {"torchvision", "torchaudio", "torchcodec"}
+CUDA_ONLY_BUILDS = {"torchaudio", "torchcodec"}
 
 
 def normalised(name: str) -> str:

@@ -117,10 +117,12 @@ def _planned(info: ModelInfo) -> PlannedModel:
     try:
         shape = read_shape(Path(info.path), info.dtype)
         weight_bytes = weight_bytes or read_checkpoint(Path(info.path), info.dtype).weight_bytes
-        kv_bytes_per_token = kv_bytes_per_token or shape.kv_bytes_per_token
+        if info.generates:
+            kv_bytes_per_token = kv_bytes_per_token or shape.kv_bytes_per_token
     except UsageError as error:
         problem = error.message
-    if not (weight_bytes and kv_bytes_per_token):
+    # A model with attention in both directions has no KV.
+    if not weight_bytes or (info.generates and not kv_bytes_per_token):
         raise UsageError(f"{info.name}: not loaded yet, so the sizes are unknown, and {problem}")
     return PlannedModel(
         info.name,
@@ -131,4 +133,5 @@ def _planned(info: ModelInfo) -> PlannedModel:
         problem,
         info.latency,
         info.max_model_len,
+        generates=info.generates,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from gpupool_cli.output import print_json
 from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
 from gpupool_cli.session import open_client
+from gpupoold.api.schemas import ModelInfo, RequestRecord
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.planner.models import place
@@ -110,6 +112,19 @@ def _inputs(
     if given is not None and trace != RECORDED:
         return make_inputs(given, trace, rates, duration)
     with open_client(ctx) as client:
-        found = given or registered_models(client.models())
-        history = list(client.requests()) if trace == RECORDED else None
+        registered = client.models()
+        found = given or registered_models(registered)
+        history = _by_model(client.requests(), registered) if trace == RECORDED else None
     return make_inputs(found, trace, rates, duration, history)
+
+
+def _by_model(
+    requests: Iterable[RequestRecord], models: Iterable[ModelInfo]
+) -> list[RequestRecord]:
+    """Return the requests, those of presets and adapters under the names of their models."""
+    parents = {
+        one: model.name
+        for model in models
+        for one in [x.name for x in model.presets] + [x.name for x in model.adapters]
+    }
+    return [one.model_copy(update={"model": parents.get(one.model, one.model)}) for one in requests]

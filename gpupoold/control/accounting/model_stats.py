@@ -20,6 +20,7 @@ from gpupoold.domain import (
     Switch,
 )
 from gpupoold.stats.histogram import Histogram
+from gpupoold.wire.messages import DraftCounts
 
 NUM_MINUTES = 60
 _NUM_SECONDS = 60
@@ -89,6 +90,7 @@ class ModelStats:
 
     def __init__(self) -> None:
         self.now = Counts()
+        self.drafts = DraftCounts()  # of speculative decoding, since the start
         self._closed = Counts()  # of all closed minutes since the start
         self._hour = Counts()  # of the minutes in _minutes
         self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
@@ -101,12 +103,19 @@ class ModelStats:
         # (monotonic seconds, tokens, tokens in time) since the start, one item per second.
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)
 
-    def add_tokens(self, request: LiveRequest, token_ids: Sequence[int], at_s: float) -> float:
+    def add_tokens(
+        self,
+        request: LiveRequest,
+        token_ids: Sequence[int],
+        at_s: float,
+        *,
+        has_result: bool = False,
+    ) -> float:
         """Count tokens of ``request`` sent at ``at_s``, and add the tokens to the request.
 
-        Returns the seconds of lateness that the answer gained.
+        A pooling result counts as a token. Returns the seconds of lateness that the answer gained.
         """
-        num_tokens = len(token_ids)
+        num_tokens = len(token_ids) + has_result
         if not num_tokens:
             return 0.0
         now, times_s, num_in_time = self.now, request.token_times_s, request.num_in_time
@@ -117,7 +126,7 @@ class ModelStats:
         if num_tokens > 1:
             now.tbt.add_many(0.0, num_tokens - 1)
         late_s = request.late_s
-        request.add_tokens(token_ids, at_s)
+        request.add_tokens(token_ids, at_s, has_result=has_result)
         now.tokens += num_tokens
         now.tokens_in_time += request.num_in_time - num_in_time
         return request.late_s - late_s if request.late_s > late_s else 0.0

@@ -82,7 +82,7 @@ class TurnLog:
             going.model != outputs.model
         ):  # the turn before was cancelled, without a report of the end
             going.model, going.num_tokens = outputs.model, 0
-        going.num_tokens += sum(len(item.new_token_ids) for item in outputs.progress)
+        going.num_tokens += sum(item.num_tokens for item in outputs.progress)
 
     def ended(self, device: int, message: m.TurnReport) -> None:
         """Record the end of a turn; a turn that could not run leaves only its switch."""

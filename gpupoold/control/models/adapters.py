@@ -17,7 +17,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
-from gpupoold.control.models.intake import fetched
+from gpupoold.control.models.intake import fetched, folder_of
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_names_free, find_model
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -103,11 +103,9 @@ class ModelAdapters:
         path, source = Path(), request.source or request.name
         if isinstance(found, HubSource):
             source = found.repo_id
-            async for step in fetched(found, request.revision, self._settings, "adapter"):
-                if isinstance(step, Progress):
-                    yield step
-                else:
-                    path = step
+            path = folder_of(found, request.revision, self._settings)
+            async for line in fetched(found, request.revision, self._settings, "adapter"):
+                yield line
         else:
             path = found.path
         yield Progress(stage="check")
@@ -117,7 +115,15 @@ class ModelAdapters:
             Path(base.spec.path),
             allow_pickle=self._settings.security.allow_pickle,
         )
-        yield Adapter(request.name, source, str(path), request.revision, facts.rank)
+        yield Adapter(
+            request.name,
+            source,
+            str(path),
+            request.revision,
+            facts.rank,
+            request.ttft_s,
+            request.tbt_s,
+        )
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
         """Remove an adapter; its base stays as before.
@@ -157,7 +163,6 @@ class ModelAdapters:
         async with self._fleet.changing.alone():
             adapter = await self._numbered(adapter)
             row = await self._registry.add_further(row.spec.name, adapter)
-            self._fleet.changed(row.spec)
             try:
                 await self._load(row.spec.name, adapter)
                 await self._remount(row)
@@ -198,6 +203,7 @@ class ModelAdapters:
                     _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
 
     async def _remount(self, row: ModelRow) -> None:
+        self._fleet.changed(row.spec)
         if self._fleet.loaded(row.spec.name) is not None:
             await self._mounts.mount(row.spec)
         await self._mounts.publish()

@@ -60,7 +60,7 @@ class Additions:
         intake = self._intake(request)
         async for step in intake.steps():
             yield step
-        yield Progress(stage="check", model=intake.preview(self._wall_clock()))
+        yield Progress(stage="check", model=await intake.preview(self._wall_clock()))
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Register a model; undo all steps after a failure or when the reader leaves.

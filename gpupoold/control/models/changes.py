@@ -16,6 +16,7 @@ from gpupoold.control.models.names import RemoveMode, find_model
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.domain import ModelSpec, Targets
+from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
 from gpupoold.errors import GpupoolError, Refused
 
 
@@ -74,6 +75,7 @@ class Changes:
 
     async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
         """Change the options, and remount the API; undo both if the API cannot be mounted."""
+        _check_takes_adapters(old, engine)
         await self._engines.change(old, engine)
         new = replace(old, engine=engine)
         if self._fleet.loaded(old.name) is not None:
@@ -131,3 +133,14 @@ def _check_without_adapters(spec: ModelSpec) -> None:
             f"{spec.name} has the adapters {names}",
             "remove these before, or use --drain or --force to remove all together",
         )
+
+
+def _check_takes_adapters(spec: ModelSpec, engine: dict[str, str]) -> None:
+    check_num_adapters(spec.name, engine, len(spec.adapters))
+    for adapter in spec.adapters:
+        if options_for(engine, adapter.rank):
+            raise Refused(
+                f"{adapter.name}, an adapter of {spec.name}, has the rank {adapter.rank}, which "
+                "the engine would not take",
+                f"set max-lora-rank to {adapter.rank} or more, or remove the adapter",
+            )

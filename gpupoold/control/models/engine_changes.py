@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from gpupool_state import ModelRow, Registry
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.facts import LoadFacts
@@ -36,6 +39,17 @@ def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]
     return check_options(
         kept | {name: value for name, value in given.items() if name not in removed}
     )
+
+
+def _have_same_engine(old: ModelSpec, new: ModelSpec) -> bool:
+    """Return whether the options that differ concern only the API. Blocks on file access.
+
+    Engines have the parser of reasoning too, which may be found in another chat template.
+    """
+    if engine_part(old.engine) != engine_part(new.engine):
+        return False
+    names = {found_parsers(Path(spec.path), spec.engine).reasoning.name for spec in (old, new)}
+    return len(names) == 1
 
 
 class EngineChanges:
@@ -75,7 +89,7 @@ class EngineChanges:
         """
         new = replace(old, engine=dict(engine))
         await self._inspector.check(new)
-        if engine_part(old.engine) == engine_part(engine):
+        if await asyncio.to_thread(_have_same_engine, old, new):
             return await self._registry.set_engine(old.name, engine)
         done: list[Worker] = []
         with self._snapshots.host_budget.holding(old.name):

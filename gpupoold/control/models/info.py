@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import AdapterInfo, ModelInfo, PresetInfo
+from gpupoold.api.schemas import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.control.models.profiles import latency_on
-from gpupoold.domain import Adapter, ModelState
+from gpupoold.domain import Adapter, ModelSpec, ModelState
+from gpupoold.wire.messages import LoadedModel
 
 
-def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
-    """Return a registry row as a body of the admin API; ``state`` replaces the stored state."""
+def model_info(
+    row: ModelRow, state: ModelState | None = None, loaded: LoadedModel | None = None
+) -> ModelInfo:
+    """Return a registry row as a body of the admin API; ``state`` replaces the stored state.
+
+    ``loaded`` has the facts of the engines, None before the first load.
+    """
     spec = row.spec
     return ModelInfo(
         name=spec.name,
@@ -33,7 +41,21 @@ def model_info(row: ModelRow, state: ModelState | None = None) -> ModelInfo:
         kv_bytes_per_token=row.kv_bytes_per_token,
         created_at=row.created_at,
         latency=latency_on(row.profiles),
+        tasks=[] if loaded is None else list(loaded.supported_tasks),
     )
+
+
+def chat_fields(spec: ModelSpec) -> dict[str, FoundInfo]:
+    """Return the fields of a body that tell a model's parsers and chat template.
+
+    Blocks on file access.
+    """
+    found = found_parsers(Path(spec.path), spec.engine)
+    return {
+        "tool_parser": FoundInfo(**asdict(found.tool)),
+        "reasoning_parser": FoundInfo(**asdict(found.reasoning)),
+        "chat_template": FoundInfo(**asdict(found.chat_template)),
+    }
 
 
 def adapter_info(adapter: Adapter) -> AdapterInfo:

@@ -8,16 +8,20 @@ from pathlib import Path
 
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
-from gpupoold.checkpoints.download import Content, checkpoint_dir, download
+from gpupoold.checkpoints.download import Part, checkpoint_dir, download
 from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
-from gpupoold.checkpoints.resolve import HubSource, resolve
+from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
+from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
+from gpupoold.checkpoints.selection import Content
 from gpupoold.config.schema import Settings
+from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options
+from gpupoold.errors import Refused
 
 # Beside the weights, a device needs memory for the KV of a short request.
 _MIN_KV_SHARE = 0.02
@@ -55,10 +59,13 @@ class Intake:
     def weight_bytes(self) -> int:
         """Device bytes of the weights, estimated from the files."""
         assert self._info is not None
-        return estimate_weight_bytes(self._info, self._request.dtype)
+        return estimate_weight_bytes(self._info, self._request.dtype, self._engine)
 
     async def steps(self) -> AsyncIterator[Progress]:
-        """Resolve the source, download if needed, and check the checkpoint.
+        """Resolve the source, check the checkpoint, and download the checkpoint if needed.
+
+        Everything is checked that the small files, the file sizes and the headers of the weights
+        show, before the weights are downloaded. ``check_only`` ends there.
 
         Raises:
             GpupoolError: the reason of the failing step.
@@ -67,47 +74,76 @@ class Intake:
         self._engine = check_options(request.engine)
         yield Progress(stage="resolve")
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
-        if isinstance(found, HubSource):
-            path, source = Path(), found.repo_id
-            async for step in fetched(found, request.revision, self._settings, "checkpoint"):
-                if isinstance(step, Progress):
-                    yield step
-                else:
-                    path = step
-        else:
-            path, source = found.path, request.source or str(found.path)
-        yield Progress(stage="check")
-        self._info = await self._check(path)
-        spec = spec_of(request, source, path, self._engine)
-        await self._inspector.check(spec)
-        self._spec = spec
+        if isinstance(found, LocalSource):
+            source = request.source or str(found.path)
+            async for line in self._checked(found.path, source, None):
+                yield line
+            return
+        path = folder_of(found, request.revision, self._settings)
+        async for line in fetched(found, request.revision, self._settings, part="small files"):
+            yield line
+        remote = await asyncio.to_thread(remote_weights, path)
+        async for line in self._checked(path, found.repo_id, remote):
+            yield line
+        if remote is not None and not request.check_only:
+            async for line in fetched(found, request.revision, self._settings):
+                yield line
+            async for line in self._checked(path, found.repo_id, None):
+                yield line
 
-    def preview(self, checked_at: float) -> ModelInfo:
+    async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
         assert self._info is not None
-        return checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        info = checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        return info.model_copy(update=await asyncio.to_thread(chat_fields, self.spec))
 
-    async def _check(self, path: Path) -> CheckpointInfo:
+    async def _checked(
+        self, path: Path, source: str, remote: RemoteWeights | None
+    ) -> AsyncIterator[Progress]:
+        """Check the checkpoint in folder ``path``, whose weights may be ``remote``."""
+        yield Progress(stage="check")
         security = self._settings.security
-        info = await asyncio.to_thread(
+        self._info = await asyncio.to_thread(
             check_checkpoint,
             path,
             allow_pickle=security.allow_pickle,
             allow_remote_code=security.allow_remote_code,
+            remote=remote,
         )
-        weight_bytes = estimate_weight_bytes(info, self._request.dtype)
-        sizes = [await self._supervisor.device_bytes(i) for i in self._supervisor.workers]
+        await self._check_sizes(self._info)
+        spec = spec_of(self._request, source, path, self._engine)
+        if self._spec is None:  # once: before the weights are downloaded
+            await self._inspector.check(spec)
+        self._spec = spec
+
+    async def _check_sizes(self, info: CheckpointInfo) -> None:
+        """Check that the model fits on a device, and its snapshot in host memory."""
+        dtype, engine = self._request.dtype, self._engine
+        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, engine)
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
-        fits(info, self._request.dtype, max(sizes), kv_bytes=least_kv_bytes)
+        try:
+            sizes = await self._supervisor.device_sizes()
+            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
+        except Refused:  # the model may fit on the device of a worker that is not up yet
+            sizes = await self._supervisor.device_sizes(of_all=True)
+            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
         if any(device.kind != "sim" for device in self._settings.devices):
             self._host_budget.check(self._request.name, weight_bytes)
-        return info
+
+
+def folder_of(found: HubSource, revision: str | None, settings: Settings) -> Path:
+    """Return the folder for the download of a repository."""
+    return checkpoint_dir(settings.paths.download_dir, found.repo_id, revision)
 
 
 async def fetched(
-    found: HubSource, revision: str | None, settings: Settings, content: Content
-) -> AsyncIterator[Progress | Path]:
-    """Download a repository; yield the progress, and at the end the folder.
+    found: HubSource,
+    revision: str | None,
+    settings: Settings,
+    content: Content = "checkpoint",
+    part: Part = "all",
+) -> AsyncIterator[Progress]:
+    """Download a repository to :func:`folder_of`, and yield the progress.
 
     Raises:
         GpupoolError: see :func:`download`.
@@ -121,17 +157,18 @@ async def fetched(
         download(
             found.repo_id,
             revision,
-            checkpoint_dir(settings.paths.download_dir, found.repo_id, revision),
+            folder_of(found, revision, settings),
             report,
             allow_pickle=settings.security.allow_pickle,
             allow_remote_code=settings.security.allow_remote_code,
             model_dirs=settings.paths.model_dirs,
             content=content,
+            part=part,
         )
     )
     async for line in _until_done(task, lines):
         yield line
-    yield await task
+    await task
 
 
 async def _until_done(

@@ -112,8 +112,8 @@ class ModelLifecycle:
         row = await self.find(name)
         if row.spec.adapter(name) is not None:
             raise Refused(
-                f"{name} is an adapter, with the targets and options of {row.spec.name}",
-                f"change {row.spec.name}",
+                f"{name} is an adapter, with the options of {row.spec.name}",
+                f"change {row.spec.name}, or remove the adapter and add it with other targets",
             )
         return await self._changes.set(name, request)
 

@@ -44,13 +44,15 @@ class ModelLoader:
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def load_everywhere(self, spec: ModelSpec, expected_bytes: int = 0) -> None:
-        """Load on every worker; see :meth:`load`.
+        """Load on every worker that is not down; see :meth:`load`.
+
+        A worker that is down loads the model when the worker comes up.
 
         Raises:
             GpupoolError: the first failure; the caller must call ``unload``.
         """
         with self._snapshots.host_budget.holding(spec.name):
-            for worker in self._supervisor.workers:
+            for worker in self._supervisor.up:
                 await self._supervisor.wait_ready(worker)
                 await self.load(spec, worker, expected_bytes)
         self._dispatcher.check_servable()

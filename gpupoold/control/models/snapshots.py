@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -39,7 +40,9 @@ class ModelSnapshots:
         cache: SnapshotCache,
         saved: SavedSnapshots,
         stored: StoredSnapshots,
+        config_file: Callable[[], Path | None] = lambda: None,
     ) -> None:
+        """``config_file`` returns the path of the daemon's configuration, for hints."""
         self._settings = settings
         self._history = history
         self._live = live
@@ -47,7 +50,9 @@ class ModelSnapshots:
         self._cache = cache
         self._saved = saved
         self._stored = stored
-        self.host_budget = HostMemoryBudget(cache, self.is_in_use, self._drop_from_workers)
+        self.host_budget = HostMemoryBudget(
+            cache, self.is_in_use, self._drop_from_workers, config_file
+        )
 
     def is_in_use(self, model: str) -> bool:
         return self._live.num_of(model) > 0

@@ -37,7 +37,7 @@ def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str, checked_at: 
         state=ModelState.REGISTERED,
         error="",
         architecture=info.architecture,
-        weight_bytes=estimate_weight_bytes(info, dtype),
+        weight_bytes=estimate_weight_bytes(info, dtype, spec.engine),
         kv_bytes_per_token=0,
         loaded_max_model_len=info.max_position_embeddings,
         created_at=checked_at,
@@ -60,4 +60,6 @@ def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
         tbt_s=spec.targets.tbt_s,
         allow_remote_code=settings.security.allow_remote_code,
         media_hosts=settings.security.media_hosts,
+        max_images=settings.limits.max_images,
+        max_image_pixels=settings.limits.max_image_pixels,
     )

@@ -12,7 +12,7 @@ from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.costs import POOLING_COSTS, ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.base import Policy
@@ -57,7 +57,8 @@ class Scheduler:
                 targets,
                 loaded.weight_bytes + loaded.slot_bytes,
                 loaded.kv_bytes_per_token,
-                costs or ModelCosts(),
+                costs or (ModelCosts() if loaded.generates else POOLING_COSTS),
+                loaded.generates,
             )
         )
 
@@ -203,8 +204,8 @@ def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
     """Return a step's tokens as events, one per number of tokens; one event has the step's time."""
     by_count: dict[int, list[str]] = defaultdict(list)
     for item in outputs.progress:
-        if item.new_token_ids:
-            by_count[len(item.new_token_ids)].append(item.request_id)
+        if item.num_tokens:
+            by_count[item.num_tokens].append(item.request_id)
     model, step_s = outputs.model, outputs.step_s
     if len(by_count) <= 1:
         return [e.Stepped(number, model, tuple(ids), n, step_s) for n, ids in by_count.items()]

@@ -35,6 +35,9 @@ class TokenCounter:
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
         """Count the tokens of a step, before the core counts the tokens."""
+        if message.drafts is not None and message.model in self._stats:
+            stats = self._stats[message.model]
+            stats.drafts = stats.drafts.plus(message.drafts)
         for item in message.progress:
             request = self._live.get(item.request_id)
             if request is None:
@@ -42,7 +45,9 @@ class TokenCounter:
             if request.key_id:
                 self._charge(request.key_id, len(item.new_token_ids))
             stats, num_before = self._stats[request.counted_name], len(request.token_times_s)
-            lost_s = stats.add_tokens(request, item.new_token_ids, message.at_s)
+            lost_s = stats.add_tokens(
+                request, item.new_token_ids, message.at_s, has_result=item.has_result
+            )
             if lost_s > 0:
                 times_s = request.token_times_s
                 since_s = times_s[num_before - 1] if num_before else request.arrival_s

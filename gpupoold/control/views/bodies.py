@@ -26,7 +26,7 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import COUNT_NAMES
-from gpupoold.wire.messages import ModelMemory, WorkerStatus
+from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus
 
 _USAGE_COUNTS = [name for name in COUNT_NAMES if name in ModelUsage.model_fields]
 
@@ -182,7 +182,15 @@ def usage(
         "attainment_1h": stats.hour_attainment(),
         "attainment_minutes": stats.attainment_minutes() if has_minutes else [],
         "tokens_per_s": stats.tokens_per_s(now_s),
+        "drafts": _draft_values(stats.drafts),
     }
+
+
+def _draft_values(drafts: DraftCounts) -> Values | None:
+    """Return the values of ``DraftUsage``, None without drafts."""
+    if not drafts.num_drafts:
+        return None
+    return msgspec.structs.asdict(drafts) | {"acceptance_length": drafts.acceptance_length}
 
 
 def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
@@ -192,6 +200,7 @@ def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
         "weights_total_bytes": max((one.weights_total_bytes for one in held), default=0),
         "kv_resident_bytes": sum(one.kv_resident_bytes for one in held),
         "kv_host_bytes": sum(one.kv_host_bytes for one in held),
+        "encoder_bytes": sum(one.encoder_bytes for one in held),
     }
 
 

@@ -7,12 +7,15 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
+from gpupoold.config.schema import SYSTEM_CONFIG
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.lru import Candidate, choose_victims
 from gpupoold.errors import GpupoolError, Refused, TimedOut
 from gpupoold.units import format_bytes
 
+_GIB, _MIB = 1 << 30, 1 << 20
 _logger = logging.getLogger(__name__)
 
 
@@ -32,8 +35,11 @@ class HostMemoryBudget:
         cache: SnapshotCache,
         is_in_use: Callable[[str], bool],
         release: Callable[[str], Awaitable[None]],
+        config_file: Callable[[], Path | None] = lambda: None,
     ) -> None:
+        """``config_file`` returns the path of the daemon's configuration, for hints."""
         self._cache = cache
+        self._config_file = config_file
         self._is_in_use = is_in_use
         self._release = release
         self._holds: Counter[str] = Counter()
@@ -97,7 +103,7 @@ class HostMemoryBudget:
                     f"{model}: no memory for a snapshot of {format_bytes(num_bytes)} became free "
                     f"in the model cache within {wait_s:g} s: all other snapshots are pinned or "
                     "in use",
-                    "raise memory.model_cache, or unpin a model (`gpupool cache unpin`)",
+                    f"unpin a model (`gpupool cache unpin`), or {self._raise_it(model, num_bytes)}",
                 )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(change.wait(), left_s)
@@ -213,8 +219,16 @@ class HostMemoryBudget:
         if self._would_fit(model, num_bytes):
             busy = format_bytes(self._bytes_of(model, pinned=False))
             text += f"{' and' if pinned_bytes else ', where'} {busy} in use"
-            return CacheFull(
-                text, "try again when fewer snapshots are in use, or raise memory.model_cache"
-            )
-        unpin = "unpin a model (`gpupool cache unpin`) or " if pinned_bytes else ""
-        return CacheFull(text, f"{unpin}raise memory.model_cache")
+            remedy = self._raise_it(model, num_bytes)
+            return CacheFull(text, f"try again when fewer snapshots are in use, or {remedy}")
+        unpin = "unpin a model (`gpupool cache unpin`), or " if pinned_bytes else ""
+        return CacheFull(text, f"{unpin}{self._raise_it(model, num_bytes)}")
+
+    def _raise_it(self, model: str, num_bytes: int) -> str:
+        """Return how to make the cache large enough for a snapshot beside the pinned snapshots."""
+        needed_bytes = num_bytes + self._bytes_of(model, pinned=True)
+        unit, name = (_GIB, "GiB") if needed_bytes > _GIB else (_MIB, "MiB")
+        return (
+            f"set memory.model_cache to {-(-needed_bytes // unit)}{name} or more in "
+            f"{self._config_file() or SYSTEM_CONFIG}, then run `gpupool reload`"
+        )

@@ -18,9 +18,20 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
 _logger = logging.getLogger(__name__)
 
-# Names, targets and the hosts of media do not change a model's weights, nor do slots of adapters.
+# Names, targets, and the hosts and limits of media do not change a model's weights, nor do slots of
+# adapters.
 _NOT_IN_SNAPSHOT = frozenset(
-    {"name", "aliases", "presets", "adapters", "ttft_s", "tbt_s", "media_hosts"}
+    {
+        "name",
+        "aliases",
+        "presets",
+        "adapters",
+        "ttft_s",
+        "tbt_s",
+        "media_hosts",
+        "max_images",
+        "max_image_pixels",
+    }
 )
 
 

@@ -96,15 +96,31 @@ class WorkerSupervisor:
                 f"worker {worker.number} is {worker.state}", "see `gpupool logs`"
             ) from None
 
-    async def device_bytes(self, worker: Worker) -> int:
-        """Return the memory of the worker's device; wait until the worker has reported the size.
+    @property
+    def up(self) -> list[Worker]:
+        """Workers that are ready or start for the first time; all workers if all are down."""
+        return [worker for worker in self.workers if worker.state != "down"] or self.workers
+
+    async def device_sizes(self, *, of_all: bool = False) -> list[int]:
+        """Return the memory in bytes of the devices whose workers are ready.
+
+        Wait until one worker is ready; with ``of_all`` until each is ready or did not come up in
+        time.
 
         Raises:
-            Unavailable: the worker did not come up in time.
+            Unavailable: no worker came up in time.
         """
-        await self.wait_ready(worker)
-        assert worker.ready is not None
-        return worker.ready.device_bytes
+        if of_all or not self.any_ready:
+            waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.workers]
+            try:
+                errors = await _outcomes(waits, of_all=of_all)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            if len(errors) == len(waits):
+                raise errors[0]
+        ready = [worker.ready for worker in self.workers if worker.is_ready]
+        return [one.device_bytes for one in ready if one is not None]
 
     async def load(
         self,
@@ -247,3 +263,17 @@ class WorkerSupervisor:
         """Send the present configuration to all running workers."""
         for process in self.processes:
             process.reconfigure()
+
+
+async def _outcomes(waits: list[asyncio.Task[None]], *, of_all: bool) -> list[BaseException]:
+    """Wait for the first success, or for all; return the errors until then."""
+    errors: list[BaseException] = []
+    for wait in asyncio.as_completed(waits):
+        try:
+            await wait
+        except Unavailable as error:
+            errors.append(error)
+        else:
+            if not of_all:
+                break
+    return errors

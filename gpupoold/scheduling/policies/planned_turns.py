@@ -239,7 +239,8 @@ def plan_turn(
 ) -> PlannedTurn:
     """Plan a turn for this work now; ``switch_s`` is the time to make its model resident.
 
-    With ``prefills_only`` the turn ends with the first tokens: answers continue elsewhere.
+    With ``prefills_only`` the turn ends with the first tokens: answers continue elsewhere. So does
+    the turn of a pooling model, whose results count as first tokens.
     """
     targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
     window_s = tuning.lead_share * targets.ttft_s
@@ -252,7 +253,7 @@ def plan_turn(
     hopeful_prefill_s = prefill_s
     if prefill_s and len(hopeful_s) < len(slacks_s):
         hopeful_prefill_s = _hopeful_prefill_s(work, slacks_s, expired_s)
-    if prefills_only:
+    if prefills_only or not work.model.generates:
         due_s = due_in_s - stall_s - prefill_s / max(1, work.num_waiting)
         num_in_time = _num_first_in_time(hopeful_s, stall_s, hopeful_prefill_s)
         duration_s = max(prefill_s, _LEAST_TURN_S) + stall_s

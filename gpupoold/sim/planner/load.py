@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
@@ -240,12 +240,17 @@ class Admitted(NamedTuple):
     num_cut: int
 
 
-def admit(requests: Iterable[SimRequest], limits: Mapping[str, int]) -> Admitted:
+def admit(
+    requests: Iterable[SimRequest], limits: Mapping[str, int], poolers: Collection[str] = ()
+) -> Admitted:
     """Return the requests a daemon serves with ``limits[model]`` tokens for prompt and answer.
 
-    Prompts that leave no space for an answer are refused; longer answers are cut.
+    Prompts that leave no space for an answer are refused; longer answers are cut. Requests of the
+    models ``poolers`` have one result each.
     """
-    asked = tuple(requests)
+    asked = tuple(
+        replace(one, output_tokens=1) if one.model in poolers else one for one in requests
+    )
     kept = tuple(one for one in asked if one.prompt_tokens < limits[one.model])
     served = tuple(_cut(one, limits[one.model]) for one in kept)
     num_cut = sum(one is not other for one, other in zip(kept, served, strict=True))

@@ -35,7 +35,7 @@ class PlannedModel:
 
     ``shape`` is None for unknown dimensions, with the reason in ``shape_problem``; the model then
     needs ``measured`` step times. ``max_len`` is the longest prompt plus answer in tokens; ``rps``
-    is the rate in requests per second.
+    is the rate in requests per second. A model that does not generate only prefills.
     """
 
     name: str
@@ -47,6 +47,7 @@ class PlannedModel:
     measured: StoredLatency | None = None
     max_len: int | None = None
     rps: float | None = None
+    generates: bool = True
 
 
 class Placed(NamedTuple):
@@ -80,6 +81,7 @@ def place(models: Sequence[PlannedModel], box: Box) -> Placed:
                 latencies[model.name][0],
                 model.weight_bytes,
                 model.kv_bytes_per_token,
+                model.generates,
             )
             for model in models
         },

@@ -41,7 +41,7 @@ class Setup:
         """Return the token limit of each model's requests."""
         room = self.box.device_bytes
         kv_tokens = {
-            name: (room - model.weight_bytes) // model.kv_bytes_per_token
+            name: (room - model.weight_bytes) // max(1, model.kv_bytes_per_token)
             for name, model in self.models.items()
         }
         return {name: min(room, self.max_lens.get(name, room)) for name, room in kv_tokens.items()}
@@ -181,7 +181,8 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
 
 
 def _admitted(setup: Setup, seed: int) -> Admitted:
-    admitted = admit(setup.load.draw(seed), setup.limits())
+    poolers = {name for name, model in setup.models.items() if not model.generates}
+    admitted = admit(setup.load.draw(seed), setup.limits(), poolers)
     if admitted.requests:
         return admitted
     if admitted.num_refused:

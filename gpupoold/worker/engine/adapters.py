@@ -54,7 +54,7 @@ class EngineAdapters:
             return
         if len(self._requests) >= self._manager.lora_config.max_cpu_loras:
             raise Refused(
-                f"{self._model} has {len(self._requests)} adapters, the most that its engine takes",
+                f"the engine of {self._model} keeps at most {len(self._requests)} adapters",
                 "remove an adapter, or raise max-cpu-loras",
             )
         # The number is in the keys of cached KV: an adapter never finds KV of an earlier adapter

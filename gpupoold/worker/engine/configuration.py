@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from gpupoold.checkpoints.parsers import found_parsers
+from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import engine_options
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.engine.load_errors import check_kind
@@ -41,11 +44,19 @@ def engine_config(
         # only the reserve is free, all other memory is pages.
         "gpu_memory_utilization": 0.01 if is_emulated else 0.001,
         "worker_cls": f"gpupoold.worker.engine.{_WORKERS[is_emulated]}",
+        # Requests come with their processed images. vLLM's cache of these has a mirror in the one
+        # frontend of an engine, and would fail with several frontends, or with another engine.
+        "mm_processor_cache_gb": 0,
     }
     if load_format is not None:
         arguments["load_format"] = load_format
     arguments |= engine_options(model.engine)
+    # Grammars begin after the reasoning, whose end the frontends' parser finds too.
+    reasoning = found_parsers(Path(model.path), model.engine).reasoning
+    arguments["reasoning_parser"] = reasoning.name or ""
     arguments |= engine_arguments()
+    given = arguments.get("limit_mm_per_prompt")
+    arguments["limit_mm_per_prompt"] = media_limits(given, model.max_images)
     # This usage context selects batches as large as in vLLM's server; the other default is for
     # old GPUs.
     config: VllmConfig = EngineArgs(**arguments).create_engine_config(

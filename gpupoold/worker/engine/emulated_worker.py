@@ -12,7 +12,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from gpupoold.worker.engine import masked_adapters
+from gpupoold.worker.engine.masked_adapters import MaskedAdapters
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 
 
@@ -37,6 +37,6 @@ class EmulatedWorker(PooledMemory, CPUWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load with adapters that leave requests for the base model unchanged."""
         CpuPlatform.get_punica_wrapper = classmethod(  # type: ignore[method-assign]
-            lambda _: f"{masked_adapters.__name__}.MaskedAdapters"
+            lambda _: f"{MaskedAdapters.__module__}.{MaskedAdapters.__qualname__}"
         )
         super().load_model(load_dummy_weights=load_dummy_weights)

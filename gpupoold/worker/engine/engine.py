@@ -1,6 +1,6 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
-Written for vLLM 0.32.0. Seams used: ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
+Seams used (``scripts/vllm_seams``): ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
 ``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
 ``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
 the first request.
@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-import vllm
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
@@ -27,7 +26,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from gpupoold.errors import Failed, GpupoolError, Refused
+from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import BlockWatcher, Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache, Slot
@@ -38,31 +37,17 @@ from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
+from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.engine.pooled_memory import whole_model
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
-SUPPORTED_VERSION = "0.32.0"
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-
-
-def check_engine_version() -> str:
-    """Return the installed vLLM's version.
-
-    Raises:
-        Failed: the version is not ``SUPPORTED_VERSION``, whose internals this module uses.
-    """
-    installed = str(vllm.__version__)
-    if not installed.startswith(SUPPORTED_VERSION):
-        raise Failed(
-            f"vLLM {installed} is installed, gpupool needs {SUPPORTED_VERSION}",
-            f"install vllm=={SUPPORTED_VERSION}",
-        )
-    return installed
 
 
 class WatchedFreeQueue(FreeKVCacheBlockQueue):
@@ -163,6 +148,7 @@ class ModelEngine:
         self._steps = EngineSteps(core, info.name)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder_outputs = EncoderOutputs(core)
 
     def add(
         self,
@@ -253,28 +239,46 @@ class ModelEngine:
         """Largest number of requests in a step."""
         return int(self._core.scheduler.max_num_running_reqs)
 
+    @property
+    def max_tokens_each(self) -> int:
+        """Largest number of tokens that an answer gains in a step: a whole draft, and one more."""
+        return 1 + int(self._core.scheduler.num_spec_tokens)
+
     def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         """Queue a greedy request with a synthetic prompt and exactly ``max_tokens`` tokens.
 
-        No two prompts share a prefix, so every prompt is prefilled in full.
+        A pooling model makes one result instead of tokens. No two prompts share a prefix, so every
+        prompt is prefilled in full.
         """
         size = self._core.vllm_config.model_config.get_vocab_size()
         tokens = random.Random(request_id)
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        sampling = pooling = None
+        if self.info.generates:
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            )
+        else:
+            pooling = self._pooling_params()
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tokens.choices(range(size), k=num_prompt_tokens),
             mm_features=None,
             sampling_params=sampling,
-            pooling_params=None,
+            pooling_params=pooling,
             arrival_time=time.time(),
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def _pooling_params(self) -> PoolingParams:
+        """Return the parameters of a synthetic request, whose result has no activation."""
+        config = self._core.vllm_config.model_config
+        task = config.get_pooling_task(self.info.supported_tasks)
+        params = PoolingParams(task=task, use_activation=False)
+        params.verify(config)
+        return params
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort requests; their blocks become free at once."""
@@ -312,7 +316,7 @@ class ModelEngine:
     def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
         """Begin a step and wait for the previous step, see :meth:`EngineSteps.begin`.
 
-        The step has at most ``chunk_tokens``: prompt tokens, and one token for each answer.
+        The step has at most ``chunk_tokens``: prompt tokens, and each answer's token and draft.
         """
         return self._steps.begin(chunk_tokens)
 
@@ -322,13 +326,30 @@ class ModelEngine:
 
     def step(self) -> list[RequestProgress]:
         """Run one step to its end, after all launched steps; return the requests' progress."""
-        steps = [*self._steps.begin(), *self._steps.settle()]
-        return [item for step in steps for item in step.progress]
+        return [item for step in self.whole_steps() for item in step.progress]
+
+    def whole_steps(self) -> list[Step]:
+        """Run one step to its end, after all launched steps; return the results."""
+        return [*self._steps.begin(), *self._steps.settle()]
 
     def num_missing_blocks(self) -> int:
         """Return an upper bound of the blocks that the next step may need beyond free blocks."""
         limit = self.kv.geometry.num_blocks - 1
         return max(0, min(self._scheduler.num_wanted_blocks(), limit) - self._ledger.num_free)
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Size of the image encoder's outputs, which are outside the device's pages."""
+        return self._encoder_outputs.num_bytes
+
+    def check_encoder_outputs(self) -> None:
+        """Check the outputs, see :meth:`EncoderOutputs.check`."""
+        self._encoder_outputs.check()
+
+    def drop_encoder_outputs(self) -> None:
+        """Free the image encoder's outputs; what a request still needs is computed anew."""
+        self._steps.wait()
+        self._encoder_outputs.drop()
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
@@ -348,10 +369,13 @@ class ModelEngine:
         core.scheduler.shutdown()
         runner = _runner(core)
         runner.compilation_config.static_forward_context.clear()
-        forget_compiled(runner.get_model())
-        runner.model = None
+        forget_compiled(whole_model(runner))
+        for holder in ("model", "drafter", "speculator"):  # the drafter's holder by model runner
+            if hasattr(runner, holder):
+                setattr(runner, holder, None)
         runner.kv_caches.clear()
         self._scheduler = self._core = None
+        del self._encoder_outputs
         self._steps.close()
         self.adapters.close()
         del core, runner
@@ -379,6 +403,8 @@ def load_engine(
     with load.active():
         try:
             core = _build_core(model, device, skips_checkpoint=load.skips_checkpoint)
+            if load.kv_address_range is None:  # a model without KV has the null block only
+                load.make_kv(device.page_bytes)
             geometry = _geometry(core, device.page_bytes)
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
@@ -410,7 +436,10 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
 
 
 def _geometry(core: Any, page_bytes: int) -> KvGeometry:
+    """Return the geometry of the KV; of one block of one page for a model without KV."""
     config = _runner(core).kv_cache_config
+    if not config.kv_cache_tensors:
+        return KvGeometry(1, page_bytes, (KvRow(0, page_bytes, page_bytes),))
     rows: set[KvRow] = set()
     for tensor in config.kv_cache_tensors:
         if tensor.layer_stride < tensor.block_stride:
@@ -430,7 +459,8 @@ def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> 
     config = core.vllm_config
     blocks = config.cache_config.num_gpu_blocks
     block_size = config.cache_config.block_size
-    kv_bytes = max(1, _geometry(core, 1).block_bytes // block_size)
+    has_kv = bool(_runner(core).kv_cache_config.kv_cache_tensors)
+    kv_bytes = max(1, _geometry(core, 1).block_bytes // block_size) if has_kv else 0
     return LoadedModel(
         name=model.name,
         architecture=config.model_config.architecture,
@@ -452,14 +482,3 @@ def _block_pool(core: Any) -> Any:
 
 def _runner(core: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
-
-
-def use_plain_linear_layers() -> None:
-    """Keep linear weights in torch tensors on the CPU.
-
-    Otherwise vLLM repacks the weights into oneDNN handles, which are not tensors and cannot be
-    placed in pages. Without oneDNN vLLM uses ``F.linear``.
-    """
-    import vllm._custom_ops as custom_ops
-
-    custom_ops._supports_onednn = False

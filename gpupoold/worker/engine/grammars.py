@@ -1,8 +1,8 @@
 """Grammars of an engine's requests: vLLM's manager with two changes.
 
-A request's grammar is compiled by the backend chosen for the request. In vLLM 0.32.0 the backend of
+A request's grammar is compiled by the backend chosen for the request. In vLLM 0.32 the backend of
 the first grammar compiles all later grammars too, although backends differ in how they read a
-schema.
+schema; vLLM 0.33 refuses later grammars for other backends.
 
 The memory of xgrammar's compiled grammars is bounded for all engines of the process together.
 """
@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from gpupoold.grammar_backends import make_backend, renew_compiler
+from gpupoold.grammar_backends import compiled_bytes, make_backend, renew_compilers
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import GRAMMAR_NICENESS, lower_priority, trim_heap
 
@@ -105,10 +105,10 @@ class _BackendGrammars(StructuredOutputManager):
 
     @property
     def num_bytes(self) -> int:
-        return int(self.backend.compiler.get_cache_size_bytes())
+        return compiled_bytes(self.backend)
 
     def renew(self) -> None:
-        renew_compiler(self.backend)
+        renew_compilers(self.backend)
         trim_heap()
 
     def clear_backend(self) -> None:

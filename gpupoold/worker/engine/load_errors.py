@@ -24,8 +24,8 @@ _SPEAKING = (ValueError, RuntimeError, NotImplementedError, OSError)
 _LOGS = "see `gpupool logs` for the engine's full message"
 _OTHER_MODEL = "the weights and config.json are of different models; fetch the checkpoint again"
 _PLAIN = "use the model's unquantised checkpoint, or one in AWQ, GPTQ or FP8"
+_NO_KERNEL = "serve the model on a GPU, or use another quantised version"
 _LIST = "see vLLM's list of supported models"
-_NO_TEXT = "only models that generate text are served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,21 @@ _KNOWN = [
             r"(\S+) quantization is (?:currently )?not supported (?:in|on|for|by) ([\w ]+)",
             "the quantisation '{0}' is not supported on this device ({1})",
             _PLAIN,
+        ),
+        (
+            r"No (\w+) MoE backend supports|Unsupported (FP8) MoE backend: NONE",
+            "vLLM has no kernel of this device for quantised mixtures of experts ({0})",
+            _NO_KERNEL,
+        ),
+        (
+            r"static_scaled_fp8_quant\(\) expected at most 0",
+            "FP8 with one scale for each tensor cannot be computed by vLLM's CPU build",
+            "serve the model on a GPU, or use a version with one scale for each channel",
+        ),
+        (
+            r"Failed to find a kernel that can implement the (\w+) (?:linear )?layer",
+            "vLLM has no kernel of this device for {0} layers",
+            _NO_KERNEL,
         ),
         (
             r"Cannot find any of (\[.+?\]) in the model's quantization config",
@@ -111,18 +126,15 @@ def check_kind(model: str, architecture: str, kind: ModelKind) -> None:
     """Check that gpupool can serve a model of the class ``architecture``.
 
     Raises:
-        Refused: the model generates no text, or has an encoder.
+        Refused: the model neither generates text nor embeds, ranks or classifies text.
     """
     if kind.is_encoder_decoder:
         raise Refused(
             f"{model}: {architecture} is an encoder-decoder model, which is not supported",
             "use a decoder-only model",
         )
-    if kind.runner_type != "generate":
-        raise Refused(
-            f"{model}: {architecture} does not generate text",
-            f"{_NO_TEXT}; embeddings, scores and classes are not",
-        )
+    if kind.runner_type not in ("generate", "pooling"):
+        raise Refused(f"{model}: {architecture} neither generates nor pools text", _LIST)
 
 
 def refusal(model: str, error: BaseException) -> Refused:
@@ -137,7 +149,8 @@ def refusal(model: str, error: BaseException) -> Refused:
         )
     for known in _KNOWN:
         if found := known.pattern.search(text):
-            says = known.says.format(*(_some(group) for group in found.groups()))
+            groups = (group for group in found.groups() if group is not None)
+            says = known.says.format(*map(_some, groups))
             return Refused(f"{model}: {says}", known.hint)
     reason = _described(error)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]

@@ -6,9 +6,11 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from gpupoold.worker.weights.loading import current_load
 
@@ -28,17 +30,40 @@ class PooledMemory:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, then move the weights into the model's address range."""
         super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
-        current_load().take_weights(self.model_runner.get_model())
+        current_load().take_weights(whole_model(self.model_runner))
 
     def determine_available_memory(self) -> int:
         """Return the KV budget of a model alone on the device: all memory without the weights."""
         specs = self.model_runner.get_kv_cache_spec().values()
         return current_load().kv_budget_bytes([spec.page_size_bytes for spec in specs])
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run a step as vLLM does; drop the hidden states of pooling requests that begin anew.
+
+        vLLM's first model runner keeps the hidden states of earlier chunks across a preemption, and
+        would return a prompt's first tokens twice.
+        """
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            record = getattr(self.model_runner, "requests", {}).get(request_id)
+            states = getattr(record, "pooling_states", None)
+            if states is not None:
+                states.clean()
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         if tag == "kv_cache":
             return current_load().kv_allocation()
         return contextlib.nullcontext()
+
+
+def whole_model(runner: Any) -> nn.Module:
+    """Return a runner's model, together with the drafter's model if there is one.
+
+    Modules that both share, such as embeddings, occur once in the result.
+    """
+    model: nn.Module = runner.get_model()
+    draft: nn.Module | None = runner.get_draft_model()
+    return model if draft is None else nn.ModuleList([model, draft])
 
 
 def _ensure_process_groups(init_method: str, local_rank: int) -> None:

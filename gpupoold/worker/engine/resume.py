@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 if TYPE_CHECKING:
@@ -69,21 +70,21 @@ def _add_with_record(
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def after_grammar(request: Request) -> None:
-    """Advance a resumed request's compiled grammar by the tokens of its answer."""
+def after_grammar(grammars: StructuredOutputManager, request: Request) -> None:
+    """Advance a resumed request's compiled grammar by the tokens of its answer after the
+    reasoning.
+    """
     if not request.num_preemptions or not request.num_output_tokens:
         return
-    structured = request.structured_output_request
-    assert structured is not None and structured.grammar is not None
-    structured.grammar.accept_tokens(request.request_id, list(request.output_token_ids))
+    grammars.accept_tokens(request, list(request.output_token_ids))
     request.status = RequestStatus.PREEMPTED
 
 
 def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRequestState:
-    return CachedRequestState(
+    record = CachedRequestState(
         req_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids or ()),
-        mm_features=[],
+        mm_features=request.mm_features,
         sampling_params=request.sampling_params,
         generator=_generator(runner, request.sampling_params, len(token_ids)),
         block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
@@ -91,6 +92,9 @@ def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRe
         output_token_ids=list(token_ids),
         lora_request=request.lora_request,
     )
+    if runner.uses_mrope:  # positions in images, as for a new request
+        runner._init_mrope_positions(record)
+    return record
 
 
 def _generator(

@@ -16,9 +16,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from gpupoold.memory.kv import KvMemory
 from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine import computed_kv
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.resume import after_grammar
@@ -34,13 +36,15 @@ class PooledScheduler(Scheduler):
     others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
     limits the next step, if set. While ``is_held``, no step is scheduled. ``num_updates`` counts
     steps with known tokens; ``was_decode`` is True if the last step only decoded. ``clock`` returns
-    seconds.
+    seconds. ``drafts`` counts speculative decoding since the last ``take_drafts``.
     """
 
     running: list[Request]
     max_num_running_reqs: int
     max_num_active_reqs: int
     max_num_scheduled_tokens: int
+    num_spec_tokens: int
+    num_lookahead_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,12 +59,16 @@ class PooledScheduler(Scheduler):
         self.is_held = False
         self.num_updates = 0
         self.was_decode = False
+        self.drafts = DraftCounts()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step as vLLM does, without running requests that may not run."""
         limit = self.max_num_scheduled_tokens
-        if self.chunk_tokens is not None:  # at least a token per answer, and one more
-            wanted = max(self.chunk_tokens, len(self.running) + 1)
+        # Models with attention in both directions prefill each prompt in one step.
+        can_chunk = self.scheduler_config.enable_chunked_prefill
+        if self.chunk_tokens is not None and can_chunk:
+            # At least each answer with its draft, and one more.
+            wanted = max(self.chunk_tokens, len(self.running) * (1 + self.num_spec_tokens) + 1)
             self.max_num_scheduled_tokens = min(limit, wanted)
         try:
             output = self._schedule(*args, **kwargs)
@@ -80,9 +88,36 @@ class PooledScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         self.num_updates += 1
         num_requests = len(scheduler_output.num_scheduled_tokens)
-        is_one_each = scheduler_output.total_num_scheduled_tokens == num_requests > 0
+        num_drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        num_others = scheduler_output.total_num_scheduled_tokens - num_drafted
+        is_one_each = num_others == num_requests > 0
         self.was_decode = is_one_each and not scheduler_output.scheduled_new_reqs
         return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """Count a request's draft in ``drafts``; vLLM's own statistics are off."""
+        num_invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_draft_tokens > num_invalid:
+            draft = DraftCounts(1, num_draft_tokens - num_invalid, num_accepted_tokens)
+            self.drafts = self.drafts.plus(draft)
+        return None
+
+    def take_drafts(self) -> DraftCounts | None:
+        """Return the counts since the last call, None without drafts."""
+        drafts, self.drafts = self.drafts, DraftCounts()
+        return drafts if drafts.num_drafts else None
+
+    def num_missing_tokens(self, request: Request) -> int:
+        """Return the number of tokens without a KV slot that a request may need in a step."""
+        known = request.num_tokens_with_spec + self.num_lookahead_tokens
+        return max(0, known - request.num_computed_tokens)
 
     def isolate(self, request_id: str) -> None:
         """Run a request, present or future, only in steps without other requests."""
@@ -159,14 +194,10 @@ class PooledScheduler(Scheduler):
 
     def num_wanted_blocks(self) -> int:
         """Return an upper bound of the blocks that the next step may allocate."""
-        started = (
-            (request.num_tokens - request.num_computed_tokens)
-            for request in chain(self.running, self.kv_holding_waiting)
-        )
-        waiting = (request.num_tokens for request in self.waiting)
+        requests = chain(self.running, self.kv_holding_waiting, self.waiting)
         return sum(
             computed_kv.most_blocks(manager, num_tokens)
-            for num_tokens in chain(started, waiting)
+            for num_tokens in map(self.num_missing_tokens, requests)
             for manager in self._managers
         )
 
@@ -212,7 +243,7 @@ class PooledScheduler(Scheduler):
         if not super()._handle_blocked_waiting_request(request):
             return False
         if is_waiting:
-            after_grammar(request)
+            after_grammar(self.structured_output_manager, request)
         if self._sits_out(request.request_id):
             return False
         if self.kv is None or self.kv.is_whole:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -18,7 +19,7 @@ from vllm.v1.worker import workspace
 
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.codec import MAX_FRAME_BYTES
-from gpupoold.wire.messages import RequestProgress
+from gpupoold.wire.messages import DraftCounts, RequestProgress
 
 _MAX_STEP_BYTES = MAX_FRAME_BYTES // 2
 """Limit in bytes of encoded outputs in one message, which also has the token ids."""
@@ -33,6 +34,10 @@ class Step(NamedTuple):
     """True if every request got its next token, without any prefill."""
     frame_counts: dict[int, int]
     """Number of ``frames`` per frontend, in the order of the frames."""
+    pooled: dict[str, torch.Tensor]
+    """Results of pooling requests by id."""
+    drafts: DraftCounts | None = None
+    """Speculative decoding since the previous step with drafts."""
 
 
 class EngineSteps:
@@ -104,7 +109,10 @@ class EngineSteps:
         if self._scheduler.num_updates > num_updates:
             made = (outputs or {}).items()
             reported = {number: result for number, result in made if result.outputs}
-            self._made += self._steps_of(reported, is_decode=bool(self._scheduler.was_decode))
+            made_steps = self._steps_of(reported, is_decode=bool(self._scheduler.was_decode))
+            if reported:
+                made_steps[0] = made_steps[0]._replace(drafts=self._scheduler.take_drafts())
+            self._made += made_steps
         WORKER.end_steps(len(self._core.batch_queue or ()))
         if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()
@@ -116,15 +124,18 @@ class EngineSteps:
         frames: list[bytes] = []
         progress: list[RequestProgress] = []
         frame_counts: dict[int, int] = {}
+        pooled: dict[str, torch.Tensor] = {}
         for number, result in by_frontend.items():
             encoded: Any = self._encoder.encode(result)
             frames += [bytes(frame) for frame in encoded]
             frame_counts[number] = len(encoded)
             progress += _gist(result)
+            results = ((one.request_id, one.pooling_output) for one in result.outputs)
+            pooled |= {name: tensor for name, tensor in results if tensor is not None}
         if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
             halves = _halves(by_frontend)
             return [step for half in halves for step in self._steps_of(half, is_decode=False)]
-        return [Step(frames, progress, is_decode, frame_counts)]
+        return [Step(frames, progress, is_decode, frame_counts, pooled)]
 
     def _take(self) -> list[Step]:
         made, self._made = self._made, []
@@ -137,6 +148,7 @@ def _gist(result: EngineCoreOutputs) -> list[RequestProgress]:
             output.request_id,
             list(output.new_token_ids),
             str(output.finish_reason) if output.finish_reason is not None else None,
+            output.pooling_output is not None,
         )
         for output in result.outputs
     ]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models import supports_lora
+from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
+from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import parse_options
-from gpupoold.errors import GpupoolError, UsageError
+from gpupoold.errors import GpupoolError, Refused, UsageError
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.load_errors import refusal
@@ -25,11 +32,41 @@ def inspect(model: ModelToLoad, *, is_emulated: bool) -> None:
         check_preset(preset)
     try:
         config = engine_config(model, is_emulated=is_emulated)
-        cached_tokenizer_from_config(config.model_config)
+        if config.lora_config is not None:
+            _check_adapter_support(model.name, config.model_config, is_emulated=is_emulated)
+        _check_chat(model, config.model_config)
     except GpupoolError:
         raise
     except Exception as error:
         raise refusal(model.name, error) from error
+
+
+def _check_adapter_support(name: str, config: ModelConfig, *, is_emulated: bool) -> None:
+    model_class, architecture = get_model_architecture(config)
+    if not supports_lora(model_class):
+        raise Refused(
+            f"{name}: vLLM's {architecture} takes no LoRA adapters",
+            "merge the adapter into its base with peft, and add the result as a model",
+        )
+    if is_emulated and config.get_num_experts():
+        raise Refused(
+            f"{name}: vLLM's CPU build runs no LoRA adapters of mixture-of-experts models",
+            "use a GPU, or merge the adapter into its base and add the result as a model",
+        )
+
+
+def _check_chat(model: ModelToLoad, config: ModelConfig) -> None:
+    """Load the tokenizer, and build the parsers for the tokenizer as the API does."""
+    tokenizer = cached_tokenizer_from_config(config)
+    found = found_parsers(Path(model.path), model.engine)
+    ParserManager.get_parser(
+        found.tool.name,
+        found.reasoning.name,
+        enable_auto_tools=found.tool.name is not None,
+        model_name=model.name,
+        is_harmony=config.hf_config.model_type == "gpt_oss",
+        tokenizer=tokenizer,
+    )
 
 
 def _check_parsers(model: ModelToLoad) -> None:

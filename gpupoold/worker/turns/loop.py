@@ -91,6 +91,9 @@ class TurnLoop:
 
     def switch_to(self, name: str) -> m.SwitchRecord | None:
         """Make a model resident and report the switch, unless the model is resident."""
+        before = self.engines.get(self.previous or "")
+        if before is not None and name != self.previous:
+            before.drop_encoder_outputs()
         with WORKER.main.doing(ThreadPhase.SWITCH, name):
             record = self.residency.switch_in(name, self.previous)
         # No switch if the same model continues while the last KV arrives.

@@ -52,6 +52,7 @@ def _memory_of(engine: ModelEngine, ledger: RequestLedger) -> m.ModelMemory:
         weights_total_bytes=weights.num_bytes,
         kv_resident_bytes=engine.kv.resident_bytes,
         kv_host_bytes=engine.kv.host_bytes,
+        encoder_bytes=engine.encoder_bytes,
         num_live=ledger.num_live(engine.name),
         num_waiting=ledger.num_waiting(engine.name),
     )

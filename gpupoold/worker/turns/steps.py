@@ -81,13 +81,18 @@ class TurnSteps:
             step_s = self._last_s = ended_s - self._since_s
             self._since_s = ended_s
             for item in step.progress:
-                self._ledger.progress(engine.name, item.request_id, len(item.new_token_ids))
+                self._ledger.progress(engine.name, item.request_id, item.num_tokens)
                 if item.finish_reason is not None:
                     self._ledger.finish(engine.name, item.request_id)
             if step.frames:
-                decode_s = step_s if step.is_decode else None
                 outputs = m.StepOutputs(
-                    engine.name, ended_s, step.frames, step.progress, decode_s, step.frame_counts
+                    engine.name,
+                    ended_s,
+                    step.frames,
+                    step.progress,
+                    step_s / _tokens_each(step) if step.is_decode else None,
+                    step.frame_counts,
+                    step.drafts,
                 )
                 ids = [item.request_id for item in step.progress]
                 try:
@@ -95,3 +100,9 @@ class TurnSteps:
                         self._send(outputs)
                 except FrameTooLong as error:
                     self._unsendable.append(m.RequestsFailed(engine.name, ids, str(error)))
+
+
+def _tokens_each(step: Step) -> float:
+    """Return the mean number of tokens that an answer gained: more than 1 with accepted drafts."""
+    counts = [len(item.new_token_ids) for item in step.progress if item.new_token_ids]
+    return sum(counts) / len(counts) if counts else 1.0

@@ -1,8 +1,9 @@
 """The layout of a model's weights in its address range, and the move of the weights there.
 
 vLLM loads and post-processes a model in ordinary torch memory. The resulting storages are the
-snapshot; parameters and buffers then become views of the address range with the same shapes and
-strides. Slots of adapters are no part of the snapshot: they follow in the address range.
+snapshot; parameters, buffers and other tensors of the modules then become views of the address
+range with the same shapes and strides. Slots of adapters are no part of the snapshot: they follow
+in the address range.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from gpupoold.memory.contracts import Device
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.snapshot_loader import loose_digest
+from gpupoold.worker.weights.loose import loose_digest, loose_tensors
 from gpupoold.worker.weights.wrappers import base_name, slot_tensors
 
 _ALIGNMENT_BYTES = 256
@@ -32,7 +33,7 @@ class WeightLayout:
 
 
 def plan_layout(model: torch.nn.Module) -> WeightLayout:
-    """Lay out the storages of all parameters and buffers one after the other.
+    """Lay out the storages of all parameters, buffers and loose tensors one after the other.
 
     Two loads of one checkpoint with one configuration have the same digest, so each can use the
     other's snapshot. The digest also covers state outside of the snapshot, so that an incomplete
@@ -99,5 +100,5 @@ def _at(flat: torch.Tensor, tensor: torch.Tensor) -> int:
 
 def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     parameters = list(model.named_parameters(remove_duplicate=True))
-    named = [*parameters, *model.named_buffers(remove_duplicate=True)]
+    named = [*parameters, *model.named_buffers(remove_duplicate=True), *loose_tensors(model)]
     return [(base_name(name), tensor) for name, tensor in named]

@@ -38,7 +38,7 @@ def pages_for_torch(model: ModelToLoad, device: Device) -> int:
     info = check_checkpoint(
         Path(model.path), allow_pickle=True, allow_remote_code=model.allow_remote_code
     )
-    weight_bytes = estimate_weight_bytes(info, model.dtype)
+    weight_bytes = estimate_weight_bytes(info, model.dtype, model.engine)
     if num := num_slots(model.engine):
         bits = model_dtype_bits(model.dtype)
         weight_bytes += estimate_slot_bytes(info.path, max_rank(model.engine), num, bits)

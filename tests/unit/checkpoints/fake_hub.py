@@ -208,14 +208,16 @@ class _Handler(BaseHTTPRequestHandler):
             "Accept-Ranges": "bytes",
         }
         begin, status = 0, 200
-        wanted = re.fullmatch(r"bytes=(\d+)-", self.request_log.range or "")
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.request_log.range or "")
+        end = len(data)
         if wanted and not self.state.ignores_range:
             begin, status = int(wanted[1]), 206
             if begin >= len(data):
                 self._send(416, {"Content-Range": f"bytes */{len(data)}"}, b"")
                 return
-            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self._send(status, headers, data[begin:], file)
+            end = min(end, int(wanted[2]) + 1) if wanted[2] else end
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        self._send(status, headers, data[begin:end], file)
 
     def _fail(self, status: int, code: str) -> None:
         self._send(status, {"X-Error-Code": code} if code else {}, b'{"error": "refused"}')

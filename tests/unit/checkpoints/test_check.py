@@ -146,6 +146,19 @@ class TestFolder:
         samples.write(tmp_path, samples.checkpoint() | {"config.json": content})
         assert said in refusal(tmp_path)
 
+    def test_vision_model_without_processor(self, tmp_path: Path) -> None:
+        files = samples.checkpoint(vision_config={"depth": 2})
+        text = refusal(samples.write(tmp_path, files))
+        assert "preprocessor_config.json" in text
+        assert "copy the processor's files" in text
+
+    @pytest.mark.parametrize(
+        "name", ["preprocessor_config.json", "processor_config.json", "tekken.json"]
+    )
+    def test_vision_model_with_processor(self, name: str, tmp_path: Path) -> None:
+        files = samples.checkpoint(vision_config={"depth": 2}) | {name: b"{}"}
+        check(samples.write(tmp_path, files))
+
     def test_without_tokenizer(self, tmp_path: Path) -> None:
         samples.write(tmp_path, without(samples.checkpoint(), "tokenizer.json"))
         assert "has no tokenizer" in refusal(tmp_path)

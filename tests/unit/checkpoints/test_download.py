@@ -392,7 +392,7 @@ class TestRefused:
         assert visible(fetch(tmp_path / "m", allow_pickle=True)) == files
 
     def test_no_weights(self, hub: FakeHub, tmp_path: Path) -> None:
-        hub.add(REPO, {"config.json": b"{}", "model.gguf": b"x"})
+        hub.add(REPO, {"config.json": b"{}", "README.md": b"x"})
         assert "has no weights" in refusal(Refused, tmp_path / "m")
 
     def test_custom_code_before_the_weights(self, hub: FakeHub, tmp_path: Path) -> None:

@@ -100,3 +100,14 @@ def test_bytes_per_key() -> None:
 )
 def test_answers_name_their_requests(text: str, request_id: str) -> None:
     assert request_id_of(text) == request_id
+
+
+def test_requests_of_an_adapter_are_those_of_its_model_under_another_name() -> None:
+    live = LiveRequests()
+    live.add(live_request("r", "m"))
+    live.add(adapted := live_request("s", "m", served_name="adapter"))
+    assert (live.num_of("m"), live.num_of("adapter")) == (2, 0)
+    assert (live.num_of_name("m"), live.num_of_name("adapter")) == (1, 1)
+    assert live.of_name("adapter") == [adapted]
+    live.pop("s")
+    assert (live.num_of("m"), live.num_of_name("adapter")) == (1, 0)

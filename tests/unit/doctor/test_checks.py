@@ -73,6 +73,14 @@ def test_a_simulated_device_needs_next_to_nothing() -> None:
     assert bad(facts) == {}
 
 
+def test_another_checked_engine_comes_with_its_torch() -> None:
+    versions = healthy().versions
+    installed = versions.installed | {"vllm": "0.33.0", "torch": "2.14.0+cu130"}
+    assert bad(healthy(versions=replace(versions, installed=installed))) == {}
+    installed = versions.installed | {"vllm": "0.33.1", "torch": "2.14.0+cu130"}
+    assert bad(healthy(versions=replace(versions, installed=installed))).keys() == {"vllm", "torch"}
+
+
 FAULTS: list[tuple[str, Facts, str, str]] = [
     ("config", healthy(settings=None, problem="line 3: no", fix="do"), "line 3", "do"),
     ("books", healthy(daemon=DaemonFacts(unsound="page 7 is used twice")), "page 7", "restart"),

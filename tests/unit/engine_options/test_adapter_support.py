@@ -62,7 +62,9 @@ def test_changes_for_a_rank(options: dict[str, str], rank: int, changes: dict[st
 
 def test_the_number_of_adapters_is_bounded() -> None:
     check_num_adapters("base", {"max_loras": "2"}, 32)
-    with pytest.raises(Refused, match="base has 32 adapters, and its engine keeps at most 32"):
+    with pytest.raises(
+        Refused, match="base would have 33 adapters, and its engine keeps at most 32"
+    ):
         check_num_adapters("base", {"max_loras": "2"}, 33)
     check_num_adapters("base", {"max_loras": "2", "max_cpu_loras": "33"}, 33)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpupoold.frontend.mounts import Receive, Scope, Send
+from gpupoold.frontend.router import ROUTED_PATHS
 from gpupoold.wire.messages import StepOutputs
 
 
@@ -79,6 +80,11 @@ class EchoApi:
         self.responses: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """All served paths."""
+        return ROUTED_PATHS
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Echo once the gate is open."""

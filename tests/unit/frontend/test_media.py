@@ -6,6 +6,7 @@ of its own, as a frontend prepares its environment.
 
 from __future__ import annotations
 
+import base64
 import http.server
 import json
 import subprocess
@@ -63,6 +64,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("content-length", "0")
             self.end_headers()
             return
+        if self.path == "/missing":
+            self.send_error(404)
+            return
+        if self.path == "/large":
+            self.send_response(200)
+            self.send_header("content-length", "20000001")
+            self.end_headers()
+            return
         self.send_response(200)
         self.send_header("content-length", str(len(_PNG)))
         self.end_headers()
@@ -89,16 +98,31 @@ def test_media_come_from_listed_hosts_only(server: _Server) -> None:
         (["127.0.0.1"], f"{base}/moved"),
         ([], "file:///etc/hostname"),
         ([], "http://169.254.169.254/latest/meta-data"),
+        (["127.0.0.1"], f"{base}/missing"),
+        (["127.0.0.1"], f"{base}/large"),
+        ([], "data:image/png;base64," + base64.b64encode(_PNG).decode()),
+        ([], "data:image/png;base64,AAAA"),
+        ([], "data:image/png,AAAA"),
+        ([], "ftp://127.0.0.1/image"),
     ]
     done = subprocess.run(
         [sys.executable, "-c", _FETCH], input=json.dumps(asked), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    unlisted, other, listed, moved, file, metadata = json.loads(done.stdout.splitlines()[-1])
+    unlisted, other, listed, moved, file, metadata, *more = json.loads(done.stdout.splitlines()[-1])
     for refusal in (unlisted, other, metadata):
         assert refusal.startswith("VLLMValidationError: Media are not fetched from")
         assert "security.media_hosts" in refusal
     assert listed == "(1, 1)"
-    assert "Error" in moved
-    assert "Error" in file
-    assert server.paths == ["/image", "/moved"]
+    assert "none of the formats" in moved  # an empty body
+    assert "neither a data: URL nor on a web server" in file
+    missing, large, data, garbage, unencoded, ftp = more
+    assert "404" in missing
+    assert "20000000 bytes" in large
+    assert data == "(1, 1)"
+    assert "none of the formats" in garbage
+    assert "base64" in unencoded
+    assert "neither a data: URL nor" in ftp
+    refusals = (moved, file, missing, large, garbage, unencoded, ftp)
+    assert all(one.startswith("VLLMValidationError: ") for one in refusals)
+    assert server.paths == ["/image", "/moved", "/missing", "/large"]

@@ -35,14 +35,14 @@ ENGINE: dict[str, Any] = {
 
 
 def test_only_what_is_served_is_described_with_what_it_refers_to() -> None:
-    described = describe(ENGINE, lambda path: path == "/v1/completions")
+    described = describe([ENGINE], lambda path: path == "/v1/completions")
     assert "/sleep" not in described["paths"]
     assert described["components"]["schemas"].keys() == {"Request", "Options"}
     assert described["info"]["title"] == "gpupool"
 
 
 def test_refusals_are_told_beside_the_apis_own_answers() -> None:
-    described = describe(ENGINE, lambda path: path == "/v1/completions")
+    described = describe([ENGINE], lambda path: path == "/v1/completions")
     responses = described["paths"]["/v1/completions"]["post"]["responses"]
     assert {"200", "400", "404", "413", "429", "503"} <= responses.keys()
     assert responses["404"] == {"description": "Gone."}
@@ -50,8 +50,8 @@ def test_refusals_are_told_beside_the_apis_own_answers() -> None:
 
 
 def test_own_paths_are_ours_with_or_without_a_model() -> None:
-    for engine in (None, ENGINE):
-        paths = describe(engine, lambda _: False)["paths"]
+    for engines in ([], [ENGINE]):
+        paths = describe(engines, lambda _: False)["paths"]
         models = {"/v1/models", "/v1/models/{model}"}
         assert paths.keys() == {"/health", "/ready", "/version", "/metrics", *models}
         assert "schema" not in paths["/v1/models"]["get"]["responses"]["200"]

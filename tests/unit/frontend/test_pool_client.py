@@ -47,6 +47,7 @@ def engine_request(**changes: Any) -> SimpleNamespace:
         "request_id": "r1",
         "prompt_token_ids": [1, 2],
         "sampling_params": SimpleNamespace(max_tokens=9),
+        "lora_request": None,
     }
     return SimpleNamespace(**fields | changes)
 
@@ -73,12 +74,28 @@ def test_request_is_sent_with_its_frames() -> None:
     )
 
 
-@pytest.mark.parametrize("field", ["prompt_token_ids", "sampling_params"])
-def test_only_generation_from_tokens(field: str) -> None:
+def test_a_request_of_an_adapter_has_the_name_of_the_adapter() -> None:
+    pool = ControlPlane()
+    request = engine_request(lora_request=SimpleNamespace(lora_name="adapter"))
+    asyncio.run(pool.client.add_request_async(request))
+    (message,) = pool.sent
+    assert isinstance(message, AddRequest)
+    assert (message.model, message.served_name, message.counted_name) == ("m", "adapter", "adapter")
+
+
+def test_only_requests_with_tokens() -> None:
     pool = ControlPlane()
     with pytest.raises(Unsupported):
-        asyncio.run(pool.client.add_request_async(engine_request(**{field: None})))
+        asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=None)))
     assert pool.sent == []
+
+
+def test_a_pooling_request_is_due_one_result() -> None:
+    pool = ControlPlane()
+    asyncio.run(pool.client.add_request_async(engine_request(sampling_params=None)))
+    [sent] = pool.sent
+    assert isinstance(sent, AddRequest)
+    assert sent.max_tokens == 1
 
 
 def test_what_no_message_should_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,11 @@ def renderer(max_model_len: int) -> Any:
     async def process(prompt: Any, arrival_s: float) -> Any:
         return prompt
 
-    made = SimpleNamespace(_tokenize_prompt_async=tokenize, process_for_engine_async=process)
+    made = SimpleNamespace(
+        _tokenize_prompt_async=tokenize,
+        _tokenize_prompt=lambda prompt, params: {"prompt_token_ids": [1]},
+        process_for_engine_async=process,
+    )
     bound_renderer(made, max_model_len, Refused)
     return made
 
@@ -40,6 +44,9 @@ def test_long_texts_are_not_tokenised() -> None:
     assert asyncio.run(made._tokenize_prompt_async(prompt, None))
     with pytest.raises(Refused, match="800,001 characters, more than the 800,000"):
         asyncio.run(made._tokenize_prompt_async({"prompt": "x" * 800_001}, None))
+    assert made._tokenize_prompt(prompt, None)
+    with pytest.raises(Refused, match="800,001 characters, more than the 800,000"):
+        made._tokenize_prompt({"prompt": "x" * 800_001}, None)
     short = renderer(16)
     assert asyncio.run(short._tokenize_prompt_async({"prompt": "x" * 65_536}, None))
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from gpupoold.domain import Adapter
 from gpupoold.frontend import body
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import Mounts
@@ -337,3 +339,32 @@ def test_description_without_a_model_has_our_own_paths(served: Served) -> None:
     paths = served.send("GET", "/openapi.json").json()["paths"]
     assert "/v1/models" in paths
     assert "/v1/completions" not in paths
+
+
+class TestAdapters:
+    """An adapter is a name of its own, served by the API of its model."""
+
+    def served(self) -> Served:
+        adapter = Adapter("adapted", "source", "/path", rank=8, number=1)
+        return Served((model("alpha", adapters=(adapter,)),))
+
+    def test_its_requests_reach_the_model(self) -> None:
+        answer = self.served().ask({"model": "adapted"})
+        assert answer.body == b'alpha:{"model": "adapted"}'
+
+    def test_it_is_listed_with_its_parent(self) -> None:
+        rows = self.served().send("GET", "/v1/models").json()["data"]
+        assert [(row["id"], row.get("parent")) for row in rows] == [
+            ("alpha", None),
+            ("adapted", "alpha"),
+        ]
+
+    def test_a_request_without_a_name_is_for_the_only_model(self) -> None:
+        assert self.served().ask({}).body == b"alpha:{}"
+
+    def test_access_to_an_adapter_is_no_access_to_its_model(self) -> None:
+        catalog = self.served().catalog
+        assert catalog.choose("adapted", frozenset({"adapted"})).parent == "alpha"
+        for name, scope in (("alpha", {"adapted"}), ("adapted", {"alpha"})):
+            with pytest.raises(ApiError):
+                catalog.choose(name, frozenset(scope))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gpupoold.api.schemas import ModelInfo, SetModelRequest
+from gpupoold.api.schemas import DraftUsage, FoundInfo, ModelInfo, SetModelRequest
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -59,6 +59,20 @@ def test_show_by_name_and_alias(daemon: FakeDaemon, cli: Cli, name: str) -> None
     assert ModelInfo.model_validate_json(cli("show", name, "--json").stdout) == model
 
 
+def test_show_tells_parsers_and_template_with_reasons(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add(
+        "a",
+        tool_parser=FoundInfo(name="hermes", reason="the template writes <tool_call>"),
+        reasoning_parser=FoundInfo(name=None, reason="no markup\x1b[2J"),
+        chat_template=FoundInfo(name="chat_template.jinja", reason="in the checkpoint"),
+    )
+    shown = cli("show", "a").stdout
+    assert "tool parser       hermes (the template writes <tool_call>)\n" in shown
+    assert "reasoning parser  none (no markup" in shown
+    assert "\x1b" not in shown
+    assert "chat template     chat_template.jinja (in the checkpoint)\n" in shown
+
+
 def test_show_tells_what_was_measured(daemon: FakeDaemon, cli: Cli) -> None:
     model = daemon.add("a", latency=samples.LATENCY)
     lines = [line.split(maxsplit=1) for line in cli("show", "a").stdout.splitlines()]
@@ -69,6 +83,17 @@ def test_show_tells_what_was_measured(daemon: FakeDaemon, cli: Cli) -> None:
     }
     assert "decode step" not in cli("show", "a").stdout  # no fit: nothing is made up
     assert ModelInfo.model_validate_json(cli("show", "a", "--json").stdout) == model
+
+
+def test_show_tells_of_drafts(daemon: FakeDaemon, cli: Cli) -> None:
+    drafts = DraftUsage(
+        num_drafts=400, num_draft_tokens=1600, num_accepted_tokens=500, acceptance_length=2.25
+    )
+    usage = samples.usage(samples.model("a"), measured=True)
+    daemon.add("a", usage=usage.model_copy(update={"drafts": drafts}))
+    daemon.add("b", usage=usage)
+    assert "500 of 1,600 tokens accepted, 2.25 tokens per step\n" in cli("show", "a").stdout
+    assert "drafts" not in cli("show", "b").stdout
 
 
 def test_show_of_an_unknown_model(daemon: FakeDaemon, cli: Cli) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio
 
 MakeSpec = Callable[..., ModelSpec]
 THINK = Preset("think", {"chat_template_kwargs.enable_thinking": True, "temperature": 0.6}, 20.0)
-POET = Adapter("poet", "org/poet", "/adapters/poet", "main", 16, 1, None, 0.2)
+POET = Adapter("poet", "org/poet", "/adapters/poet", "main", rank=16, number=1, tbt_s=0.2)
 
 
 async def test_presets_adapters_and_options_come_back(

@@ -78,7 +78,11 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(
     counts.tokens, counts.tokens_in_time = 8, 6
     for seconds in (0.0015, 0.04, 1000.0):
         counts.tbt.add(seconds)
+    assert not values(await samples(exporter_of(control_plane)), "drafts_total")
+    control_plane.dispatcher.accounts.stats[MODEL].drafts = m.DraftCounts(2, 8, 3)
     found = await samples(exporter)
+    assert values(found, "draft_tokens_total") == {MODEL: 8}
+    assert values(found, "accepted_draft_tokens_total") == {MODEL: 3}
     assert values(found, "requests_refused_total")[f"{MODEL} queue_full"] == 3
     assert values(found, "attainment_ratio") == {MODEL: 0.75}
     buckets = values(found, "time_between_tokens_seconds_bucket")
@@ -102,6 +106,7 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
         kv_host_bytes=100,
         num_live=3,
         num_waiting=2,
+        encoder_bytes=50,
     )
     worker.status = m.WorkerStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
     found = await samples(exporter_of(control_plane))
@@ -113,7 +118,7 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
     assert values(found, "device_steps_total") == {"1": 42}
     assert values(found, "device_info") == {"0 cuda ": 1, "1 cuda H100": 1}
     assert values(found, "waiting_requests") == {MODEL: 2}
-    kinds = {"weights": 300, "kv": 200, "kv_host": 100, "snapshot_host": 0}
+    kinds = {"weights": 300, "kv": 200, "encoder": 50, "kv_host": 100, "snapshot_host": 0}
     assert values(found, "model_memory_bytes") == {
         f"{kind} {MODEL}": value for kind, value in kinds.items()
     }

@@ -46,6 +46,13 @@ def test_what_frontend_and_registry_receive(checkpoint: Path) -> None:
     assert 0 <= H800_BYTES - shape.weight_bytes - kv_bytes < 16 * shape.kv_bytes_per_token
 
 
+def test_pooling_models_are_refused(tiny_pooling_models: dict[str, Path]) -> None:
+    for name, path in tiny_pooling_models.items():
+        with pytest.raises(Refused, match="a simulated device makes tokens only"):
+            load(path)
+        assert name.startswith("tiny-")
+
+
 def test_the_profile_predicts_what_the_device_does(checkpoint: Path) -> None:
     known = load(checkpoint)
     profile = known.profile()

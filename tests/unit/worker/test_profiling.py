@@ -59,6 +59,7 @@ class KnownEngine:
         )
         self.max_batched_tokens = 2048
         self.max_sequences = 16
+        self.max_tokens_each = 1
         self.num_steps = 0
         self.fail_at_step = -1
         self._seen: set[object] = set()
@@ -107,7 +108,8 @@ class KnownEngine:
         kind = (tuple(prompts), len(decoding))
         self.now_s += duration_s * self.slowness * (1 if kind in self._seen else 3)
         self._seen.add(kind)
-        return [self._advance(request_id) for request_id in decoding + starting]
+        many = [self._advance(request_id, self.max_tokens_each) for request_id in decoding]
+        return many + [self._advance(request_id, 1) for request_id in starting]
 
     def _start(self) -> list[str]:
         budget, started = self.max_batched_tokens, []
@@ -122,12 +124,14 @@ class KnownEngine:
             started.append(request_id)
         return started
 
-    def _advance(self, request_id: str) -> RequestProgress:
+    def _advance(self, request_id: str, num_tokens: int) -> RequestProgress:
         context, left, blocks = self._running[request_id]
-        self._running[request_id] = context + 1, left - 1, blocks
-        if left > 1:
-            return RequestProgress(request_id, [7])
+        self._running[request_id] = context + num_tokens, left - num_tokens, blocks
+        if left > num_tokens:
+            return RequestProgress(request_id, [7] * num_tokens)
         self.ledger.release(self._running.pop(request_id)[2])
+        if not self.info.generates:
+            return RequestProgress(request_id, [], "stop", has_result=True)
         return RequestProgress(request_id, [7], "length")
 
 
@@ -238,11 +242,17 @@ def test_a_model_that_does_not_fit_is_reported(rig: Rig, run: Run) -> None:
     assert (found.prefill, found.decode) == (None, None)
 
 
-def test_a_model_without_text_is_not_measured(rig: Rig, run: Run) -> None:
+def test_a_pooling_model_only_prefills(rig: Rig, run: Run) -> None:
     engine = KnownEngine(rig)
     engine.info = replace(engine.info, supported_tasks=("embed",))
-    assert run(engine) == Profile(None, None, 0.0, "the model does not generate text")
-    assert engine.num_steps == 0
+    found = run(engine)
+    assert found is not None
+    assert found.problem == ""
+    assert found.prefill is not None
+    assert found.prefill.prefill_law().predict_s([512]) == pytest.approx(PREFILL.predict_s([512]))
+    assert found.decode is not None
+    assert found.decode.decode_law().predict_s(DecodeBatch(8, 4096)) == 0.0
+    assert_no_trace(engine)
 
 
 @pytest.mark.parametrize("config", ["", "{", '{"hidden_size": 64}', '{"kv_lora_rank": 8}'])
@@ -255,6 +265,18 @@ def test_unknown_dimensions_leave_the_straight_line(
     assert found.prefill is not None
     assert isinstance(found.prefill.prefill_law(), LinearPrefill)
     assert found.problem == ""
+
+
+def test_answers_that_gain_whole_drafts_last_as_long_as_others(rig: Rig, run: Run) -> None:
+    engine = KnownEngine(rig)
+    engine.max_tokens_each = 4
+    found = run(engine)
+    assert found is not None
+    assert found.problem == ""
+    assert found.decode is not None
+    # With room for as many steps as without drafts; else answers end before the batch has grown.
+    assert found.decode.num_points == 12
+    assert_no_trace(engine)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,18 @@ def test_tokens_count_when_they_go_out() -> None:
     assert now.tbt.percentile(0.99) == pytest.approx(1.25, rel=0.037)
 
 
+def test_a_pooling_result_counts_as_a_token_without_an_id() -> None:
+    model, live = ModelStats(), live_request()
+    assert model.add_tokens(live, [], 0.5, has_result=True) == 0.0
+    now = model.so_far()
+    assert (now.tokens, now.tokens_in_time) == (1, 1)
+    assert (live.output_token_ids, live.ttft_s, live.num_in_time) == ([], 0.5, 1)
+    assert live.order_now().output_token_ids == []
+    late = live_request()
+    assert model.add_tokens(late, [], 100.0, has_result=True) > 0
+    assert model.so_far().tokens_in_time == 1
+
+
 def test_percentiles_of_the_hour_are_counted_anew_when_a_hundredth_more_has_come() -> None:
     model, live = ModelStats(), live_request()
     assert model.hour_percentiles() == (None, None, None, None)

@@ -42,13 +42,6 @@ TIMEOUT_S = 20
 LAYOUT = "layout"
 
 
-class AcceptingInspector:
-    """Accepts every model: the played workers have no engine."""
-
-    async def check(self, spec: ModelSpec) -> None:
-        pass
-
-
 class PlayedWorker:
     """A worker's process, which loads whatever it is told, unless the test has other plans."""
 
@@ -75,8 +68,13 @@ class PlayedWorker:
             self.channel.close()
 
     async def _serve(self) -> None:
+        if self._number in self._box.broken:
+            self.end(1)
+            return
         self.channel.send(
-            m.WorkerReady(self._number, self.pid, 1 << 30, PAGE, 1e9, "0.32.0", "cuda")
+            m.WorkerReady(
+                self._number, self.pid, self._box.device_bytes, PAGE, 1e9, "0.32.0", "cuda"
+            )
         )
         with contextlib.suppress(ChannelClosed):
             while True:
@@ -96,6 +94,8 @@ class PlayedWorker:
                 os.close(self.channel.take_fd())
                 self._box.told.append(f"take {message.model} on {self._number}")
                 self.channel.send(m.SnapshotTaken(message.model, self._box.take_problem))
+            case m.AddRequest():
+                self._box.requests.setdefault(self._number, []).append(message.request_id)
             case m.Shutdown():
                 self.end(0)
 
@@ -104,16 +104,31 @@ class PlayedWorker:
         fd = self.channel.take_fd() if order.has_snapshot else create_memfd(name, PAGE)
         how = "attach" if order.has_snapshot else "build"
         self._box.told.append(f"{how} {name} on {self._number}")
-        error = self._box.errors.get(name)
+        error = self._box.errors.get(name) or self._box.errors.get(f"{name} on {self._number}")
         if name in self._box.deadly:
             self.activity.main.set(ThreadPhase.LOAD, name)
             self.end(-signal.SIGSEGV)
         elif error is not None:
             self.channel.send(m.ModelFailed(name, error.code, error.message))
         elif name not in self._box.slow:
-            answer = m.ModelLoaded(loaded(name), LAYOUT, True, self_check=(1, 2))
+            dropped = self._box.requests.pop(self._number, [])
+            answer = m.ModelLoaded(loaded(name), LAYOUT, True, self_check=(1, 2), dropped=dropped)
             self.channel.send(answer, (fd,))
         os.close(fd)
+
+
+class PlayedInspector:
+    """The process with vLLM's own classes: what it was asked to check, and where files were."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[str]]] = []
+        self.error: GpupoolError | None = None
+
+    async def check(self, spec: ModelSpec) -> None:
+        files = [path.name for path in Path(spec.path).iterdir() if not path.name.startswith(".")]
+        self.asked.append((spec.name, sorted(files)))
+        if self.error is not None:
+            raise self.error
 
 
 class ServedModels:
@@ -155,7 +170,11 @@ class ModelsBox:
         self.deadly: set[str] = set()
         self.slow: set[str] = set()
         self.errors: dict[str, Failed] = {}
+        self.requests: dict[int, list[str]] = {}
+        """The requests in the engines of each worker."""
         self.take_problem = ""
+        self.device_bytes = 1 << 30
+        self.broken: set[int] = set()
         self.replies: list[m.Message] = []
         settings = parse_settings(
             {
@@ -174,6 +193,7 @@ class ModelsBox:
             settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start
         )
         self.frontends = ServedModels()
+        self.inspector = PlayedInspector()
         policy = make_policy("gpupool")
         self.dispatcher = Dispatcher(
             settings.limits,
@@ -200,7 +220,7 @@ class ModelsBox:
             self.supervisor,
             cast(Frontends, self.frontends),
             snapshots,
-            cast(Inspector, AcceptingInspector()),
+            cast(Inspector, self.inspector),
         )
         self.processes: dict[int, PlayedWorker] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.core_shell import Scheduler
@@ -40,6 +41,22 @@ def last_events(scheduler: Scheduler) -> tuple[e.Event, ...]:
 def stepped(scheduler: Scheduler, *progress: m.RequestProgress) -> tuple[e.Event, ...]:
     scheduler.stepped(0, m.StepOutputs(NAME, 5.0, [], list(progress), 0.02))
     return last_events(scheduler)
+
+
+def test_a_result_is_a_token_and_the_end(scheduler: Scheduler) -> None:
+    scheduler.arrived(add("r", 1))
+    events = stepped(scheduler, m.RequestProgress("r", [], "stop", has_result=True))
+    assert events == (e.Stepped(0, NAME, ("r",), 1, 0.02), e.Ended("r", is_complete=True))
+    assert not scheduler.state.requests
+
+
+def test_a_pooling_model_is_added_without_decode_steps(scheduler: Scheduler) -> None:
+    pooling = replace(loaded("bert"), supported_tasks=("embed", "token_embed"))
+    scheduler.add_model(Targets(), pooling)
+    [added] = last_events(scheduler)
+    assert isinstance(added, e.ModelAdded)
+    assert not added.generates
+    assert added.costs.step_s(4, 100) == 0.0
 
 
 def test_a_request_comes_with_the_limit_of_its_answer(scheduler: Scheduler) -> None:

@@ -194,6 +194,24 @@ async def test_a_frontend_that_dies_leaves_the_others_requests_alone(bench: Benc
     bench.check()
 
 
+async def test_a_result_ends_a_request_with_one_token_in_time(
+    bench: Bench, history: History
+) -> None:
+    bench.cold.warm.add(NAME)
+    bench.ask("r")
+    result = m.RequestProgress("r", [], "stop", has_result=True)
+    at_s = time.monotonic()
+    bench.dispatcher.from_worker(bench.worker, m.StepOutputs(NAME, at_s, [b"x"], [result]))
+    assert not bench.scheduled
+    stats = bench.dispatcher.accounts.stats[NAME].so_far()
+    assert (stats.tokens, stats.tokens_in_time, stats.completed) == (1, 1, 1)
+    await history.flush()
+    [row] = await history.recent_requests()
+    assert (row.num_output_tokens, row.num_tokens_in_time, row.finish_reason) == (1, 1, "stop")
+    assert row.ttft_s is not None
+    bench.check()
+
+
 async def test_each_frontend_hears_of_its_own_requests_only(bench: Bench) -> None:
     bench.cold.warm.add(NAME)
     for request_id, frontend in (("a", 0), ("b", 1)):

@@ -60,6 +60,26 @@ def test_key_of_a_request_is_charged() -> None:
     assert bench.charged == [("web", 1)]
 
 
+def test_drafts_are_added_to_the_model_that_still_exists() -> None:
+    bench = Bench()
+    for model, drafts in (("m", (2, 8, 3)), ("m", (1, 4, 0)), ("removed", (1, 4, 4))):
+        counts = m.DraftCounts(*drafts)
+        bench.tokens.stepped(0, m.StepOutputs(model, 1.0, [], [], drafts=counts))
+    assert bench.stats["m"].drafts == m.DraftCounts(3, 12, 3)
+    assert bench.stats["m"].drafts.acceptance_length == 2.0
+    assert m.DraftCounts().acceptance_length is None
+
+
+def test_tokens_of_one_step_have_their_own_deadlines_and_no_time_between_them() -> None:
+    bench = Bench()
+    bench.token(1.0)
+    bench.tokens.stepped(0, m.StepOutputs("m", 1.5, [], [m.RequestProgress("r", [1, 2, 3])]))
+    now = bench.stats["m"].now
+    assert now.tokens == 4
+    assert len(now.tbt) == 3
+    assert now.tbt.sum_s == pytest.approx(0.5)
+
+
 def test_in_time() -> None:
     assert parts(Bench().token(1.0)) == [0.0, 0.0, 0.0, 0.0]
 

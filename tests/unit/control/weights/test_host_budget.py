@@ -100,7 +100,8 @@ async def test_pinned_snapshots_stay(bench: Bench) -> None:
         ) as caught:
             await bench.bring("c", 3, wait_s)
         assert caught.value.hint == (
-            "unpin a model (`gpupool cache unpin`) or raise memory.model_cache"
+            "unpin a model (`gpupool cache unpin`), or set memory.model_cache to 5MiB or more in "
+            "/etc/gpupool/gpupool.toml, then run `gpupool reload`"
         )
     with pytest.raises(Refused):
         bench.host_budget.check("c", 3 * MIB)

@@ -61,6 +61,8 @@ NOT_IN_THE_KEY: dict[str, Any] = {
     "ttft_s": 9.0,
     "tbt_s": 9.0,
     "media_hosts": ("images.example",),
+    "max_images": 3,
+    "max_image_pixels": 1_000,
     "presets": (Preset("think"),),
     "adapters": (Adapter("poet", "s", "/p"),),
 }

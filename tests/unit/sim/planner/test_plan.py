@@ -10,6 +10,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
+from gpupoold.latency.models import LinearDecode
 from gpupoold.latency.shape import builtin_shape
 from gpupoold.latency.stored import StoredFit, StoredLatency
 from gpupoold.sim.boxes import box_models, parse_box
@@ -456,6 +457,31 @@ class TestLoad:
         admitted = admit([short, long, longest], {"a": 50})
         assert admitted.requests == (short, replace(long, output_tokens=40))
         assert (admitted.num_refused, admitted.num_cut) == (1, 1)
+
+    def test_pooling_models_have_one_result(self) -> None:
+        asked = [SimRequest("0", "p", 0, 10, 20), SimRequest("1", "a", 0, 10, 20)]
+        admitted = admit(asked, {"a": 50, "p": 50}, {"p"})
+        assert [one.output_tokens for one in admitted.requests] == [1, 20]
+        assert admitted.num_cut == 0
+
+    def test_a_model_without_kv_and_decode_steps(self) -> None:
+        zero = LinearDecode()
+        asked = question("1xH800", 2, 1.0)
+        models = {
+            name: replace(
+                model,
+                kv_bytes_per_token=0,
+                generates=False,
+                latency=replace(model.latency, decode=zero),
+            )
+            if name == "m00"
+            else model
+            for name, model in asked.models.items()
+        }
+        plan = make_plan(replace(asked, models=models, models_on=None))
+        assert plan.attained.overall == pytest.approx(1.0, abs=0.05)
+        assert plan.forecast.models["m00"].gaps_in_time is None
+        assert plan.forecast.models["m01"].gaps_in_time is not None
 
     def test_nothing_arrives(self) -> None:
         asked = question("1xH800", 1, 0.0001)

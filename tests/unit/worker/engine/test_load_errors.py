@@ -65,6 +65,26 @@ def test_the_messages_of_validators_come_without_their_frame() -> None:
             "unquantised",
         ),
         (
+            "No WNA16 MoE backend supports the deployment configuration.",
+            "m: vLLM has no kernel of this device for quantised mixtures of experts (WNA16)",
+            "on a GPU",
+        ),
+        (
+            "Unsupported FP8 MoE backend: NONE",
+            "m: vLLM has no kernel of this device for quantised mixtures of experts (FP8)",
+            "on a GPU",
+        ),
+        (
+            "_C::static_scaled_fp8_quant() expected at most 0 argument(s) but received 4",
+            "m: FP8 with one scale for each tensor cannot be computed by vLLM's CPU build",
+            "one scale for each channel",
+        ),
+        (
+            "Failed to find a kernel that can implement the MXFP8 linear layer. Reasons: ...",
+            "m: vLLM has no kernel of this device for MXFP8 layers",
+            "on a GPU",
+        ),
+        (
             "Cannot find any of ['sym'] in the model's quantization config.",
             "m: the quantization_config in config.json lacks sym",
             "another quantised version",
@@ -145,9 +165,10 @@ class Kind:
     is_encoder_decoder: bool = False
 
 
-def test_only_models_that_make_text_are_served() -> None:
+def test_only_models_that_make_text_or_pool_text_are_served() -> None:
     check_kind("m", "X", Kind())
-    with pytest.raises(Refused, match="m: X does not generate text"):
-        check_kind("m", "X", Kind(runner_type="pooling"))
+    check_kind("m", "X", Kind(runner_type="pooling"))
+    with pytest.raises(Refused, match="m: X neither generates nor pools text"):
+        check_kind("m", "X", Kind(runner_type="draft"))
     with pytest.raises(Refused, match="m: X is an encoder-decoder model"):
         check_kind("m", "X", Kind(is_encoder_decoder=True))

@@ -17,13 +17,20 @@ from gpupoold.worker.engine import resume
 class Engine:
     """An engine core's queue and its worker's records."""
 
-    def __init__(self, *, is_full: bool = False, has_v2_runner: bool = False) -> None:
+    def __init__(
+        self, *, is_full: bool = False, has_v2_runner: bool = False, uses_mrope: bool = False
+    ) -> None:
         self.queue: list[str] = []
         self.recorded_when_queued: list[bool] = []
         self.records: dict[str, Any] = {}
         self._is_full = is_full
         groups = SimpleNamespace(kv_cache_groups=[None])
-        runner = SimpleNamespace(requests=self.records, kv_cache_config=groups)
+        runner = SimpleNamespace(
+            requests=self.records,
+            kv_cache_config=groups,
+            uses_mrope=uses_mrope,
+            _init_mrope_positions=self._place,
+        )
         worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
         self.model_executor = SimpleNamespace(driver_worker=worker)
         self.scheduler = SimpleNamespace(
@@ -31,6 +38,10 @@ class Engine:
             prev_step_scheduled_req_ids={"a", "c"},
             use_v2_model_runner=has_v2_runner,
         )
+
+    def _place(self, record: Any) -> None:
+        """Give positions as vLLM's runner does, from the images of the record."""
+        record.mrope_position_delta = -len(record.mm_features)
 
     def add_request(self, request: Any, _wave: int) -> None:
         if self._is_full:
@@ -43,7 +54,9 @@ def request() -> Any:
     return SimpleNamespace(
         request_id="a",
         prompt_token_ids=[1, 2],
+        mm_features=["an image"],
         sampling_params=None,
+        lora_request="adapter",
         status=RequestStatus.WAITING,
         append_output_token_ids=lambda _: None,
         take_prefill_stats=lambda: None,
@@ -55,7 +68,16 @@ def test_the_record_is_there_when_it_is_queued() -> None:
     resume.resume(engine, asked, 0, [7, 8])  # type: ignore[arg-type]
     assert (engine.queue, engine.recorded_when_queued) == (["a"], [True])
     assert engine.records["a"].output_token_ids == [7, 8]
+    assert engine.records["a"].lora_request == "adapter"
     assert asked.status is RequestStatus.PREEMPTED
+
+
+@pytest.mark.parametrize("uses_mrope", [False, True])
+def test_the_record_has_the_images(uses_mrope: bool) -> None:
+    engine = Engine(uses_mrope=uses_mrope)
+    resume.resume(engine, request(), 0, [7, 8])  # type: ignore[arg-type]
+    assert engine.records["a"].mm_features == ["an image"]
+    assert engine.records["a"].mrope_position_delta == (-1 if uses_mrope else None)
 
 
 def test_the_second_model_runner_wants_no_record() -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine.scheduler import PooledScheduler
 
 LIMIT = 512
@@ -57,7 +58,9 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> PooledScheduler:
     monkeypatch.setattr(Scheduler, "__init__", lambda *_: None)
     made: Any = PooledScheduler()
     made.max_num_scheduled_tokens = LIMIT
+    made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
     made.max_num_running_reqs = made.max_num_active_reqs = 8
+    made.num_spec_tokens = made.num_lookahead_tokens = 0
     made.running, made.waiting, made.kv_holding_waiting = [], [], deque()
     made.requests, made.kv, made.lora_config = {}, Kv(), None
     owned = {"r": [3, 5, 8]}
@@ -94,6 +97,21 @@ class TestChunks:
         scheduler.schedule()
         assert steps == [limit, LIMIT]
 
+    def test_a_step_has_room_for_every_draft(
+        self, scheduler: PooledScheduler, steps: list[int]
+    ) -> None:
+        scheduler.num_spec_tokens = 4
+        scheduler.running = [request(str(number)) for number in range(3)]
+        scheduler.chunk_tokens = 1
+        scheduler.schedule()
+        assert steps == [16]
+
+    def test_whole_prompts_are_not_cut(self, scheduler: PooledScheduler, steps: list[int]) -> None:
+        scheduler.scheduler_config.enable_chunked_prefill = False
+        scheduler.chunk_tokens = 128
+        scheduler.schedule()
+        assert steps == [LIMIT]
+
     def test_a_step_that_fails_leaves_the_limit(
         self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -107,6 +125,58 @@ class TestChunks:
         assert scheduler.max_num_scheduled_tokens == LIMIT
 
 
+class TestAdapters:
+    """``max_loras`` is vLLM's limit of different adapters in one step."""
+
+    @pytest.fixture
+    def ran(
+        self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., list[str]]:
+        """Returns the requests that vLLM plans a step with, of all running ones."""
+        planned: list[str] = []
+
+        def schedule(scheduler: PooledScheduler) -> Any:
+            planned[:] = [one.request_id for one in scheduler.running]
+            return SimpleNamespace(num_scheduled_tokens={})
+
+        monkeypatch.setattr(Scheduler, "schedule", schedule)
+
+        def run(*running: Any) -> list[str]:
+            scheduler.running = list(running)
+            scheduler.schedule()
+            assert scheduler.running == list(running)
+            assert scheduler.max_num_running_reqs == 8
+            return planned
+
+        return run
+
+    def of(self, name: str, number: int | None) -> Any:
+        made = request(name)
+        made.lora_request = None if number is None else SimpleNamespace(lora_int_id=number)
+        return made
+
+    def test_the_newest_wait_for_a_slot(
+        self, scheduler: PooledScheduler, ran: Callable[..., list[str]]
+    ) -> None:
+        scheduler.lora_config = SimpleNamespace(max_loras=2)  # type: ignore[assignment]
+        running = [
+            self.of(name, number)
+            for name, number in (("a", 1), ("b", 2), ("c", 3), ("d", None), ("e", 1), ("f", 3))
+        ]
+        assert ran(*running) == ["a", "b", "d", "e"]
+        assert ran(*running[1:]) == ["b", "c", "d", "f"]
+
+    def test_a_request_that_sits_out_needs_no_slot(
+        self, scheduler: PooledScheduler, ran: Callable[..., list[str]]
+    ) -> None:
+        scheduler.lora_config = SimpleNamespace(max_loras=1)  # type: ignore[assignment]
+        away, here = self.of("r", 1), self.of("q", 2)
+        assert ran(away, here) == ["r"]
+        assert isinstance(scheduler.kv, Kv)
+        scheduler.kv.away = {5}
+        assert ran(away, here) == ["q"]
+
+
 class TestSteps:
     def test_nothing_is_begun_while_it_is_held(
         self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
@@ -118,12 +188,14 @@ class TestSteps:
         assert scheduler.has_requests()
 
     @pytest.mark.parametrize(
-        ("tokens", "new", "is_decode"),
+        ("tokens", "drafts", "new", "is_decode"),
         [
-            ({"r": 1, "q": 1}, [], True),
-            ({"r": 1, "q": 5}, [], False),
-            ({"r": 1}, ["r"], False),
-            ({}, [], False),
+            ({"r": 1, "q": 1}, {}, [], True),
+            ({"r": 1, "q": 5}, {}, [], False),
+            ({"r": 1, "q": 5}, {"q": [7, 7, 7, 7]}, [], True),
+            ({"r": 3, "q": 5}, {"q": [7, 7, 7, 7]}, [], False),
+            ({"r": 1}, {}, ["r"], False),
+            ({}, {}, [], False),
         ],
     )
     def test_steps_of_next_tokens_are_told_from_prompts(
@@ -131,6 +203,7 @@ class TestSteps:
         scheduler: PooledScheduler,
         monkeypatch: pytest.MonkeyPatch,
         tokens: dict[str, int],
+        drafts: dict[str, list[int]],
         new: list[str],
         is_decode: bool,
     ) -> None:
@@ -139,9 +212,27 @@ class TestSteps:
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_new_reqs=new,
+            scheduled_spec_decode_tokens=drafts,
         )
         scheduler.update_from_output(planned, None)
         assert (scheduler.num_updates, scheduler.was_decode) == (1, is_decode)
+
+    def test_drafts_are_counted_without_invalid_tokens(self, scheduler: PooledScheduler) -> None:
+        assert scheduler.take_drafts() is None
+        for accepted, invalid in ((2, {}), (0, {"r": 1}), (0, {"r": 4})):
+            assert scheduler.make_spec_decoding_stats(None, 4, accepted, invalid, "r") is None
+        assert scheduler.take_drafts() == DraftCounts(2, 7, 2)
+        assert scheduler.take_drafts() is None
+
+    def test_a_request_needs_slots_for_its_draft_and_the_drafters_tokens(
+        self, scheduler: PooledScheduler
+    ) -> None:
+        asking = request(num_tokens=41, num_computed=40)
+        asking.num_tokens_with_spec = 45
+        scheduler.num_lookahead_tokens = 3
+        assert scheduler.num_missing_tokens(asking) == 8
+        asking.num_computed_tokens = 60
+        assert scheduler.num_missing_tokens(asking) == 0
 
 
 class TestIsolation:

@@ -10,10 +10,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+import torch
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.wire import messages as m
+from gpupoold.wire.messages import RequestProgress
 from gpupoold.worker.engine import steps as engine_steps
 from gpupoold.worker.engine.steps import EngineSteps, Step
 
@@ -25,6 +28,7 @@ class Core:
         self.scheduler: Any = SimpleNamespace(
             is_held=False, chunk_tokens=None, num_updates=0, was_decode=False, isolated={}
         )
+        self.scheduler.take_drafts = lambda: m.DraftCounts(1, 4, 1)
         self.scheduler.take_turns = lambda *, may_isolate: self.turns.append(may_isolate)
         self.turns: list[bool] = []
         self.batch_queue: deque[int] | None = deque() if is_async else None
@@ -65,6 +69,21 @@ def tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for item in step.progress for token in item.new_token_ids]
 
 
+def test_results_of_pooling_requests_are_told() -> None:
+    core = Core(is_async=False)
+    result = torch.tensor([0.5, -1.0])
+    made = EngineCoreOutput(
+        request_id="p", new_token_ids=[], pooling_output=result, finish_reason=FinishReason.STOP
+    )
+    core.others = {1: EngineCoreOutputs(outputs=[made])}
+    [step] = EngineSteps(core).begin()  # type: ignore[arg-type]
+    assert list(step.pooled) == ["p"]
+    assert step.pooled["p"] is result
+    progress = {item.request_id: item for item in step.progress}
+    assert progress["p"] == RequestProgress("p", [], "stop", has_result=True)
+    assert [progress[name].num_tokens for name in ("r", "p")] == [1, 1]
+
+
 def test_one_after_the_other_is_waited_for() -> None:
     steps = EngineSteps(Core(is_async=False))  # type: ignore[arg-type]
     assert [tokens(steps.begin()) for _ in range(3)] == [[1], [2], [3]]
@@ -81,6 +100,16 @@ def test_a_step_is_begun_before_the_last_one_is_told() -> None:
     assert (core.num_begun, core.chunks) == (3, [64, None, None])
     assert tokens(steps.settle()) == [3]
     assert not steps.are_under_way
+
+
+def test_drafts_are_told_with_the_outputs_of_a_step() -> None:
+    core = Core(is_async=False)
+    steps = EngineSteps(core)  # type: ignore[arg-type]
+    [step] = steps.begin()
+    assert step.drafts == m.DraftCounts(1, 4, 1)
+    core.is_empty = True
+    [empty] = steps.begin()
+    assert empty.drafts is None, "nobody is told of a step without outputs"
 
 
 def test_settling_begins_nothing() -> None:

@@ -15,6 +15,8 @@ from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 
+DRAFTS = m.DraftCounts(1, 4, 2)
+
 
 class Engine:
     """A model whose steps take 10 ms of the device, and 3 ms of the host before it is begun."""
@@ -26,6 +28,7 @@ class Engine:
         self._is_async = is_async
         self._ends_s: list[float] = []
         self.num_left = 4
+        self.num_tokens = 1
         self.chunks: list[int | None] = []
 
     @property
@@ -49,7 +52,16 @@ class Engine:
         self._clock.now_s = max(self._clock.now_s, self._ends_s.pop(0))
         self.num_left -= 1
         reason = None if self.num_left else "length"
-        return [Step([b"frame"], [m.RequestProgress("r", [7], reason)], True, {0: 1})]
+        return [
+            Step(
+                [b"frame"],
+                [m.RequestProgress("r", [7] * self.num_tokens, reason)],
+                True,
+                {0: 1},
+                {},
+                DRAFTS,
+            )
+        ]
 
 
 class Clock:
@@ -116,6 +128,16 @@ def test_steps_take_host_and_device_one_by_one() -> None:
     assert told.steps_s == [0.013, 0.013, 0.013]
 
 
+def test_the_time_of_a_step_with_accepted_drafts_is_told_per_token() -> None:
+    told = Told(is_async=False)
+    told.engine.num_tokens = 3
+    told.steps.begin(told.engine, None)
+    assert told.steps_s == [round(0.013 / 3, 6)]
+    assert told.sent[0].drafts == DRAFTS
+    deadline_s = told.ledger.next_deadline_s("m")
+    assert deadline_s == pytest.approx(99.0 + 1.0 + 3 * 0.1), "each token has its own deadline"
+
+
 def test_an_engine_without_requests_is_noticed(told: Told) -> None:
     told.engine.num_left = 0
     told.engine.begin_step = lambda _: []
@@ -124,8 +146,8 @@ def test_an_engine_without_requests_is_noticed(told: Told) -> None:
 
 def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
     told.engine.settle = lambda: [
-        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}),
-        Step([], [], False, {}),
+        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}, {}),
+        Step([], [], False, {}, {}),
     ]
     told.steps.begin(told.engine, None)
     told.sent.clear()
@@ -163,7 +185,13 @@ def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
     told.ledger.arrive("m", "long", 99.0)
     steps = TurnSteps(told.ledger, send)
     told.engine.begin_step = lambda _: [
-        Step([b"frame"], [m.RequestProgress(name, [7])], is_decode=False, frame_counts={0: 1})
+        Step(
+            [b"frame"],
+            [m.RequestProgress(name, [7])],
+            is_decode=False,
+            frame_counts={0: 1},
+            pooled={},
+        )
         for name in ("r", "long", "r")
     ]
     assert steps.begin(told.engine, None)

@@ -1,0 +1,316 @@
+"""Tiny random vision checkpoints, made offline by transformers' own classes.
+
+``python -m gpupoold.checkpoints.tiny_vision DIR`` writes a Qwen2.5-VL, a Qwen3-VL and a Gemma 3,
+each with its processor's files. Weights are float32 and scaled so that greedy text depends on the
+image as well as on the text. Equal arguments on the same machine give equal bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder
+from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, PAD_ID, write_tokenizer
+from gpupoold.checkpoints.tiny_vision_configs import (
+    GEMMA_IMAGE_SIZE,
+    GEMMA_IMAGE_TOKENS,
+    GEMMA_TOKENS,
+    QWEN_TOKENS,
+    VOCAB_SIZE,
+    gemma_config,
+    qwen2_5_config,
+    qwen3_config,
+)
+from gpupoold.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+RECIPE_FILE = "gpupool_tiny_vision.json"
+_RECIPE = {"version": 1, "dtype": "float32"}
+
+_MIN_IMAGE_TOKENS, _MAX_IMAGE_TOKENS = 4, 64
+# vLLM joins newlines around an image to one of these tokens.
+_GEMMA_NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
+
+_GEMMA_NAMES = (
+    ("model.vision_tower.", "vision_tower.vision_model."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+
+# The content of a message is text, or a list of text and images.
+_TEMPLATE = """
+{%- for message in messages %}
+{{- '<|im_start|>' ~ message.role ~ '\n' }}
+{%- if message.content is string %}
+{{- message.content }}
+{%- else %}
+{%- for part in message.content %}
+{{- part.text if part.type == 'text' else 'IMAGE' }}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+# Standard deviations in units of 1/sqrt(fan_in); as in ``tiny.py``, except for images: features of
+# two images of the same size must differ as much as two texts do.
+_QUERY_KEY_GAIN = 2.0
+_OUTPUT_GAIN = 2.0
+_LOGIT_STD = 3.0
+_IMAGE_GAIN = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """A family's checkpoint folder, tokens and makers of configuration and processor."""
+
+    checkpoint_name: str
+    image_text: str
+    tokens: tuple[str, ...]
+    hf_class: str
+    config: Callable[[Callable[[str], int]], Any]
+    write_processor: Callable[[Path], None]
+
+
+def make_vision_checkpoint(parent: Path, family: VisionFamily) -> Path:
+    """Make (or keep, if present) one checkpoint below ``parent``.
+
+    Raises:
+        UsageError: the folder cannot be created.
+    """
+    target = parent / family.checkpoint_name
+    try:
+        if json.loads((target / RECIPE_FILE).read_text()) == _RECIPE:
+            return target
+    except (OSError, ValueError):
+        pass
+    with whole_folder(target) as folder:
+        silent = write_tokenizer(folder)
+        token_id = _add_tokens(folder, family)
+        silent += range(token_id(family.tokens[0]), VOCAB_SIZE)
+        _write_model(folder, family, token_id, silent)
+        family.write_processor(folder)
+        ends = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+        for name, content in (("generation_config.json", ends), (RECIPE_FILE, _RECIPE)):
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return target
+
+
+def _add_tokens(folder: Path, family: VisionFamily) -> Callable[[str], int]:
+    """Add the family's tokens and chat template; return the map from tokens to ids."""
+    from tokenizers import AddedToken, Tokenizer
+
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in family.tokens]
+    )
+    if family.tokens is GEMMA_TOKENS:
+        tokenizer.add_tokens(list(_GEMMA_NEWLINES))
+    tokenizer.save(str(file))
+    template = _TEMPLATE.strip().replace("IMAGE", family.image_text)
+    (folder / "chat_template.jinja").write_text(template)
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text())
+    if family.tokens is GEMMA_TOKENS:
+        start, end, soft, bos = GEMMA_TOKENS
+        config |= {"boi_token": start, "eoi_token": end, "image_token": soft, "bos_token": bos}
+    else:
+        start, end, image, video = QWEN_TOKENS
+        config |= {"image_token": image, "video_token": video}
+        config |= {"vision_bos_token": start, "vision_eos_token": end}
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+    def token_id(token: str) -> int:
+        found = tokenizer.token_to_id(token)
+        assert found is not None
+        return found
+
+    return token_id
+
+
+def _write_model(
+    folder: Path, family: VisionFamily, token_id: Callable[[str], int], silent_ids: Sequence[int]
+) -> None:
+    """Draw the weights; the output rows of ``silent_ids`` are 0, so greedy text avoids the ids."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = family.config(token_id)
+    config.dtype = torch.float32
+    model_class = getattr(transformers, family.hf_class)
+    model = model_class(config).to(torch.float32).eval()
+    generator = torch.Generator().manual_seed(zlib.crc32(family.checkpoint_name.encode()))
+    is_gemma = family.tokens is GEMMA_TOKENS
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            _draw(name, tensor, generator, one_plus=is_gemma and "vision" not in name)
+        model.lm_head.weight[list(silent_ids)] = 0
+    config.architectures = [family.hf_class]
+    config.save_pretrained(folder)
+    tensors = {_hub_name(name, is_gemma): tensor for name, tensor in model.state_dict().items()}
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes files readable only by the owner
+
+
+def _hub_name(name: str, is_gemma: bool) -> str:
+    """Return a tensor's name in published checkpoints, which engines expect."""
+    if is_gemma:
+        for prefix, published in _GEMMA_NAMES:
+            if name.startswith(prefix):
+                return published + name.removeprefix(prefix)
+    return name
+
+
+def _draw(name: str, tensor: torch.Tensor, generator: torch.Generator, *, one_plus: bool) -> None:
+    """Fill a parameter; with ``one_plus`` a norm multiplies by one more than its weight."""
+    import torch
+
+    noise = torch.randn(tensor.shape, generator=generator)
+    if name.endswith("bias"):
+        tensor.copy_(noise * 0.1)
+    elif tensor.dim() == 1:  # a norm
+        is_query_key = "q_norm" in name or "k_norm" in name
+        mean = _QUERY_KEY_GAIN if is_query_key else 1.0
+        tensor.copy_(noise * 0.1 + mean - (1.0 if one_plus else 0.0))
+    elif "embed_tokens" in name or "pos" in name:
+        tensor.copy_(noise)
+    else:
+        # All weights are (out, in, ...) but Gemma's projection of images, a plain (in, out).
+        is_in_first = "mm_input_projection" in name
+        fan_in = tensor.shape[0] if is_in_first else tensor[0].numel()
+        tensor.copy_(noise * _gain(name) / math.sqrt(fan_in))
+
+
+def _gain(name: str) -> float:
+    if "lm_head" in name:
+        return _LOGIT_STD
+    if "patch_embed" in name or "merger" in name or "projector" in name:
+        return _IMAGE_GAIN
+    if any(part in name for part in ("q_proj", "k_proj")):
+        return _QUERY_KEY_GAIN
+    if any(part in name for part in ("o_proj", "down_proj", "fc2", "out_proj")):
+        return _OUTPUT_GAIN
+    return 1.0
+
+
+def _write_qwen_processor(folder: Path, patch_size: int, processor: str, video: str) -> None:
+    pixels_per_token = (2 * patch_size) ** 2
+    limits = (_MIN_IMAGE_TOKENS * pixels_per_token, _MAX_IMAGE_TOKENS * pixels_per_token)
+    size = dict(zip(("shortest_edge", "longest_edge"), limits, strict=True))
+    patches = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2, "size": size}
+    image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": processor}
+    _write(folder / "preprocessor_config.json", patches | image)
+    _write(
+        folder / "video_preprocessor_config.json",
+        patches | {"video_processor_type": video, "processor_class": processor},
+    )
+
+
+_write_qwen2_5_processor = partial(
+    _write_qwen_processor,
+    patch_size=14,
+    processor="Qwen2_5_VLProcessor",
+    video="Qwen2VLVideoProcessor",
+)
+_write_qwen3_processor = partial(
+    _write_qwen_processor,
+    patch_size=16,
+    processor="Qwen3VLProcessor",
+    video="Qwen3VLVideoProcessor",
+)
+
+
+def _write_gemma_processor(folder: Path) -> None:
+    size = {"height": GEMMA_IMAGE_SIZE, "width": GEMMA_IMAGE_SIZE}
+    _write(
+        folder / "preprocessor_config.json",
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "processor_class": "Gemma3Processor",
+            "image_seq_length": GEMMA_IMAGE_TOKENS,
+            "size": size,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+        },
+    )
+    content = {"image_seq_length": GEMMA_IMAGE_TOKENS, "processor_class": "Gemma3Processor"}
+    _write(folder / "processor_config.json", content)
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+VISION_FAMILIES = {
+    "qwen2_5_vl": VisionFamily(
+        "tiny-qwen2.5-vl",
+        _QWEN_IMAGE,
+        QWEN_TOKENS,
+        "Qwen2_5_VLForConditionalGeneration",
+        qwen2_5_config,
+        _write_qwen2_5_processor,
+    ),
+    "qwen3_vl": VisionFamily(
+        "tiny-qwen3-vl",
+        _QWEN_IMAGE,
+        QWEN_TOKENS,
+        "Qwen3VLForConditionalGeneration",
+        qwen3_config,
+        _write_qwen3_processor,
+    ),
+    "gemma3": VisionFamily(
+        "tiny-gemma3-vision",
+        "<start_of_image>",
+        GEMMA_TOKENS,
+        "Gemma3ForConditionalGeneration",
+        gemma_config,
+        _write_gemma_processor,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line: print one line per checkpoint, errors to stderr; return the exit
+    code.
+    """
+    parser = maker_parser(
+        "gpupoold.checkpoints.tiny_vision", "Make tiny random vision checkpoints, offline."
+    )
+    parser.add_argument("--arch", default="all", help=f"{', '.join(VISION_FAMILIES)} or all")
+    args = parser.parse_args(argv)
+    made = (make_vision_checkpoint(args.dir, family) for family in _families(args))
+    return print_made(made, lambda file: file.st_size, as_json=args.json)
+
+
+def _families(args: argparse.Namespace) -> Iterator[VisionFamily]:
+    if args.arch == "all":
+        yield from VISION_FAMILIES.values()
+    elif args.arch in VISION_FAMILIES:
+        yield VISION_FAMILIES[args.arch]
+    else:
+        known = ", ".join(VISION_FAMILIES)
+        raise UsageError(f"unknown architecture {args.arch!r}", f"use {known} or all")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Bounds on the texts of pooling requests, before and after tokenisation.
+
+vLLM tokenises the inputs of a pooling request itself, each in a thread; a query is tokenised again
+with every document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from gpupoold.frontend.prompt_bounds import (
+    MAX_CHARS_PER_TOKEN,
+    MAX_PROMPT_TOKENS,
+    Raise,
+    max_prompt_chars,
+)
+
+_MAX_CHARS = MAX_CHARS_PER_TOKEN * MAX_PROMPT_TOKENS
+# vLLM's handlers in the state of its application.
+_HANDLERS = ("serving_pooling", "serving_embedding", "serving_classification", "serving_scores")
+
+
+def bound_pooling(state: Any, max_model_len: int, refused: Raise) -> None:
+    """Make vLLM's pooling handlers refuse inputs out of bounds with an error from ``refused``.
+
+    ``get_request_factory_online`` lists the inputs of a request before their tokenisation;
+    ``_prepare_generators`` gets all token ids before the first engine request.
+    """
+    for name in _HANDLERS:
+        handler = getattr(state, name, None)
+        if handler is None:
+            continue
+        handler._prepare_generators = _counted(
+            handler._prepare_generators, max(MAX_PROMPT_TOKENS, max_model_len), refused
+        )
+        for processor in getattr(handler, "io_processors", {"": None}).values():
+            bounded = processor or handler.io_processor
+            bounded.get_request_factory_online = _bounded(
+                bounded.get_request_factory_online, max_prompt_chars(max_model_len), refused
+            )
+
+
+def why_too_long(inputs: Sequence[Mapping[str, Any]], max_chars: int) -> str:
+    """Return why the texts of vLLM's inputs are refused, or ""; ``max_chars`` is for each."""
+    total = 0
+    for one in inputs:
+        for text in _texts(one):
+            if len(text) > max_chars:
+                return (
+                    f"A text has {len(text):,} characters, more than the {max_chars:,} that are "
+                    "tokenised for the model's context. Please shorten the text."
+                )
+            total += len(text)
+    if total <= _MAX_CHARS:
+        return ""
+    return (
+        f"The texts of this request have {total:,} characters, a query counted once per document, "
+        f"more than {_MAX_CHARS:,}. Send fewer documents at once."
+    )
+
+
+def _texts(one: Mapping[str, Any]) -> list[str]:
+    """Return the texts of an input: a prompt, or the two sides of a pair."""
+    prompt = one.get("prompts")
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    sides = [text, one.get("data_1"), one.get("data_2")]
+    return [side for side in sides if isinstance(side, str)]
+
+
+def _bounded(
+    factory: Callable[[Any], Sequence[Any]], max_chars: int, refused: Raise
+) -> Callable[[Any], Sequence[Any]]:
+    def bounded(context: Any) -> Sequence[Any]:
+        inputs = factory(context)
+        if reason := why_too_long(inputs, max_chars):
+            raise refused(reason)
+        return inputs
+
+    return bounded
+
+
+def _counted(
+    prepare: Callable[[Any], Awaitable[None]], max_tokens: int, refused: Raise
+) -> Callable[[Any], Awaitable[None]]:
+    async def counted(context: Any) -> None:
+        prompts = (one["prompts"] for one in context.engine_inputs or ())
+        num_tokens = sum(len(prompt.get("prompt_token_ids") or ()) for prompt in prompts)
+        if num_tokens > max_tokens:
+            raise refused(
+                f"The inputs of this request have {num_tokens:,} tokens in all, more than "
+                f"{max_tokens:,}. Send fewer inputs at once."
+            )
+        await prepare(context)
+
+    return counted

@@ -1,0 +1,72 @@
+"""State of a model's modules besides parameters and buffers.
+
+Post-processing may store results in plain attributes: the absorbed projections of latent attention,
+for example, or scales as floats. Tensors on the weights' device are part of the snapshot like
+weights. A snapshot cannot contain the rest, which :func:`loose_digest` covers. Wrappers for LoRA
+have no such state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gpupoold.worker.weights.wrappers import base_name, is_wrapper
+
+
+def loose_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in the modules' plain attributes that are on the weights' device."""
+    device = _weight_device(model)
+    return [
+        (name, leaf)
+        for name, leaf in _leaves_of(model)
+        if isinstance(leaf, torch.Tensor) and leaf.device == device
+    ]
+
+
+def loose_digest(model: nn.Module) -> str:
+    """Return a digest of the modules' state outside of a snapshot: fractions, and host tensors.
+
+    Two loads of a model have the same digest if none of this state differs. Integers and texts are
+    configuration.
+    """
+    device = _weight_device(model)
+    digest = hashlib.sha256()
+    for name, leaf in _leaves_of(model):
+        if isinstance(leaf, float):
+            digest.update(f"{name}={leaf.hex()}\n".encode())
+        elif leaf.device != device and leaf.device.type != "meta":
+            data = leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            content = hashlib.sha256(data).hexdigest()
+            digest.update(f"{name}={leaf.dtype} {tuple(leaf.shape)} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _weight_device(model: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in model.parameters()), None)
+
+
+def _leaves_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | float]]:
+    """Yield the tensors and fractions in the modules' plain attributes, with names."""
+    for full_name, module in model.named_modules():
+        if is_wrapper(module):
+            continue
+        name = base_name(full_name)
+        for attribute, value in sorted(vars(module).items()):
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                for number, leaf in enumerate(_leaves(value)):
+                    yield f"{name}.{attribute}.{number}", leaf
+
+
+def _leaves(value: object) -> Iterator[torch.Tensor | float]:
+    if isinstance(value, torch.Tensor | float):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)

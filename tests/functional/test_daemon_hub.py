@@ -1,0 +1,86 @@
+"""Models of a hub: vLLM looks at the small files first, and only then the rest is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.schemas import AddModelRequest, ModelInfo
+from gpupoold.errors import Refused
+from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config, weight_bytes
+from tests.unit.checkpoints.fake_hub import FakeHub, run_hub
+
+_ENDPOINT = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE")
+_MAX_LOOK_BYTES = 1 << 18
+
+
+@pytest.fixture(scope="module")
+def hub(tiny_models: dict[str, Path]) -> Iterator[FakeHub]:
+    """A hub with a tiny model, and with configurations that vLLM does not accept."""
+    files = {path.name: path.read_bytes() for path in tiny_models[LLAMA].iterdir()}
+
+    def changed(**changes: Any) -> dict[str, bytes]:
+        config = json.loads(files["config.json"]) | changes
+        return files | {"config.json": json.dumps(config).encode()}
+
+    with run_hub() as hub:
+        hub.add("org/good", files)
+        hub.add("org/unknown", changed(architectures=["NoSuchForCausalLM"], model_type="no-such"))
+        hub.add("org/method", changed(quantization_config={"quant_method": "no-such-method"}))
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def daemon(
+    hub: FakeHub, device_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _ENDPOINT:
+            patch.delenv(name, raising=False)
+        patch.setenv("HF_ENDPOINT", hub.url)
+        with private_daemon(emulated_config(device_bytes), tmp_path_factory.mktemp("hub")) as made:
+            yield made
+
+
+def added(daemon: PrivateDaemon, source: str, *, check_only: bool = False) -> ModelInfo:
+    request = AddModelRequest(name="new", source=source, check_only=check_only, **LOAD_OPTIONS)
+    with daemon.client() as client:
+        *_, last = client.add_model(request)
+    assert last.model is not None
+    return last.model
+
+
+def weight_bytes_sent(hub: FakeHub) -> int:
+    return sum(one.sent_bytes for one in hub.downloads("model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("org/unknown", "NoSuchForCausalLM|no-such"), ("org/method", "no-such-method")],
+)
+def test_vllm_refuses_before_the_weights(
+    daemon: PrivateDaemon, hub: FakeHub, source: str, reason: str
+) -> None:
+    hub.requests.clear()
+    with pytest.raises(Refused, match=reason) as caught:
+        added(daemon, source)
+    assert caught.value.hint
+    assert weight_bytes_sent(hub) <= _MAX_LOOK_BYTES
+
+
+def test_a_check_then_a_model(
+    daemon: PrivateDaemon, hub: FakeHub, tiny_models: dict[str, Path]
+) -> None:
+    hub.requests.clear()
+    checked = added(daemon, "org/good", check_only=True)
+    assert weight_bytes_sent(hub) <= _MAX_LOOK_BYTES
+    model = added(daemon, "org/good")
+    size = weight_bytes(tiny_models[LLAMA])
+    assert size < weight_bytes_sent(hub) < size + 2 * _MAX_LOOK_BYTES + size // 10
+    assert (model.state, model.architecture) == ("ready", checked.architecture)
+    assert model.weight_bytes >= checked.weight_bytes > 0

@@ -1,0 +1,184 @@
+"""What an added model costs before it is refused: small files only; and devices that are down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from safetensors.numpy import save
+
+from gpupool_state import History, Registry
+from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.control.workers import workers as workers_module
+from gpupoold.domain import ModelState
+from gpupoold.errors import GpupoolError, Refused, Unavailable
+from tests.unit.checkpoints import samples
+from tests.unit.checkpoints.fake_hub import FakeHub, run_hub
+from tests.unit.control.models.models_box import PAGE, ModelsBox, running
+
+REPO = "org/model"
+NUM_ELEMENTS = 8_000_000
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with a checkpoint of 16 MB."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    weights = save({"model.embed.weight": np.zeros(NUM_ELEMENTS, "float16")})
+    with run_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add(REPO, samples.checkpoint() | {"model.safetensors": weights})
+        yield hub
+
+
+@pytest_asyncio.fixture
+async def box(tmp_path: Path, registry: Registry, history: History) -> AsyncIterator[ModelsBox]:
+    async with running(ModelsBox(tmp_path, registry, history, num_snapshots=8192)) as made:
+        await made.until(lambda: all(one.is_ready for one in made.supervisor.workers))
+        yield made
+
+
+async def lines(box: ModelsBox, **options: object) -> list[Progress]:
+    request = AddModelRequest.model_validate({"name": "new", "source": REPO} | options)
+    return [line async for line in box.lifecycle.add(request)]
+
+
+async def refusal(box: ModelsBox) -> GpupoolError:
+    with pytest.raises(Refused) as caught:
+        await lines(box)
+    assert not box.fleet.knows("new")
+    assert await box.registry.list() == []
+    return caught.value
+
+
+def weight_bytes_sent(hub: FakeHub) -> int:
+    return sum(one.sent_bytes for one in hub.downloads("model.safetensors"))
+
+
+async def test_all_stages_of_an_added_model(box: ModelsBox, hub: FakeHub) -> None:
+    found = await lines(box)
+    stages = list(dict.fromkeys(one.stage for one in found))
+    assert stages == ["resolve", "download", "check", "load", "ready"]
+    downloads = [one for one in found if one.stage == "download"]
+    assert max(one.total_bytes or 0 for one in downloads) > 2 * NUM_ELEMENTS
+    assert weight_bytes_sent(hub) < 2.1 * NUM_ELEMENTS
+
+
+async def test_a_check_costs_small_files(box: ModelsBox, hub: FakeHub) -> None:
+    found = await lines(box, check_only=True)
+    assert found[-1].model is not None
+    assert found[-1].model.weight_bytes == 2 * NUM_ELEMENTS
+    assert weight_bytes_sent(hub) <= 1 << 16
+    assert await box.registry.list() == []
+    assert (await lines(box))[-1].stage == "ready"
+
+
+async def test_vllm_is_asked_once_before_the_weights_are_there(
+    box: ModelsBox, hub: FakeHub
+) -> None:
+    small = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    box.inspector.error = Refused("the architecture X is not supported by vLLM", "see the list")
+    assert "not supported by vLLM" in (await refusal(box)).message
+    assert weight_bytes_sent(hub) <= 1 << 16
+    box.inspector.error = None
+    await lines(box)
+    assert box.inspector.asked == [("new", small), ("new", small)]
+
+
+async def test_a_device_that_is_too_small(box: ModelsBox, hub: FakeHub) -> None:
+    for worker in box.supervisor.workers:
+        assert worker.ready is not None
+        worker.ready.device_bytes = 10_000_000
+    error = await refusal(box)
+    assert "15.3 MiB of weights" in error.message
+    assert "do not fit on a device of 9.54 MiB" in error.message
+    assert weight_bytes_sent(hub) <= 1 << 16
+
+
+async def test_a_model_cache_that_is_too_small(box: ModelsBox, hub: FakeHub) -> None:
+    box.cache.budget_bytes = 1024 * PAGE
+    error = await refusal(box)
+    assert "a snapshot of 15.3 MiB does not fit in the model cache of 4 MiB" in error.message
+    assert error.hint == (
+        "set memory.model_cache to 16MiB or more in /etc/gpupool/gpupool.toml, "
+        "then run `gpupool reload`"
+    )
+    assert weight_bytes_sent(hub) <= 1 << 16
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors"])
+async def test_a_client_that_leaves_during_a_download(
+    box: ModelsBox, hub: FakeHub, file: str
+) -> None:
+    hub.holds[file] = [1]
+    reading = asyncio.create_task(lines(box))
+    assert await asyncio.to_thread(hub.held.wait, 10)
+    reading.cancel()
+    hub.released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await box.until(lambda: not box.fleet.knows("new"))
+    async with asyncio.timeout(20):
+        while True:  # the download's threads end at their next bytes
+            try:
+                assert (await lines(box))[-1].stage == "ready"
+                break
+            except Refused as error:
+                if "is being downloaded" not in error.message:
+                    raise
+                await asyncio.sleep(0.02)
+
+
+class TestWorkersThatAreDown:
+    async def test_one_does_not_block_the_others(
+        self, tmp_path: Path, registry: Registry, history: History, hub: FakeHub
+    ) -> None:
+        box = ModelsBox(tmp_path, registry, history, num_snapshots=8192)
+        box.broken.add(1)
+        async with running(box):
+            await box.until(lambda: box.supervisor.workers[0].is_ready)
+            await box.until(lambda: box.supervisor.workers[1].state == "down")
+            assert (await lines(box))[-1].stage == "ready"
+            assert box.told == ["build new on 0"]
+            box.broken.clear()
+            await box.until_ready("new")
+            row = await registry.get("new")
+            assert row is not None
+            assert row.state is ModelState.READY
+
+    async def test_a_model_for_a_larger_device_waits_for_that_device(
+        self, tmp_path: Path, registry: Registry, history: History, hub: FakeHub
+    ) -> None:
+        box = ModelsBox(tmp_path, registry, history, num_snapshots=8192)
+        box.broken.add(1)
+        async with running(box):
+            await box.until(lambda: box.supervisor.workers[0].is_ready)
+            small = box.supervisor.workers[0].ready
+            assert small is not None
+            small.device_bytes = 10_000_000
+            checking = asyncio.create_task(lines(box, check_only=True))
+            await box.until(lambda: bool(hub.downloads("model.safetensors")))
+            box.broken.clear()
+            assert (await checking)[-1].model is not None
+
+    async def test_all_of_them(
+        self,
+        tmp_path: Path,
+        registry: Registry,
+        history: History,
+        hub: FakeHub,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(workers_module, "_READY_TIMEOUT_S", 0.2)
+        box = ModelsBox(tmp_path, registry, history, num_snapshots=8192)
+        box.broken |= {0, 1}
+        async with running(box):
+            with pytest.raises(Unavailable, match="worker 0 is down"):
+                await lines(box)
+        assert weight_bytes_sent(hub) <= 1 << 16

@@ -1,0 +1,133 @@
+"""Bounds on images, before and while these are decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+import zlib
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from gpupoold.frontend import image_bounds
+from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.image_bounds import (
+    FORMATS,
+    BadImage,
+    RequestImages,
+    bounding_images,
+    image_size,
+    request_images,
+)
+from gpupoold.frontend.in_flight import BytesInFlight
+
+
+def file_of(kind: str, size: tuple[int, int] = (30, 20), **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size).save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_head(width: int, height: int) -> bytes:
+    """A PNG that promises more pixels than are there."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_size_of_every_format(kind: str) -> None:
+    assert image_size(file_of(kind)) == (30, 20)
+
+
+def test_size_without_pixels() -> None:
+    assert image_size(png_head(9_000, 9_000)) == (9_000, 9_000)
+
+
+def many_scans() -> bytes:
+    jpeg = file_of("JPEG", progressive=True)
+    return jpeg[:-2] + b"\xff\xda\x00\x08\x01\x01\x00\x01\x05\x00" * 200 + jpeg[-2:]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (file_of("TIFF"), "none of the formats BMP, GIF, JPEG, PNG, WEBP"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "none of the formats"),
+        (b"", "none of the formats"),
+        (png_head(60_000, 60_000), "decompression bomb"),
+        (file_of("BMP", (2_600, 2_600)), "20,280,054 bytes, more than 20,000,000"),
+        (many_scans(), "more than 100 scans"),
+    ],
+    ids=["tiff", "eps", "empty", "bomb", "large", "scans"],
+)
+def test_bad_images(data: bytes, said: str) -> None:
+    with pytest.raises(BadImage, match=said.replace("(", r"\(")):
+        image_size(data)
+
+
+def images_of(room: BytesInFlight, slots: asyncio.Semaphore) -> RequestImages:
+    with room.holding("key") as holding:
+        return RequestImages(holding, slots)
+
+
+def test_pixels_of_all_images_count() -> None:
+    images = images_of(BytesInFlight(100), asyncio.Semaphore(1))
+    images.add_pixels((30, 20), 1_000)
+    with pytest.raises(BadImage, match="30 x 20, the images of the request have 1,200 pixels"):
+        images.add_pixels((30, 20), 1_000)
+
+
+def test_bytes_are_in_flight_until_the_answer_has_ended() -> None:
+    room = BytesInFlight(100)
+    with room.holding("") as holding, bounding_images(holding, asyncio.Semaphore(1)):
+        images = request_images()
+        assert images is not None
+        images.add_bytes(60)
+        assert room.num_bytes == 60
+        with pytest.raises(ApiError) as caught:
+            images.add_bytes(60)
+        assert caught.value.status == 413
+    assert room.num_bytes == 0
+    assert request_images() is None
+
+
+async def test_only_some_requests_decode_at_once() -> None:
+    room, slots = BytesInFlight(100), asyncio.Semaphore(image_bounds.NUM_DECODING)
+    first, second, third = (images_of(room, slots) for _ in range(3))
+    with first.rendering():
+        await first.begin()
+        await first.begin()  # for its second image
+        await second.begin()
+        waiting = asyncio.create_task(third.begin())
+        await asyncio.sleep(0)
+        assert slots.locked()
+        assert not waiting.done()
+        with first.rendering():  # another conversation of the same request
+            pass
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
+    third.end()
+    second.end()
+    third.end()
+    assert not slots.locked()
+
+
+async def test_a_client_that_leaves_while_waiting() -> None:
+    room, slots = BytesInFlight(100), asyncio.Semaphore(1)
+    first, second, third = (images_of(room, slots) for _ in range(3))
+    await first.begin()
+    waiting = asyncio.create_task(second.begin())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    second.end()
+    first.end()
+    await asyncio.wait_for(third.begin(), 5)

@@ -37,12 +37,19 @@ def bound_pooling(state: Any, max_model_len: int, refused: Raise) -> None:
         for processor in getattr(handler, "io_processors", {"": None}).values():
             bounded = processor or handler.io_processor
             bounded.get_request_factory_online = _bounded(
-                bounded.get_request_factory_online, max_prompt_chars(max_model_len), refused
+                bounded.get_request_factory_online, max_model_len, refused
             )
 
 
-def why_too_long(inputs: Sequence[Mapping[str, Any]], max_chars: int) -> str:
-    """Return why the texts of vLLM's inputs are refused, or ""; ``max_chars`` is for each."""
+def why_too_long(inputs: Sequence[Mapping[str, Any]], max_model_len: int) -> str:
+    """Return why the texts of vLLM's inputs for a context are refused, or ""."""
+    num_padded = sum(_is_padded(one) for one in inputs)
+    if num_padded * max_model_len > max(MAX_PROMPT_TOKENS, max_model_len):
+        return (
+            f"{num_padded:,} inputs padded to {max_model_len:,} tokens have more than "
+            f"{MAX_PROMPT_TOKENS:,} tokens in all. Send fewer inputs at once, or do not pad."
+        )
+    max_chars = max_prompt_chars(max_model_len)
     total = 0
     for one in inputs:
         for text in _texts(one):
@@ -60,6 +67,10 @@ def why_too_long(inputs: Sequence[Mapping[str, Any]], max_chars: int) -> str:
     )
 
 
+def _is_padded(one: Mapping[str, Any]) -> bool:
+    return getattr(one.get("tok_params"), "pad_prompt_tokens", None) is not None
+
+
 def _texts(one: Mapping[str, Any]) -> list[str]:
     """Return the texts of an input: a prompt, or the two sides of a pair."""
     prompt = one.get("prompts")
@@ -69,11 +80,11 @@ def _texts(one: Mapping[str, Any]) -> list[str]:
 
 
 def _bounded(
-    factory: Callable[[Any], Sequence[Any]], max_chars: int, refused: Raise
+    factory: Callable[[Any], Sequence[Any]], max_model_len: int, refused: Raise
 ) -> Callable[[Any], Sequence[Any]]:
     def bounded(context: Any) -> Sequence[Any]:
         inputs = factory(context)
-        if reason := why_too_long(inputs, max_chars):
+        if reason := why_too_long(inputs, max_model_len):
             raise refused(reason)
         return inputs
 

@@ -122,7 +122,9 @@ class PacedDevice:
             self._send(m.Migrated(model, request_id))
             return
         transfer_id = f"{os.getpid()}-{next(self._transfer_numbers)}"
-        kv_transfer = m.KvTransfer(transfer_id, self.sim.number, live.context_tokens, [])
+        kv_transfer = m.KvTransfer(
+            transfer_id, self.sim.number, live.context_tokens, [], live.context_tokens
+        )
         moved = m.Migrated(model, request_id, True, kv_transfer)
         self._queue.schedule(ready_s, lambda: self._send_kv(moved))
 

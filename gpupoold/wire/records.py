@@ -110,9 +110,10 @@ class SwitchRecord(Switch):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """KV of a request's first ``num_blocks`` blocks, row by row.
+    """KV and state of a request's first ``num_computed_tokens`` tokens, in ``num_blocks`` blocks.
 
-    The bytes are at ``(offset, num_bytes)`` of the host cache of worker ``source``. The message
+    The blocks are those that the next tokens need, KV cache group by KV cache group. Their bytes,
+    row by row, are at ``(offset, num_bytes)`` of the host cache of worker ``source``. The message
     carries an eventfd that signals the arrival of the bytes (:mod:`gpupoold.memory.kv_transfers`).
     """
 
@@ -120,6 +121,7 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
     source: int
     num_blocks: int
     offsets: list[tuple[int, int]]
+    num_computed_tokens: int
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):

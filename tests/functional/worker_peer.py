@@ -94,8 +94,7 @@ class WorkerPeer:
             self.process.kill()  # it may hold a whole device
             self.process.wait()
             raise
-        if self.ready.shares_kv_host:
-            os.close(self.channel.take_fd())  # there is nobody to share it with
+        self.kv_host_fd = self.channel.take_fd() if self.ready.shares_kv_host else None
         self.scheduler.device_up(0, self.ready, Role.MIXED, is_fixed=True)
 
     def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
@@ -210,9 +209,14 @@ class WorkerPeer:
         finally:
             self.process.kill()
             self.process.wait()
-            self.channel.close()
-            for snapshot in self.snapshots.values():
-                os.close(snapshot.fd)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptors of a process that has ended."""
+        self.channel.close()
+        fds = [snapshot.fd for snapshot in self.snapshots.values()]
+        for fd in fds if self.kv_host_fd is None else [*fds, self.kv_host_fd]:
+            os.close(fd)
 
     def _carry_out(self, action: Action) -> None:
         match action:

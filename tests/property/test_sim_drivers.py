@@ -143,7 +143,9 @@ class Real(Reported):
     def attach(self, live: SimLive) -> None:
         self.live[live.request.id] = live
         self.token_times_s[live.request.id] = []
-        self.device.add_migrated(live, m.KvTransfer("t", 1, live.context_tokens, []))
+        self.device.add_migrated(
+            live, m.KvTransfer("t", 1, live.context_tokens, [], live.context_tokens)
+        )
 
     def plan(self, turn: Turn | None, then: str | None) -> None:
         if turn is None:

@@ -6,15 +6,39 @@ synchronisation by dummies in the whole process.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from gpupoold.worker.engine.cpu_kernels import correct_rotary_embedding
 from gpupoold.worker.engine.masked_adapters import MaskedAdapters
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 
 
 class EmulatedWorker(PooledMemory, CPUWorker):
     """vLLM's CPU worker on an emulated device."""
+
+    def init_device(self) -> None:
+        """Initialise as vLLM does, with the corrected kernels."""
+        correct_rotary_embedding()
+        super().init_device()
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return vLLM's specs, with states stored only at the end of a step.
+
+        vLLM's Mamba 2 mixer also stores the state at a block boundary inside a prefill, for the
+        prefix cache. The CPU kernel returns no such states, so the prefill fails with an IndexError
+        (``mamba_mixer2.py``). Without checkpoint blocks the scheduler ends a step at the boundary.
+        """
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        return {
+            name: replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+            if isinstance(spec, MambaSpec)
+            else spec
+            for name, spec in specs.items()
+        }
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load with adapters that leave requests for the base model unchanged."""

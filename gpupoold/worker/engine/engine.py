@@ -32,9 +32,10 @@ from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.compiled import forget_compiled
+from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
@@ -153,23 +154,23 @@ class ModelEngine:
         self,
         frames: list[bytes],
         output_token_ids: Sequence[int] = (),
-        kv: tuple[Slot, int] | None = None,
+        kv: tuple[Slot, KvTransfer] | None = None,
         frontend: int = 0,
     ) -> None:
         """Queue a request encoded by frontend ``frontend``; continue after ``output_token_ids``.
 
-        ``kv`` is a slot with the request's first blocks, and their number. The slot is freed if not
-        needed.
+        ``kv`` has a slot with KV of the request. The slot is freed if not needed.
 
         Raises:
             Refused: the engine does not accept the request.
         """
-        blocks = self._attach(*kv) if kv is not None else []
-        attached: list[str] = []
+        slot, attached = None if kv is None else kv[0], list[Request]()
 
         def attach(request: Request) -> None:
-            self._scheduler.attach(request, blocks)
-            attached.append(request.request_id)
+            nonlocal slot
+            if kv is not None:
+                slot = None
+                attached.extend([request] if self._attach(request, *kv) else [])
 
         try:
             decoded = self._decoder.decode(frames)
@@ -179,12 +180,13 @@ class ModelEngine:
             if output_token_ids:
                 resume(self._core, request, wave, output_token_ids, attach)
             else:
+                attach(request)
                 self._core.add_request(request, wave)
         except Exception as error:  # one request's error must not end others
-            if not attached:
-                self._ledger.give(blocks)
-            for request_id in attached:
-                self._scheduler.release(request_id)
+            if slot is not None:
+                slot.free()
+            for request in attached:
+                self._scheduler.detach(request)
             self.kv.discard_dead()
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
 
@@ -203,24 +205,29 @@ class ModelEngine:
         structured = None if request is None else request.structured_output_request
         return structured is None or structured.grammar is not None
 
-    def _attach(self, slot: Slot, num_blocks: int) -> list[int]:
-        """Return blocks with the bytes in ``slot``; none, with the slot freed, if impossible."""
-        if slot.num_bytes == num_blocks * self.kv.geometry.block_bytes:
-            blocks = self.kv.attach_slot(slot, num_blocks)
-            if blocks is not None:
-                return blocks
-        slot.free()
-        return []
+    def _attach(self, request: Request, slot: Slot, transfer: KvTransfer) -> bool:
+        """Give a new request the KV in ``slot``; return False if impossible, and free the slot."""
+        if slot.num_bytes != transfer.num_blocks * self.kv.geometry.block_bytes:
+            slot.free()
+            return False
+        blocks = self.kv.attach_slot(slot, transfer.num_blocks)
+        if blocks is None:
+            slot.free()
+            return False
+        if self._scheduler.attach(request, blocks, transfer.num_computed_tokens):
+            return True
+        self._ledger.give(blocks)
+        self.kv.discard_dead()
+        return False
 
-    def full_blocks(self, request_id: str) -> list[int] | None:
-        """Return a request's blocks with complete KV, from the first on; None for an unknown
-        request.
-        """
+    def computed_kv(self, request_id: str) -> ComputedKv | None:
+        """Return what a request needs to continue elsewhere; None for an unknown request."""
+        self._steps.wait()
         request = self._core.scheduler.requests.get(request_id)
         if request is None or request.is_finished():
             return None
-        blocks: list[int] = self._scheduler.full_blocks(request)
-        return blocks
+        computed: ComputedKv = self._scheduler.computed_kv(request)
+        return computed
 
     @property
     def max_batched_tokens(self) -> int:
@@ -327,16 +334,8 @@ class ModelEngine:
 
     def num_missing_blocks(self) -> int:
         """Return an upper bound of the blocks that the next step may need beyond free blocks."""
-        scheduler, size = self._core.scheduler, self.info.block_size
-        wanted = 0
-        for request in scheduler.running:
-            wanted += 1 + -(-scheduler.num_missing_tokens(request) // size)
-        for request in scheduler.waiting:
-            wanted += 1 + -(-scheduler.num_missing_tokens(request) // size)
-        wanted -= self._scheduler.num_attached
-        groups = len(scheduler.kv_cache_config.kv_cache_groups)
         limit = self.kv.geometry.num_blocks - 1
-        return max(0, min(wanted * groups, limit) - self._ledger.num_free)
+        return max(0, min(self._scheduler.num_wanted_blocks(), limit) - self._ledger.num_free)
 
     @property
     def encoder_bytes(self) -> int:
@@ -443,8 +442,10 @@ def _geometry(core: Any, page_bytes: int) -> KvGeometry:
         return KvGeometry(1, page_bytes, (KvRow(0, page_bytes, page_bytes),))
     rows: set[KvRow] = set()
     for tensor in config.kv_cache_tensors:
-        if tensor.layer_stride < tensor.block_stride:  # blocks outermost: one piece per block
-            rows.add(KvRow(tensor.offset, tensor.block_stride, tensor.block_stride))
+        if tensor.layer_stride < tensor.block_stride:
+            # Blocks outermost: one piece per block, also if layers of several kinds share the
+            # block, each kind at its own offset in the block.
+            rows.add(KvRow(0, tensor.block_stride, tensor.block_stride))
             continue
         for layer in range(len(tensor.layers)):
             start = tensor.offset + layer * tensor.layer_stride

@@ -7,20 +7,22 @@ do; other requests continue.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from gpupoold.memory.kv import KvMemory
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import DraftCounts
+from gpupoold.worker.engine import computed_kv
+from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.resume import after_grammar
 
 # Longest wait of an isolated request for other threads of the process to be idle.
@@ -58,7 +60,6 @@ class PooledScheduler(Scheduler):
         self.num_updates = 0
         self.was_decode = False
         self.drafts = DraftCounts()
-        self._attached: dict[str, list[int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step as vLLM does, without running requests that may not run."""
@@ -76,9 +77,6 @@ class PooledScheduler(Scheduler):
         WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
         if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()
-        if self._attached:
-            for request in self.running:
-                self.release(request.request_id)
         return output
 
     def has_requests(self) -> bool:
@@ -149,55 +147,59 @@ class PooledScheduler(Scheduler):
         self._on_trial = next(iter(self.isolated))
         self.isolated[self._on_trial] = self.isolated.pop(self._on_trial)  # to the end of the line
 
-    def attach(self, request: Request, blocks: list[int]) -> None:
-        """Attach ``blocks``, with their references, as the first blocks of a new request."""
-        if not blocks:
-            return
-        pool = self.kv_cache_manager.block_pool
-        full = [pool.blocks[block] for block in blocks]
-        pool.cache_full_blocks(request, full, 0, len(full), self.block_size, 0)
-        self._attached[request.request_id] = blocks
+    def attach(self, request: Request, blocks: Sequence[int], num_tokens: int) -> bool:
+        """Give a new request the KV of its first ``num_tokens`` tokens, in ``blocks``.
 
-    @property
-    def num_attached(self) -> int:
-        """Number of blocks attached to requests that wait to run."""
-        return sum(map(len, self._attached.values()))
-
-    def full_blocks(self, request: Request) -> list[int]:
-        """Return the first blocks of a request that are full and will not be written again.
-
-        Empty unless all layers have full attention with the same list of blocks.
+        The request takes over the references of the blocks, which are in the order of
+        ``computed_kv``. Returns False without a change if the KV does not suit the request.
         """
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
-            return []
-        if request.request_id in self._attached:
-            return list(self._attached[request.request_id])
-        num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size
-        return self._blocks(request)[:num_full]
+        spans = computed_kv.spans(self._managers, num_tokens)
+        fits = len(blocks) == sum(map(len, spans)) and 0 < num_tokens < request.num_tokens
+        if not fits or request.request_id in self.requests:
+            return False
+        computed_kv.put(self._managers, request.request_id, spans, blocks)
+        # vLLM's queue of requests that wait with KV is for a KV connector, but needs none.
+        request.num_computed_tokens = num_tokens
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+        return True
 
-    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
-        """Finish requests as vLLM does, and free their attached blocks."""
-        finished = super().finish_requests(*args, **kwargs)
-        for request in finished:
-            self.release(request.request_id)
-        return finished
+    def detach(self, request: Request) -> None:
+        """Take the KV away from a request that ``attach`` has changed and vLLM has refused."""
+        self.kv_cache_manager.free(request)
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset as vLLM does; no request has KV afterwards."""
-        for request_id in list(self._attached):
-            self.release(request_id)
-        return super().reset_prefix_cache(*args, **kwargs)
+    def computed_kv(self, request: Request) -> ComputedKv:
+        """Return the blocks that a request needs to continue elsewhere; no step is under way.
 
-    def release(self, request_id: str) -> None:
-        """Drop the references to attached blocks: the request has its own or has ended."""
-        blocks = self._attached.pop(request_id, None)
-        if blocks is None:
-            return
-        pool = self.kv_cache_manager.block_pool
-        pool.free_blocks([pool.blocks[block] for block in reversed(blocks)])
-        if self.kv is not None:
-            self.kv.discard_dead()
+        Returns no blocks if the KV alone does not suffice.
+        """
+        num_tokens = request.num_computed_tokens
+        if not 0 < num_tokens < request.num_tokens or not _is_only_kv(request):
+            return ComputedKv([], 0)
+        tables = self.kv_cache_manager.get_block_ids(request.request_id)
+        blocks = computed_kv.take(self._managers, tables, num_tokens)
+        return ComputedKv(blocks, num_tokens if blocks else 0)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Reset as vLLM does; with ``reset_running_requests`` no request has KV afterwards."""
+        if reset_running_requests:
+            for request in list(self.kv_holding_waiting):
+                self.kv_holding_waiting.remove_request(request)
+                self.kv_cache_manager.free(request)
+                request.num_computed_tokens = 0
+                self.waiting.prepend_request(request)
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def num_wanted_blocks(self) -> int:
+        """Return an upper bound of the blocks that the next step may allocate."""
+        requests = chain(self.running, self.kv_holding_waiting, self.waiting)
+        return sum(
+            computed_kv.most_blocks(manager, self.num_missing_tokens(request))
+            for request in requests
+            for manager in self._managers
+        )
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         everybody, limits = self.running, (self.max_num_running_reqs, self.max_num_active_reqs)
@@ -222,15 +224,13 @@ class PooledScheduler(Scheduler):
 
     def can_schedule(self) -> bool:
         """Return whether a request could run now."""
-        waiting = any(self._is_attached_here(one) for one in self.waiting)
-        return waiting or any(self._is_on_device(one) for one in self.running)
+        with_kv = chain(self.running, self.kv_holding_waiting)
+        return bool(self.waiting) or any(self._is_on_device(one) for one in with_kv)
 
     def blocks_under_way(self) -> Iterator[int]:
-        """Yield blocks of the running requests, oldest first; then attached blocks."""
-        for request in self.running:
+        """Yield blocks of the running requests, oldest first; then of requests that wait."""
+        for request in chain(self.running, self.kv_holding_waiting):
             yield from self._blocks(request)
-        for blocks in self._attached.values():
-            yield from blocks
 
     @property
     def _is_restricted(self) -> bool:
@@ -238,7 +238,7 @@ class PooledScheduler(Scheduler):
         return not is_whole or self.alone is not None or bool(self.isolated)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Hold a waiting request whose cached prefix is not on the device."""
+        """Hold a waiting request whose KV or cached prefix is not on the device."""
         is_waiting = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         if not super()._handle_blocked_waiting_request(request):
             return False
@@ -248,13 +248,10 @@ class PooledScheduler(Scheduler):
             return False
         if self.kv is None or self.kv.is_whole:
             return True
+        if request.num_computed_tokens:
+            return self._is_on_device(request)
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
         return self.kv.is_on_device(block for group in hit.get_block_ids() for block in group)
-
-    def _is_attached_here(self, request: Request) -> bool:
-        """Return whether a waiting request's attached blocks, if any, are on the device."""
-        attached = self._attached.get(request.request_id)
-        return attached is None or self.kv is None or self.kv.is_on_device(attached)
 
     def _without_slot(self, out: Collection[str]) -> set[str]:
         """Return running requests beyond the adapters of one step, the newest.
@@ -286,6 +283,12 @@ class PooledScheduler(Scheduler):
     def _is_on_device(self, request: Request) -> bool:
         return self.kv is None or self.kv.is_on_device(self._blocks(request))
 
+    @property
+    def _managers(self) -> Sequence[Any]:
+        """vLLM's managers of the KV cache groups."""
+        managers: Sequence[Any] = self.kv_cache_manager.coordinator.single_type_managers
+        return managers
+
     def _blocks(self, request: Request) -> list[int]:
         groups = self.kv_cache_manager.get_block_ids(request.request_id)
         return [block for group in groups for block in group]
@@ -293,3 +296,14 @@ class PooledScheduler(Scheduler):
 
 class AsyncPooledScheduler(PooledScheduler, AsyncScheduler):
     """A pooled scheduler for steps that begin before the previous step's tokens are known."""
+
+
+def _is_only_kv(request: Request) -> bool:
+    """Return whether KV is all that an engine has computed for a request so far.
+
+    Until the first token, an engine also collects logprobs of the prompt, or a pooled answer.
+    """
+    sampling = request.sampling_params
+    if sampling is None:
+        return False
+    return request.num_output_tokens > 0 or sampling.prompt_logprobs is None

@@ -77,12 +77,14 @@ class KvMigrations:
 
     def migrate_out(self, engine: ModelEngine, residency: Residency, request_id: str) -> None:
         """End a request here, start to copy its KV for another device, and send ``Migrated``."""
-        blocks = engine.full_blocks(request_id)
-        if blocks is None:
+        computed = engine.computed_kv(request_id)
+        if computed is None:
             self._send(m.Migrated(engine.name, request_id, is_known=False), ())
             return
         arrival = Arrival()
-        copied = residency.export(engine.name, blocks, arrival.signal) if blocks else None
+        copied = None
+        if computed.blocks:
+            copied = residency.export(engine.name, computed.blocks, arrival.signal)
         engine.abort([request_id])
         if copied is None:
             arrival.close()
@@ -91,7 +93,10 @@ class KvMigrations:
         slot, transfer = copied
         transfer_id = f"{os.getpid()}-{next(self._numbers)}"
         self._sent[transfer_id] = _Sent(slot, transfer, arrival)
-        kv_transfer = m.KvTransfer(transfer_id, self._worker, len(blocks), self._host.offsets(slot))
+        offsets, num_blocks = self._host.offsets(slot), len(computed.blocks)
+        kv_transfer = m.KvTransfer(
+            transfer_id, self._worker, num_blocks, offsets, computed.num_tokens
+        )
         self._send(m.Migrated(engine.name, request_id, kv_transfer=kv_transfer), (arrival.fd,))
 
     def free(self, transfer_id: str) -> None:

@@ -284,11 +284,7 @@ class TurnLoop:
     def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
         """Add a request; ``slot`` has its KV, if any."""
         engine = self.engines.get(message.model)
-        kv = (
-            (slot, message.kv_transfer.num_blocks)
-            if slot is not None and message.kv_transfer
-            else None
-        )
+        kv = (slot, message.kv_transfer) if slot is not None and message.kv_transfer else None
         try:
             if engine is None or not engine.weights.has_snapshot:
                 if slot is not None:
@@ -308,7 +304,7 @@ class TurnLoop:
             self._channel.send(m.RequestAttached(message.model, message.request_id))
 
     def _add_to(
-        self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, int] | None
+        self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, m.KvTransfer] | None
     ) -> None:
         """Add a request to its engine; wait for idle threads before an isolated request."""
         if not message.is_isolated:

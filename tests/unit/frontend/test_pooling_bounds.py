@@ -16,18 +16,29 @@ class Refused(Exception):
     pass
 
 
+LONG = 65_537  # one more than is always tokenised
+
+
 def test_each_text_and_all_texts_are_bounded() -> None:
-    assert why_too_long([{"prompts": {"prompt": "x" * 10}}, {"prompts": b"raw"}], 10) == ""
+    assert why_too_long([{"prompts": {"prompt": "x" * 65_536}}, {"prompts": b"raw"}], 512) == ""
     assert why_too_long([{"prompts": {"prompt_token_ids": [1] * 99}}], 10) == ""
-    assert "11 characters, more than the 10" in why_too_long(
-        [{"prompts": {"prompt": "x" * 11}}], 10
-    )
-    assert "11 characters" in why_too_long([{"data_1": "q", "data_2": "x" * 11}], 10)
+    assert "65,537 characters" in why_too_long([{"prompts": {"prompt": "x" * LONG}}], 512)
+    assert "65,537 characters" in why_too_long([{"data_1": "q", "data_2": "x" * LONG}], 512)
+    assert why_too_long([{"data_1": "q", "data_2": "x" * LONG}], 8_193) == ""
     # A query counts once per document.
     query = "q" * 60_000
     pairs = [{"data_1": query, "data_2": "d"}] * 139
-    assert why_too_long(pairs, 65_536) == ""
-    assert "a query counted once per document" in why_too_long([*pairs, pairs[0]], 65_536)
+    assert why_too_long(pairs, 512) == ""
+    assert "a query counted once per document" in why_too_long([*pairs, pairs[0]], 512)
+
+
+def test_padding_is_bounded() -> None:
+    padded = [{"tok_params": SimpleNamespace(pad_prompt_tokens=-1)}] * 129
+    assert why_too_long(padded[:128], 8192) == ""
+    assert "129 inputs padded to 8,192 tokens" in why_too_long(padded, 8192)
+    assert why_too_long(padded[:1], 2 * MAX_PROMPT_TOKENS) == ""
+    plain = [{"tok_params": SimpleNamespace(pad_prompt_tokens=None)}] * 129
+    assert why_too_long(plain, 8192) == ""
 
 
 def handlers(inputs: list[dict[str, Any]]) -> tuple[Any, list[Any]]:

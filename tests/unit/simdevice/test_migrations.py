@@ -73,7 +73,7 @@ def taken(live: SimLive) -> SimLive:
 
 
 def kv_transfer(live: SimLive) -> m.KvTransfer:
-    return m.KvTransfer("p", 0, live.context_tokens, [])
+    return m.KvTransfer("p", 0, live.context_tokens, [], live.context_tokens)
 
 
 class TestOut:

@@ -193,7 +193,7 @@ class FakeWorker(Worker):
         if has_kv:
             self._num_kv_transfers += 1
             kv_transfer = m.KvTransfer(
-                f"{self.number}-{self._num_kv_transfers}", self.number, 1, [(0, 1)]
+                f"{self.number}-{self._num_kv_transfers}", self.number, 1, [(0, 1)], 16
             )
             self.kv_transfers.add(kv_transfer.transfer_id)
         self.outbox.append(m.Migrated(message.model, message.request_id, kv_transfer=kv_transfer))

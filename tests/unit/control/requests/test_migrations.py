@@ -236,7 +236,7 @@ def test_what_nobody_has_asked_for_is_free_at_once(box: Box) -> None:
     bring_to(box, ON_ITS_WAY)
     source = box.workers[SOURCE]
     for name, transfer_id in (("r1", "again"), ("nobody", "stray")):
-        kv_transfer = m.KvTransfer(transfer_id, SOURCE, 1, [(0, 1)])
+        kv_transfer = m.KvTransfer(transfer_id, SOURCE, 1, [(0, 1)], 16)
         source.kv_transfers.add(transfer_id)
         source.outbox.append(m.Migrated(MODELS[0], name, kv_transfer=kv_transfer))
         box.hear(SOURCE)

@@ -1,7 +1,8 @@
-"""What vLLM's scheduler is told beside its own: tokens of a step, blocks that came along."""
+"""What vLLM's scheduler is told beside its own: tokens of a step, who may run, whose KV is here."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,30 +12,11 @@ import pytest
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine.scheduler import PooledScheduler
 
 LIMIT = 512
-BLOCK = 16
-
-
-class Blocks:
-    """A block pool: references by block, and what was made findable."""
-
-    def __init__(self) -> None:
-        self.blocks = list(range(32))
-        self.freed: list[int] = []
-        self.cached: list[tuple[str, list[int], int, int]] = []
-
-    def cache_full_blocks(
-        self, request: Any, blocks: list[int], num_cached: int, num_full: int, *_: int
-    ) -> None:
-        self.cached.append((request.request_id, blocks, num_cached, num_full))
-
-    def free_blocks(self, blocks: list[int]) -> None:
-        self.freed += blocks
 
 
 class Kv:
@@ -50,12 +32,11 @@ class Kv:
     def is_on_device(self, blocks: list[int]) -> bool:
         return not self.away & set(blocks)
 
-    def discard_dead(self) -> None:
-        """The scheduler tells of it; what follows is tested with the memory."""
-
 
 def request(name: str = "r", num_tokens: int = 40, num_computed: int = 40) -> Any:
-    return SimpleNamespace(request_id=name, num_tokens=num_tokens, num_computed_tokens=num_computed)
+    return SimpleNamespace(
+        request_id=name, num_tokens=num_tokens, num_computed_tokens=num_computed, status=None
+    )
 
 
 @pytest.fixture
@@ -72,27 +53,18 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def blocks() -> Blocks:
-    return Blocks()
-
-
-@pytest.fixture
-def scheduler(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> PooledScheduler:
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> PooledScheduler:
     """As vLLM makes it, without an engine."""
     monkeypatch.setattr(Scheduler, "__init__", lambda *_: None)
     made: Any = PooledScheduler()
-    made.max_num_scheduled_tokens, made.block_size = LIMIT, BLOCK
+    made.max_num_scheduled_tokens = LIMIT
     made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
     made.max_num_running_reqs = made.max_num_active_reqs = 8
     made.num_spec_tokens = made.num_lookahead_tokens = 0
-    made.running, made.waiting, made.kv = [], [], Kv()
-    made.lora_config = None
+    made.running, made.waiting, made.kv_holding_waiting = [], [], deque()
+    made.requests, made.kv, made.lora_config = {}, Kv(), None
     owned = {"r": [3, 5, 8]}
-    made.kv_cache_manager = SimpleNamespace(
-        block_pool=blocks, get_block_ids=lambda name: (owned.get(name, []),)
-    )
-    spec = FullAttentionSpec.__new__(FullAttentionSpec)
-    made.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    made.kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: (owned.get(name, []),))
     scheduler: PooledScheduler = made
     return scheduler
 
@@ -321,84 +293,23 @@ class TestIsolation:
         assert may_run(may_isolate=False) == "b"
 
 
-class TestClaims:
-    def test_blocks_are_findable_and_kept_until_the_request_has_them(
-        self, scheduler: PooledScheduler, blocks: Blocks, steps: list[int]
-    ) -> None:
-        scheduler.attach(request(), [7, 9])
-        assert blocks.cached == [("r", [7, 9], 0, 2)]
-        assert scheduler.num_attached == 2
-        assert list(scheduler.blocks_under_way()) == [7, 9]
-        scheduler.schedule()
-        assert blocks.freed == []  # it has not begun
-        scheduler.running = [request()]
-        scheduler.schedule()
-        assert (blocks.freed, scheduler.num_attached) == ([9, 7], 0)
-        scheduler.schedule()
-        assert blocks.freed == [9, 7]
-        assert len(steps) == 3
-
-    def test_none_are_no_claim(self, scheduler: PooledScheduler, blocks: Blocks) -> None:
-        scheduler.attach(request(), [])
-        scheduler.release("r")
-        assert (blocks.cached, blocks.freed, scheduler.num_attached) == ([], [], 0)
-
-    def test_a_request_that_ends_before_it_began(
-        self, scheduler: PooledScheduler, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(Scheduler, "finish_requests", lambda *_: [request("r")])
-        scheduler.attach(request("r"), [7])
-        scheduler.attach(request("stays"), [8])
-        scheduler.finish_requests(["r"])
-        assert (blocks.freed, list(scheduler.blocks_under_way())) == ([7], [8])
-
-    def test_when_all_prefixes_are_forgotten(
-        self, scheduler: PooledScheduler, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """vLLM does that only when no block is in use."""
-        freed_before: list[list[int]] = []
-        monkeypatch.setattr(
-            Scheduler, "reset_prefix_cache", lambda *_: freed_before.append(list(blocks.freed))
-        )
-        scheduler.attach(request("r"), [7])
-        scheduler.attach(request("q"), [8])
-        scheduler.reset_prefix_cache()
-        assert freed_before == [[7, 8]]
-
+class TestRequestsThatWaitWithKv:
     def test_it_can_begin_when_its_blocks_are_here(self, scheduler: PooledScheduler) -> None:
         kv: Any = scheduler.kv
-        scheduler.waiting = [request()]
-        scheduler.attach(request(), [7])
-        kv.away = {7}
+        waiting: Any = scheduler
+        waiting.kv_holding_waiting.append(request())
+        kv.away = {5}
         assert not scheduler.can_schedule()
-        kv.away = {8}
+        assert not scheduler._handle_blocked_waiting_request(request())
+        kv.away = {9}
         assert scheduler.can_schedule()
+        assert scheduler._handle_blocked_waiting_request(request())
 
-
-class TestFullBlocks:
-    @pytest.mark.parametrize(
-        ("num_tokens", "num_computed", "expected"),
-        [
-            (40, 40, [3, 5]),
-            (40, 20, [3]),
-            (49, 48, [3, 5, 8]),
-            (48, 48, [3, 5]),  # the last token is computed where it goes
-            (16, 16, []),
-            (40, 0, []),
-        ],
-    )
-    def test_those_that_will_not_be_written_again(
-        self, scheduler: PooledScheduler, num_tokens: int, num_computed: int, expected: list[int]
+    def test_its_blocks_are_needed_after_those_of_running_requests(
+        self, scheduler: PooledScheduler
     ) -> None:
-        assert scheduler.full_blocks(request("r", num_tokens, num_computed)) == expected
-
-    def test_of_one_that_came_with_blocks_and_waits(self, scheduler: PooledScheduler) -> None:
-        scheduler.attach(request("r", 40, 0), [7, 9])
-        assert scheduler.full_blocks(request("r", 40, 0)) == [7, 9]
-
-    def test_of_layers_of_several_kinds(self, scheduler: PooledScheduler) -> None:
-        config: Any = scheduler.kv_cache_config
-        config.kv_cache_groups *= 2
-        assert scheduler.full_blocks(request()) == []
-        config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=object())]
-        assert scheduler.full_blocks(request()) == []
+        waiting: Any = scheduler
+        waiting.kv_holding_waiting.append(request())
+        assert list(scheduler.blocks_under_way()) == [3, 5, 8]
+        scheduler.running = [request(), request("no blocks")]
+        assert list(scheduler.blocks_under_way()) == [3, 5, 8, 3, 5, 8]

@@ -16,6 +16,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_transfers import Arrival, PeerSlot
 from gpupoold.memory.transfers import Transfer
 from gpupoold.wire import messages as m
+from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.kv.migrations import KvMigrations
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda
@@ -47,8 +48,9 @@ class Engine:
         self.blocks[request_id] = self.ledger.allocate(num_blocks)
         self.written |= fill_blocks(self.kv, self.blocks[request_id], request_id)
 
-    def full_blocks(self, request_id: str) -> list[int] | None:
-        return self.blocks.get(request_id)
+    def computed_kv(self, request_id: str) -> ComputedKv | None:
+        blocks = self.blocks.get(request_id)
+        return None if blocks is None else ComputedKv(blocks, 16 * len(blocks))
 
     def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -126,6 +128,7 @@ class TestOut:
         assert kv_transfer is not None
         assert (moved.model, moved.request_id, moved.is_known) == ("llama", "r", True)
         assert (kv_transfer.source, kv_transfer.num_blocks) == (THERE, 3)
+        assert kv_transfer.num_computed_tokens == 48
         assert sum(num_bytes for _, num_bytes in kv_transfer.offsets) == 3 * block_bytes
         assert there.engine.blocks == {}
         there.finish()
@@ -425,7 +428,7 @@ def test_requests_go_on_in_the_order_in_which_they_came(here: Worker) -> None:
     tellers = [Arrival(os.dup(one.fd)) for one in arrivals]
     here.know(here, THERE)
     for number, arrival in enumerate(arrivals):
-        kv_transfer = m.KvTransfer(f"p{number}", THERE, 1, [(0, 1)])
+        kv_transfer = m.KvTransfer(f"p{number}", THERE, 1, [(0, 1)], 16)
         order = m.AddRequest("llama", f"r{number}", 0.0, 1, 8, [b""], [0], kv_transfer=kv_transfer)
         here.migrations.expect(order, arrival)
     for number in (2, 0):

@@ -1,0 +1,50 @@
+"""A model family of the table, and the sizes of the tiny checkpoints.
+
+Sizes are small, structure is kept: layer types alternate, windows are shorter than the prompts,
+experts are routed, states and latent KV have the shapes of the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+HIDDEN_SIZE = 128
+NUM_HEADS = 4
+HEAD_DIM = 32
+SLIDING_WINDOW = 64
+
+Task = Literal["generate", "vision", "embed", "classify"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """A family of models: ``config`` has arguments of its Transformers configuration class.
+
+    ``mechanism`` names the part that a page or a test selects by. A family in ``bfloat16`` cannot
+    compute in float32 in vLLM. vLLM's weights have ``weight_growth`` times the bytes of the
+    file. ``maker`` is the key of gpupool's maker of vision or pooling
+    checkpoints; ``template`` is the file of a real chat template in ``tests/templates``.
+    """
+
+    name: str
+    title: str
+    model_type: str
+    mechanism: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    task: Task = "generate"
+    weight_growth: float = 1.0
+    maker: str = ""
+    template: str = ""
+
+    @property
+    def generates(self) -> bool:
+        """False for a pooling model."""
+        return self.task in ("generate", "vision")
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request; the tiny encoders have 256 positions."""
+        return 512 if self.generates else 256

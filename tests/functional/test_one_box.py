@@ -32,14 +32,14 @@ from tests.functional.images import data_url, encoded, image_part, picture
 VISION, EMBEDDER, RERANKER = "tiny-qwen2.5-vl", "tiny-bert-embed", "tiny-bert-rerank"
 THINKER = "thinker"
 ADAPTER, PRESET = "poet", "brief"
-QUESTION = [{"role": "user", "content": "How is the weather in Oslo?"}]
-SCHEMA = {
+QUESTION: list[Any] = [{"role": "user", "content": "How is the weather in Oslo?"}]
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "is_warm": {"type": "boolean"}},
     "required": ["city", "is_warm"],
     "additionalProperties": False,
 }
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
 }
@@ -117,8 +117,8 @@ def api(daemon: PrivateDaemon) -> Iterator[OpenAI]:
 def tools(api: OpenAI) -> Any:
     made = api.chat.completions.create(
         model=LLAMA,
-        messages=QUESTION,  # type: ignore[arg-type]
-        tools=[TOOL],  # type: ignore[list-item]
+        messages=QUESTION,
+        tools=[TOOL],
         tool_choice={"type": "function", "function": {"name": "weather"}},
         temperature=0,
         max_tokens=200,
@@ -134,7 +134,7 @@ def tools(api: OpenAI) -> Any:
 def schema(api: OpenAI) -> Any:
     made = api.chat.completions.create(
         model=LLAMA,
-        messages=QUESTION,  # type: ignore[arg-type]
+        messages=QUESTION,
         response_format={
             "type": "json_schema",
             "json_schema": {"name": "weather", "schema": SCHEMA},
@@ -150,7 +150,7 @@ def schema(api: OpenAI) -> Any:
 def reasoning(api: OpenAI) -> Any:
     made = api.chat.completions.create(
         model=THINKER,
-        messages=QUESTION,  # type: ignore[arg-type]
+        messages=QUESTION,
         temperature=0,
         max_tokens=24,
     )
@@ -162,10 +162,10 @@ def reasoning(api: OpenAI) -> Any:
 
 
 def vision(api: OpenAI) -> Any:
-    parts = [image_part(data_url(encoded(picture(7)))), {"type": "text", "text": "What is it?"}]
+    parts: Any = [image_part(data_url(encoded(picture(7)))), {"type": "text", "text": "What is it?"}]
     made = api.chat.completions.create(
         model=VISION,
-        messages=[{"role": "user", "content": parts}],  # type: ignore[list-item, misc]
+        messages=[{"role": "user", "content": parts}],
         temperature=0,
         max_tokens=24,
     )

@@ -162,7 +162,10 @@ def reasoning(api: OpenAI) -> Any:
 
 
 def vision(api: OpenAI) -> Any:
-    parts: Any = [image_part(data_url(encoded(picture(7)))), {"type": "text", "text": "What is it?"}]
+    parts: Any = [
+        image_part(data_url(encoded(picture(7)))),
+        {"type": "text", "text": "What is it?"},
+    ]
     made = api.chat.completions.create(
         model=VISION,
         messages=[{"role": "user", "content": parts}],

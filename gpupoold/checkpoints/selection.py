@@ -39,18 +39,19 @@ def choose_files(
             listed, allow_pickle=allow_pickle, allow_remote_code=allow_remote_code
         )
     if not any(layout.is_weight_file(path) for path in wanted):
-        raise _no_weights(repo_id, listed)
+        raise _no_weights(repo_id, listed, content)
     return wanted
 
 
-def _no_weights(repo_id: str, listed: Sequence[str]) -> Refused:
+def _no_weights(repo_id: str, listed: Sequence[str], content: Content) -> Refused:
     if layout.pickle_files(path for path in listed if "/" not in path):
         return Refused(
             f"{repo_id} has its weights only in pickle files, which can run any code when loaded",
             "use a safetensors version, or set allow_pickle = true under [security]",
         )
-    check_format(repo_id, listed)
-    return Refused(
-        f"{repo_id} has no weights (*.safetensors)",
-        "use a repository with the model in Hugging Face's format",
-    )
+    if content == "adapter":
+        hint = f"use a repository with {layout.ADAPTER_WEIGHTS_FILE}"
+    else:
+        check_format(repo_id, listed)
+        hint = "use a repository with the model in Hugging Face's format"
+    return Refused(f"{repo_id} has no weights (*.safetensors)", hint)

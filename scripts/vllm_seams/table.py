@@ -12,6 +12,7 @@ from scripts.vllm_seams.seam import Seam
 
 _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
+_COMPUTED = "gpupoold/worker/engine/computed_kv.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
 _RESUME = "gpupoold/worker/engine/resume.py"
 _ADAPTERS = "gpupoold/worker/engine/adapters.py"
@@ -28,6 +29,13 @@ _TRIAL = "gpupoold/frontend/grammar_checker/trial.py"
 _RUNNERS = (
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+)
+_KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+_KV_KINDS = (
+    "SingleTypeKVCacheManager",
+    "SlidingWindowManager",
+    "ChunkedLocalAttentionManager",
+    "MambaManager",
 )
 _WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
 
@@ -46,7 +54,20 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "requests running waiting kv_cache_manager kv_cache_config max_num_running_reqs "
         "max_num_scheduled_tokens has_requests reset_prefix_cache shutdown",
     ),
-    (_SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler", "max_num_active_reqs block_size"),
+    (
+        _SCHEDULER,
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        "max_num_active_reqs kv_holding_waiting",
+    ),
+    (_SCHEDULER, "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator", "single_type_managers"),
+    (
+        _COMPUTED,
+        f"{_KV_MANAGERS}.SingleTypeKVCacheManager",
+        "block_size block_pool req_to_blocks max_admission_blocks_per_request "
+        "get_num_skipped_tokens",
+    ),
+    (_COMPUTED, f"{_KV_MANAGERS}.MambaManager", "num_speculative_blocks"),
+    (_SCHEDULER, "vllm.v1.metrics.stats.PrefillStats", "set"),
     (
         _RESUME,
         "vllm.v1.core.sched.scheduler.Scheduler",
@@ -58,12 +79,12 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "vllm.v1.core.block_pool.BlockPool",
         "blocks free_block_queue evict_blocks touch free_blocks get_num_free_blocks",
     ),
-    (_SCHEDULER, "vllm.v1.core.block_pool.BlockPool", "cache_full_blocks"),
+    (_COMPUTED, "vllm.v1.core.block_pool.BlockPool", "blocks null_block"),
     (_ENGINE, "vllm.v1.core.kv_cache_utils.KVCacheBlock", "block_id ref_cnt is_null"),
     (
         _SCHEDULER,
         "vllm.v1.core.kv_cache_manager.KVCacheManager",
-        "block_pool get_block_ids get_computed_blocks",
+        "block_pool coordinator free get_block_ids get_computed_blocks",
     ),
     (_SCHEDULER, "vllm.v1.core.kv_cache_manager.KVCacheBlocks", "get_block_ids"),
     (
@@ -246,7 +267,12 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.free_blocks"),
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.evict_blocks"),
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.get_new_blocks"),
-    (_SCHEDULER, "vllm.v1.core.block_pool.BlockPool.cache_full_blocks"),
+    # A request that waits with KV is continued at its number of computed tokens.
+    (_SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler._holds_kv_blocks"),
+    (_SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler._enqueue_waiting_request"),
+    (_COMPUTED, "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots"),
+    *((_COMPUTED, f"{_KV_MANAGERS}.{name}.get_num_skipped_tokens") for name in _KV_KINDS),
+    (_COMPUTED, f"{_KV_MANAGERS}.MambaManager.allocate_new_blocks"),
     # A step: the order of schedule, launch and update.
     (_STEPS, "vllm.v1.engine.core.EngineCore.step"),
     (_STEPS, "vllm.v1.engine.core.EngineCore.step_with_batch_queue"),

@@ -93,7 +93,7 @@ class Engine:
             enable_caching=has_prefixes,
         )
         made.running, made.waiting, made.kv_holding_waiting = [], [], deque()
-        made.requests, made.kv = {}, None
+        made.requests, made.kv, made.num_lookahead_tokens = {}, None, 0
         self.scheduler: Any = made
         self.pool = made.kv_cache_manager.block_pool
         self.num_free = self.pool.get_num_free_blocks()

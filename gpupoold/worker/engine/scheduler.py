@@ -196,8 +196,8 @@ class PooledScheduler(Scheduler):
         """Return an upper bound of the blocks that the next step may allocate."""
         requests = chain(self.running, self.kv_holding_waiting, self.waiting)
         return sum(
-            computed_kv.most_blocks(manager, self.num_missing_tokens(request))
-            for request in requests
+            computed_kv.most_blocks(manager, num_tokens)
+            for num_tokens in map(self.num_missing_tokens, requests)
             for manager in self._managers
         )
 

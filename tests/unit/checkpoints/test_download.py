@@ -18,8 +18,9 @@ import pytest
 
 from gpupoold.checkpoints import download as download_module, hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.download import PART_FOLDER, Content, checkpoint_dir, download
+from gpupoold.checkpoints.download import PART_FOLDER, checkpoint_dir, download
 from gpupoold.checkpoints.manifest import MANIFEST_FILE, Manifest, read_manifest
+from gpupoold.checkpoints.selection import Content
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub

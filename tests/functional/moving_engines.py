@@ -22,7 +22,8 @@ from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire import messages as m
 from gpupoold.worker.device import open_device
-from gpupoold.worker.engine.engine import ModelEngine, use_plain_linear_layers
+from gpupoold.worker.engine.cpu_build import adapt_cpu_build
+from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turns.model_loads import EngineLoader
@@ -65,7 +66,7 @@ class MovingEngines:
     """A device with two engines, and the requests in them."""
 
     def __init__(self, path: Path, dtype: str, room_bytes: int, seed: int) -> None:
-        use_plain_linear_layers()
+        adapt_cpu_build()
         torch.set_num_threads(1)
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         self._device = open_device("emulated", num_bytes + room_bytes, 0, 0)

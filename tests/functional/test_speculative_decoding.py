@@ -39,7 +39,7 @@ class Box:
         self.calm = calm
         self.engine = engines[method]
         # A drafter that is a whole model shares nothing with the model.
-        self.peer = WorkerPeer((32 if method == DRAFT else 22) << 20, quota_max_s=0.1)
+        self.peer = WorkerPeer((32 if method == DRAFT else 22) << 20, quota_max_s=0.3)
         self.loaded = {
             name: self.peer.load(name, calm, max_model_len=512, engine=engine)
             for name, engine in engines.items()

@@ -44,7 +44,7 @@ class Box:
         self.paths = paths
         self.alone = alone
         sizes = {name: estimate(path, DTYPES[name]) for name, path in paths.items()}
-        self.peer = WorkerPeer(int(1.5 * max(sizes.values())) + (1 << 20), quota_max_s=0.03)
+        self.peer = WorkerPeer(int(1.5 * max(sizes.values())) + (1 << 20), quota_max_s=0.1)
         self.loaded = {
             name: self.peer.load(name, path, dtype=DTYPES[name], max_model_len=256)
             for name, path in paths.items()

@@ -20,6 +20,8 @@ from gpupoold.api.schemas import AddAdapterRequest, AddPresetRequest
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
+    MIXTRAL,
+    QWEN2,
     QWEN3,
     check,
     emulated_config,
@@ -41,8 +43,14 @@ SCHEMA: dict[str, Any] = {
 }
 TOOL: Any = {
     "type": "function",
-    "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
+    "function": {
+        "name": "weather",
+        "description": "The weather.",
+        "parameters": SCHEMA,
+        "strict": True,
+    },
 }
+NO_BLANKS: dict[str, int] = {}
 # Opens the reasoning in the prompt, as templates of models do that always reason.
 THINKING_TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -53,6 +61,15 @@ THINKING_TEMPLATE = """{%- for message in messages -%}
 <think>
 {% endif -%}
 """
+
+
+def blanks(checkpoint: Path) -> list[int]:
+    """Return the tokens of blanks, which random weights would repeat within JSON."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    texts = ((number, tokenizer.decode([number])) for number in range(tokenizer.get_vocab_size()))
+    return [number for number, text in texts if text and not text.strip()]
 
 
 def with_thinking(source: Path, target: Path) -> Path:
@@ -84,11 +101,14 @@ def daemon(
     folder = tmp_path_factory.mktemp("one-box")
     paths = {
         LLAMA: tiny_models[LLAMA],
+        QWEN2: tiny_models[QWEN2],
+        MIXTRAL: tiny_models[MIXTRAL],
         THINKER: with_thinking(tiny_models[QWEN3], folder / THINKER),
         VISION: vision_models[VISION],
         EMBEDDER: tiny_pooling_models[EMBEDDER],
         RERANKER: tiny_pooling_models[RERANKER],
     }
+    NO_BLANKS.update({str(number): -100 for number in blanks(paths[LLAMA])})
     device_bytes = sum(map(weight_bytes, paths.values())) // 2
     maker = [sys.executable, "-m", "gpupoold.checkpoints.tiny_adapter", str(folder)]
     base = ["--base", str(paths[LLAMA]), "--name", ADAPTER, "--rank", "4"]
@@ -122,6 +142,7 @@ def tools(api: OpenAI) -> Any:
         tool_choice={"type": "function", "function": {"name": "weather"}},
         temperature=0,
         max_tokens=200,
+        logit_bias=NO_BLANKS,
     )
     [call] = made.choices[0].message.tool_calls or []
     assert call.type == "function"
@@ -133,7 +154,7 @@ def tools(api: OpenAI) -> Any:
 
 def schema(api: OpenAI) -> Any:
     made = api.chat.completions.create(
-        model=LLAMA,
+        model=QWEN2,
         messages=QUESTION,
         response_format={
             "type": "json_schema",
@@ -141,6 +162,7 @@ def schema(api: OpenAI) -> Any:
         },
         temperature=0,
         max_tokens=200,
+        logit_bias=NO_BLANKS,
     )
     answer = json.loads(made.choices[0].message.content or "")
     assert set(answer) == {"city", "is_warm"}
@@ -204,7 +226,11 @@ def base(api: OpenAI) -> Any:
     return completion(api, LLAMA)
 
 
-KINDS = (tools, schema, reasoning, vision, embeddings, rerank, adapter, base)
+def experts(api: OpenAI) -> Any:
+    return completion(api, MIXTRAL)
+
+
+KINDS = (tools, schema, reasoning, vision, embeddings, rerank, experts, adapter, base)
 
 
 def test_every_kind_of_request_at_once_is_answered_as_alone(
@@ -218,6 +244,8 @@ def test_every_kind_of_request_at_once_is_answered_as_alone(
     with daemon.client() as client:
         assert {one.model for one in client.switches() if one.weight_bytes} == {
             LLAMA,
+            QWEN2,
+            MIXTRAL,
             THINKER,
             VISION,
             EMBEDDER,
@@ -229,6 +257,8 @@ def test_clients_see_every_name(daemon: PrivateDaemon, api: OpenAI) -> None:
     parents = {one.id: (one.model_extra or {}).get("parent") for one in api.models.list()}
     assert parents == {
         LLAMA: None,
+        QWEN2: None,
+        MIXTRAL: None,
         THINKER: None,
         VISION: None,
         EMBEDDER: None,

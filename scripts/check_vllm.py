@@ -1,9 +1,9 @@
 """Say which of the names of vLLM that gpupool uses are as before in a release, and which changed.
 
-    python -m scripts.check_vllm 0.33.0            # against the release checked before it
-    python -m scripts.check_vllm 0.33.0 --diff     # with the changes of the code
-    python -m scripts.check_vllm 0.33.0 --record   # the changes are reviewed: write the record
-    python -m scripts.check_vllm installed         # the installed vLLM
+    python scripts/check_vllm.py 0.33.0            # against the release checked before it
+    python scripts/check_vllm.py 0.33.0 --diff     # with the changes of the code
+    python scripts/check_vllm.py 0.33.0 --record   # the changes are reviewed: write the record
+    python scripts/check_vllm.py installed         # the installed vLLM
 
 Downloads the release's wheel (330 MB, once; the sources stay in ``build/vllm-releases``) and reads
 its sources: needs no GPU, imports nothing of vLLM. Exits with 0 if every seam is as before or
@@ -18,6 +18,8 @@ import json
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.vllm_seams import records, wheels
 from scripts.vllm_seams.compare import Row, compare, source_diff

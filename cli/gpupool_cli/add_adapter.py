@@ -8,36 +8,28 @@ import typer
 
 from gpupool_cli.add_model import as_daemon_sees, follow
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import TbtOption, TtftOption, complete_model_name, model_name
+from gpupool_cli.options import (
+    BaseOption,
+    NewNameArgument,
+    RevisionOption,
+    TbtOption,
+    TtftOption,
+)
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import AddAdapterRequest
 
 
 def add_adapter(
     ctx: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
-    ],
-    base: Annotated[
-        str,
-        typer.Option(
-            "--of",
-            metavar="MODEL",
-            parser=model_name,
-            help="The registered model that the adapter belongs to.",
-            autocompletion=complete_model_name,
-        ),
-    ],
+    name: NewNameArgument,
+    base: BaseOption,
     source: Annotated[
         str | None,
         typer.Option(
             metavar="PATH|HF-ID", help="The adapter in peft's format; default: NAME is looked up."
         ),
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(metavar="R", help="Branch, tag or commit on Hugging Face.")
-    ] = None,
+    revision: RevisionOption = None,
     ttft: TtftOption = None,
     tbt: TbtOption = None,
     check: Annotated[

@@ -11,7 +11,7 @@ import typer
 from gpupool_cli.diagnostics import say
 from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.models import print_model
-from gpupool_cli.options import TbtOption, TtftOption, model_name
+from gpupool_cli.options import NewNameArgument, RevisionOption, TbtOption, TtftOption
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
@@ -22,17 +22,12 @@ from gpupoold.units import format_bytes
 
 def add_model(
     ctx: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
-    ],
+    name: NewNameArgument,
     source: Annotated[
         str | None,
         typer.Option(metavar="PATH|HF-ID", help="The checkpoint; default: NAME is looked up."),
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(metavar="R", help="Branch, tag or commit on Hugging Face.")
-    ] = None,
+    revision: RevisionOption = None,
     ttft: TtftOption = None,
     tbt: TbtOption = None,
     max_len: Annotated[

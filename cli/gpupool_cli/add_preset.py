@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import TbtOption, TtftOption, complete_model_name, model_name
+from gpupool_cli.options import BaseOption, NewNameArgument, TbtOption, TtftOption
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import AddPresetRequest
 from gpupoold.errors import UsageError
@@ -17,20 +17,8 @@ from gpupoold.errors import UsageError
 
 def add_preset(
     ctx: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
-    ],
-    base: Annotated[
-        str,
-        typer.Option(
-            "--of",
-            metavar="MODEL",
-            parser=model_name,
-            help="The registered model whose weights the preset uses.",
-            autocompletion=complete_model_name,
-        ),
-    ],
+    name: NewNameArgument,
+    base: BaseOption,
     default: Annotated[
         list[str] | None,
         typer.Option(

@@ -194,6 +194,13 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
     return {name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one}
 
 
+def _other_names(model: ModelInfo) -> str:
+    """Return the aliases, then the presets and adapters with their kind."""
+    presets = [f"{one.name} (preset)" for one in model.presets]
+    adapters = [f"{one.name} (adapter)" for one in model.adapters]
+    return ",".join([*model.aliases, *presets, *adapters]) or output.NOTHING
+
+
 def _preset_text(preset: PresetInfo) -> str:
     """Return a preset's defaults and targets in one line."""
     parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
@@ -276,7 +283,7 @@ def _row(model: ModelInfo) -> list[str]:
         format_duration(model.tbt_s),
         model.dtype,
         output.size_text(model.weight_bytes),
-        ",".join(model.aliases) or output.NOTHING,
+        _other_names(model),
     ]
 
 

@@ -82,3 +82,21 @@ TbtOption = Annotated[
         help="Target for the time between tokens, such as 100ms.",
     ),
 ]
+NewNameArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
+]
+BaseOption = Annotated[
+    str,
+    typer.Option(
+        "--of",
+        metavar="MODEL",
+        parser=model_name,
+        help="The registered model whose weights are used.",
+        autocompletion=complete_model_name,
+    ),
+]
+RevisionOption = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="R", help="Branch, tag or commit on Hugging Face."),
+]

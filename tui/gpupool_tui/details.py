@@ -94,6 +94,8 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
     if info is not None:
         fields |= {
             "aliases": ", ".join(info.aliases) or NOTHING,
+            "presets": ", ".join(one.name for one in info.presets) or NOTHING,
+            "adapters": ", ".join(one.name for one in info.adapters) or NOTHING,
             "architecture": info.architecture or NOTHING,
             "longest request": f"{info.max_model_len} tokens" if info.max_model_len else NOTHING,
             "source": info.source,

@@ -15,7 +15,7 @@ from scripts.vllm_seams.release import ABSENT, Release
 from scripts.vllm_seams.seam import Seam, merged
 from scripts.vllm_seams.table import seams_in_table
 
-UPDATE = "run `python -m scripts.check_vllm installed --record`"
+UPDATE = "run `python scripts/check_vllm.py installed --record`"
 
 
 @pytest.fixture(scope="module")

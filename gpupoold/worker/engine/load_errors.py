@@ -26,6 +26,7 @@ _OTHER_MODEL = "the weights and config.json are of different models; fetch the c
 _PLAIN = "use the model's unquantised checkpoint, or one in AWQ, GPTQ or FP8"
 _NO_KERNEL = "serve the model on a GPU, or use another quantised version"
 _LIST = "see vLLM's list of supported models"
+_NO_TRITON = "serve the model on a GPU; a model with states: without speculative decoding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,12 @@ _KNOWN = [
             "use a checkpoint with another type, or correct config.json",
         ),
         (
+            # A launch of a Triton kernel, for which vLLM's CPU build has a placeholder.
+            r"'function' object is not subscriptable",
+            "a step needs a Triton kernel that vLLM's CPU build lacks",
+            _NO_TRITON,
+        ),
+        (
             r"Validation error for field '(.+?)':\s*(?:\w+Error: )?(.+)",
             "config.json has an invalid value for '{0}': {1}",
             "fetch config.json of the original model again",
@@ -147,11 +154,8 @@ def refusal(model: str, error: BaseException) -> Refused:
             f"{model}: the weights leave no space for KV on the device",
             "use a smaller dtype or a larger device",
         )
-    for known in _KNOWN:
-        if found := known.pattern.search(text):
-            groups = (group for group in found.groups() if group is not None)
-            says = known.says.format(*map(_some, groups))
-            return Refused(f"{model}: {says}", known.hint)
+    if known := _known(text):
+        return Refused(f"{model}: {known[0]}", known[1])
     reason = _described(error)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
@@ -169,7 +173,17 @@ def refusal(model: str, error: BaseException) -> Refused:
 
 def failure(model: str, when: str, error: BaseException) -> Failed:
     """Return the error to show for a model that raised an error in a computation."""
-    return Failed(f"{model}: the engine failed {when}: {_described(error)}", _LOGS)
+    says, hint = _known(str(error)) or (_described(error), _LOGS)
+    return Failed(f"{model}: the engine failed {when}: {says}", hint)
+
+
+def _known(text: str) -> tuple[str, str] | None:
+    """Return the rewording of a known message and a hint."""
+    for known in _KNOWN:
+        if found := known.pattern.search(text):
+            groups = (group for group in found.groups() if group is not None)
+            return known.says.format(*map(_some, groups)), known.hint
+    return None
 
 
 def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refused:

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,16 @@ def test_an_error_whose_text_needs_its_type() -> None:
     assert failure("m", "in a step", IndexError("out of range")).message == (
         "m: the engine failed in a step: IndexError: out of range"
     )
+
+
+def test_a_launch_of_a_triton_kernel_on_a_cpu() -> None:
+    kernel: Any = weight_loader  # as vLLM's placeholder, a plain function
+    error = failure("m", "in its self-check", raised(lambda: kernel[1,]()))
+    assert error.message == (
+        "m: the engine failed in its self-check: "
+        "a step needs a Triton kernel that vLLM's CPU build lacks"
+    )
+    assert "without speculative decoding" in error.hint
 
 
 @dataclass

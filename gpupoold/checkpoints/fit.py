@@ -35,7 +35,8 @@ def estimate_weight_bytes(
     """
     target_bits = model_dtype_bits(dtype)
     num_bits = 0
-    for stored, num_elements in [*info.elements, *drafter_elements(engine or {}).items()]:
+    drafter = drafter_elements(engine or {}, info.path)
+    for stored, num_elements in [*info.elements, *drafter.items()]:
         bits = target_bits if stored in _CAST_DTYPES else DTYPE_BITS[stored]
         num_bits += num_elements * bits
     return num_bits // 8

@@ -31,10 +31,13 @@ pytestmark = pytest.mark.slow
 
 NUM_DEVICES = 2
 NUM_TOKENS = 100
-SPECULATIVE: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2},
-    "eagle": {"method": "eagle"},
+SPECULATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ngram": ("tiny-llama-calm", {"prompt_lookup_max": 3, "prompt_lookup_min": 2}),
+    "eagle": ("tiny-llama-calm", {"model": "tiny-llama-calm-eagle"}),
+    "eagle3": ("tiny-qwen2-calm", {"model": "tiny-qwen2-calm-eagle3"}),
+    "mtp": ("tiny-mimo-calm", {}),
 }
+"""Of each method the model, and more options; a drafter is in another folder beside it."""
 QUANTIZED = {"gptq": "float16", "w8a8": "float32"}
 ASKED = [(model, f"{model} is asked " * 5) for model in (*SPECULATIVE, *QUANTIZED)]
 
@@ -43,20 +46,20 @@ ASKED = [(model, f"{model} is asked " * 5) for model in (*SPECULATIVE, *QUANTIZE
 def daemon(
     tmp_path_factory: pytest.TempPathFactory, project_env: dict[str, str]
 ) -> Iterator[PrivateDaemon]:
-    """Two devices with room for two of four models."""
+    """Two devices, both with room for two of six models."""
     folder = tmp_path_factory.mktemp("kinds")
     make: dict[str, Any] = {"env": project_env, "check": True}
     subprocess.run([sys.executable, "-m", "scripts.tiny_drafter", str(folder)], **make)
     quantize = [sys.executable, "-m", "scripts.tiny_quantized", str(folder), "--format"]
     subprocess.run([*quantize, *QUANTIZED], **make)
-    calm = folder / "tiny-llama-calm"
     with private_daemon(emulated_config(28 << 20) * NUM_DEVICES, folder / "daemon") as daemon:
-        for name, config in SPECULATIVE.items():
-            options: dict[str, Any] = {"num_speculative_tokens": 3, **config}
-            if name == "eagle":
-                options["model"] = str(folder / "tiny-llama-calm-eagle")
+        for method, (model, more) in SPECULATIVE.items():
+            options: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, **more}
+            if "model" in options:
+                options["model"] = str(folder / options["model"])
             engine = {"speculative_config": json.dumps(options)}
-            daemon.add_model(name, calm, dtype="float32", max_model_len=512, engine=engine)
+            path = folder / model
+            daemon.add_model(method, path, dtype="float32", max_model_len=512, engine=engine)
         for name, dtype in QUANTIZED.items():
             daemon.add_model(name, folder / f"tiny-llama-{name}", dtype=dtype, max_model_len=512)
         until(lambda: all(one.state == "ready" for one in ps(daemon).models), 60)
@@ -98,10 +101,11 @@ async def test_answers_go_on_after_a_worker_has_died(
     until(lambda: all(row.state == "ready" for row in ps(daemon).devices), 60)
 
 
-async def test_acceptance_is_shown(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
-    await ask(api, "eagle", "how many of the drafts are right?", 100)
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+async def test_acceptance_is_shown(daemon: PrivateDaemon, api: AsyncOpenAI, method: str) -> None:
+    await ask(api, method, "how many of the drafts are right?", 100)
     with daemon.client() as client:
-        usage = client.model("eagle").usage
+        usage = client.model(method).usage
         assert client.model("gptq").usage is not None
         assert client.model("gptq").usage.drafts is None  # type: ignore[union-attr]
     assert usage is not None
@@ -109,8 +113,8 @@ async def test_acceptance_is_shown(daemon: PrivateDaemon, api: AsyncOpenAI) -> N
     assert 1.2 < usage.drafts.acceptance_length < 4
     assert (
         f"{usage.drafts.acceptance_length:.2f} tokens per step"
-        in cli(daemon, "show", "eagle").stdout
+        in cli(daemon, "show", method).stdout
     )
-    accepted = value(daemon, "gpupool_accepted_draft_tokens_total", model="eagle")
+    accepted = value(daemon, "gpupool_accepted_draft_tokens_total", model=method)
     assert accepted == usage.drafts.num_accepted_tokens
     assert value(daemon, "gpupool_draft_tokens_total", model="gptq") is None

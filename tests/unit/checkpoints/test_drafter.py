@@ -37,11 +37,33 @@ def test_a_drafter_in_a_folder_counts(folder: Path, form: str) -> None:
         fits(BF16, "bfloat16", 17 * MIB, engine=engine)
 
 
+@pytest.mark.parametrize("method", ["mtp", "mimo_mtp"])
+@pytest.mark.parametrize("form", ["whole", "dotted", "short"])
+def test_a_module_in_the_models_checkpoint_counts_once(
+    folder: Path, form: str, method: str
+) -> None:
+    path = str(folder / ".." / folder.name)
+    engine = {
+        "whole": {"speculative_config": json.dumps({"method": method, "model": path})},
+        "dotted": {"speculative_config.method": method, "speculative_config.model": path},
+        "short": {"spec_method": method, "spec_model": path},
+    }[form]
+    assert drafter_elements(engine, folder) == {}
+    assert drafter_elements(engine, folder.parent) == {"F32": MIB}
+
+
+def test_a_model_that_drafts_for_itself_counts_twice(folder: Path) -> None:
+    engine = {"spec_method": "draft_model", "spec_model": str(folder)}
+    assert drafter_elements(engine, folder) == {"F32": MIB}
+
+
 @pytest.mark.parametrize(
     "engine",
     [
         {},
         {"speculative_config": json.dumps({"method": "ngram"})},
+        {"speculative_config": json.dumps({"method": "mtp"})},
+        {"speculative_config": json.dumps({"method": 7, "model": ["mtp"]})},
         {"speculative_config": json.dumps({"model": "org/drafter"})},
         {"speculative_config": "no JSON"},
         {"speculative_config": "[" * 100_000},

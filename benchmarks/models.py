@@ -81,6 +81,8 @@ def _parsers(family: Family) -> Cell:
 
     The tiny tokenizer has no special tokens of the family, so the template's text stands for these.
     """
+    if not family.generates:
+        return Cell(Outcome.UNTRIED)
     if not family.template:
         return Cell(Outcome.UNTRIED, "no template at hand")
     template = (TEMPLATES / f"{family.template}.jinja").read_text()

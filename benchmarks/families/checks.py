@@ -6,7 +6,6 @@ device's memory and the turns.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +14,18 @@ from typing import Any
 from benchmarks.families.cells import COLUMNS, Cell, Outcome
 from benchmarks.families.family import Family
 from benchmarks.families.plain import PlainVllm, VllmCannot
+from benchmarks.families.prompts import (
+    LONG,
+    SIZES,
+    WITH_IMAGE,
+    Prompt,
+    decoded_features,
+    prompt_of,
+)
 from benchmarks.families.workers import FamilyWorker
-from gpupoold.checkpoints.tiny_tokenizer import VOCAB_SIZE
+from gpupoold.checkpoints.tiny_vision import VISION_FAMILIES
 from gpupoold.wire.channel import ChannelClosed
 
-# Lengths of prompts and answers in tokens. The last prompt is longer than every window, and its
-# answer long enough to be interrupted.
-_SIZES = ((20, 48), (80, 48), (150, 256))
-_LONG = len(_SIZES) - 1
 _ENCODER_BYTES = 2 << 20  # kept free for the outputs of an image encoder
 _MAX_SWITCH_REQUESTS = 120  # of a group under memory pressure
 _TOLERANCE = 1e-5  # of the numbers of pooling models
@@ -35,12 +38,6 @@ _KV_ROOM_BYTES = 6 << 20
 Cells = dict[str, Cell]
 
 
-def prompt_of(index: int) -> list[int]:
-    """Return the token ids of a prompt."""
-    rng = random.Random(index)
-    return [rng.randrange(300, VOCAB_SIZE - 148) for _ in range(_SIZES[index][0])]
-
-
 class GroupCheck:
     """The state of a group's checks; ``cells`` has the results by family."""
 
@@ -51,6 +48,7 @@ class GroupCheck:
         self._plain = plain
         self._expected: dict[tuple[str, int], list[int]] = {}
         self._numbers: dict[str, list[float]] = {}
+        self._prompts: dict[tuple[str, int], Prompt] = {}  # with images
         # Families whose tokens depend on the batch in vLLM too: these get one request at a time.
         self._alone: set[str] = set()
         self._notes: dict[str, str] = {}
@@ -96,12 +94,18 @@ class GroupCheck:
         options |= {"max_model_len": family.max_model_len}
         self._plain.load(name, self._paths[name], family.dtype, **options)
         if not family.generates:
-            self._numbers[name] = self._plain.pool(name, prompt_of(_LONG), family.task)
+            self._numbers[name] = self._plain.pool(name, prompt_of(LONG), family.task)
             return
-        for index, (_, num_tokens) in enumerate(_SIZES):
-            self._expected[name, index] = self._plain.answer(name, prompt_of(index), num_tokens)
-        shorter = range(_LONG)
-        together = self._plain.answers(name, [prompt_of(index) for index in shorter], _SIZES[0][1])
+        for index, (_, num_tokens) in enumerate(SIZES):
+            if family.task == "vision" and index in WITH_IMAGE:
+                text = VISION_FAMILIES[family.maker].image_text
+                prompt = self._plain.with_image(name, prompt_of(index), text, seed=index)
+                self._prompts[name, index] = prompt
+            prompt = self._prompt(family, index)
+            self._expected[name, index] = self._plain.answer(name, prompt, num_tokens)
+        shorter = range(LONG)
+        prompts = [self._prompt(family, index) for index in shorter]
+        together = self._plain.answers(name, prompts, SIZES[0][1])
         is_same = together == [self._expected[name, index] for index in shorter]
         if not is_same or family.dtype == "bfloat16":  # few tokens may be the same by chance
             self._notes.setdefault(name, "one request at a time")
@@ -109,6 +113,9 @@ class GroupCheck:
                 # The prefix cache divides prompts otherwise, which rounds otherwise too.
                 self._alone.add(name)
                 self._get_answers(family, enable_prefix_caching=False)
+
+    def _prompt(self, family: Family, index: int) -> Prompt:
+        return self._prompts.get((family.name, index)) or prompt_of(index)
 
     @contextmanager
     def _worker(self, number: int, log_path: Path) -> Iterator[FamilyWorker]:
@@ -146,7 +153,7 @@ class GroupCheck:
         def serve(family: Family) -> Cell:
             if not family.generates:
                 return self._pool(worker, family, "serve")
-            for index in range(len(_SIZES)):
+            for index in range(len(SIZES)):
                 request_id = f"serve-{family.name}-{index}"
                 self._ask(worker, family, request_id, index)
                 self._compare(family, index, worker.finish(request_id))
@@ -161,7 +168,7 @@ class GroupCheck:
         Families whose tokens depend on the batch get one prompt at a time.
         """
         worker.switches.clear()
-        together = [*range(len(_SIZES))] * _NUM_ROUNDS
+        together = [*range(len(SIZES))] * _NUM_ROUNDS
         waiting = {
             family.name: list(together) if family.name in self._alone else []
             for family in self.families
@@ -183,12 +190,12 @@ class GroupCheck:
                 is_last = request_id == [one for one in asked if asked[one][0] is family][-1]
                 if waiting[family.name] and is_last:
                     ask(family, waiting[family.name].pop())
-            has_missing = not all(_num_loads(worker, family) for family in self._generating)
+            has_missing = not all(worker.num_loads(family.name) for family in self._generating)
             is_over = set(asked) <= set(worker.ended)
             if is_over and has_missing and len(asked) < _MAX_SWITCH_REQUESTS:
                 # Again, all at once, until the weights of every family have left the device.
                 for family in self._generating:
-                    ask(family, _LONG)
+                    ask(family, LONG)
 
         def compare(family: Family) -> Cell:
             if not family.generates:
@@ -197,7 +204,7 @@ class GroupCheck:
             for request_id, (owner, index) in asked.items():
                 if owner is family:
                     self._compare(family, index, worker.finish(request_id))
-            num_loads = _num_loads(worker, family)
+            num_loads = worker.num_loads(family.name)
             assert num_loads, "the weights never left the device"
             return Cell(Outcome.YES, f"{num_loads} loads of weights")
 
@@ -209,7 +216,7 @@ class GroupCheck:
 
         def page_out(family: Family) -> Cell:
             name, request_id = family.name, f"kv-{family.name}"
-            self._ask(worker, family, request_id, _LONG)
+            self._ask(worker, family, request_id, LONG)
             worker.wait_tokens(request_id, _NUM_TOKENS_BEFORE)
             calls: list[tuple[str, dict[str, Any]]] = [
                 ("checksum", {"model": name}),
@@ -219,7 +226,7 @@ class GroupCheck:
             before, moved, after = worker.call_many(calls)
             assert moved["kv_out_bytes"] > 0, "no KV was on the device"
             assert before == after, "the bytes changed"
-            self._compare(family, _LONG, worker.finish(request_id))
+            self._compare(family, LONG, worker.finish(request_id))
             worker.call("check_integrity")
             return Cell(Outcome.YES, f"{moved['kv_out_bytes'] >> 10} KiB")
 
@@ -251,14 +258,14 @@ class GroupCheck:
 
         def migrate(family: Family) -> Cell:
             name, request_id = family.name, f"move-{family.name}"
-            num_tokens = _SIZES[_LONG][1]
-            self._ask(first, family, request_id, _LONG)
+            num_tokens = SIZES[LONG][1]
+            self._ask(first, family, request_id, LONG)
             first.wait_tokens(request_id, _NUM_TOKENS_BEFORE)
             moved = first.release(name, request_id)
             num_blocks = second.receive(
                 name,
                 request_id,
-                prompt_of(_LONG),
+                self._prompt(family, LONG),
                 num_tokens,
                 moved,
                 self._salt(family, request_id),
@@ -266,7 +273,7 @@ class GroupCheck:
             rest = second.finish(request_id)
             first.forget_transfer(moved)
             is_prefilled = not num_blocks and name in self._alone
-            self._compare(family, _LONG, [*moved.tokens, *rest], len(moved.tokens) * is_prefilled)
+            self._compare(family, LONG, [*moved.tokens, *rest], len(moved.tokens) * is_prefilled)
             return Cell(Outcome.YES, f"{num_blocks} blocks" if num_blocks else "computed anew")
 
         for family in self._generating:
@@ -274,11 +281,11 @@ class GroupCheck:
 
     def _kill_and_resume(self, first: FamilyWorker, second: FamilyWorker) -> None:
         """Kill the first worker while it answers for all families."""
-        num_tokens = _SIZES[_LONG][1]
+        num_tokens = SIZES[LONG][1]
         before: dict[str, list[int]] = {}
         for family in self._generating:
             request_id = f"resume-{family.name}"
-            self._ask(first, family, request_id, _LONG)
+            self._ask(first, family, request_id, LONG)
         for family in self._generating:
             first.wait_tokens(f"resume-{family.name}", _NUM_TOKENS_BEFORE_KILL)
         for family in self._generating:
@@ -290,10 +297,10 @@ class GroupCheck:
                 return self._pool(second, family, "resume")
             name, request_id, tokens = family.name, f"resume-{family.name}", before[family.name]
             assert len(tokens) < num_tokens, "the answer had ended before"
-            self._ask(second, family, request_id, _LONG, tokens)
+            self._ask(second, family, request_id, LONG, tokens)
             rest = second.finish(request_id)
             is_prefilled = name in self._alone
-            self._compare(family, _LONG, [*tokens, *rest], len(tokens) * is_prefilled)
+            self._compare(family, LONG, [*tokens, *rest], len(tokens) * is_prefilled)
             return Cell(Outcome.YES, f"after {len(tokens)} tokens")
 
         for family in self.families:
@@ -311,7 +318,7 @@ class GroupCheck:
             AssertionError: they differ.
         """
         request_id = f"{prefix}-{family.name}"
-        numbers = worker.pool(family.name, request_id, prompt_of(_LONG), family.task)
+        numbers = worker.pool(family.name, request_id, prompt_of(LONG).token_ids, family.task)
         expected = self._numbers[family.name]
         assert len(numbers) == len(expected), f"{len(numbers)} numbers of {len(expected)}"
         largest = max(abs(one - other) for one, other in zip(numbers, expected, strict=True))
@@ -327,7 +334,7 @@ class GroupCheck:
         expected = self._expected[family.name, index]
         if num_kept:
             kept, num_left = expected[:num_kept], len(expected) - num_kept
-            prompt = prompt_of(index) + kept
+            prompt = self._prompt(family, index).followed_by(kept)
             expected = kept + self._plain.answer(family.name, prompt, num_left)
         pairs = zip(tokens, expected, strict=False)
         first = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
@@ -344,13 +351,15 @@ class GroupCheck:
         tokens: Sequence[int] = (),
     ) -> None:
         """Ask a prompt, or the rest of its answer after ``tokens``."""
+        prompt = self._prompt(family, index)
         worker.ask(
             family.name,
             request_id,
-            prompt_of(index),
+            prompt.token_ids,
             tokens,
             self._salt(family, request_id),
-            max_tokens=_SIZES[index][1],
+            mm_features=decoded_features(prompt.features),
+            max_tokens=SIZES[index][1],
         )
 
     def _salt(self, family: Family, request_id: str) -> str | None:
@@ -367,14 +376,6 @@ class GroupCheck:
         old = self.cells[family.name].get(column)
         if old is None or old.outcome is Outcome.YES:
             self.cells[family.name][column] = cell
-
-
-def _num_loads(worker: FamilyWorker, family: Family) -> int:
-    """Return how often weights of a family have come back to the device."""
-    return sum(
-        one.model == family.name and bool(one.weight_bytes or one.prefetched_bytes)
-        for one in worker.switches
-    )
 
 
 def _problem_of(check: Callable[[Family], None], family: Family) -> Cell | None:

@@ -26,11 +26,10 @@ that is too small for all of them.
 | KV | an answer whose KV and state move to the host and back; the bytes are equal too |
 | migrate | an answer that moves to the other worker, with blocks of KV or "computed anew" |
 | resume | an answer that continues on the other worker after `kill -9` of the first |
-| parsers | the parsers that gpupool finds in the family's real chat template |
+| parsers | the parsers that gpupool finds in the family's real chat template in `tests/templates` |
 
 Pooling models return numbers, which may differ by 0.00001, and have no KV between requests. \
-Vision models get prompts without images here; tests with images are in \
-`tests/functional`.
+Two of the three prompts of a vision model have an image, which the answer depends on.
 
 Both sides use the adaptations of vLLM's CPU build in `gpupoold/worker/engine/cpu_build.py`, \
 which GPUs do not need; without the corrected rotary embedding, MLA models and LFM2 answer \
@@ -60,7 +59,7 @@ def page_text(families: Sequence[Family], rows: Mapping[str, Row]) -> str:
 
 def _shown(cell: Cell | None) -> str:
     if cell is None or cell.outcome is Outcome.UNTRIED:
-        return "-"
+        return (cell and cell.text) or "-"
     if cell.outcome is not Outcome.YES:
         return _SIGNS[cell.outcome]
     if cell.text.startswith("tools:"):

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.families.prompts import Prompt, decoded_features, encoded_features
+from tests.functional.images import picture
 from tests.functional.worker_peer import encode_request
 
 ENGINE_ARGUMENTS: dict[str, Any] = {
@@ -21,6 +23,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
     "max_model_len": 512,
     "block_size": 32,
     "kv_cache_memory_bytes": 24 << 20,
+    "mm_processor_cache_gb": 0,  # then all features of a prompt's images are in its request
 }
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -30,6 +33,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+
+_NUM_COMPARED = 48  # tokens of answers about two images
 
 # vLLM's own error for a model class that cannot be imported does not name the missing package.
 _IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError): [^\n]+")
@@ -70,7 +75,25 @@ class PlainVllm:
         """
         self._call("load", name=name, path=str(path), dtype=dtype, options=options)
 
-    def answer(self, name: str, prompt: list[int], num_tokens: int) -> list[int]:
+    def with_image(self, name: str, prompt: Prompt, image_text: str, seed: int) -> Prompt:
+        """Return a prompt with ``image_text`` in the middle, as vLLM's processor expands this text
+        for an image of random pixels.
+
+        Raises:
+            VllmCannot: the processor or the engine failed.
+            ValueError: another image has the same answer, so that the image would test nothing.
+        """
+        found = []
+        for one in (seed, seed + 1000):
+            arguments = {"prompt": prompt, "image_text": image_text, "seed": one}
+            token_ids, features = self._call("render", name=name, **arguments)
+            found.append(Prompt(token_ids, tuple(features)))
+        first, other = self.answers(name, found, _NUM_COMPARED)
+        if first == other:
+            raise ValueError(f"{name}: the answer does not depend on the image")
+        return found[0]
+
+    def answer(self, name: str, prompt: Prompt, num_tokens: int) -> list[int]:
         """Return the greedy tokens after a prompt that is alone in its batch.
 
         Raises:
@@ -78,7 +101,7 @@ class PlainVllm:
         """
         return self.answers(name, [prompt], num_tokens)[0]
 
-    def answers(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def answers(self, name: str, prompts: list[Prompt], num_tokens: int) -> list[list[int]]:
         """Return the greedy tokens after prompts in one batch.
 
         Raises:
@@ -89,13 +112,13 @@ class PlainVllm:
         )
         return found
 
-    def pool(self, name: str, prompt: list[int], task: str) -> list[float]:
+    def pool(self, name: str, prompt: Prompt, task: str) -> list[float]:
         """Return the numbers of a pooling model for a prompt.
 
         Raises:
             VllmCannot: the engine failed.
         """
-        numbers: list[float] = self._call("pool", name=name, prompt=prompt, task=task)
+        numbers: list[float] = self._call("pool", name=name, prompt=prompt.token_ids, task=task)
         return numbers
 
     def _call(self, method: str, **arguments: Any) -> Any:
@@ -137,15 +160,37 @@ class _Engines:
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._cores[name] = EngineCore(config, Executor.get_class(config), log_stats=False)
 
-    def answers(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def render(self, name: str, prompt: Any, image_text: str, seed: int) -> Prompt:
+        from vllm import SamplingParams
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        processor = InputProcessor(self._cores[name].vllm_config)
+        token_ids, _ = prompt
+        middle = len(token_ids) // 2
+        image = processor.get_tokenizer().encode(image_text, add_special_tokens=False)
+        unexpanded: Any = {
+            "prompt_token_ids": [*token_ids[:middle], *image, *token_ids[middle:]],
+            "multi_modal_data": {"image": [picture(seed)]},
+        }
+        request = processor.process_inputs("", unexpanded, SamplingParams(), ("generate",))
+        assert request.prompt_token_ids is not None
+        return Prompt(request.prompt_token_ids, encoded_features(request.mm_features))
+
+    def answers(self, name: str, prompts: list[Any], num_tokens: int) -> list[list[int]]:
         core = self._cores[name]
         found: dict[str, list[int]] = {}
-        for prompt in prompts:
+        for token_ids, features in prompts:
             self._num_asked += 1
             request_id = str(self._num_asked)
             found[request_id] = []
             # With the salt no request finds the prefix of another one.
-            frames = encode_request(request_id, prompt, request_id, max_tokens=num_tokens)
+            frames = encode_request(
+                request_id,
+                token_ids,
+                request_id,
+                mm_features=decoded_features(tuple(features)),
+                max_tokens=num_tokens,
+            )
             core.add_request(*core.preprocess_add_request(self._decoder.decode(frames)))
         while core.scheduler.has_requests():
             outputs, _ = core.step_fn()

@@ -393,6 +393,15 @@ FAMILIES: tuple[Family, ...] = (
         task="vision",
     ),
     Family("qwen3-vl", "Qwen3-VL (vision)", "qwen3_vl", "vision", maker="qwen3_vl", task="vision"),
+    Family(
+        "gemma4-vision",
+        "Gemma 4 (vision)",
+        "gemma4",
+        "vision",
+        maker="gemma4",
+        task="vision",
+        template="google-gemma-4-31B-it",
+    ),
     Family("bert", "BERT (embeddings)", "bert", "pooling", maker="bert-embed", task="embed"),
     Family(
         "modernbert",

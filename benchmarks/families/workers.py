@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.families.prompts import Prompt, decoded_features
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import Targets
 from gpupoold.scheduling.actions import Action, Send
@@ -102,7 +102,7 @@ class FamilyWorker(WorkerPeer):
         self,
         model: str,
         request_id: str,
-        prompt: Sequence[int],
+        prompt: Prompt,
         num_tokens: int,
         moved: Moved,
         salt: str | None,
@@ -112,9 +112,15 @@ class FamilyWorker(WorkerPeer):
             model,
             request_id,
             time.monotonic(),
-            len(prompt),
+            len(prompt.token_ids),
             num_tokens,
-            encode_request(request_id, list(prompt), salt, max_tokens=num_tokens),
+            encode_request(
+                request_id,
+                prompt.token_ids,
+                salt,
+                mm_features=decoded_features(prompt.features),
+                max_tokens=num_tokens,
+            ),
             list(moved.tokens),
             is_moving=True,
             kv_transfer=moved.kv_transfer,
@@ -134,6 +140,13 @@ class FamilyWorker(WorkerPeer):
         """Free the host memory of a KV transfer that has arrived."""
         if moved.kv_transfer is not None:
             self.channel.send(m.ReleaseKvTransfer(moved.kv_transfer.transfer_id))
+
+    def num_loads(self, model: str) -> int:
+        """Return how often weights of a model have come back to the device."""
+        return sum(
+            one.model == model and bool(one.weight_bytes or one.prefetched_bytes)
+            for one in self.switches
+        )
 
     def kill(self) -> None:
         """End the process with SIGKILL."""

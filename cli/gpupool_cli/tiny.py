@@ -49,8 +49,8 @@ def make_tiny_models(
     arch: Annotated[
         str,
         typer.Option(
-            help="llama, qwen2, qwen3, mixtral or all; with --vision qwen2_5_vl, qwen3_vl, gemma3 "
-            "or all."
+            help="llama, qwen2, qwen3, mixtral or all; with --vision qwen2_5_vl, qwen3_vl, gemma3, "
+            "gemma4 or all."
         ),
     ] = "all",
     vision: Annotated[

@@ -1,8 +1,8 @@
 """Tiny random vision checkpoints, made offline by transformers' own classes.
 
-``python -m gpupoold.checkpoints.tiny_vision DIR`` writes a Qwen2.5-VL, a Qwen3-VL and a Gemma 3,
-each with its processor's files. Weights are float32 and scaled so that greedy text depends on the
-image as well as on the text. Equal arguments on the same machine give equal bytes.
+``python -m gpupoold.checkpoints.tiny_vision DIR`` writes a Qwen2.5-VL, a Qwen3-VL, a Gemma 3 and
+a Gemma 4, each with its processor's files. Weights are float32 and scaled so that greedy text
+depends on the image as well as on the text. Equal arguments on the same machine give equal bytes.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder
 from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, PAD_ID, write_tokenizer
 from gpupoold.checkpoints.tiny_vision_configs import (
-    GEMMA_IMAGE_SIZE,
-    GEMMA_IMAGE_TOKENS,
+    GEMMA4_TOKENS,
     GEMMA_TOKENS,
+    HIDDEN_SIZE,
     QWEN_TOKENS,
     VOCAB_SIZE,
+    gemma4_config,
     gemma_config,
     qwen2_5_config,
     qwen3_config,
+)
+from gpupoold.checkpoints.tiny_vision_processors import (
+    write_gemma4_processor,
+    write_gemma_processor,
+    write_qwen2_5_processor,
+    write_qwen3_processor,
 )
 from gpupoold.errors import UsageError
 
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
 RECIPE_FILE = "gpupool_tiny_vision.json"
 _RECIPE = {"version": 1, "dtype": "float32"}
 
-_MIN_IMAGE_TOKENS, _MAX_IMAGE_TOKENS = 4, 64
 # vLLM joins newlines around an image to one of these tokens.
 _GEMMA_NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 
@@ -77,14 +82,25 @@ _IMAGE_GAIN = 4.0
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """A family's checkpoint folder, tokens and makers of configuration and processor."""
+    """A family's checkpoint folder, tokens and makers of configuration and processor.
+
+    ``tokens`` are by their names in the tokenizer's configuration. ``published`` has prefixes of
+    names of tensors, and the ones of published checkpoints. ``one_plus`` norms of the text model
+    multiply by one more than their weights. ``embedding_std`` is of embeddings of text,
+    ``query_key_mean`` of the weights of norms of queries and keys.
+    """
 
     checkpoint_name: str
     image_text: str
-    tokens: tuple[str, ...]
+    tokens: Mapping[str, str]
     hf_class: str
     config: Callable[[Callable[[str], int]], Any]
     write_processor: Callable[[Path], None]
+    published: tuple[tuple[str, str], ...] = ()
+    newlines: tuple[str, ...] = ()
+    one_plus: bool = False
+    query_key_mean: float = _QUERY_KEY_GAIN
+    embedding_std: float = 1.0
 
 
 def make_vision_checkpoint(parent: Path, family: VisionFamily) -> Path:
@@ -102,7 +118,7 @@ def make_vision_checkpoint(parent: Path, family: VisionFamily) -> Path:
     with whole_folder(target) as folder:
         silent = write_tokenizer(folder)
         token_id = _add_tokens(folder, family)
-        silent += range(token_id(family.tokens[0]), VOCAB_SIZE)
+        silent += range(token_id(next(iter(family.tokens.values()))), VOCAB_SIZE)
         _write_model(folder, family, token_id, silent)
         family.write_processor(folder)
         ends = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
@@ -118,22 +134,14 @@ def _add_tokens(folder: Path, family: VisionFamily) -> Callable[[str], int]:
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in family.tokens]
+        [AddedToken(token, special=True, normalized=False) for token in family.tokens.values()]
     )
-    if family.tokens is GEMMA_TOKENS:
-        tokenizer.add_tokens(list(_GEMMA_NEWLINES))
+    tokenizer.add_tokens(list(family.newlines))
     tokenizer.save(str(file))
     template = _TEMPLATE.strip().replace("IMAGE", family.image_text)
     (folder / "chat_template.jinja").write_text(template)
     config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text())
-    if family.tokens is GEMMA_TOKENS:
-        start, end, soft, bos = GEMMA_TOKENS
-        config |= {"boi_token": start, "eoi_token": end, "image_token": soft, "bos_token": bos}
-    else:
-        start, end, image, video = QWEN_TOKENS
-        config |= {"image_token": image, "video_token": video}
-        config |= {"vision_bos_token": start, "vision_eos_token": end}
+    config = json.loads(config_file.read_text()) | family.tokens
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
     def token_id(token: str) -> int:
@@ -157,30 +165,30 @@ def _write_model(
     model_class = getattr(transformers, family.hf_class)
     model = model_class(config).to(torch.float32).eval()
     generator = torch.Generator().manual_seed(zlib.crc32(family.checkpoint_name.encode()))
-    is_gemma = family.tokens is GEMMA_TOKENS
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            _draw(name, tensor, generator, one_plus=is_gemma and "vision" not in name)
+            _draw(name, tensor, generator, family)
         model.lm_head.weight[list(silent_ids)] = 0
     config.architectures = [family.hf_class]
     config.save_pretrained(folder)
-    tensors = {_hub_name(name, is_gemma): tensor for name, tensor in model.state_dict().items()}
+    tensors = {_hub_name(name, family): tensor for name, tensor in model.state_dict().items()}
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes files readable only by the owner
 
 
-def _hub_name(name: str, is_gemma: bool) -> str:
+def _hub_name(name: str, family: VisionFamily) -> str:
     """Return a tensor's name in published checkpoints, which engines expect."""
-    if is_gemma:
-        for prefix, published in _GEMMA_NAMES:
-            if name.startswith(prefix):
-                return published + name.removeprefix(prefix)
+    for prefix, published in family.published:
+        if name.startswith(prefix):
+            return published + name.removeprefix(prefix)
     return name
 
 
-def _draw(name: str, tensor: torch.Tensor, generator: torch.Generator, *, one_plus: bool) -> None:
-    """Fill a parameter; with ``one_plus`` a norm multiplies by one more than its weight."""
+def _draw(
+    name: str, tensor: torch.Tensor, generator: torch.Generator, family: VisionFamily
+) -> None:
+    """Fill a parameter."""
     import torch
 
     noise = torch.randn(tensor.shape, generator=generator)
@@ -188,8 +196,10 @@ def _draw(name: str, tensor: torch.Tensor, generator: torch.Generator, *, one_pl
         tensor.copy_(noise * 0.1)
     elif tensor.dim() == 1:  # a norm
         is_query_key = "q_norm" in name or "k_norm" in name
-        mean = _QUERY_KEY_GAIN if is_query_key else 1.0
-        tensor.copy_(noise * 0.1 + mean - (1.0 if one_plus else 0.0))
+        mean = family.query_key_mean if is_query_key else 1.0
+        tensor.copy_(noise * 0.1 + mean - float(family.one_plus and "vision" not in name))
+    elif "embed_tokens.weight" in name:
+        tensor.copy_(noise * family.embedding_std)
     elif "embed_tokens" in name or "pos" in name:
         tensor.copy_(noise)
     else:
@@ -202,61 +212,13 @@ def _draw(name: str, tensor: torch.Tensor, generator: torch.Generator, *, one_pl
 def _gain(name: str) -> float:
     if "lm_head" in name:
         return _LOGIT_STD
-    if "patch_embed" in name or "merger" in name or "projector" in name:
+    if any(part in name for part in ("patch_embed", "merger", "projector", "embed_vision")):
         return _IMAGE_GAIN
     if any(part in name for part in ("q_proj", "k_proj")):
         return _QUERY_KEY_GAIN
     if any(part in name for part in ("o_proj", "down_proj", "fc2", "out_proj")):
         return _OUTPUT_GAIN
     return 1.0
-
-
-def _write_qwen_processor(folder: Path, patch_size: int, processor: str, video: str) -> None:
-    pixels_per_token = (2 * patch_size) ** 2
-    limits = (_MIN_IMAGE_TOKENS * pixels_per_token, _MAX_IMAGE_TOKENS * pixels_per_token)
-    size = dict(zip(("shortest_edge", "longest_edge"), limits, strict=True))
-    patches = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2, "size": size}
-    image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": processor}
-    _write(folder / "preprocessor_config.json", patches | image)
-    _write(
-        folder / "video_preprocessor_config.json",
-        patches | {"video_processor_type": video, "processor_class": processor},
-    )
-
-
-_write_qwen2_5_processor = partial(
-    _write_qwen_processor,
-    patch_size=14,
-    processor="Qwen2_5_VLProcessor",
-    video="Qwen2VLVideoProcessor",
-)
-_write_qwen3_processor = partial(
-    _write_qwen_processor,
-    patch_size=16,
-    processor="Qwen3VLProcessor",
-    video="Qwen3VLVideoProcessor",
-)
-
-
-def _write_gemma_processor(folder: Path) -> None:
-    size = {"height": GEMMA_IMAGE_SIZE, "width": GEMMA_IMAGE_SIZE}
-    _write(
-        folder / "preprocessor_config.json",
-        {
-            "image_processor_type": "Gemma3ImageProcessor",
-            "processor_class": "Gemma3Processor",
-            "image_seq_length": GEMMA_IMAGE_TOKENS,
-            "size": size,
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
-        },
-    )
-    content = {"image_seq_length": GEMMA_IMAGE_TOKENS, "processor_class": "Gemma3Processor"}
-    _write(folder / "processor_config.json", content)
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -268,7 +230,7 @@ VISION_FAMILIES = {
         QWEN_TOKENS,
         "Qwen2_5_VLForConditionalGeneration",
         qwen2_5_config,
-        _write_qwen2_5_processor,
+        write_qwen2_5_processor,
     ),
     "qwen3_vl": VisionFamily(
         "tiny-qwen3-vl",
@@ -276,7 +238,7 @@ VISION_FAMILIES = {
         QWEN_TOKENS,
         "Qwen3VLForConditionalGeneration",
         qwen3_config,
-        _write_qwen3_processor,
+        write_qwen3_processor,
     ),
     "gemma3": VisionFamily(
         "tiny-gemma3-vision",
@@ -284,7 +246,22 @@ VISION_FAMILIES = {
         GEMMA_TOKENS,
         "Gemma3ForConditionalGeneration",
         gemma_config,
-        _write_gemma_processor,
+        write_gemma_processor,
+        published=_GEMMA_NAMES,
+        newlines=_GEMMA_NEWLINES,
+        one_plus=True,
+    ),
+    # Its text model multiplies embeddings by the square root of the width; its attention does not
+    # divide by the square root of the size of a head.
+    "gemma4": VisionFamily(
+        "tiny-gemma4-vision",
+        "<|image|>",
+        GEMMA4_TOKENS,
+        "Gemma4ForConditionalGeneration",
+        gemma4_config,
+        write_gemma4_processor,
+        query_key_mean=0.7,
+        embedding_std=1 / math.sqrt(HIDDEN_SIZE),
     ),
 }
 

@@ -8,18 +8,39 @@ from typing import Any
 from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, MAX_POSITION_EMBEDDINGS, PAD_ID
 
 VOCAB_SIZE = 2112
-_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _INNER, _LAYERS = 256, 4, 2, 64, 768, 3
+HIDDEN_SIZE, _HEADS, _KV_HEADS, _HEAD_DIM, _INNER, _LAYERS = 256, 4, 2, 64, 768, 3
 _VISION_HIDDEN, _VISION_HEADS, _VISION_INNER, _VISION_LAYERS = 64, 2, 128, 2
 GEMMA_IMAGE_SIZE, GEMMA_IMAGE_TOKENS = 112, 16
 
-QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-GEMMA_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>", "<bos>")
+GEMMA4_PATCH_SIZE, GEMMA4_POOLING, GEMMA4_IMAGE_TOKENS = 16, 3, 70
+
+QWEN_TOKENS = {
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+}
+GEMMA_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+    "bos_token": "<bos>",
+}
+GEMMA4_TOKENS = {
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "image_token": "<|image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "audio_token": "<|audio|>",
+    "video_token": "<|video|>",
+}
 
 
 def _text(**more: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": _HIDDEN,
+        "hidden_size": HIDDEN_SIZE,
         "intermediate_size": _INNER,
         "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
@@ -39,13 +60,13 @@ def _qwen_vision(**more: Any) -> dict[str, Any]:
         "hidden_size": _VISION_HIDDEN,
         "intermediate_size": _VISION_INNER,
         "num_heads": _VISION_HEADS,
-        "out_hidden_size": _HIDDEN,
+        "out_hidden_size": HIDDEN_SIZE,
         **more,
     }
 
 
 def _qwen_ids(token_id: Callable[[str], int]) -> dict[str, Any]:
-    start, end, image, video = map(token_id, QWEN_TOKENS)
+    start, end, image, video = map(token_id, QWEN_TOKENS.values())
     return {
         "vision_start_token_id": start,
         "vision_end_token_id": end,
@@ -83,7 +104,7 @@ def qwen3_config(token_id: Callable[[str], int]) -> Any:
 def gemma_config(token_id: Callable[[str], int]) -> Any:
     from transformers import Gemma3Config
 
-    start, end, soft, _ = map(token_id, GEMMA_TOKENS)
+    start, end, soft, _ = map(token_id, GEMMA_TOKENS.values())
     text = _text(
         head_dim=_HEAD_DIM,
         query_pre_attn_scalar=_HEAD_DIM,
@@ -106,5 +127,44 @@ def gemma_config(token_id: Callable[[str], int]) -> Any:
         boi_token_index=start,
         eoi_token_index=end,
         image_token_index=soft,
+        tie_word_embeddings=False,
+    )
+
+
+def gemma4_config(token_id: Callable[[str], int]) -> Any:
+    from transformers import Gemma4Config
+
+    text = _text(
+        head_dim=_HEAD_DIM,
+        global_head_dim=2 * _HEAD_DIM,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=16,
+    )
+    vision = {
+        "patch_size": GEMMA4_PATCH_SIZE,
+        "pooling_kernel_size": GEMMA4_POOLING,
+        "default_output_length": GEMMA4_IMAGE_TOKENS,
+        "position_embedding_size": GEMMA4_IMAGE_TOKENS * GEMMA4_POOLING,
+        "hidden_size": _VISION_HIDDEN,
+        "intermediate_size": _VISION_INNER,
+        "num_hidden_layers": _VISION_LAYERS,
+        "num_attention_heads": _VISION_HEADS,
+        "num_key_value_heads": _VISION_HEADS,
+        "head_dim": _VISION_HIDDEN // _VISION_HEADS,
+    }
+    tokens = {name: token_id(token) for name, token in GEMMA4_TOKENS.items()}
+    return Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=None,
+        boi_token_id=tokens["boi_token"],
+        eoi_token_id=tokens["eoi_token"],
+        image_token_id=tokens["image_token"],
+        boa_token_id=tokens["boa_token"],
+        eoa_token_index=tokens["eoa_token"],
+        audio_token_id=tokens["audio_token"],
+        video_token_id=tokens["video_token"],
         tie_word_embeddings=False,
     )

@@ -65,6 +65,7 @@ def read_head(body: bytes, path: str) -> Head:
         else:
             num_prompts = _num_prompts(fields, path)
             where = "messages" if path == BATCH_PATH else "prompt"
+        num_samples = 1 if is_pooling else _num_samples(fields.n)
         _check_num_prompts(num_prompts, where)
         check_values(body, path)
     except msgspec.ValidationError as error:
@@ -80,10 +81,7 @@ def read_head(body: bytes, path: str) -> Head:
     has_id = fields.request_id is not msgspec.UNSET
     if has_id:
         check_client_id(fields.request_id, "`request_id`")
-    num_samples = 1 if is_pooling else _whole_number(fields.n)
-    if num_samples > MAX_SAMPLES:
-        raise bad_request(f"`n` must be at most {MAX_SAMPLES}.", param="n")
-    return Head(fields.model, has_id, num_prompts, max(1, num_samples))
+    return Head(fields.model, has_id, num_prompts, num_samples)
 
 
 def check_num_requests(head: Head, bound: int) -> None:
@@ -124,10 +122,16 @@ def _num_items(text: msgspec.Raw) -> int:
     return len(_list_decoder.decode(text)) if _LIST.match(memoryview(text)) else 1
 
 
-def _whole_number(value: object) -> int:
-    """Return ``n`` as vLLM reads the value; a value that vLLM refuses counts as 1."""
+def _num_samples(value: object) -> int:
+    """Return ``n`` as vLLM reads the value; a value that vLLM refuses counts as 1.
+
+    Raises:
+        ApiError: 400; ``n`` is too large.
+    """
     try:
         number = int(value) if isinstance(value, int | float | str) else 1
     except (ValueError, OverflowError):
         return 1
-    return number
+    if number > MAX_SAMPLES:
+        raise bad_request(f"`n` must be at most {MAX_SAMPLES}.", param="n")
+    return max(1, number)

@@ -123,21 +123,13 @@ class TestCheckpoints:
 class TestKinds:
     """Models that are whole, but of a kind that is not served; the reason is a sentence."""
 
-    @pytest.mark.parametrize(
-        ("kind", "message"),
-        [
-            ("BertForMaskedLM", "BertForMaskedLM does not generate text"),
-            ("T5ForConditionalGeneration", "is an encoder-decoder model, which is not supported"),
-        ],
-    )
-    def test_a_model_that_is_no_decoder(
-        self, refused: Callable[..., Any], tmp_path: Path, kind: str, message: str
-    ) -> None:
+    def test_a_model_with_an_encoder(self, refused: Callable[..., Any], tmp_path: Path) -> None:
+        kind = "T5ForConditionalGeneration"
         folder = tmp_path / kind
         run_python(_MAKE_KIND, str(folder), kind)
         error = refused(folder)
         assert isinstance(error, Refused)
-        assert message in error.message
+        assert "is an encoder-decoder model, which is not supported" in error.message
         assert error.hint
 
     @pytest.mark.parametrize(

@@ -41,6 +41,9 @@ NO_SAMPLES = {
     "gpupool_device_temperature_celsius",
     "gpupool_device_power_watts",
     "gpupool_device_kv_host_limit_bytes",
+    "gpupool_drafts_total",
+    "gpupool_draft_tokens_total",
+    "gpupool_accepted_draft_tokens_total",
 }
 DOCUMENTED = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\| ", re.MULTILINE)
 EXAMPLES = ROOT / "examples"

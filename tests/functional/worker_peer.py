@@ -154,7 +154,7 @@ class WorkerPeer:
         task: str | None = None,
         **sampling: Any,
     ) -> None:
-        """Send a greedy request (``sampling`` as vLLM's SamplingParams), or the rest of one
+        """Send a greedy request (``sampling`` as in ``encode_request``), or the rest of one
         that has had ``output_token_ids``. It finds prefixes of others with its salt only.
         With a ``task`` the model makes a result."""
         frames = encode_request(request_id, prompt, cache_salt=cache_salt, task=task, **sampling)
@@ -255,9 +255,10 @@ def encode_request(
     prompt: list[int],
     cache_salt: str | None = None,
     task: Any = None,
+    mm_features: Any = None,
     **sampling: Any,
 ) -> list[bytes]:
-    """A request as a frontend encodes it."""
+    """A request as a frontend encodes it, with vLLM's features of its images."""
     from vllm import PoolingParams, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
@@ -266,7 +267,7 @@ def encode_request(
     request = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
-        mm_features=None,
+        mm_features=mm_features,
         sampling_params=None if task else SamplingParams(**fields),
         pooling_params=PoolingParams(task=task, use_activation=True) if task else None,
         arrival_time=time.time(),

@@ -139,6 +139,7 @@ class ModelEngine:
         self.info = info
         self.weights: WeightMemory = load.weights
         self.layout_digest = load.layout.digest
+        self.scratch = load.layout.scratch
         self.kv = kv
         self._ledger = BlockPoolLedger(_block_pool(core))
         kv.attach(self._ledger)

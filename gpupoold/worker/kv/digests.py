@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 
 def weights_digest(device: Device, engine: ModelEngine) -> str:
-    """Return the SHA-256 of a resident model's weights."""
+    """Return the SHA-256 of a resident model's weights without the tensors that steps write."""
     weights = tensors.over(device, engine.weights.address, engine.info.weight_bytes)
-    return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
+    digest, start = hashlib.sha256(), 0
+    for offset, num_bytes in (*engine.scratch, (engine.info.weight_bytes, 0)):
+        digest.update(weights[start:offset].cpu().numpy().tobytes())
+        start = offset + num_bytes
+    return digest.hexdigest()
 
 
 def live_blocks(engine: ModelEngine) -> list[int]:

@@ -16,6 +16,9 @@ from torch import nn
 
 from gpupoold.worker.weights.wrappers import base_name, is_wrapper
 
+# Attributes in which vLLM's vision models hand embeddings to the forward pass of the same step.
+_SCRATCH = ("per_layer_embeddings", "deepstack_input_embeds")
+
 
 def loose_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors in the modules' plain attributes that are on the weights' device."""
@@ -25,6 +28,11 @@ def loose_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         for name, leaf in _leaves_of(model)
         if isinstance(leaf, torch.Tensor) and leaf.device == device
     ]
+
+
+def scratch_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the loose tensors that steps write; their content means nothing between steps."""
+    return [tensor for name, tensor in loose_tensors(model) if name.split(".")[-2] in _SCRATCH]
 
 
 def loose_digest(model: nn.Module) -> str:

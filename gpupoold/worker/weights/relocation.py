@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gpupoold.memory.contracts import Device
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.loose import loose_digest, loose_tensors
+from gpupoold.worker.weights.loose import loose_digest, loose_tensors, scratch_tensors
 from gpupoold.worker.weights.wrappers import base_name, slot_tensors
 
 _ALIGNMENT_BYTES = 256
@@ -24,12 +24,16 @@ _ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """The tensors of a model, and the offset of each tensor's storage in the address range."""
+    """The tensors of a model, and the offset of each tensor's storage in the address range.
+
+    ``scratch`` has offset and bytes of each storage that steps write, in ascending order.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     offsets: dict[int, int]  # address of a storage → offset in the address range
     num_bytes: int
     digest: str
+    scratch: tuple[tuple[int, int], ...] = ()
 
 
 def plan_layout(model: torch.nn.Module) -> WeightLayout:
@@ -39,7 +43,10 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
     other's snapshot. The digest also covers state outside of the snapshot, so that an incomplete
     snapshot is not mistaken for a complete one. Support for adapters does not change the digest.
     """
-    return _lay_out(_named_tensors(model), loose_digest(model))
+    layout = _lay_out(_named_tensors(model), loose_digest(model))
+    written = [tensor.untyped_storage() for tensor in scratch_tensors(model)]
+    scratch = {(layout.offsets[one.data_ptr()], one.nbytes()) for one in written if one.nbytes()}
+    return replace(layout, scratch=tuple(sorted(scratch)))
 
 
 def plan_slots(model: torch.nn.Module) -> WeightLayout:

@@ -49,7 +49,7 @@ class _SnapshotLoader(BaseModelLoader):
             for name, tensor in model.state_dict(keep_vars=True).items():
                 if name.rpartition(".")[2] not in _KV_SCALES:
                     tensor.zero_()
-        if supports_any_eagle(model):
+        if model_config.runner == "draft" and supports_any_eagle(model):
             for name in _stored_names(Path(model_config.model)):
                 # An internal function of vLLM, which records whether a drafter has own embeddings.
                 process_eagle_weight(model, name)

@@ -48,6 +48,12 @@ def test_what_vllm_cannot_is_for_a_gpu() -> None:
     assert "## For a run on a GPU\n\n- GPT-2, serve: `no 'kernel'`" in page
 
 
+def test_untried_cells_have_the_reason_if_there_is_one() -> None:
+    no_template = row(parsers=Cell(Outcome.UNTRIED, "no template at hand"))
+    assert "| no template at hand |" in page_text([family_named("gpt2")], {"gpt2": no_template})
+    assert "| - |" in page_text([family_named("bert")], {"bert": row(kv=Cell(Outcome.UNTRIED))})
+
+
 def test_results_survive_writing(tmp_path: Path) -> None:
     rows = {"gpt2": row(serve=Cell(Outcome.NO, "é"))}
     write_rows(tmp_path / "rows.json", rows)

@@ -94,3 +94,13 @@ def test_another_shape_is_another_layout() -> None:
     layer = Layer()
     layer.folded = layer.folded.reshape(2, 2)
     assert plan_layout(layer).digest != plan_layout(Layer()).digest
+
+
+def test_tensors_that_steps_write_are_known() -> None:
+    layer = Layer()
+    assert plan_layout(layer).scratch == ()
+    written = [torch.zeros(4), torch.zeros(8)]
+    setattr(layer, "deepstack_input_embeds", written)  # noqa: B010
+    layout = plan_layout(layer)
+    offsets = [layout.offsets[one.untyped_storage().data_ptr()] for one in written]
+    assert layout.scratch == ((offsets[0], written[0].nbytes), (offsets[1], written[1].nbytes))

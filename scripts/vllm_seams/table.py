@@ -12,6 +12,7 @@ from scripts.vllm_seams.seam import Seam
 
 _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
+_LEDGER = "gpupoold/worker/engine/block_ledger.py"
 _COMPUTED = "gpupoold/worker/engine/computed_kv.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
 _RESUME = "gpupoold/worker/engine/resume.py"
@@ -75,12 +76,12 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_GRAMMARS, "vllm.v1.core.sched.scheduler.Scheduler", "structured_output_manager"),
     (
-        _ENGINE,
+        _LEDGER,
         "vllm.v1.core.block_pool.BlockPool",
         "blocks free_block_queue evict_blocks touch free_blocks get_num_free_blocks",
     ),
     (_COMPUTED, "vllm.v1.core.block_pool.BlockPool", "blocks null_block"),
-    (_ENGINE, "vllm.v1.core.kv_cache_utils.KVCacheBlock", "block_id ref_cnt is_null"),
+    (_LEDGER, "vllm.v1.core.kv_cache_utils.KVCacheBlock", "block_id ref_cnt is_null"),
     (
         _SCHEDULER,
         "vllm.v1.core.kv_cache_manager.KVCacheManager",

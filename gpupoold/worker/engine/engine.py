@@ -1,9 +1,7 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
 Seams used (``scripts/vllm_seams``): ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
-``structured_output_manager``, the LoRA manager, the scheduler's queues (read only),
-``BlockPool.touch/free_blocks/evict_blocks``, and its ``free_block_queue``, which is replaced before
-the first request.
+``structured_output_manager``, the LoRA manager, and the scheduler's queues (read only).
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ import contextlib
 import gc
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -27,13 +24,14 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.errors import GpupoolError, Refused
-from gpupoold.memory.contracts import BlockWatcher, Device
+from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters
+from gpupoold.worker.engine.block_ledger import BlockPoolLedger
 from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
@@ -48,79 +46,6 @@ from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
-
-
-class WatchedFreeQueue(FreeKVCacheBlockQueue):
-    """vLLM's list of free blocks, which notifies a watcher of blocks that leave and return.
-
-    A block is in the list exactly while it has no reference.
-    """
-
-    def __init__(self, blocks: list[KVCacheBlock], watcher: BlockWatcher) -> None:
-        super().__init__(blocks)
-        self._watcher = watcher
-
-    def popleft(self) -> KVCacheBlock:
-        block = super().popleft()
-        self._watcher.taken([block.block_id])
-        return block
-
-    def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        blocks = super().popleft_n(n)
-        self._watcher.taken([block.block_id for block in blocks])
-        return blocks
-
-    def remove(self, block: KVCacheBlock) -> None:
-        super().remove(block)
-        self._watcher.taken([block.block_id])
-
-    def append(self, block: KVCacheBlock) -> None:
-        super().append(block)
-        self._watcher.freed([block.block_id])
-
-    def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        super().append_n(blocks)
-        self._watcher.freed([block.block_id for block in blocks])
-
-    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        super().prepend_n(blocks)
-        self._watcher.freed([block.block_id for block in blocks])
-
-
-class BlockPoolLedger:
-    """vLLM's block pool for the KV memory, through its public methods."""
-
-    def __init__(self, block_pool: Any) -> None:
-        self._pool = block_pool
-
-    def watch(self, watcher: BlockWatcher) -> None:
-        """Report every later change to ``watcher``."""
-        free = [block for block in self._pool.blocks if not block.is_null]
-        assert self.num_free == len(free), "blocks are in use before there are requests"
-        self._pool.free_block_queue = WatchedFreeQueue(free, watcher)
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """Remove free blocks from the engine's free list."""
-        self._pool.evict_blocks(set(block_ids))
-        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
-
-    def keep(self, block_ids: Sequence[int]) -> None:
-        """Add a reference to a request's blocks, so that the blocks outlive the request."""
-        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
-
-    def give(self, block_ids: Sequence[int]) -> None:
-        """Drop the reference of ``hold`` or ``keep``; blocks without another become free."""
-        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
-
-    def live(self, block_ids: Iterable[int]) -> list[int]:
-        """Return the blocks that have a reference."""
-        blocks = self._pool.blocks
-        return [block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0]
-
-    @property
-    def num_free(self) -> int:
-        """Number of blocks that the engine could allocate now."""
-        return int(self._pool.get_num_free_blocks())
 
 
 class ModelEngine:

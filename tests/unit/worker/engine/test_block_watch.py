@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from vllm.v1.core.block_pool import BlockPool
 
-from gpupoold.worker.engine.engine import BlockPoolLedger
+from gpupoold.worker.engine.block_ledger import BlockPoolLedger
 
 NUM_BLOCKS = 40
 

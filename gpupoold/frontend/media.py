@@ -38,7 +38,6 @@ _SHOWN_CHARS = 200
 # vLLM's message beyond a limit of ``limit_mm_per_prompt``.
 _TOO_MANY = re.compile(r"At most (\d+) (\w+)\(s\) may be provided")
 
-
 # Threads for images yield the cores to steps and streams.
 _NICENESS = 10
 _decoders = ThreadPoolExecutor(

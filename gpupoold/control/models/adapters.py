@@ -165,7 +165,7 @@ class ModelAdapters:
             row = await self._registry.add_further(row.spec.name, adapter)
             try:
                 await self._load(row.spec.name, adapter)
-                await self._remount(row)
+                await self._mounts.remount(row.spec)
             except BaseException:
                 await self._undo(adapter)
                 raise
@@ -202,12 +202,6 @@ class ModelAdapters:
                 except GpupoolError as error:  # the memory is free after the engine's end at last
                     _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
 
-    async def _remount(self, row: ModelRow) -> None:
-        self._fleet.changed(row.spec)
-        if self._fleet.loaded(row.spec.name) is not None:
-            await self._mounts.mount(row.spec)
-        await self._mounts.publish()
-
     async def _forget(self, name: str) -> ModelRow:
         row = await find_model(self._registry, name)
         adapter = row.spec.adapter(name)
@@ -216,7 +210,7 @@ class ModelAdapters:
         self._dispatcher.fail_name(name, f"the adapter {name} was removed")
         row = await self._registry.remove_further(name)
         await self._unload(row.spec.name, adapter)
-        await self._remount(row)
+        await self._mounts.remount(row.spec)
         text = f"adapter {name} removed"
         self._history.record_event("info", "adapter_removed", row.spec.name, text)
         return row
@@ -225,4 +219,4 @@ class ModelAdapters:
         row = await self._registry.remove_further(adapter.name)
         await self._unload(row.spec.name, adapter)
         with contextlib.suppress(GpupoolError):
-            await self._remount(row)
+            await self._mounts.remount(row.spec)

@@ -58,6 +58,17 @@ class ModelMounts:
         served = [self._served(row, is_open=row.spec.name == opening) for row in rows]
         self._frontends.send(m.ModelList(served, self._supervisor.any_ready))
 
+    async def remount(self, spec: ModelSpec) -> None:
+        """Apply the changed names of a model: to the fleet, the mounted API and the list.
+
+        Raises:
+            GpupoolError: the frontends' reason; the list is not published.
+        """
+        self._fleet.changed(spec)
+        if self._fleet.loaded(spec.name) is not None:
+            await self.mount(spec)
+        await self.publish()
+
     async def open(self, spec: ModelSpec) -> ModelRow:
         """Open a loaded model for requests.
 

@@ -61,9 +61,9 @@ class Presets:
         async with self._fleet.changing.alone():
             row = await self._registry.add_further(spec.name, preset)
             try:
-                await self._remount(row)
+                await self._mounts.remount(row.spec)
             except GpupoolError:
-                await self._remount(await self._registry.remove_further(preset.name))
+                await self._mounts.remount((await self._registry.remove_further(preset.name)).spec)
                 raise
         self._history.record_event("info", "preset_added", spec.name, f"preset {preset.name}")
         return row
@@ -78,15 +78,9 @@ class Presets:
             if (await find_model(self._registry, name)).spec.preset(name) is None:
                 raise NoSuchModel(f"no preset is named {name!r}", "see `gpupool list`")
             row = await self._registry.remove_further(name)
-            await self._remount(row)
+            await self._mounts.remount(row.spec)
         self._history.record_event("info", "preset_removed", row.spec.name, f"preset {name}")
         return row
-
-    async def _remount(self, row: ModelRow) -> None:
-        self._fleet.changed(row.spec)
-        if self._fleet.loaded(row.spec.name) is not None:
-            await self._mounts.mount(row.spec)
-        await self._mounts.publish()
 
 
 def check_defaults(defaults: Mapping[str, Any]) -> None:

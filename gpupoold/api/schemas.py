@@ -10,6 +10,7 @@ from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, WarmSource
 from gpupoold.latency.stored import StoredLatency
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
+MAX_DEVICES = 1024
 
 
 class Body(BaseModel):
@@ -19,7 +20,10 @@ class Body(BaseModel):
 
 
 class AddModelRequest(Body):
-    """``POST /models``; the answer is a stream of ``Progress`` lines."""
+    """``POST /models``; the answer is a stream of ``Progress`` lines.
+
+    ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
+    """
 
     name: str
     source: str | None = None
@@ -30,6 +34,7 @@ class AddModelRequest(Body):
     tbt_s: float = Field(default=DEFAULT_TBT_S, gt=0, allow_inf_nan=False)
     aliases: list[str] = []
     engine: dict[str, str] = {}
+    devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
     check_only: bool = False
 
 

@@ -116,6 +116,7 @@ class ControlPlane:
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
             self.lifecycle.retries.check,
+            self.lifecycle.placement.check,
             self.health.check,
             self.keyring.tick,
             self.minutes.tick,

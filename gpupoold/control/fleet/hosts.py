@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from gpupoold.control.fleet.transitions import HOST_TRANSITIONS, HostEvent, HostPhase, Life
+from gpupoold.wire.messages import EngineMemory
+
+NOTHING = EngineMemory()
+_WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 
 
 class Host:
-    """A model on one worker; ``layout_digest`` is the digest of the loaded layout."""
+    """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
+
+    ``memory`` is the memory of the model's engine outside the pages.
+    """
 
     def __init__(self, model: str, number: int) -> None:
         self._life = Life(f"{model} on worker {number}", HostPhase.ABSENT, HOST_TRANSITIONS)
         self.layout_digest = ""
+        self.memory = EngineMemory()
 
     @property
     def phase(self) -> HostPhase:
@@ -34,18 +42,22 @@ class Host:
         """
         self._life.move(event)
 
-    def loaded(self, layout_digest: str, *, has_snapshot: bool) -> None:
+    def loaded(
+        self, layout_digest: str, memory: EngineMemory = NOTHING, *, has_snapshot: bool
+    ) -> None:
         """Record the end of a load."""
         self.note(HostEvent.LOADED)
-        self.layout_digest = layout_digest
+        self.layout_digest, self.memory = layout_digest, memory
         if has_snapshot:
             self.note(HostEvent.ATTACH)
 
-    def replaced(self, layout_digest: str, *, has_snapshot: bool) -> None:
+    def replaced(
+        self, layout_digest: str, memory: EngineMemory = NOTHING, *, has_snapshot: bool
+    ) -> None:
         """Record that another engine of the loaded model has taken the engine's place."""
         if self.phase is HostPhase.LOADED and has_snapshot:
             self.note(HostEvent.ATTACH)
-        self.layout_digest = layout_digest
+        self.layout_digest, self.memory = layout_digest, memory
 
 
 class Hosts:
@@ -60,6 +72,22 @@ class Hosts:
         if host is None:
             host = self._hosts[model, number] = Host(model, number)
         return host
+
+    def engines_on(self, number: int) -> dict[str, EngineMemory]:
+        """Return the memory of the engines on a worker, by model."""
+        return {
+            model: host.memory
+            for (model, on), host in self._hosts.items()
+            if on == number and host.phase in _WITH_ENGINE
+        }
+
+    def devices_of(self, model: str) -> dict[int, EngineMemory]:
+        """Return the memory of the model's engines, by worker."""
+        return {
+            number: host.memory
+            for (name, number), host in self._hosts.items()
+            if name == model and host.phase in _WITH_ENGINE
+        }
 
     def lose_worker(self, number: int) -> None:
         """Record the end of a worker's process, and of all models there."""

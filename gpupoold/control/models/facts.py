@@ -61,6 +61,9 @@ class LoadFacts:
             kv_bytes_per_token=loaded.model.kv_bytes_per_token,
             max_model_len=loaded.model.max_model_len,
         )
+        if worker.ready is not None:
+            kind, num_bytes = worker.ready.device_name, loaded.memory.device_bytes
+            await self._registry.set_engine_bytes(spec.name, kind, num_bytes)
         if loaded.profile is None or worker.ready is None:
             return
         problem = loaded.profile.problem

@@ -17,7 +17,7 @@ from gpupoold.control.processes.pending import Pending
 from gpupoold.control.processes.restarts import REAL_TIME, Timing
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.process import WorkerProcess
-from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.worker import Worker, WorkerIsDown
 from gpupoold.errors import Failed, TimedOut, Unavailable
 from gpupoold.wire import messages as m
 
@@ -104,14 +104,14 @@ class WorkerSupervisor:
     async def device_sizes(self, *, of_all: bool = False) -> list[int]:
         """Return the memory in bytes of the devices whose workers are ready.
 
-        Wait until one worker is ready; with ``of_all`` until each is ready or did not come up in
-        time.
+        Wait until one worker is ready; with ``of_all`` until each worker that is not down is ready
+        or did not come up in time.
 
         Raises:
             Unavailable: no worker came up in time.
         """
         if of_all or not self.any_ready:
-            waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.workers]
+            waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.up]
             try:
                 errors = await _outcomes(waits, of_all=of_all)
             finally:
@@ -132,14 +132,16 @@ class WorkerSupervisor:
         """Load or replace a model on a worker; return its facts and a descriptor of the snapshot.
 
         The descriptor is None from a device without snapshots. Steps are then profiled for at most
-        ``profiling_budget_s``.
+        ``profiling_budget_s``. The caller holds ``worker.load_lock``.
 
         Raises:
-            GpupoolError: the worker's reason, or the worker is down.
+            WorkerIsDown: the worker is down.
+            WorkerEnded: the worker ended before answering.
+            GpupoolError: the worker's reason.
             TimedOut: the load exceeded the configured time.
         """
         if not worker.is_ready:
-            raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
+            raise WorkerIsDown(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
         await worker.unloading.settled(model.name)
         # The phase stays if the caller does not wait for the end of the load.
         host = self._hosts.of(model.name, worker.number)

@@ -220,6 +220,7 @@ class ModelsBox:
             self.supervisor,
             cast(Frontends, self.frontends),
             snapshots,
+            self.cache,
             cast(Inspector, self.inspector),
         )
         self.processes: dict[int, PlayedWorker] = {}

@@ -64,7 +64,7 @@ def weight_bytes_sent(hub: FakeHub) -> int:
 async def test_all_stages_of_an_added_model(box: ModelsBox, hub: FakeHub) -> None:
     found = await lines(box)
     stages = list(dict.fromkeys(one.stage for one in found))
-    assert stages == ["resolve", "download", "check", "load", "ready"]
+    assert stages == ["resolve", "download", "check", "load", "spread", "ready"]
     downloads = [one for one in found if one.stage == "download"]
     assert max(one.total_bytes or 0 for one in downloads) > 2 * NUM_ELEMENTS
     assert weight_bytes_sent(hub) < 2.1 * NUM_ELEMENTS

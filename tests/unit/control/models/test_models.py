@@ -223,7 +223,8 @@ async def test_the_same_name_is_added_once_at_a_time(box: ModelsBox) -> None:
             await added(box, "new")
         break
     await box.until(lambda: box.fleet.availability("new").phase is ModelPhase.REMOVED)
-    assert [one.stage for one in await added(box, "new")] == ["resolve", "check", "load", "ready"]
+    stages = [one.stage for one in await added(box, "new")]
+    assert stages == ["resolve", "check", "load", "spread", "ready"]
     assert box.fleet.availability("new").can_serve
 
 

@@ -139,6 +139,7 @@ class EngineChanges:
             )
         if fd is not None:
             await self._snapshots.keep_changed(fd, spec, worker, loaded)
+        await self._facts.keep_engine_bytes(spec.name, worker, loaded)
         await self._facts.keep(spec, worker, loaded)
         costs = await self._facts.costs(spec.name, worker)
         self._dispatcher.host(spec.targets, loaded.model, costs, worker)

@@ -148,8 +148,8 @@ class ModelLoader:
                 loaded, fd = await self._supervisor.load(
                     worker, to_load(spec, self._settings), snapshot, budget_s
                 )
-                await self._facts.keep(spec, worker, loaded)
                 with _closing(fd) as kept:
+                    await self._facts.keep_engine_bytes(name, worker, loaded)
                     self._fleet.check_quarantine(name)  # it may have crashed another worker
                     await self._room.settle(name, worker, reason)
                     if fd is not None:
@@ -158,6 +158,7 @@ class ModelLoader:
             except BaseException:
                 self._clean_up(worker, name)  # the worker may still finish the load
                 raise
+        await self._facts.keep(spec, worker, loaded)
         await self._serve(spec, worker, loaded)
         size, took_s = format_bytes(loaded.model.weight_bytes), loop.time() - started_s
         text = "%s loaded on worker %d in %.2f s: %s of weights, %s for the engine (%s)"

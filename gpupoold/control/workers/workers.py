@@ -22,6 +22,8 @@ from gpupoold.errors import Failed, TimedOut, Unavailable
 from gpupoold.wire import messages as m
 
 _READY_TIMEOUT_S = 120.0
+# For a worker that is down: a broken device must delay no addition.
+_RESTART_TIMEOUT_S = 10.0
 _READY_POLL_S = 0.05
 
 K = TypeVar("K")
@@ -87,8 +89,9 @@ class WorkerSupervisor:
         Raises:
             Unavailable: the worker did not come up in time.
         """
+        limit_s = _RESTART_TIMEOUT_S if worker.state == "down" else _READY_TIMEOUT_S
         try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 while not worker.is_ready:
                     await asyncio.sleep(_READY_POLL_S)
         except TimeoutError:
@@ -104,14 +107,14 @@ class WorkerSupervisor:
     async def device_sizes(self, *, of_all: bool = False) -> list[int]:
         """Return the memory in bytes of the devices whose workers are ready.
 
-        Wait until one worker is ready; with ``of_all`` until each worker that is not down is ready
-        or did not come up in time.
+        Wait until one worker is ready; with ``of_all`` until each is ready or did not come up in
+        time.
 
         Raises:
             Unavailable: no worker came up in time.
         """
         if of_all or not self.any_ready:
-            waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.up]
+            waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.workers]
             try:
                 errors = await _outcomes(waits, of_all=of_all)
             finally:

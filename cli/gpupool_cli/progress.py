@@ -26,6 +26,7 @@ _WORDS = {
     "download": "downloading",
     "check": "checking",
     "load": "loading",
+    "spread": "serving; loading on further devices",
     "ready": "ready",
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from gpupoold.api.schemas import (
     Body,
     DeviceInfo,
@@ -40,7 +42,8 @@ class TurnInfo(Body):
 class TopModel(Body):
     """A model's row: targets, memory, requests and devices.
 
-    ``devices`` have all weights of the model.
+    ``devices`` have all weights of the model; ``fixed_devices`` were chosen by hand for its
+    engines.
     """
 
     usage: ModelUsage
@@ -48,6 +51,7 @@ class TopModel(Body):
     tbt_s: float
     is_pinned: bool
     devices: list[int]
+    fixed_devices: list[int] = Field(default_factory=list)
 
 
 class Top(Body):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from gpupoold.control.fleet.transitions import HOST_TRANSITIONS, HostEvent, HostPhase, Life
 from gpupoold.wire.messages import EngineMemory
+
+Engines = dict[str, dict[int, EngineMemory]]
+"""The memory of engines, by model and worker."""
 
 NOTHING = EngineMemory()
 _WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
@@ -12,13 +17,15 @@ _WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 class Host:
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
-    ``memory`` is the memory of the model's engine outside the pages.
+    ``memory`` is the memory of the model's engine outside the pages, ``why`` the reason for the
+    engine on this worker.
     """
 
     def __init__(self, model: str, number: int) -> None:
         self._life = Life(f"{model} on worker {number}", HostPhase.ABSENT, HOST_TRANSITIONS)
         self.layout_digest = ""
-        self.memory = EngineMemory()
+        self.memory = NOTHING
+        self.why = ""
 
     @property
     def phase(self) -> HostPhase:
@@ -61,35 +68,32 @@ class Host:
 
 
 class Hosts:
-    """The hosts by model and worker number; created on first use."""
+    """The hosts by worker number and model; created on first use."""
 
     def __init__(self) -> None:
-        self._hosts: dict[tuple[str, int], Host] = {}
+        self._hosts: defaultdict[int, dict[str, Host]] = defaultdict(dict)
 
     def of(self, model: str, number: int) -> Host:
         """Return the model's host on a worker, which lasts until the worker ends."""
-        host = self._hosts.get((model, number))
+        host = self._hosts[number].get(model)
         if host is None:
-            host = self._hosts[model, number] = Host(model, number)
+            host = self._hosts[number][model] = Host(model, number)
         return host
 
     def engines_on(self, number: int) -> dict[str, EngineMemory]:
         """Return the memory of the engines on a worker, by model."""
-        return {
-            model: host.memory
-            for (model, on), host in self._hosts.items()
-            if on == number and host.phase in _WITH_ENGINE
-        }
+        hosts = self._hosts[number]
+        return {name: one.memory for name, one in hosts.items() if one.phase in _WITH_ENGINE}
 
-    def devices_of(self, model: str) -> dict[int, EngineMemory]:
-        """Return the memory of the model's engines, by worker."""
-        return {
-            number: host.memory
-            for (name, number), host in self._hosts.items()
-            if name == model and host.phase in _WITH_ENGINE
-        }
+    def engines(self) -> Engines:
+        """Return the memory of all engines, by model and worker."""
+        found: Engines = {}
+        for number in sorted(self._hosts):
+            for model, memory in self.engines_on(number).items():
+                found.setdefault(model, {})[number] = memory
+        return found
 
     def lose_worker(self, number: int) -> None:
         """Record the end of a worker's process, and of all models there."""
-        for key in [key for key in self._hosts if key[1] == number]:
-            self._hosts.pop(key).note(HostEvent.LOSE_WORKER)
+        for host in self._hosts.pop(number, {}).values():
+            host.note(HostEvent.LOSE_WORKER)

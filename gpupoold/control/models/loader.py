@@ -159,16 +159,19 @@ class ModelLoader:
                 self._clean_up(worker, name)  # the worker may still finish the load
                 raise
         await self._facts.keep(spec, worker, loaded)
-        await self._serve(spec, worker, loaded)
+        await self._serve(spec, worker, loaded, reason)
         size, took_s = format_bytes(loaded.model.weight_bytes), loop.time() - started_s
         text = "%s loaded on worker %d in %.2f s: %s of weights, %s for the engine (%s)"
         engine = format_bytes(loaded.memory.device_bytes)
         _logger.info(text, name, worker.number, took_s, size, engine, reason.why)
 
-    async def _serve(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
+    async def _serve(
+        self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded, reason: HostingReason
+    ) -> None:
         costs = await self._facts.costs(spec.name, worker)
         if not self._has(worker, spec):
             raise WorkerEnded(f"worker {worker.number} ended", "see `gpupool logs`")
+        self._fleet.hosts.of(spec.name, worker.number).why = reason.why
         self._dispatcher.host(spec.targets, loaded.model, costs, worker)
 
     def _clean_up(self, worker: Worker, name: str) -> None:

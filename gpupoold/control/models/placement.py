@@ -23,7 +23,7 @@ from gpupoold.control.workers.worker import Worker, WorkerEnded, WorkerIsDown
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, Refused, TimedOut, Unavailable, UsageError
-from gpupoold.scheduling.hosting import HostingChoice, HostingReason, choose
+from gpupoold.scheduling.hosting import HostingChoice, HostingDevice, HostingReason, choose
 
 _logger = logging.getLogger(__name__)
 
@@ -249,14 +249,17 @@ class Placement:
             for one in self._supervisor.workers
             if one.is_ready and one.has_loaded and not one.num_loads
         }
+        engines, devices = self._fleet.hosts.engines(), self._room.devices()
         for row in rows:
-            if idle.difference(self._fleet.hosts.devices_of(row.spec.name)):
-                self._start_due(row, idle, now_s)
+            if idle.difference(engines.get(row.spec.name, ())):
+                self._start_due(row, devices, idle, now_s)
 
-    def _start_due(self, row: ModelRow, idle: set[int], now_s: float) -> None:
+    def _start_due(
+        self, row: ModelRow, devices: list[HostingDevice], idle: set[int], now_s: float
+    ) -> None:
         """Start the due loads of a model on idle devices, which are then no longer idle."""
         name = row.spec.name
-        for choice in choose(self._room.model(row, now_s), self._room.devices()):
+        for choice in choose(self._room.model(row, now_s), devices):
             _, next_s = self._waits.get((name, choice.device), (0.0, 0.0))
             if choice.device in idle and now_s >= next_s:
                 idle.discard(choice.device)

@@ -210,15 +210,20 @@ class Explainer:
     def _on_device(self, worker: Worker, model: str, now_s: float) -> ModelOnDevice:
         held = _memory_of(worker, model)
         live = self._dispatcher.live.of_model(model)
+        host = self._fleet.hosts.of(model, worker.number)
         return ModelOnDevice(
             device=worker.number,
             **views.memory_bytes([held] if held else []),
             num_requests=sum(one.device == worker.number for one in live),
             turns=self._turns(worker.number, now_s),
+            engine_bytes=host.memory.device_bytes,
+            hosting=host.why,
         )
 
     def _model_text(self, row: ModelRow) -> str:
         name, now = row.spec.name, self._fleet.availability(row.spec.name)
+        if now.is_evicted:
+            return "ready, without an engine: the next request loads the model on a device"
         if now.can_serve:
             if self._dispatcher.live.num_waiting(name):
                 return "ready: requests wait until the model is in host memory"

@@ -71,7 +71,7 @@ def _run(
         with daemon.client() as client:
             models = client.ps().models
     lacking = [one.name for one in models if len(one.engines) < num_devices]
-    assert len(models) == len(names) and not lacking, f"not on all devices: {lacking}"
+    assert not lacking, f"not on all devices: {lacking}"
     return {"all_s": max(done_s), "first_s": min(done_s)}
 
 

@@ -61,7 +61,8 @@ class HostedEngine:
 class HostingDevice:
     """A device that can load engines; ``limit_bytes`` is None without a limit.
 
-    ``num_loads`` counts loads that wait or run on the device.
+    ``kept_bytes`` are in use without an engine: libraries and kernels. ``num_loads`` counts loads
+    that wait or run on the device.
     """
 
     number: int
@@ -70,10 +71,11 @@ class HostingDevice:
     num_requests: int = 0
     num_loads: int = 0
     is_draining: bool = False
+    kept_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
-        return sum(one.num_bytes for one in self.engines.values())
+        return self.kept_bytes + sum(one.num_bytes for one in self.engines.values())
 
     def short_bytes(self, num_bytes: int) -> int:
         """Return by how much an engine of ``num_bytes`` would exceed the limit, or 0."""

@@ -67,9 +67,13 @@ class ModelFailed(Message):
 
 
 class ModelUnloaded(Message):
-    """The model's pages, address ranges and engine are freed."""
+    """The model's pages, address ranges and engine are freed.
+
+    ``freed`` is the memory of the engine outside the pages that the process has given back.
+    """
 
     name: str
+    freed: EngineMemory = EngineMemory()
 
 
 class SnapshotDropped(Message):

@@ -106,6 +106,14 @@ class DriverMemory:
             max(0, now.private_bytes - before.private_bytes),
         )
 
+    def freed_since(self, before: OutsidePages) -> EngineMemory:
+        """Return the memory given back since ``before``, for example by the end of an engine."""
+        now = self.outside_pages()
+        return EngineMemory(
+            max(0, before.device_bytes - now.device_bytes),
+            max(0, before.private_bytes - now.private_bytes),
+        )
+
     def _free_or_torchs(self) -> int | None:
         free_bytes = self._device.free_bytes() if self._has_gpu_alone else None
         return None if free_bytes is None else free_bytes + self._torch_bytes()

@@ -72,6 +72,8 @@ class Hosts:
 
     def __init__(self) -> None:
         self._hosts: defaultdict[int, dict[str, Host]] = defaultdict(dict)
+        self._firsts: dict[int, str] = {}
+        self._kept_bytes: dict[int, int] = {}
 
     def of(self, model: str, number: int) -> Host:
         """Return the model's host on a worker, which lasts until the worker ends."""
@@ -79,6 +81,25 @@ class Hosts:
         if host is None:
             host = self._hosts[number][model] = Host(model, number)
         return host
+
+    def loaded(self, model: str, number: int) -> None:
+        """Record a load, the first on a worker perhaps."""
+        self._firsts.setdefault(number, model)
+
+    def freed(self, model: str, number: int, num_bytes: int) -> None:
+        """Record the memory outside the pages that a worker gave back at the end of an engine.
+
+        The first engine's load also takes memory of the process that all engines share, such as
+        libraries and kernels, which stays.
+        """
+        if self._firsts.get(number) == model:
+            self._firsts[number] = ""
+            taken_bytes = self.of(model, number).memory.device_bytes
+            self._kept_bytes[number] = max(0, taken_bytes - num_bytes)
+
+    def kept_bytes(self, number: int) -> int:
+        """Return the memory outside the pages that a worker kept at the end of an engine."""
+        return self._kept_bytes.get(number, 0)
 
     def engines_on(self, number: int) -> dict[str, EngineMemory]:
         """Return the memory of the engines on a worker, by model."""
@@ -95,5 +116,7 @@ class Hosts:
 
     def lose_worker(self, number: int) -> None:
         """Record the end of a worker's process, and of all models there."""
+        self._firsts.pop(number, None)
+        self._kept_bytes.pop(number, None)
         for host in self._hosts.pop(number, {}).values():
             host.note(HostEvent.LOSE_WORKER)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import median_low
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
@@ -83,6 +85,7 @@ class EngineRoom:
             self._dispatcher.scheduler.num_requests(number),
             worker.num_loads,
             self._fleet.is_device_draining(number),
+            self._fleet.hosts.kept_bytes(number),
         )
 
     def model(self, row: ModelRow, now_s: float | None = None) -> HostingModel:
@@ -136,12 +139,12 @@ class EngineRoom:
         return _full(row.spec.name, "; ".join(texts))
 
     def _need_bytes(self, row: ModelRow, worker: Worker) -> int:
-        """Return the memory of the model's engine as measured before, else the largest known."""
+        """Return the memory of the model's engine as measured before, else as of its neighbours."""
         kind = "" if worker.ready is None else worker.ready.device_name
         if kind in row.engine_bytes:
             return row.engine_bytes[kind]
         others = self._fleet.hosts.engines_on(worker.number).values()
-        return max((one.device_bytes for one in others), default=0)
+        return median_low(one.device_bytes for one in others) if others else 0
 
     def _engine(self, name: str, number: int, num_bytes: int, has_requests: bool) -> HostedEngine:
         now = self._fleet.availability(name)
@@ -163,7 +166,7 @@ class EngineRoom:
         while True:
             device = self.device(worker)
             others = {one: two for one, two in device.engines.items() if one != name}
-            device = HostingDevice(device.number, others, device.limit_bytes)
+            device = replace(device, engines=others)
             chosen = victims(device, num_bytes, reason)
             if chosen is None:
                 raise _full(name, _arithmetic(device, num_bytes))
@@ -188,11 +191,14 @@ def _full(name: str, text: str) -> EnginesFull:
 
 
 def _arithmetic(device: HostingDevice, num_bytes: int) -> str:
-    held = ", ".join(
+    parts = [
         f"{one.model} {format_bytes(one.num_bytes)}{_why_stays(one)}"
         for one in device.engines.values()
         if one.num_bytes
-    )
+    ]
+    if device.kept_bytes:
+        parts.append(f"libraries {format_bytes(device.kept_bytes)}")
+    held = ", ".join(parts)
     return (
         f"about {format_bytes(num_bytes)} are needed on device {device.number}, where "
         f"{format_bytes(device.used_bytes)} of {format_bytes(device.limit_bytes or 0)} are used "

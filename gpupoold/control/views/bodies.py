@@ -159,7 +159,7 @@ def _device(
         temperature_c=worker.reading.temperature_c,
         power_w=worker.reading.power_w,
         num_engines=len(engines),
-        engine_bytes=sum(one.device_bytes for one in engines),
+        engine_bytes=fleet.hosts.kept_bytes(number) + sum(one.device_bytes for one in engines),
         engine_limit_bytes=engine_limit_bytes,
     )
 

@@ -387,8 +387,9 @@ class TurnLoop:
         return dropped
 
     def _unload(self, name: str) -> None:
+        before = self.driver_memory.outside_pages()
         self._close(name)
-        self._channel.send(m.ModelUnloaded(name))
+        self._channel.send(m.ModelUnloaded(name, self.driver_memory.freed_since(before)))
 
     def _close(self, name: str) -> None:
         """Free the memory of a model without requests, if loaded."""

@@ -193,7 +193,7 @@ def _full(name: str, text: str) -> EnginesFull:
 def _arithmetic(device: HostingDevice, num_bytes: int) -> str:
     parts = [
         f"{one.model} {format_bytes(one.num_bytes)}{_why_stays(one)}"
-        for one in device.engines.values()
+        for one in sorted(device.engines.values(), key=lambda one: (-one.num_bytes, one.model))
         if one.num_bytes
     ]
     if device.kept_bytes:

@@ -106,7 +106,8 @@ async def test_damaged_weights_are_made_again_everywhere(box: ModelsBox) -> None
     box.dispatcher.from_worker(worker, m.WrongAnswer("a", (1,), (2,)))
     assert not box.dispatcher.live.num_of("a")
     await box.until(lambda: box.fleet.is_warm("a"))
-    assert sorted(one.split()[0] for one in box.told) == ["attach", "build", "unload", "unload"]
+    told = sorted(one.split()[0] for one in box.told)
+    assert told == ["abort", "attach", "build", "unload", "unload"]
     assert "self_check_failed" in await box.events()
 
 

@@ -229,8 +229,9 @@ class TestScarcity:
     async def test_all_are_served_again_after_a_death(self, full: ModelsBox) -> None:
         for name in "cd":
             await added(full, name)
-        full.processes[0].end(-signal.SIGKILL)
-        await full.until(lambda: not full.supervisor.workers[0].is_ready)
+        killed = full.processes[0]
+        killed.end(-signal.SIGKILL)
+        await full.until(lambda: full.processes[0] is not killed)
         await full.until(lambda: full.supervisor.workers[0].has_loaded)
         await settle(full)
         for name in "abcd":

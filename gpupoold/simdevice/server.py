@@ -157,7 +157,7 @@ class SimServer:
             lost = self._device.remove_model(name)
             if lost:
                 self._channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
-        self._channel.send(m.ModelUnloaded(name))
+        self._channel.send(m.ModelUnloaded(name, ENGINE_MEMORY))
 
     def _answer(self, call: m.Call) -> m.CallResult:
         try:

@@ -29,6 +29,7 @@ from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, ModelState
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
+from gpupoold.scheduling.hosting import HostingReason
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.units import format_bytes, format_duration
@@ -211,13 +212,14 @@ class Explainer:
         held = _memory_of(worker, model)
         live = self._dispatcher.live.of_model(model)
         host = self._fleet.hosts.of(model, worker.number)
+        is_fixed = worker.number in self._fleet.fixed_devices(model)
         return ModelOnDevice(
             device=worker.number,
             **views.memory_bytes([held] if held else []),
             num_requests=sum(one.device == worker.number for one in live),
             turns=self._turns(worker.number, now_s),
             engine_bytes=host.memory.device_bytes,
-            hosting=host.why,
+            hosting=HostingReason.FIXED.why if is_fixed else host.why,
         )
 
     def _model_text(self, row: ModelRow) -> str:

@@ -17,7 +17,7 @@ from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free
-from gpupoold.control.models.placement import Placement
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -37,7 +37,7 @@ class Additions:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         loader: ModelLoader,
-        placement: Placement,
+        placement: EnginePlacement,
         mounts: ModelMounts,
         inspector: Inspector,
         wall_clock: Callable[[], float] = time.time,

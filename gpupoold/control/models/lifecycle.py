@@ -21,7 +21,7 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
-from gpupoold.control.models.placement import Placement
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
@@ -67,7 +67,7 @@ class ModelLifecycle:
             settings, fleet, dispatcher, supervisor, snapshots, mounts, facts, room
         )
         failures = Failures(registry, history, fleet, dispatcher, mounts)
-        self.placement = placement = Placement(
+        self.placement = placement = EnginePlacement(
             registry, history, fleet, dispatcher, supervisor, loader, room, mounts, failures
         )
         warmer = Warmer(

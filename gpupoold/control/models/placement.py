@@ -36,7 +36,7 @@ _MAX_WAIT_S = 600.0
 _MIGRATIONS_S = 10.0
 
 
-class Placement:
+class EnginePlacement:
     """Loads engines where the scheduling core wants them; ``clock`` returns monotonic seconds."""
 
     def __init__(

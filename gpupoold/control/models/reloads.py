@@ -7,7 +7,7 @@ from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
-from gpupoold.control.models.placement import Placement
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.host_budget import CacheFull
@@ -27,7 +27,7 @@ class Reloads:
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
-        placement: Placement,
+        placement: EnginePlacement,
         mounts: ModelMounts,
         failures: Failures,
     ) -> None:

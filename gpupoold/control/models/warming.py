@@ -11,7 +11,7 @@ from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.engine_room import EnginesFull
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
-from gpupoold.control.models.placement import Placement
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot
@@ -43,7 +43,7 @@ class Warmer:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         loader: ModelLoader,
-        placement: Placement,
+        placement: EnginePlacement,
         failures: Failures,
         load_timeout_s: Callable[[], float],
     ) -> None:

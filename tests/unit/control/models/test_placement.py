@@ -236,7 +236,7 @@ class TestScarcity:
         await settle(full)
         for name in "abcd":
             full.ask(name, f"of {name}")
-            await full.until(lambda name=name: bool(full.hosts_of(name)))
+        await full.until(lambda: not any(full.dispatcher.live.num_waiting(one) for one in "abcd"))
 
 
 async def settle(box: ModelsBox, later_s: float = 0.0) -> None:

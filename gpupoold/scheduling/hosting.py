@@ -46,7 +46,8 @@ class HostedEngine:
 
     An engine is busy while its model has requests on the device or changes its engines, or while
     the model has requests and no other device. ``idle_s`` are the seconds since the model's last
-    use.
+    use. Its end frees ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged
+    with memory that all engines share.
     """
 
     model: str
@@ -55,6 +56,11 @@ class HostedEngine:
     is_only: bool = False
     is_fixed: bool = False
     idle_s: float = math.inf
+    freed_bytes: int | None = None
+
+    @property
+    def gain_bytes(self) -> int:
+        return self.num_bytes if self.freed_bytes is None else self.freed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +170,9 @@ def victims(device: HostingDevice, num_bytes: int, reason: HostingReason) -> lis
     for engine in sorted(device.engines.values(), key=_usefulness):
         if short_bytes <= 0:
             break
-        if engine.num_bytes and _may_leave(engine, reason):
+        if engine.gain_bytes and _may_leave(engine, reason):
             chosen.append(engine.model)
-            short_bytes -= engine.num_bytes
+            short_bytes -= engine.gain_bytes
     return chosen if short_bytes <= 0 else None
 
 

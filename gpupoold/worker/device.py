@@ -14,6 +14,7 @@ from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.libc import trim_heap
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import EngineMemory
 
@@ -91,10 +92,12 @@ class DriverMemory:
         On a shared GPU only torch's allocations count. An emulated device's memory outside the
         pages is private memory of the process.
         """
-        private_bytes = _private_bytes()
         free_bytes = self._device.free_bytes()
         if free_bytes is None:
+            trim_heap()  # free memory of the allocator does not count
+            private_bytes = _private_bytes()
             return OutsidePages(private_bytes, private_bytes)
+        private_bytes = _private_bytes()
         device_bytes = -free_bytes if self._has_gpu_alone else self._torch_bytes()
         return OutsidePages(device_bytes, private_bytes)
 

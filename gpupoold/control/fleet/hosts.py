@@ -97,6 +97,10 @@ class Hosts:
             taken_bytes = self.of(model, number).memory.device_bytes
             self._kept_bytes[number] = max(0, taken_bytes - num_bytes)
 
+    def first_on(self, number: int) -> str:
+        """Return the model that a worker loaded first, empty if none or unloaded meanwhile."""
+        return self._firsts.get(number, "")
+
     def kept_bytes(self, number: int) -> int:
         """Return the memory outside the pages that a worker kept at the end of an engine."""
         return self._kept_bytes.get(number, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median_low
 
@@ -24,6 +24,7 @@ from gpupoold.scheduling.hosting import (
     victims,
 )
 from gpupoold.units import format_bytes
+from gpupoold.wire.messages import EngineMemory
 
 
 class EnginesFull(Refused):
@@ -74,12 +75,13 @@ class EngineRoom:
     def device(self, worker: Worker) -> HostingDevice:
         """Return a device with its engines for a decision of the scheduling core."""
         number, state = worker.number, self._dispatcher.scheduler.state
+        engines = self._fleet.hosts.engines_on(number)
         on_device = {one.model.name for one in state.requests.values() if one.device == number}
         return HostingDevice(
             number,
             {
-                name: self._engine(name, number, memory.device_bytes, name in on_device)
-                for name, memory in self._fleet.hosts.engines_on(number).items()
+                name: self._engine(name, number, engines, has_requests=name in on_device)
+                for name in engines
             },
             self.limit_bytes(worker),
             self._dispatcher.scheduler.num_requests(number),
@@ -146,7 +148,13 @@ class EngineRoom:
         others = self._fleet.hosts.engines_on(worker.number).values()
         return median_low(one.device_bytes for one in others) if others else 0
 
-    def _engine(self, name: str, number: int, num_bytes: int, has_requests: bool) -> HostedEngine:
+    def _engine(
+        self, name: str, number: int, engines: Mapping[str, EngineMemory], *, has_requests: bool
+    ) -> HostedEngine:
+        num_bytes, freed_bytes = engines[name].device_bytes, None
+        if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
+            others = [one.device_bytes for other, one in engines.items() if other != name]
+            freed_bytes = min(num_bytes, median_low(others)) if others else None
         now = self._fleet.availability(name)
         others = [one for one in now.devices if one != number]
         is_only = all(self._fleet.is_device_draining(one) for one in others)
@@ -158,6 +166,7 @@ class EngineRoom:
             is_only=is_only,
             is_fixed=number in self._fleet.fixed_devices(name),
             idle_s=self._wall_clock() - (self._cache.last_used_at(name) or 0.0),
+            freed_bytes=freed_bytes,
         )
 
     async def _evict_for(

@@ -78,20 +78,26 @@ class EnginePlacement:
             Unavailable: no device that may host the model is in service.
             GpupoolError: the reason of a worker.
         """
-        deadline_s = self._clock() + wait_s
+        deadline_s, full = self._clock() + wait_s, set[int]()
         while True:
             row = await find_model(self._registry, spec.name)
             try:
-                choice = self._first_choice(row, expected_bytes)
+                choice = self._first_choice(row, expected_bytes, full)
+            except EnginesFull:
+                if self._clock() >= deadline_s:
+                    raise
+                full.clear()
+                await asyncio.sleep(_POLL_S)
+                continue
+            try:
                 return await self._loader.load(
                     spec, self._worker(choice), expected_bytes, choice.reason
                 )
             except WorkerIsDown as error:  # another device can load
                 _logger.info("%s: %s", spec.name, error)
-            except EnginesFull:
-                if self._clock() >= deadline_s:
-                    raise
-                await asyncio.sleep(_POLL_S)
+            except EnginesFull as error:  # larger than expected
+                full.add(choice.device)
+                _logger.info("%s", error)
 
     async def load_on(self, name: str, worker: Worker, reason: HostingReason | None = None) -> None:
         """Load a registered model on a worker, and open the model; no effect on a model that is
@@ -192,15 +198,16 @@ class EnginePlacement:
         if any(one in in_service and one not in hosts for one in row.spec.devices):
             raise self._room.refusal(row)
 
-    def _first_choice(self, row: ModelRow, weight_bytes: int) -> HostingChoice:
-        """Return the best device for the first engine.
+    def _first_choice(self, row: ModelRow, weight_bytes: int, full: set[int]) -> HostingChoice:
+        """Return the best device for the first engine, which is not ``full``.
 
         Raises:
             EnginesFull, Unavailable: no device can load the model.
         """
         model = self._room.model(row)
         devices = [one for one in self._room.devices(weight_bytes) if model.allows(one.number)]
-        chosen = choose(replace(model, is_wanted=True), devices)
+        others = [one for one in devices if one.number not in full]
+        chosen = choose(replace(model, is_wanted=True), others)
         if chosen:
             return chosen[0]
         if devices:

@@ -101,6 +101,13 @@ class TestScarcity:
         assert choose(model(), [device(0, engine("new")), full]) == []
         assert victims(full, 10, SPARE) is None
 
+    def test_the_first_engine_frees_less_than_it_was_charged_with(self) -> None:
+        first = engine("first", 50, freed_bytes=10, idle_s=9)
+        full = device(0, first, engine("b", idle_s=8), limit=60)
+        assert victims(full, 10, NEEDED) == ["first"]
+        assert victims(full, 20, NEEDED) == ["first", "b"]
+        assert victims(full, 21, NEEDED) is None
+
     def test_libraries_count(self) -> None:
         assert victims(device(0, limit=20, kept_bytes=11), 10, NEEDED) is None
 

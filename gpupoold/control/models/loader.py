@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
@@ -49,6 +49,7 @@ class ModelLoader:
         self._mounts = mounts
         self._facts = facts
         self._room = room
+        self._under_way: dict[tuple[str, int], asyncio.Event] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def load(
@@ -58,7 +59,7 @@ class ModelLoader:
         expected_bytes: int = 0,
         reason: HostingReason = HostingReason.NEEDED,
     ) -> None:
-        """Load on one worker; no effect if the worker has the model.
+        """Load on one worker; return when the worker has the model, also by another load.
 
         A new snapshot takes about ``expected_bytes``, for which other snapshots are evicted. The
         first load makes the snapshot alone; other workers then load from the snapshot side by side.
@@ -68,9 +69,8 @@ class ModelLoader:
             EnginesFull: too few engines can be evicted for this ``reason``.
             GpupoolError: the worker's reason.
         """
-        lock = self._fleet.lock(spec.name)
-        worker.num_loads += 1
-        try:
+        async with self._alone_with(spec.name, worker):
+            lock = self._fleet.lock(spec.name)
             with self._snapshots.host_budget.holding(spec.name):
                 while True:
                     async with lock.shared():
@@ -82,8 +82,6 @@ class ModelLoader:
                         is_at_hand = self._snapshots.is_at_hand(spec.name, worker)
                         if not self._has(worker, spec) and not is_at_hand:
                             return await self._load(spec, worker, expected_bytes, reason)
-        finally:
-            worker.num_loads -= 1
 
     async def reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         """Replace the model's engine on a worker, using the snapshot if present.
@@ -126,6 +124,23 @@ class ModelLoader:
         self._mounts.unmount(name)
         unloads = (self._supervisor.unload(one, name) for one in self._supervisor.workers)
         await asyncio.gather(*unloads)
+
+    @contextlib.asynccontextmanager
+    async def _alone_with(self, name: str, worker: Worker) -> AsyncIterator[None]:
+        """Exclude other loads of the model on the worker inside the context."""
+        key = name, worker.number
+        worker.num_loads += 1
+        try:
+            while (other := self._under_way.get(key)) is not None:
+                await other.wait()
+            ended = self._under_way[key] = asyncio.Event()
+            try:
+                yield
+            finally:
+                del self._under_way[key]
+                ended.set()
+        finally:
+            worker.num_loads -= 1
 
     def _has(self, worker: Worker, spec: ModelSpec) -> bool:
         return self._fleet.hosts.of(spec.name, worker.number).is_ordered

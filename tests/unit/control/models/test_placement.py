@@ -49,6 +49,18 @@ class TestSideBySide:
         assert [one.stage for one in await adding][-2:] == ["spread", "ready"]
         assert box.hosts_of("new") == [0, 1]
 
+    async def test_an_addition_waits_for_a_load_that_began_elsewhere(self, box: ModelsBox) -> None:
+        box.hold(1)
+        adding = asyncio.create_task(added(box, "new"))
+        worker = box.supervisor.workers[1]
+        await box.until(lambda: ("new", 1) in box.waiting)
+        second = asyncio.create_task(box.lifecycle.placement.load_on("new", worker))
+        await box.until(lambda: worker.num_loads == 2)
+        assert not second.done()
+        box.release()
+        await asyncio.gather(adding, second)
+        assert box.told.count("attach new on 1") == 1
+
     async def test_it_stays_when_the_reader_leaves_then(self, box: ModelsBox) -> None:
         async for line in box.lifecycle.add(request(box, "new")):
             if line.stage == "spread":

@@ -21,6 +21,8 @@ from gpupoold.units import format_bytes
 GIB = 2**30
 # Memory of a process with an engine, without weights and KV; measured in docs/memory.md.
 _ENGINE_BYTES = 2 * GIB
+# First drivers of the major versions of CUDA.
+LEAST_DRIVERS = {12: 525, 13: 580}
 _LITTLE_MEMORY_SHARE = 0.9
 _USED_BY_OTHERS_SHARE = 0.05
 _SPARE_FILES = 1024

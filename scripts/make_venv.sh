@@ -14,8 +14,8 @@ readonly LOCK_STAMP=$VENV/.gpupool-lock PROJECT_STAMP=$VENV/.gpupool-project
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 # The CUDA version of requirements/cuda.txt, and the first driver for that version.
 readonly CUDA_MAJOR=13 LEAST_DRIVER=580
-# GB to download, and GB on the disk while pip unpacks; measured with an empty cache.
-readonly -A DOWNLOAD_GB=([cpu]=1 [cuda]=4) DISK_GB=([cpu]=5 [cuda]=14)
+# Measured sizes in GB: the wheels, of which pip keeps a copy in $TMPDIR, and the environment.
+readonly -A WHEELS_GB=([cpu]=1 [cuda]=4) VENV_GB=([cpu]=4 [cuda]=10)
 # Their CUDA builds break vLLM's CPU build at import; see requirements/cpu.txt.
 readonly UNWANTED_ON_CPU=(torchaudio torchcodec)
 
@@ -147,14 +147,22 @@ list() {
     echo "$text"
 }
 
-# Says what will be downloaded and needed, and refuses a disk that cannot hold it.
+# Says what will be downloaded and needed, and refuses disks that cannot hold it.
 check_disk() {
-    local need=${DISK_GB[$1]} free
-    say "downloading about ${DOWNLOAD_GB[$1]} GB, unless pip has them in its cache; needs $need GB of disk"
-    free=$(($(df --output=avail -B 1000000 . | tail -n 1) / 1000))
-    ((free >= need)) || die "$PWD has $free GB free, $need GB are needed" \
-        "free some space, or move this folder to a larger disk"
+    local wheels=${WHEELS_GB[$1]} venv=${VENV_GB[$1]} tmp=${TMPDIR:-/tmp} disk free
+    local -A need=()
+    say "downloads about $wheels GB unless pip's cache has it; needs $venv GB in $PWD and $wheels GB in $tmp"
+    need[$(disk_of .)]=$venv
+    disk=$(disk_of "$tmp")
+    need[$disk]=$((${need[$disk]:-0} + wheels))
+    for disk in "${!need[@]}"; do
+        free=$(($(df --output=avail -B 1000000 "$disk" | tail -n 1) / 1000))
+        ((free >= need[$disk])) || die "the disk of $disk has $free GB free, ${need[$disk]} GB are needed" \
+            "free some space, or use larger disks for this folder and for TMPDIR=/some/folder make venv"
+    done
 }
+
+disk_of() { df --output=target "$1" | tail -n 1; }
 
 # What the lock names, and nothing whose content is not the one it has the hash of.
 pip_install() {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from gpupoold.doctor.check import Check, fault, ok, warning
 from gpupoold.doctor.facts import DaemonFacts, DatabaseFacts, Facts, NetworkFacts, VersionFacts
 from gpupoold.doctor.machine_checks import (
+    check_compilers,
     check_folder,
     check_gpus,
     check_kernel,
@@ -40,6 +41,8 @@ def _checks(facts: Facts) -> Iterator[Check]:
         yield from _check_network(facts.network, facts.daemon)
     kinds: set[str] = {device.kind for device in settings.devices} if settings else set()
     yield from _check_versions(facts.versions, kinds)
+    if "cuda" in kinds:
+        yield check_compilers(facts.versions)
     yield check_kernel(facts.kernel, kinds)
     if settings is None:
         return

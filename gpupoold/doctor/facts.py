@@ -104,12 +104,18 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True)
 class VersionFacts:
-    """Versions of packages: ``installed`` (None if missing) and ``needed``."""
+    """Versions of packages: ``installed`` (None if missing) and ``needed``.
+
+    ``cuda`` is the CUDA version that torch is built for, None for a build without CUDA, or if torch
+    is missing. ``lacking`` names programs and headers for compiling kernels that are not installed.
+    """
 
     python: str
     gpupool: str
     installed: dict[str, str | None]
     needed: dict[str, str]
+    cuda: tuple[int, int] | None = None
+    lacking: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

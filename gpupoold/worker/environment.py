@@ -15,8 +15,9 @@ ENGINE_ARGUMENTS = "GPUPOOL_ENGINE_ARGUMENTS"
 
 def set_engine_environment(log_level: str) -> None:
     """Prepare ``os.environ``, before vLLM is imported or again after a fork."""
-    # FlashInfer compiles its sampler at the first request with top-p or top-k, after the self-check,
-    # and needs nvcc, ninja and g++ on the PATH. vLLM's Triton kernel gives the same results.
+    # FlashInfer compiles its sampler at the first request with top-p or top-k, which is after the
+    # self-check, and needs nvcc, ninja and g++ on the PATH. vLLM's Triton kernel gives the same
+    # results.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",

@@ -110,6 +110,12 @@ FAULTS: list[tuple[str, Facts, str, str]] = [
         "driver 580 or newer",
     ),
     ("gpu driver", healthy(gpu=GpuFacts(problem="not found")), "NVML", "nvidia-smi"),
+    (
+        "gpu",
+        emulated(missing_gpus=("no NVIDIA GPU was found", "modprobe")),
+        "no NVIDIA",
+        "modprobe",
+    ),
     ("gpu 1", healthy(gpu=replace(gpu(), gpus=gpu().gpus[:1])), "has 1", "[[device]]"),
     ("gpu 0", healthy(gpu=gpu(is_mig=True)), "MIG is on", "nvidia-smi -i 0 -mig 0"),
     ("memory", healthy(memory=memory(total_bytes=8 * GIB)), "16 GiB of 8 GiB", "model_cache"),

@@ -19,7 +19,7 @@ readonly VENV=${VENV:-.venv}
 readonly LIB=$PREFIX/lib/gpupool DOC=$PREFIX/share/doc/gpupool
 readonly CONFIG=$SYSCONFDIR/gpupool/gpupool.toml
 readonly PROGRAMS=(gpupool gpupoold)
-readonly UNITS=(gpupoold.service gpupoold.socket gpupoold-admin.socket)
+readonly UNITS=(gpupoold.service gpupoold.socket gpupoold-admin.socket gpupoold-nvidia.service)
 readonly SYSUSERS=$PREFIX/lib/sysusers.d/gpupool.conf TMPFILES=$PREFIX/lib/tmpfiles.d/gpupool.conf
 # Shell and file, by what `gpupool completion` calls the shell.
 readonly -A COMPLETIONS=(

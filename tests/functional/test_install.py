@@ -16,6 +16,12 @@ from tests.conftest import ROOT
 
 LIB = "usr/local/lib"
 UNITS = f"{LIB}/systemd/system"
+UNIT_NAMES = (
+    "gpupoold.service",
+    "gpupoold.socket",
+    "gpupoold-admin.socket",
+    "gpupoold-nvidia.service",
+)
 MAX_EXPOSURE = 3.0
 
 needs_analyze = pytest.mark.skipif(
@@ -72,7 +78,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 def test_everything_is_in_its_place(stage: Stage) -> None:
-    for name in ("gpupoold.service", "gpupoold.socket", "gpupoold-admin.socket"):
+    for name in UNIT_NAMES:
         assert (stage.root / UNITS / name).is_file()
     assert (
         "ExecStart=/usr/local/bin/gpupoold\n"

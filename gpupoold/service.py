@@ -40,6 +40,7 @@ from gpupoold.control.weights import fd_store as snapshot_store
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter
+from gpupoold.system.folders import hint_to_write
 from gpupoold.system.hangup import hangup_handler
 from gpupoold.system.http_protocol import KEEP_ALIVE_S
 from gpupoold.system.listeners import admin_listener, http_listener
@@ -227,8 +228,10 @@ def _prepare_folders(settings: Settings) -> None:
         except OSError as error:
             raise Failed(
                 f"{folder}: cannot be created: {error.strerror}",
-                "change [paths] or its permissions",
+                hint_to_write(folder) or "change [paths] or its permissions",
             ) from error
+        if hint := hint_to_write(folder):
+            raise Failed(f"{folder}: cannot be written", hint)
     check_runtime_dir(paths.runtime_dir)
 
 

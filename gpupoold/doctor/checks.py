@@ -102,7 +102,8 @@ def _check_database(database: DatabaseFacts) -> Check:
 
 def _check_network(network: NetworkFacts, daemon: DaemonFacts) -> Iterator[Check]:
     if network.problem:
-        fix = "change server.host or server.port, or stop the program at the address: ss -ltnp"
+        fix = "stop the program at the address (ss -ltnp), or change server.host or server.port; "
+        fix += "as a service: systemctl edit gpupoold.socket"
         yield fault("http", f"{network.address}: {network.problem}", fix)
     else:
         yield ok("http", f"{network.address} {'is served' if daemon.is_running else 'is free'}")

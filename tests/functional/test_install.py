@@ -201,6 +201,16 @@ def test_what_cannot_be_installed(stage: Stage, variables: dict[str, str], why: 
     assert why in done.stderr
 
 
+def test_a_disk_without_room_for_the_copy(stage: Stage, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "df").write_text("#!/bin/sh\necho Avail; echo 4\n")
+    (tools / "df").chmod(0o755)
+    done = stage.make("install", {"PATH": f"{tools}:{os.environ['PATH']}"})
+    assert done.returncode != 0
+    assert "has 0 MB free" in done.stderr
+
+
 BUILDER = 12345
 SYSTEM_PYTHON = "/usr/bin/python3"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who installs for others")

@@ -1,4 +1,4 @@
-"""The unit that creates the device files of NVIDIA's driver, with stand-ins for its program."""
+"""The units: device files of NVIDIA's driver, with stand-ins for its program; caches."""
 
 from __future__ import annotations
 
@@ -69,3 +69,18 @@ def test_the_daemon_starts_after_it_and_without_it() -> None:
     assert daemon["Service"]["DevicePolicy"] == "closed"
     assert "nvidia-modprobe" not in text
     assert not [key for key in files["Service"] if "Device" in key or key == "User"]
+
+
+def test_compiled_kernels_are_in_the_cache_folder() -> None:
+    """By default in the home folder, which is the state folder, and in /tmp, which is private."""
+    lines = (ROOT / "systemd" / "gpupoold.service").read_text().splitlines()
+    texts = [line.partition("=")[2].split() for line in lines if line.startswith("Environment=")]
+    variables = dict(text.split("=", 1) for words in texts for text in words)
+    for name in (
+        "XDG_CACHE_HOME",
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "CUDA_CACHE_PATH",
+        "FLASHINFER_WORKSPACE_BASE",
+    ):
+        assert variables[name].startswith("%C/gpupool"), name

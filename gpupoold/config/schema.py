@@ -61,6 +61,7 @@ __all__ = [
 
 CONFIG_VARIABLE = "GPUPOOL_CONFIG"
 SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")
+SERVICE_STATE_DIR = Path("/var/lib/gpupool")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -289,8 +290,9 @@ def _with_default_paths(paths: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default_state_dir(is_root: bool) -> Path:
-    if is_root:
-        return Path("/var/lib/gpupool")
+    # The home of the service's user, who may run commands without the unit's variables.
+    if is_root or Path.home() == SERVICE_STATE_DIR:
+        return SERVICE_STATE_DIR
     home = os.environ.get("XDG_STATE_HOME")
     return (Path(home) if home else Path.home() / ".local" / "state") / "gpupool"
 

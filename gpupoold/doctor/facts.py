@@ -72,7 +72,8 @@ class LimitFacts:
 class Folder:
     """A folder of the configuration; for a missing folder, the facts of the nearest parent.
 
-    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured.
+    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured. ``hint``
+    says how to let the daemon write to the folder, empty unless the daemon said so.
     """
 
     key: str
@@ -83,6 +84,7 @@ class Folder:
     filesystem: str
     free_bytes: int
     num_bytes: int = 0
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class DaemonFacts:
     pid: int | None = None
     state: str = ""
     version: str = ""
+    http_url: str = ""
     lost_rows: int = 0
     unsound: str = ""
     failed: dict[str, str] = field(default_factory=dict)

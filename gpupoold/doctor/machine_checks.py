@@ -208,7 +208,7 @@ def check_folder(folder: Folder) -> Check:
     if not folder.is_writable:
         what = "cannot be written" if folder.exists else "cannot be created"
         fix = f"run doctor as the daemon's user, or change the folder's owner ({folder.owner})"
-        return fault(name, f"{found}; {what}", fix)
+        return fault(name, f"{found}; {what}", folder.hint or fix)
     is_state = folder.key == "state_dir"
     if is_state and (folder.filesystem in _NETWORK or folder.filesystem.startswith("fuse")):
         text = f"{found}; the database needs a local disk"

@@ -122,6 +122,13 @@ class TestPaths:
         monkeypatch.setenv("XDG_STATE_HOME", "/srv/state")
         assert load_settings(None).paths.state_dir == Path("/srv/state/gpupool")
 
+    def test_user_of_the_service_without_the_variables_of_the_unit(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("os.geteuid", lambda: 998)
+        monkeypatch.setenv("HOME", "/var/lib/gpupool")
+        assert load_settings(None).paths.state_dir == Path("/var/lib/gpupool")
+
     def test_runtime_variable_goes_before_the_default(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -16,7 +16,9 @@ from gpupool_state.migrations import MIGRATIONS
 from gpupoold.config.schema import parse_settings
 from gpupoold.doctor import probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
+from gpupoold.doctor.probe_folders import folder_facts
 from gpupoold.doctor.probe_gpu import gpu_facts
+from gpupoold.doctor.probe_limits import limit_facts
 from gpupoold.doctor.probe_memory import memory_facts
 from tests.unit.gpupool_state import old_schemas
 
@@ -153,7 +155,7 @@ class TestFolders:
             },
             "test",
         )
-        facts = {one.key: one for one in probes.folder_facts(settings)}
+        facts = {one.key: one for one in folder_facts(settings)}
         assert list(facts) == ["state_dir", "log_dir", "download_dir", "runtime_dir", "snapshots"]
         assert (facts["state_dir"].exists, facts["log_dir"].exists) == (False, True)
         assert facts["state_dir"].is_writable
@@ -166,7 +168,7 @@ class TestFolders:
         settings = parse_settings(
             {"paths": {"state_dir": str(tmp_path)}, "memory": {"snapshot_files": "1GiB"}}, "test"
         )
-        assert probes.folder_facts(settings)[-1].num_bytes == 1000
+        assert folder_facts(settings)[-1].num_bytes == 1000
 
 
 class TestNetwork:
@@ -188,11 +190,11 @@ def test_this_machine_can_do_what_its_tests_do() -> None:
 
 
 def test_limits_are_those_of_the_daemon_or_ones_own() -> None:
-    own = probes.limit_facts(None)
+    own = limit_facts(None)
     assert own.of == "this shell"
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert own.open_files == soft
-    assert probes.limit_facts(1 << 22).of == "this shell", "there is no such process"
+    assert limit_facts(1 << 22).of == "this shell", "there is no such process"
 
 
 def test_the_admin_socket_is_where_the_configuration_says(tmp_path: Path) -> None:

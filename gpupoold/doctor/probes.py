@@ -63,7 +63,8 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
         runtime_dir = paths.runtime_dir if paths else default_socket_path().parent
         socket_path = runtime_dir / SOCKET_FILE_NAME
     with AdminClient(socket_path) as client:
-        daemon, machine = daemon_facts(client), _machine(client)
+        daemon = daemon_facts(client)
+        machine = _machine(client) if daemon.is_running else None
     if machine is not None and config is not None and str(config) != machine.config_path:
         machine = None  # facts about another configuration
     elif machine is not None and machine.config_path is not None:

@@ -61,7 +61,7 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
         fix=fix,
         settings=settings,
         gpu=gpu_facts(),
-        memory=memory_facts(),
+        memory=memory_facts(pid=daemon.pid),
         numa=numa_facts(),
         limits=limit_facts(daemon.pid),
         kernel=kernel_facts(),
@@ -113,7 +113,7 @@ def numa_facts() -> NumaFacts:
     is_balancing = False
     with suppress(OSError):
         is_balancing = _BALANCING.read_text().strip() not in ("", "0")
-    return NumaFacts(numa.num_nodes(), is_balancing, problem)
+    return NumaFacts(numa.num_nodes(), is_balancing, problem, numa.node_bytes())
 
 
 def limit_facts(pid: int | None) -> LimitFacts:

@@ -127,7 +127,8 @@ class Intake:
         except Refused:  # the model may fit on the device of a worker that is not up yet
             sizes = await self._supervisor.device_sizes(of_all=True)
             fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
-        if any(device.kind != "sim" for device in self._settings.devices):
+        has_weights = any(device.kind != "sim" for device in self._settings.devices)
+        if has_weights or self._settings.simulated_host.memory_bytes is not None:
             self._host_budget.check(self._request.name, weight_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpupoold.config.budgets import Budgets, Wishes, work_out
+from gpupoold.config.budgets import BudgetError, Budgets, Wishes, work_out
 from gpupoold.config.keys import KeyChange, changes_between, with_changes
 from gpupoold.config.machine import Machine
 from gpupoold.config.schema import Settings
@@ -62,7 +62,11 @@ def update_of(now: Settings, file: Settings, machine_now: Machine, machine_then:
     """
     wanted = fitted(file, machine_then)
     in_force = with_changes(now, wanted.settings, changes_between(now, wanted.settings))
-    live = fitted(_with_live(in_force, file), machine_now)
+    try:
+        live = fitted(_with_live(in_force, file), machine_now)
+    except BudgetError as error:
+        hint = f"{error.hint}; or restart gpupoold, which applies all keys together"
+        raise BudgetError(error.key, error.what, hint) from None
     target = _with_live(wanted.settings, live.settings)
     changes = changes_between(now, target)
     return Update(

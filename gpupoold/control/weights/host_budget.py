@@ -80,15 +80,19 @@ class HostMemoryBudget:
         self._change.set()
         self._change = asyncio.Event()
 
-    def check(self, model: str, num_bytes: int) -> None:
+    def check(self, model: str, num_bytes: int) -> int:
         """Check that a snapshot of ``num_bytes`` would fit after evictions.
+
+        Returns the bytes that the evictions would free.
 
         Raises:
             CacheFull: pinned and used snapshots leave too little.
         """
-        short_bytes = self._cache.short_bytes(model, num_bytes)
-        if choose_victims(self._candidates(model), short_bytes) is None:
+        others = self._candidates(model)
+        victims = choose_victims(others, self._cache.short_bytes(model, num_bytes))
+        if victims is None:
             raise self._refusal(model, num_bytes)
+        return sum(one.num_bytes for one in others if one.model in victims)
 
     async def reserve(self, model: str, num_bytes: int, wait_s: float = 0.0) -> None:
         """Reserve memory for the snapshot of a held model, evicting others.

@@ -31,12 +31,14 @@ from gpupoold.admin.guard import Door, Guard
 from gpupoold.api.paths import check_runtime_dir
 from gpupoold.config.engine_variables import drop_unlisted
 from gpupoold.config.file import read_config_file
+from gpupoold.config.fitting import fitted
 from gpupoold.config.missing_gpus import check_gpus_found
 from gpupoold.config.schema import ServerSettings, Settings
 from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.weights import fd_store as snapshot_store
+from gpupoold.doctor.machine import find_machine
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter
@@ -62,6 +64,7 @@ def main() -> None:
     try:
         file = read_config_file(arguments.config)
         if arguments.check_config:
+            fitted(file.settings, find_machine(file.settings))
             print(f"{file.path or 'no file, the defaults'}: valid")
             return
         check_gpus_found(file)

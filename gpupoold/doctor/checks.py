@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpupoold.config.budgets import Budgets
+from gpupoold.doctor.budget_checks import budgets_of, check_budgets
 from gpupoold.doctor.check import Check, fault, ok, warning
 from gpupoold.doctor.facts import DaemonFacts, DatabaseFacts, Facts, NetworkFacts, VersionFacts
 from gpupoold.doctor.machine_checks import (
@@ -11,8 +13,8 @@ from gpupoold.doctor.machine_checks import (
     check_folder,
     check_gpus,
     check_kernel,
+    check_kernel_memory,
     check_limits,
-    check_memory,
     check_numa,
     check_snapshot_room,
 )
@@ -50,9 +52,14 @@ def _checks(facts: Facts) -> Iterator[Check]:
         yield fault("gpu", *facts.missing_gpus)
     else:
         yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
-    yield from check_memory(facts.memory, settings, facts.daemon)
+    budgets = budgets_of(facts, settings)
+    yield from check_budgets(facts, settings, budgets)
+    yield from check_kernel_memory(facts.memory)
     yield from check_numa(facts.numa, kinds)
-    yield from check_limits(facts.limits, settings)
+    pinned_bytes = (
+        budgets.model_cache_bytes + budgets.kv_host_bytes if isinstance(budgets, Budgets) else 0
+    )
+    yield from check_limits(facts.limits, settings, pinned_bytes)
     yield from (check_folder(folder) for folder in facts.folders)
     snapshots = next((one for one in facts.folders if one.key == "snapshots"), None)
     if snapshots is not None:

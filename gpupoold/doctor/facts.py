@@ -10,13 +10,18 @@ from gpupoold.config.schema import Settings
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as NVML reports it; bytes include all processes on the GPU."""
+    """A GPU as NVML reports it; bytes include all processes on the GPU.
+
+    ``node`` is the NUMA node, None if the kernel names none.
+    """
 
     name: str
     memory_bytes: int
     used_bytes: int
     is_mig: bool = False
     is_persistent: bool = True
+    uuid: str = ""
+    node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,15 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class NumaFacts:
-    """NUMA nodes; ``problem`` is the reason why threads cannot choose a node, or empty."""
+    """NUMA nodes; ``problem`` is the reason why threads cannot choose a node, or empty.
+
+    ``node_bytes`` is the memory of the nodes by number.
+    """
 
     num_nodes: int = 1
     is_balancing: bool = False
     problem: str = ""
+    node_bytes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

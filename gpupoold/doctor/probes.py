@@ -77,7 +77,7 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
         fix=found.fix,
         settings=settings,
         gpu=gpu_facts(),
-        memory=_memory(machine),
+        memory=_memory(machine, daemon),
         numa=numa_facts(),
         limits=_limits(machine, daemon),
         kernel=kernel_facts(),
@@ -106,8 +106,8 @@ def _machine(client: AdminClient) -> MachineInfo | None:
         return None
 
 
-def _memory(machine: MachineInfo | None) -> MemoryFacts:
-    facts = memory_facts()
+def _memory(machine: MachineInfo | None, daemon: DaemonFacts) -> MemoryFacts:
+    facts = memory_facts(pid=daemon.pid)
     return facts if machine is None else replace(facts, limit_bytes=machine.memory_limit_bytes)
 
 
@@ -166,7 +166,7 @@ def numa_facts() -> NumaFacts:
     is_balancing = False
     with suppress(OSError):
         is_balancing = _BALANCING.read_text().strip() not in ("", "0")
-    return NumaFacts(numa.num_nodes(), is_balancing, problem)
+    return NumaFacts(numa.num_nodes(), is_balancing, problem, numa.node_bytes())
 
 
 def kernel_facts() -> KernelFacts:

@@ -47,8 +47,10 @@ class TestDefaults:
         settings = load_settings(None)
         assert (settings.server.host, settings.server.port) == ("127.0.0.1", 8000)
         assert settings.server.max_body_bytes == 10_000_000
-        assert settings.memory.model_cache_bytes == 8 * GIB
-        assert settings.memory.kv_host_bytes == 2 * GIB
+        memory, limits = settings.memory, settings.limits
+        assert (memory.model_cache_or_auto, memory.kv_host_or_auto) == (None, None)
+        assert (memory.reserve_or_auto, limits.max_bytes_in_flight_or_auto) == (None, None)
+        assert settings.simulated_host.memory_bytes is None
         assert settings.scheduling.quota_max_s == 4.0
         assert settings.limits.load_timeout_s == 600.0
         assert settings.limits.stop_grace_s == 10.0
@@ -310,10 +312,7 @@ class TestExampleAndDocs:
     def test_example_shows_the_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("os.geteuid", lambda: 0)
         shown = parse_settings(_example_values(), str(EXAMPLE))
-        defaults = load_settings(None)
-        assert shown.memory.reserve_bytes == defaults.memory.reserve_for("emulated")
-        memory = shown.memory.model_copy(update={"reserve_bytes": None})
-        assert shown.model_copy(update={"memory": memory}) == defaults
+        assert shown == load_settings(None)
 
     def test_example_has_every_key(self) -> None:
         text = EXAMPLE.read_text()

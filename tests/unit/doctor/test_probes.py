@@ -51,15 +51,13 @@ class TestMemory:
         assert facts.transparent_huge_pages == "madvise"
         assert facts.limit_bytes is None
 
-    def test_the_lowest_limit_of_the_control_groups_above(self, tmp_path: Path) -> None:
-        group = tmp_path / "sys/fs/cgroup/system.slice/gpupoold.service"
-        group.mkdir(parents=True)
-        write(tmp_path, proc__self__cgroup="0::/system.slice/gpupoold.service\n")
-        (group / "memory.max").write_text("max\n")
-        assert memory_facts(tmp_path).limit_bytes is None
-        (group.parent / "memory.max").write_text("4096\n")
-        (group / "memory.max").write_text("8192\n")
-        assert memory_facts(tmp_path).limit_bytes == 4096
+    def test_the_limit_is_that_of_the_named_process(self, tmp_path: Path) -> None:
+        write(tmp_path, proc__17__cgroup="0::/daemon\n", proc__self__cgroup="0::/shell\n")
+        write(tmp_path, sys__fs__cgroup__daemon__memory="")
+        for name, limit in (("daemon", "4096"), ("shell", "8192")):
+            write(tmp_path, **{f"sys__fs__cgroup__{name}__memory.max": limit})
+        assert memory_facts(tmp_path).limit_bytes == 8192
+        assert memory_facts(tmp_path, pid=17).limit_bytes == 4096
 
 
 class Nvml:
@@ -93,6 +91,8 @@ class Nvml:
             "nvmlDeviceGetName": "H100",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=GIB),
             "nvmlDeviceGetPersistenceMode": 0,
+            "nvmlDeviceGetUUID": "GPU-1",
+            "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:FF:1F.0"),
         }
         return lambda *_: answers[name]
 
@@ -100,7 +100,7 @@ class Nvml:
 class TestGpu:
     def test_what_nvml_tells(self) -> None:
         nvml = Nvml()
-        gpu = Gpu("H100", 80 * GIB, GIB, is_mig=False, is_persistent=False)
+        gpu = Gpu("H100", 80 * GIB, GIB, is_mig=False, is_persistent=False, uuid="GPU-1")
         assert gpu_facts(nvml) == GpuFacts("", "580.65", (13, 1), (gpu,))
         assert not nvml.is_open
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.system.control_group import memory_limit_bytes
+from gpupoold.system.control_group import memory_limit_bytes, memory_room_bytes
 
 NO_LIMIT = "9223372036854771712"
 
@@ -73,3 +73,30 @@ def test_another_process(root: Path) -> None:
     limit(root, "daemon/memory.max", "4096")
     assert memory_limit_bytes(17, root) == 4096
     assert memory_limit_bytes(18, root) is None
+
+
+def test_room_in_version_2(root: Path) -> None:
+    """Cached files leave before the limit is reached, and shared memory does not."""
+    belongs_to(root, "0::/system.slice/gpupoold.service")
+    group = "system.slice/gpupoold.service"
+    limit(root, f"{group}/memory.current", "6000")
+    limit(root, f"{group}/memory.stat", "anon 1000\nfile 5000\nshmem 2000\ninactive_file 2500\n"
+          "active_file 500")  # fmt: skip
+    assert memory_room_bytes(root) is None
+    limit(root, f"{group}/memory.max", "8192")
+    assert memory_room_bytes(root) == 8192 - 3000
+    limit(root, "system.slice/memory.max", "9000")
+    limit(root, "system.slice/memory.current", "8900")
+    assert memory_room_bytes(root) == 100
+    limit(root, "system.slice/memory.current", "9100")
+    assert memory_room_bytes(root) == 0
+
+
+def test_room_in_version_1(root: Path) -> None:
+    belongs_to(root, "4:memory:/docker/17ab")
+    limit(root, "memory/memory.limit_in_bytes", "8192")
+    limit(root, "memory/memory.usage_in_bytes", "6000")
+    limit(root, "memory/memory.stat", "inactive_file 1\ntotal_inactive_file 3000\n")
+    assert memory_room_bytes(root) == 8192 - 3000
+    limit(root, "memory/memory.usage_in_bytes", "unreadable")
+    assert memory_room_bytes(root) == 8192

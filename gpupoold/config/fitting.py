@@ -63,7 +63,7 @@ def update_of(now: Settings, file: Settings, machine_now: Machine, machine_then:
     wanted = fitted(file, machine_then)
     in_force = with_changes(now, wanted.settings, changes_between(now, wanted.settings))
     try:
-        live = fitted(_with_live(in_force, file), machine_now)
+        live = fitted(_live_wishes(in_force, wanted.settings, file), machine_now)
     except BudgetError as error:
         hint = f"{error.hint}; or restart gpupoold, which applies all keys together"
         raise BudgetError(error.key, error.what, hint) from None
@@ -88,6 +88,19 @@ def _with_budgets(settings: Settings, budgets: Budgets) -> Settings:
         update={"max_bytes_in_flight_or_auto": budgets.bytes_in_flight}
     )
     return settings.model_copy(update={"memory": memory, "limits": limits})
+
+
+def _live_wishes(in_force: Settings, wanted: Settings, file: Settings) -> Settings:
+    """Return the settings in force, with the file's wishes for budgets that apply at once.
+
+    An automatic ``memory.kv_host`` that does not change stays automatic, so that the same file
+    gives the same model cache.
+    """
+    settings = _with_live(in_force, file)
+    if in_force.memory.kv_host_or_auto != wanted.memory.kv_host_or_auto:
+        return settings
+    memory = settings.memory.model_copy(update={"kv_host_or_auto": file.memory.kv_host_or_auto})
+    return settings.model_copy(update={"memory": memory})
 
 
 def _with_live(settings: Settings, other: Settings) -> Settings:

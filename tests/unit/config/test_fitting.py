@@ -45,6 +45,13 @@ def test_all_budgets_have_values() -> None:
 
 
 def test_the_same_file_changes_nothing() -> None:
+    for num_gb in range(40, 600, 7):  # the sizes are rounded differently
+        machine = replace(MACHINE, memory_bytes=num_gb * 10**9)
+        now = fitted(parse(""), machine).settings
+        assert update(now, "", machine).changes == []
+        assert changed(update(now, '[scheduling]\npolicy = "static"', machine)) == {
+            "scheduling.policy": "restart"
+        }
     found = update(running(), "")
     assert found.changes == []
     assert found.fitted.settings == running()

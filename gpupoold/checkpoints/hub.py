@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from gpupoold.checkpoints.manifest import HubFile
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils._xet import XetFileData
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 LISTING_TIMEOUT_S = 20.0
@@ -32,6 +34,18 @@ class Interrupted(Exception):
 
 class RangeRefused(Exception):
     """The hub refuses to continue at the requested offset: start again from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A file as the hub's answer to ``HEAD`` states it; each fact may be missing.
+
+    ``digest`` is as in :class:`HubFile`.
+    """
+
+    num_bytes: int | None
+    digest: str | None
+    xet: XetFileData | None
 
 
 def _endpoint() -> str:
@@ -49,8 +63,18 @@ class Hub:
     model_dirs: tuple[Path, ...] = ()
     endpoint: str = field(default_factory=_endpoint)
 
+    @property
+    def scheme(self) -> str:
+        return urlsplit(self.endpoint).scheme
+
+    @property
+    def netloc(self) -> str:
+        return urlsplit(self.endpoint).netloc
+
     def list_files(self, revision: str | None) -> tuple[str, tuple[HubFile, ...]]:
         """Return the commit of the revision (None: the default branch) and all its files.
+
+        A size of -1 means that the hub's listing has no size.
 
         Raises:
             Refused: there is no such repository or revision, or no access.
@@ -72,7 +96,9 @@ class Hub:
                 files = tuple(
                     HubFile(s.rfilename, s.lfs.size, s.lfs.sha256)
                     if s.lfs is not None
-                    else HubFile(s.rfilename, int(s.size or 0), str(s.blob_id or ""))
+                    else HubFile(
+                        s.rfilename, -1 if s.size is None else int(s.size), str(s.blob_id or "")
+                    )
                     for s in siblings
                 )
             except (HfHubHTTPError, HFValidationError):
@@ -82,6 +108,23 @@ class Hub:
         if not info.sha:
             raise self._not_a_hub("no commit in the answer")
         return info.sha, files
+
+    def file_facts(self, commit: str, path: str) -> FileFacts:
+        """Ask for the size, digest and Xet address of a file.
+
+        Raises:
+            Interrupted: try again.
+            Refused: no access.
+            Failed: the hub refuses permanently.
+        """
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(self.repo_id, path, revision=commit, endpoint=self.endpoint)
+        with self._plain_errors(commit), self._transient_errors(commit):
+            stated = get_hf_file_metadata(
+                url, timeout=READ_TIMEOUT_S, library_name="gpupool", endpoint=self.endpoint
+            )
+        return FileFacts(stated.size, stated.etag, stated.xet_file_data)
 
     @contextmanager
     def open_file(

@@ -25,6 +25,10 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 LISTING_TIMEOUT_S = 20.0
 READ_TIMEOUT_S = 20.0
 _TRUE = frozenset({"1", "on", "yes", "true"})
+_TOKEN_HINT = (
+    "set HF_TOKEN of an account with access in the daemon's environment (under systemd in "
+    "/etc/gpupool/environment) and restart the daemon"
+)
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -224,13 +228,12 @@ class Hub:
             case GatedRepoError():
                 return Refused(
                     f"access to {where} is restricted by its owner",
-                    f"ask for access at {self.endpoint}/{self.repo_id}, then start the daemon "
-                    "with HF_TOKEN of that account",
+                    f"ask for access at {self.endpoint}/{self.repo_id}, then {_TOKEN_HINT}",
                 )
             case RepositoryNotFoundError():
                 return Refused(
                     f"there is no repository {where}, or it is private",
-                    "check the name; a private repository needs HF_TOKEN in the daemon's variables",
+                    f"check the name; for a private repository {_TOKEN_HINT}",
                 )
             case RevisionNotFoundError():
                 return Refused(
@@ -242,7 +245,7 @@ class Hub:
         if status in (401, 403):
             return Refused(
                 f"the hub does not let this daemon read {where} (HTTP {status})",
-                "check HF_TOKEN in the daemon's environment",
+                _TOKEN_HINT,
             )
         return Failed(f"the hub answered HTTP {status} for {where}", self._other_ways())
 

@@ -127,9 +127,11 @@ def _listing(hub: Hub, cache: Path, snapshot: Path) -> Sequence[HubFile]:
 
     try:
         tree = get_cached_repo_tree(hub.repo_id, revision=snapshot.name, cache_dir=cache)
-        return [HubFile(file.path, file.size, "") for file in tree]
-    except (CachedRepoTreeNotFoundError, OSError, TypeError):
+        return [HubFile(file.path, int(file.size), "") for file in tree]
+    except (CachedRepoTreeNotFoundError, OSError):
         pass
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        pass  # a listing that the library did not write
     try:
         return hub.list_files(snapshot.name)[1]
     except GpupoolError:

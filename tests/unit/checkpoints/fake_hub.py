@@ -67,7 +67,8 @@ class FakeHub:
 
     ``cuts[file]``: the next answers for this file end the connection after so many
     bytes. ``holds[file]``: they stop there until ``released`` is set.
-    ``statuses[file]``: they have this HTTP status instead.
+    ``statuses[file]``: they have this HTTP status instead. A hold of -1 and a status
+    of 0 leave an answer as it is.
 
     The next answers of the Xet storage break after ``xet_cuts`` bytes, or wait there
     (``xet_holds``) for ``released``; with ``breaks_xet`` it delivers wrong bytes.
@@ -213,8 +214,9 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return
         commit, files = found
-        if self.command == "GET" and (statuses := self.state.statuses.get(file)):
-            self._fail(statuses.pop(0), "")
+        statuses = self.state.statuses.get(file) if self.command == "GET" else None
+        if statuses and (status := statuses.pop(0)):
+            self._fail(status, "")
         elif file not in files:
             self._fail(404, "EntryNotFound")
         elif self.state.redirects_large_files and file.endswith(LFS_SUFFIXES) and not is_cdn:
@@ -332,6 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
             cuts, holds = self.state.cuts.get(file, []), self.state.holds.get(file, [])
         cut = cuts.pop(0) if cuts else None
         hold = holds.pop(0) if holds else None
+        hold = None if hold == -1 else hold
         try:
             self._send_body(body, cut, hold)
         except OSError:

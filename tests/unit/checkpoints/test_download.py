@@ -366,7 +366,9 @@ class TestRefused:
 
     def test_private_repository(self, hub: FakeHub, tmp_path: Path) -> None:
         hub.add(REPO, samples.checkpoint(), access="private")
-        assert "needs HF_TOKEN" in refusal(Refused, tmp_path / "m")
+        told = refusal(Refused, tmp_path / "m")
+        assert "set HF_TOKEN of an account with access" in told
+        assert "/etc/gpupool/environment) and restart the daemon" in told
 
     def test_gated_repository(
         self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ _NUM_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class CachedSnapshot:
+class FoundSnapshot:
     """The result of a search in the caches: a complete snapshot, or None; and a note for users."""
 
     path: Path | None
@@ -42,7 +42,7 @@ def find_snapshot(
     *,
     allow_pickle: bool = False,
     allow_remote_code: bool = False,
-) -> CachedSnapshot:
+) -> FoundSnapshot:
     """Look for a revision of a repository in cache folders; None means the library's own folder.
 
     Complete are snapshots with all files that a download would fetch, in their sizes, by the
@@ -65,11 +65,11 @@ def find_snapshot(
         if snapshot is not None:
             problem = _problem(hub, cache, snapshot, choose)
             if not problem:
-                return CachedSnapshot(snapshot, f"used in place, without a download: {snapshot}")
+                return FoundSnapshot(snapshot, f"used in place, without a download: {snapshot}")
             notes.append(f"not used: {snapshot}: {problem}")
         elif caches is not None and not os.access(cache, os.R_OK | os.X_OK):
             notes.append(f"not used: {cache}: missing, or the daemon's user has no access")
-    return CachedSnapshot(None, "; ".join(notes))
+    return FoundSnapshot(None, "; ".join(notes))
 
 
 def _own_cache() -> tuple[Path]:

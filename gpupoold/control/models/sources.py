@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpupoold.checkpoints.download import checkpoint_dir
 from gpupoold.checkpoints.hub import Hub
-from gpupoold.checkpoints.hub_cache import CachedSnapshot, find_snapshot
+from gpupoold.checkpoints.hub_cache import FoundSnapshot, find_snapshot
 from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.checkpoints.resolve import HubSource
 from gpupoold.checkpoints.selection import Content
@@ -21,11 +21,11 @@ def folder_of(found: HubSource, revision: str | None, settings: Settings) -> Pat
 
 async def cached(
     found: HubSource, revision: str | None, settings: Settings, content: Content = "checkpoint"
-) -> CachedSnapshot:
+) -> FoundSnapshot:
     """Return the snapshot in a shared Hugging Face cache; none after an own complete download."""
     manifest = read_manifest(folder_of(found, revision, settings))
     if manifest is not None and manifest.complete:
-        return CachedSnapshot(None)
+        return FoundSnapshot(None)
     return await asyncio.to_thread(
         find_snapshot,
         Hub(found.repo_id, settings.paths.model_dirs),

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.hub import Hub
-from gpupoold.checkpoints.hub_cache import CachedSnapshot, find_snapshot
+from gpupoold.checkpoints.hub_cache import FoundSnapshot, find_snapshot
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub
 
@@ -31,7 +31,7 @@ def cache(hub: FakeHub, tmp_path: Path) -> Path:
     return (tmp_path / "made").rename(tmp_path / "cache")
 
 
-def found(*caches: Path, revision: str | None = None, repo_id: str = REPO) -> CachedSnapshot:
+def found(*caches: Path, revision: str | None = None, repo_id: str = REPO) -> FoundSnapshot:
     return find_snapshot(Hub(repo_id), revision, caches)
 
 
@@ -75,7 +75,7 @@ def test_the_second_of_two_caches(cache: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_asked_about_another_repository(hub: FakeHub, cache: Path) -> None:
-    assert found(cache, repo_id="org/other") == CachedSnapshot(None)
+    assert found(cache, repo_id="org/other") == FoundSnapshot(None)
     assert not hub.requests
 
 

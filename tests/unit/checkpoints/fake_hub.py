@@ -3,7 +3,7 @@
 It speaks what the hub library uses: model info by revision, the file tree, and
 ``resolve`` with HEAD, GET, ETag, X-Repo-Commit, Range and redirects of large files
 to another host. With ``has_xet`` weights are in Xet storage too: HEAD names it, and
-the hub answers ``hf_xet`` itself as a storage of one object per file, uncompressed.
+the hub answers ``hf_xet`` itself as a storage of uncompressed objects of 1 MiB.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from urllib.parse import unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pth")
 CHUNK_BYTES = 64 * 1024
+CHUNKS_PER_OBJECT = 16
 _XET = "answer of the Xet storage"
 _API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?")
 _XET_TOKEN = re.compile(r"/api/models/([^/]+/[^/]+)/xet-read-token/([^/]+)")
 _XET_FILE = re.compile(r"/v1/reconstructions/([0-9a-f]{64})")
-_XET_OBJECT = re.compile(r"/xet/([0-9a-f]{64})")
+_XET_OBJECT = re.compile(r"/xet/([0-9a-f]{64})/(\d+)")
 XET_TOKEN = "xet-right"
 _RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
@@ -158,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := _XET_FILE.fullmatch(path):
             self._xet_file(match[1], token)
         elif match := _XET_OBJECT.fullmatch(path):
-            self._xet_object(match[1])
+            self._xet_object(match[1], int(match[2]))
         elif match := _API.fullmatch(path):
             self._api(match[1], match[2], match[3] and unquote(match[3]))
         elif match := _RESOLVE.fullmatch(path):
@@ -280,31 +281,43 @@ class _Handler(BaseHTTPRequestHandler):
         if begin >= len(data):
             self._send(416, {}, b"")
             return
-        chunks = _xet_chunks(data)
         first, last = begin // CHUNK_BYTES, (end - 1) // CHUNK_BYTES + 1
-        span = {"start": first, "end": last}
-        offset = sum(map(len, chunks[:first]))
-        size = sum(map(len, chunks[first:last]))
-        source = {
-            "range": span,
-            "url": f"{self.state.url}/xet/{wanted}",
-            "url_range": {"start": offset, "end": offset + size - 1},
-        }
-        num_bytes = min(last * CHUNK_BYTES, len(data)) - first * CHUNK_BYTES
+        terms, sources = [], {}
+        for number in range(first // CHUNKS_PER_OBJECT, (last - 1) // CHUNKS_PER_OBJECT + 1):
+            base = number * CHUNKS_PER_OBJECT
+            span = max(first, base) - base, min(last, base + CHUNKS_PER_OBJECT) - base
+            name = f"{number:064x}"
+            num_bytes = min((base + span[1]) * CHUNK_BYTES, len(data))
+            num_bytes -= (base + span[0]) * CHUNK_BYTES
+            where = {"start": span[0], "end": span[1]}
+            terms.append({"hash": name, "unpacked_length": num_bytes, "range": where})
+            sources[name] = [self._xet_source(wanted, data, number, where)]
         answer = {
             "offset_into_first_range": begin - first * CHUNK_BYTES,
-            "terms": [{"hash": wanted, "unpacked_length": num_bytes, "range": span}],
-            "fetch_info": {wanted: [source]},
+            "terms": terms,
+            "fetch_info": sources,
         }
         self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
-    def _xet_object(self, wanted: str) -> None:
+    def _xet_source(
+        self, wanted: str, data: bytes, number: int, where: dict[str, int]
+    ) -> dict[str, Any]:
+        chunks = _xet_chunks(data, number)
+        first = sum(map(len, chunks[: where["start"]]))
+        last = sum(map(len, chunks[: where["end"]])) - 1
+        return {
+            "range": where,
+            "url": f"{self.state.url}/xet/{wanted}/{number}",
+            "url_range": {"start": first, "end": last},
+        }
+
+    def _xet_object(self, wanted: str, number: int) -> None:
         data = self._xet_data(wanted)
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_log.range or "")
         if data is None or match is None:
             self._fail(404, "")
             return
-        packed = b"".join(_xet_chunks(data[::-1] if self.state.breaks_xet else data))
+        packed = b"".join(_xet_chunks(data[::-1] if self.state.breaks_xet else data, number))
         begin, end = int(match[1]), int(match[2]) + 1
         headers = {"Content-Range": f"bytes {begin}-{end - 1}/{len(packed)}"}
         self._send(206, headers, packed[begin:end], _XET)
@@ -366,8 +379,10 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
     return {"rfilename": name, "size": len(data), "blobId": blob, "lfs": lfs}
 
 
-def _xet_chunks(data: bytes) -> list[bytes]:
-    """Pack a file as chunks of an object: version, packed size, no compression, size, bytes."""
+def _xet_chunks(data: bytes, number: int) -> list[bytes]:
+    """Pack an object of a file in chunks: version, packed size, no compression, size, bytes."""
+    num_bytes = CHUNKS_PER_OBJECT * CHUNK_BYTES
+    data = data[number * num_bytes : (number + 1) * num_bytes]
     pieces = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     sizes = [len(piece).to_bytes(3, "little") for piece in pieces]
     return [b"\0" + n + b"\0" + n + piece for n, piece in zip(sizes, pieces, strict=True)]

@@ -21,6 +21,7 @@ from typing import Literal
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
+from gpupoold.checkpoints.disk_room import disk_room
 from gpupoold.checkpoints.download_progress import DownloadProgress, ProgressCallback
 from gpupoold.checkpoints.fetcher import PART_FOLDER, Fetcher, Stop, Stopped, has_size
 from gpupoold.checkpoints.headers import HEADERS_FOLDER, fetch_headers
@@ -35,13 +36,10 @@ from gpupoold.checkpoints.manifest import (
 from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
-from gpupoold.units import format_bytes
 
 Part = Literal["all", "small files"]
 
 LOCK_FILE = ".gpupool-download.lock"
-# Left free for the daemon's database and logs, which may be on the same disk.
-KEPT_FREE_BYTES = 256 << 20
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -229,12 +227,19 @@ class _Download:
             check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
 
     def _fetch(self, manifest: Manifest) -> None:
-        parts = self.target_dir / PART_FOLDER
-        parts.mkdir(exist_ok=True)
+        (self.target_dir / PART_FOLDER).mkdir(exist_ok=True)
         write_manifest(self.target_dir, manifest)
         fetcher = Fetcher(self.hub, manifest.commit, self.target_dir, self.stop)
+        total_bytes = sum(file.num_bytes for file in manifest.files)
+
+        def missing_bytes() -> int:
+            return sum(fetcher.missing_bytes(file) for file in manifest.files)
+
+        with disk_room(self.hub.repo_id, self.target_dir, total_bytes, missing_bytes):
+            self._fetch_files(manifest, fetcher)
+
+    def _fetch_files(self, manifest: Manifest, fetcher: Fetcher) -> None:
         missing = [file for file in manifest.files if not fetcher.is_done(file)]
-        self._require_space(manifest, sum(f.num_bytes - fetcher.part_bytes(f) for f in missing))
         small = [f for f in manifest.files if not layout.is_weight_file(f.path)]
         wanted = small if self.part == "small files" else manifest.files
         fetcher.progress = DownloadProgress(sum(f.num_bytes for f in wanted), self.report)
@@ -245,18 +250,6 @@ class _Download:
             fetch_headers(self.hub, manifest, self.target_dir, self.stop.event)
             return
         fetcher.fetch_all([f for f in missing if f not in small])
-        shutil.rmtree(parts)
-        shutil.rmtree(self.target_dir / HEADERS_FOLDER, ignore_errors=True)
+        for folder in (PART_FOLDER, HEADERS_FOLDER):
+            shutil.rmtree(self.target_dir / folder, ignore_errors=True)
         write_manifest(self.target_dir, replace(manifest, complete=True))
-
-    def _require_space(self, manifest: Manifest, missing_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.target_dir).free
-        short_bytes = missing_bytes + KEPT_FREE_BYTES - free_bytes
-        if missing_bytes and short_bytes > 0:
-            total_bytes = sum(file.num_bytes for file in manifest.files)
-            raise Refused(
-                f"{self.hub.repo_id} has {format_bytes(total_bytes)}, of which "
-                f"{format_bytes(missing_bytes)} is missing; {format_bytes(free_bytes)} is free at "
-                f"{self.target_dir}, and {format_bytes(KEPT_FREE_BYTES)} must stay free",
-                f"free {format_bytes(short_bytes)}, or set paths.download_dir to a larger disk",
-            )

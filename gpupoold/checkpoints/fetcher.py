@@ -70,8 +70,14 @@ class Fetcher:
         return has_size(self._target_dir / file.path, file.num_bytes)
 
     def part_bytes(self, file: HubFile) -> int:
-        part = self._part(file)
-        return part.stat().st_size if part.exists() else 0
+        try:
+            return self._part(file).stat().st_size
+        except FileNotFoundError:  # not begun, or complete since a moment ago
+            return 0
+
+    def missing_bytes(self, file: HubFile) -> int:
+        """Return the bytes of a file that are not in the folder."""
+        return 0 if self.is_done(file) else max(0, file.num_bytes - self.part_bytes(file))
 
     def fetch_all(self, files: Sequence[HubFile]) -> None:
         """Fetch files in parallel.

@@ -19,6 +19,7 @@ import pytest
 
 from gpupoold.checkpoints import fetcher as fetcher_module, hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
+from gpupoold.checkpoints.disk_room import KEPT_FREE_BYTES
 from gpupoold.checkpoints.download import checkpoint_dir, download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
 from gpupoold.checkpoints.manifest import MANIFEST_FILE, HubFile, Manifest, read_manifest
@@ -444,6 +445,28 @@ class TestRefused:
         assert "has 2.86 MiB, of which 2.86 MiB is missing; 977 KiB is free" in told
         assert "256 MiB must stay free (free 258 MiB, or set paths.download_dir" in told
         assert not hub.downloads("config.json")
+
+    def test_two_downloads_that_do_not_fit_together(
+        self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add(REPO, big_checkpoint())
+        hub.add("org/other", big_checkpoint())
+        hub.holds[WEIGHTS] = [1_000_000]
+        # 3 MB and what is missing of the first 3 MB are more, until the first is complete.
+        usage = shutil.disk_usage(tmp_path)._replace(free=4_900_000 + KEPT_FREE_BYTES)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+
+        async def both() -> None:
+            first = asyncio.create_task(download(REPO, None, tmp_path / "m", lambda *_: None))
+            await asyncio.to_thread(wait_for_part, tmp_path / "m", 1_000_000)
+            with pytest.raises(Refused, match=r"1\.91 MiB are for other downloads") as caught:
+                await download("org/other", None, tmp_path / "o", lambda *_: None)
+            assert caught.value.hint.startswith("free ")
+            hub.released.set()
+            await first
+            await download("org/other", None, tmp_path / "o", lambda *_: None)
+
+        asyncio.run(both())
 
     def test_no_space_during_the_download(
         self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

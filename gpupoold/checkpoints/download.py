@@ -250,6 +250,6 @@ class _Download:
             fetch_headers(self.hub, manifest, self.target_dir, self.stop.event)
             return
         fetcher.fetch_all([f for f in missing if f not in small])
-        for folder in (PART_FOLDER, HEADERS_FOLDER):
-            shutil.rmtree(self.target_dir / folder, ignore_errors=True)
+        shutil.rmtree(self.target_dir / PART_FOLDER)
+        shutil.rmtree(self.target_dir / HEADERS_FOLDER, ignore_errors=True)
         write_manifest(self.target_dir, replace(manifest, complete=True))

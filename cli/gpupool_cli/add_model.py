@@ -91,7 +91,7 @@ def follow(name: str, steps: Iterator[Progress]) -> ModelInfo | None:
                 view.show(progress)
         except KeyboardInterrupt:
             if view.has_downloaded:
-                say(f"{name}: not added; the downloaded part is kept: repeat the command to go on")
+                view.tell("not added; the downloaded part is kept: repeat the command to go on")
             raise
     raise Failed(f"no answer about {name!r}", "see `gpupool logs`")
 

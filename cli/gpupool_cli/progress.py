@@ -86,13 +86,15 @@ class ProgressView(BarView):
         self._stage = progress.stage
         self.has_downloaded = self.has_downloaded or progress.stage == "download"
         if progress.note:
-            self._say(f"{self._name}: {progress.note}")
+            self.tell(progress.note)
         elif self._bar is not None:
             self._show_bar(self._bar, progress, started)
         elif progress.model is None:
             self._show_line(progress, started)
 
-    def _say(self, text: str) -> None:
+    def tell(self, remark: str) -> None:
+        """Print a remark about the operation, above the bar."""
+        text = f"{self._name}: {remark}"
         if self._bar is None:
             say(text)
         else:

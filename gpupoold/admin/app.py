@@ -85,7 +85,7 @@ def _add_model_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.post("/adapters")
     async def add_adapter(body: AddAdapterRequest) -> StreamingResponse:
-        steps = control_plane.lifecycle.adapters.add(body)
+        steps = control_plane.lifecycle.add_adapter(body)
         return StreamingResponse(_progress_lines(steps), media_type=_NDJSON)
 
     @app.post("/presets")

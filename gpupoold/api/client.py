@@ -98,6 +98,8 @@ class AdminClient(KeyCalls, TopCalls):
     def add_model(self, request: AddModelRequest) -> Iterator[Progress]:
         """Register a model and yield the progress; the last ``Progress`` has ``model``.
 
+        With ``detach`` the last line may have the stage ``detached`` instead.
+
         Raises:
             GpupoolError: while iterating, when the daemon reports a failure.
         """
@@ -130,7 +132,7 @@ class AdminClient(KeyCalls, TopCalls):
             progress = _parsed(Progress, line, f"POST {path}")
             if progress.error is not None:
                 raise as_error(progress.error)
-            finished = progress.model is not None
+            finished = progress.model is not None or progress.stage == "detached"
             yield progress
         if not finished:
             raise Failed(

@@ -68,7 +68,8 @@ class ServerSettings(Section):
 class PathSettings(Section):
     """``[paths]``: absolute paths; defaults depend on the user, see ``load_settings``.
 
-    ``workloads_dir`` serves ``gpupool simulate``; the daemon does not read the folder.
+    ``hf_cache`` None is the folder of the Hugging Face library for the daemon's user, an empty list
+    no folder. ``workloads_dir`` serves ``gpupool simulate``; the daemon does not read the folder.
     """
 
     state_dir: AbsolutePath
@@ -76,6 +77,9 @@ class PathSettings(Section):
     model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(as_tuple), Effect.LIVE]
     log_dir: AbsolutePath
     download_dir: AbsolutePath
+    hf_cache: Annotated[tuple[AbsolutePath, ...] | None, BeforeValidator(as_tuple), Effect.LIVE] = (
+        None
+    )
     workloads_dir: Annotated[AbsolutePath | None, Effect.LIVE] = None
 
 

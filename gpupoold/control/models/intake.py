@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
-from gpupoold.checkpoints.download import Part, checkpoint_dir, download
+from gpupoold.checkpoints.download import Part, download
 from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes
 from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
@@ -16,6 +16,7 @@ from gpupoold.checkpoints.selection import Content
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -75,6 +76,13 @@ class Intake:
         if isinstance(found, LocalSource):
             source = request.source or str(found.path)
             async for line in self._checked(found.path, source, None):
+                yield line
+            return
+        snapshot = await cached(found, request.revision, self._settings)
+        if snapshot.note:
+            yield Progress(stage="resolve", note=snapshot.note)
+        if snapshot.path is not None:
+            async for line in self._checked(snapshot.path, found.repo_id, None):
                 yield line
             return
         path = folder_of(found, request.revision, self._settings)
@@ -144,11 +152,6 @@ class Intake:
                 )
 
 
-def folder_of(found: HubSource, revision: str | None, settings: Settings) -> Path:
-    """Return the folder for the download of a repository."""
-    return checkpoint_dir(settings.paths.download_dir, found.repo_id, revision)
-
-
 async def fetched(
     found: HubSource,
     revision: str | None,
@@ -163,8 +166,15 @@ async def fetched(
     """
     lines: asyncio.Queue[Progress] = asyncio.Queue()
 
-    def report(done_bytes: int, total_bytes: int) -> None:
-        lines.put_nowait(Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes))
+    def report(done_bytes: int, total_bytes: int, bytes_per_s: float | None) -> None:
+        lines.put_nowait(
+            Progress(
+                stage="download",
+                done_bytes=done_bytes,
+                total_bytes=total_bytes,
+                bytes_per_s=bytes_per_s,
+            )
+        )
 
     task = asyncio.create_task(
         download(

@@ -1,8 +1,10 @@
-"""Streams and requests across a restart of the service: what clients see, as JSON.
+"""Print what clients see of a command that restarts the service.
 
     python3 restart_client.py MODEL COMMAND...
 
-Only the standard library, for the booted root's own Python.
+Four long streams and a short stream are open when the command begins, and a new request begins
+every quarter of a second until requests that began after the restart succeed. Uses only the
+standard library, for the booted root's own Python.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass
 
 ADDRESS = ("127.0.0.1", 8000)
 LONG, SHORT = 900, 60
@@ -71,7 +73,10 @@ class Clients:
         answer = connection.getresponse()
         if not stream or answer.status != 200:
             text = answer.read()
-            return f"{answer.status}" + (f" {text[:160]!r}" if answer.status != 200 else "")
+            if answer.status == 200:
+                return "200"
+            message = json.loads(text)["error"]["message"]
+            return f"{answer.status}, Retry-After {answer.headers['Retry-After']}, {message}"
         last = b""
         for line in answer:
             if line.startswith(b"data: "):
@@ -81,6 +86,21 @@ class Clients:
             return "complete"
         return f"ended after {last[:200].decode()}"
 
+    def report(self) -> None:
+        """Print a line for each stream, and for each outcome of new requests."""
+        by_outcome: dict[str, list[Seen]] = defaultdict(list)
+        for one in self.seen:
+            if one.kind == "new":
+                by_outcome[one.outcome].append(one)
+            else:
+                print(f"{one.kind} stream: {one.num_events} events, {one.outcome}, {one.ended_s} s")
+        for outcome, those in by_outcome.items():
+            longest = max(one.ended_s - one.began_s for one in those)
+            print(
+                f"{len(those)} new requests, begun {those[0].began_s} to {those[-1].began_s} s, "
+                f"longest {longest:.2f} s: {outcome}"
+            )
+
 
 def main() -> None:
     clients = Clients(sys.argv[1])
@@ -89,20 +109,19 @@ def main() -> None:
     while not all(one.num_events for one in streams):
         time.sleep(0.01)
     clients.zero_at = time.monotonic()
-    command: Any = subprocess.Popen(sys.argv[2:], stdout=sys.stderr)
-    restarted_s, afterwards = None, 0
-    while afterwards < NUM_AFTERWARDS and time.monotonic() - clients.zero_at < LIMIT_S:
+    command = subprocess.Popen(sys.argv[2:], stdout=sys.stderr)
+    restarted_s, num_successes = LIMIT_S, 0
+    while num_successes < NUM_AFTERWARDS and time.monotonic() - clients.zero_at < LIMIT_S:
         clients.start("new", 4, stream=False)
         time.sleep(PERIOD_S)
-        if restarted_s is None and command.poll() is not None:
+        if restarted_s == LIMIT_S and command.poll() is not None:
             restarted_s = round(time.monotonic() - clients.zero_at, 2)
-        news = [one for one in clients.seen if one.kind == "new" and one.outcome]
-        afterwards = sum(one.outcome == "200" and one.began_s > (restarted_s or 1e9) for one in news)
+        after = [one for one in clients.seen if one.began_s > restarted_s]
+        num_successes = sum(one.outcome == "200" for one in after)
     for thread in clients.threads:
         thread.join(LIMIT_S)
-    print(f"restarted {restarted_s} s after the command, status {command.poll()}")
-    for one in clients.seen:
-        print(json.dumps(asdict(one)))
+    print(f"the command ended after {restarted_s} s with status {command.wait(LIMIT_S)}")
+    clients.report()
 
 
 if __name__ == "__main__":

@@ -77,14 +77,16 @@ class Clients:
                 return "200"
             message = json.loads(text)["error"]["message"]
             return f"{answer.status}, Retry-After {answer.headers['Retry-After']}, {message}"
-        last = b""
+        outcome = "closed without an end"
         for line in answer:
-            if line.startswith(b"data: "):
-                seen.num_events += 1
-                last = line[6:].strip()
-        if last == b"[DONE]":
-            return "complete"
-        return f"ended after {last[:200].decode()}"
+            if not line.startswith(b"data: "):
+                continue
+            seen.num_events += 1
+            if b'"error"' in line:
+                outcome = f"error event: {json.loads(line[6:])['error']['message']}"
+            elif line.strip() == b"data: [DONE]" and not outcome.startswith("error"):
+                outcome = "complete"
+        return outcome
 
     def report(self) -> None:
         """Print a line for each stream, and for each outcome of new requests."""

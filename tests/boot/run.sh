@@ -38,9 +38,10 @@ WantedBy=default.target
 UNIT
 mkdir -p "$ROOT/etc/systemd/system/default.target.wants"
 ln -sf ../boot-test.service "$ROOT/etc/systemd/system/default.target.wants/boot-test.service"
-binds=()
-if [[ -n ${PACKAGES:-} ]]; then binds=("--bind-ro=$PACKAGES:/opt/packages"); fi
-"$NSPAWN" --quiet --directory="$ROOT" --register=no --keep-unit "${binds[@]}" --boot \
+options=()
+# A network of its own, as long as nothing is downloaded: the ports of the host may be in use.
+if [[ -n ${PACKAGES:-} ]]; then options=(--private-network "--bind-ro=$PACKAGES:/opt/packages"); fi
+"$NSPAWN" --quiet --directory="$ROOT" --register=no --keep-unit "${options[@]}" --boot \
     >"$ROOT/console" 2>&1 || true
 cat "$ROOT/log"
 exit "$(cat "$ROOT/result")"

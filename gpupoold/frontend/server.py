@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 # The end of the time for stopping: open streams end with an error, then connections are closed.
 _ENDING_S = 2.0
 _CLOSING_S = 1.0
+# Time after the start in which requests wait for models that are loaded for the first time.
+_HOLD_S = 45.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class FrontendServer:
             serving.cancel()
             return
         server.should_exit = True
+        self._bounds.hold.begin(0.0)
         if grace_s is None:  # without the daemon no stream can go on
             server.force_exit = True
             await serving
@@ -231,6 +234,7 @@ class FrontendServer:
             case RateAnswer():
                 self._rates.answered(message)
             case Accept():
+                self._bounds.hold.begin(_HOLD_S)
                 self._may_accept.set()
             case Reconfigure():
                 set_log_level(message.log_level)

@@ -137,18 +137,17 @@ class ModelInfo(Body):
     latency: StoredLatency | None = None
     usage: ModelUsage | None = None
     tasks: list[str] = []
-
-    @property
-    def generates(self) -> bool:
-        """True unless the loaded model makes embeddings, scores or classes only."""
-        return not self.tasks or "generate" in self.tasks
-
     engine: dict[str, str] = {}
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []
     tool_parser: FoundInfo | None = None
     reasoning_parser: FoundInfo | None = None
     chat_template: FoundInfo | None = None
+
+    @property
+    def generates(self) -> bool:
+        """True unless the loaded model makes embeddings, scores or classes only."""
+        return not self.tasks or "generate" in self.tasks
 
 
 class Progress(Body):

@@ -98,6 +98,7 @@ def listed_state(daemon: PrivateDaemon, model: str) -> str:
 
 
 class TestWorker:
+    @pytest.mark.slow
     async def test_killed(
         self, daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
     ) -> None:

@@ -234,7 +234,7 @@ def builders_package(stage: Stage, umask: int) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("umask", [0o002, 0o077])
+@pytest.mark.parametrize("umask", [pytest.param(0o002, marks=pytest.mark.slow), 0o077])
 def test_nothing_installed_belongs_to_its_builder(tmp_path: Path, umask: int) -> None:
     stage = Stage(tmp_path, umask=umask)
     builders_package(stage, umask)

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
 from gpupoold.checkpoints.download import Part, checkpoint_dir, download
-from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
+from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes
 from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.checkpoints.selection import Content
@@ -30,7 +30,7 @@ _MIN_KV_SHARE = 0.02
 class Intake:
     """A request to add a model, up to the spec of the model to load. Changes no state.
 
-    ``spec`` and ``info`` are available after ``steps`` has been exhausted.
+    ``spec`` and ``weight_bytes`` are available after ``steps`` has been exhausted.
     """
 
     def __init__(
@@ -49,17 +49,13 @@ class Intake:
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
+        self.weight_bytes = 0
+        """Device bytes of the weights, estimated from the files."""
 
     @property
     def spec(self) -> ModelSpec:
         assert self._spec is not None
         return self._spec
-
-    @property
-    def weight_bytes(self) -> int:
-        """Device bytes of the weights, estimated from the files."""
-        assert self._info is not None
-        return estimate_weight_bytes(self._info, self._request.dtype, self._engine)
 
     async def steps(self) -> AsyncIterator[Progress]:
         """Resolve the source, check the checkpoint, and download the checkpoint if needed.
@@ -94,7 +90,7 @@ class Intake:
     async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
         assert self._info is not None
-        info = checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        info = checked_info(self.spec, self._info, self.weight_bytes, checked_at)
         return info.model_copy(update=await asyncio.to_thread(chat_fields, self.spec))
 
     async def _checked(
@@ -118,15 +114,16 @@ class Intake:
 
     async def _check_sizes(self, info: CheckpointInfo) -> None:
         """Check that the model fits on a device, and its snapshot in host memory."""
-        dtype, engine = self._request.dtype, self._engine
-        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, engine)
+        dtype = self._request.dtype
+        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, self._engine)
+        self.weight_bytes = weight_bytes
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         try:
             sizes = await self._supervisor.device_sizes()
-            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
+            check_fits(info, dtype, weight_bytes, max(sizes), kv_bytes=least_kv_bytes)
         except Refused:  # the model may fit on the device of a worker that is not up yet
             sizes = await self._supervisor.device_sizes(of_all=True)
-            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
+            check_fits(info, dtype, weight_bytes, max(sizes), kv_bytes=least_kv_bytes)
         if any(device.kind != "sim" for device in self._settings.devices):
             self._host_budget.check(self._request.name, weight_bytes)
 

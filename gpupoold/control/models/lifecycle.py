@@ -19,7 +19,7 @@ from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import RemoveMode, find_model
+from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
@@ -28,7 +28,7 @@ from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.errors import Refused
+from gpupoold.domain import Adapter, Preset
 
 
 class ModelLifecycle:
@@ -107,14 +107,9 @@ class ModelLifecycle:
         """See :meth:`Changes.set`.
 
         Raises:
-            Refused: the name is an adapter's.
+            Refused: the name is a preset's or adapter's.
         """
-        row = await self.find(name)
-        if row.spec.adapter(name) is not None:
-            raise Refused(
-                f"{name} is an adapter, with the options of {row.spec.name}",
-                f"change {row.spec.name}, or remove the adapter and add it with other targets",
-            )
+        check_own_model((await self.find(name)).spec, name, "options")
         return await self._changes.set(name, request)
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
@@ -122,11 +117,13 @@ class ModelLifecycle:
         :meth:`Presets.remove` and :meth:`ModelAdapters.remove`.
         """
         spec = (await self.find(name)).spec
-        if spec.adapter(name) is not None:
-            return await self.adapters.remove(name, mode)
-        if spec.preset(name) is not None:
-            return await self.presets.remove(name)
-        return await self._changes.remove(name, mode)
+        match spec.further_named(name):
+            case Adapter():
+                return await self.adapters.remove(name, mode)
+            case Preset():
+                return await self.presets.remove(name)
+            case None:
+                return await self._changes.remove(name, mode)
 
     async def find(self, name: str) -> ModelRow:
         """See :func:`find_model`."""

@@ -35,6 +35,7 @@ from gpupoold.checkpoints.manifest import (
 from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
+from gpupoold.system.folders import hint_to_write
 from gpupoold.units import format_bytes
 
 ProgressCallback = Callable[[int, int], None]
@@ -158,7 +159,8 @@ class _Download:
                 self._fetch(self._plan(found))
         except OSError as error:
             raise Failed(
-                f"cannot write {error.filename or self.target_dir}: {error.strerror or error}"
+                f"cannot write {error.filename or self.target_dir}: {error.strerror or error}",
+                hint_to_write(self.target_dir.parent),
             ) from error
         except _Stopped:
             raise Failed(f"the download of {self.hub.repo_id} was stopped") from None

@@ -60,7 +60,7 @@ def main() -> None:
     """Run the daemon until a signal stops the process."""
     raise_file_limit()
     faulthandler.enable()  # the watchdog ends a stuck daemon by SIGABRT
-    arguments = _parse()
+    arguments = argument_parser().parse_args()
     try:
         file = read_config_file(arguments.config)
         if arguments.check_config:
@@ -238,14 +238,24 @@ def _prepare_folders(settings: Settings) -> None:
     check_runtime_dir(paths.runtime_dir)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpupoold", description=__doc__)
-    parser.add_argument("--config", type=Path, help="TOML file; see docs/configuration.md")
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the daemon's command line, of which the manual page is made too."""
+    parser = argparse.ArgumentParser(
+        prog="gpupoold",
+        description="Daemon that serves many LLMs on few GPUs; controlled by `gpupool`.",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="the configuration; default: $GPUPOOL_CONFIG or /etc/gpupool/gpupool.toml",
+    )
     parser.add_argument(
         "--check-config", action="store_true", help="check the configuration file and exit"
     )
-    parser.add_argument("--version", action="version", version=__version__)
-    return parser.parse_args()
+    parser.add_argument(
+        "--version", action="version", version=__version__, help="print the version and exit"
+    )
+    return parser
 
 
 if __name__ == "__main__":

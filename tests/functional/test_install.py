@@ -89,6 +89,8 @@ def test_everything_is_in_its_place(stage: Stage) -> None:
         f"{LIB}/sysusers.d/gpupool.conf",
         f"{LIB}/tmpfiles.d/gpupool.conf",
         "usr/local/share/doc/gpupool/service.md",
+        "usr/local/share/man/man1/gpupool-add-model.1",
+        "usr/local/share/man/man8/gpupoold.8",
     ):
         assert (stage.root / path).is_file()
     example = (ROOT / "examples/gpupool.toml").read_text()

@@ -126,7 +126,9 @@ class TestDatabase:
         old_schemas.make(path, 3)
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("INSERT INTO schema_migrations VALUES (9, 'later', 0)")
+            connection.execute(
+                "INSERT INTO schema_migrations (number, name, applied_at) VALUES (9, 'later', 0)"
+            )
             connection.commit()
             assert probes.database_facts(path).schema == 9
 

@@ -23,6 +23,7 @@ class AddModelRequest(Body):
     """``POST /models``; the answer is a stream of ``Progress`` lines.
 
     ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
+    With ``detach`` the stream ends after the checks, and the daemon goes on.
     """
 
     name: str
@@ -36,6 +37,7 @@ class AddModelRequest(Body):
     engine: dict[str, str] = {}
     devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
     check_only: bool = False
+    detach: bool = False
 
 
 class AddAdapterRequest(Body):
@@ -157,11 +159,18 @@ class ModelInfo(Body):
 
 
 class Progress(Body):
-    """A line of a long operation's stream (NDJSON); the last line has ``model`` or ``error``."""
+    """A line of a long operation's stream (NDJSON).
+
+    The last line has ``model`` or ``error``, or the stage ``detached`` if the daemon goes on
+    without a reader. ``bytes_per_s`` is the rate of the last seconds, None if unknown. ``note`` is
+    a remark for users.
+    """
 
     stage: str
     done_bytes: int | None = None
     total_bytes: int | None = None
+    bytes_per_s: float | None = None
+    note: str = ""
     model: ModelInfo | None = None
     error: ErrorBody | None = None
 
@@ -343,6 +352,16 @@ class EventInfo(Body):
     message: str
 
 
+class AdditionInfo(Body):
+    """A model or adapter that is being added: the latest ``Progress``."""
+
+    name: str
+    stage: str
+    done_bytes: int | None = None
+    total_bytes: int | None = None
+    bytes_per_s: float | None = None
+
+
 class Ps(Body):
     """Body of ``GET /ps``: running models, devices and requests."""
 
@@ -352,6 +371,7 @@ class Ps(Body):
     num_switches: int
     switched_bytes: int
     switch_seconds: dict[str, float]
+    additions: list[AdditionInfo] = []
 
 
 class FrontendInfo(Body):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from gpupoold.api.schemas import (
+    AdditionInfo,
     Body,
     DeviceInfo,
     EventInfo,
@@ -72,6 +73,7 @@ class Top(Body):
     last_event_id: int
     num_switches: int
     switched_bytes: int
+    additions: list[AdditionInfo] = Field(default_factory=list)
 
 
 class Unloaded(Body):

@@ -178,7 +178,8 @@ class ControlPlane:
         names, devices = [str(row.spec.name) for row in rows], self.devices()
         workers, now_s = self.supervisor.workers, time.monotonic()
         now = views.ps(names, devices, self.fleet, self.dispatcher, workers, self.cache, now_s)
-        return msgspec.json.encode(now)
+        additions = [views.raw(one) for one in self.lifecycle.ongoing.infos()]
+        return msgspec.json.encode({**now, "additions": additions})
 
     def devices(self) -> list[DeviceInfo]:
         limit_of = self.lifecycle.room.limit_bytes

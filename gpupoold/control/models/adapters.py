@@ -17,9 +17,10 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
-from gpupoold.control.models.intake import fetched, folder_of
+from gpupoold.control.models.intake import fetched
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_names_free, find_model
+from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -104,9 +105,15 @@ class ModelAdapters:
         path, source = Path(), request.source or request.name
         if isinstance(found, HubSource):
             source = found.repo_id
-            path = folder_of(found, request.revision, self._settings)
-            async for line in fetched(found, request.revision, self._settings, "adapter"):
-                yield line
+            snapshot = await cached(found, request.revision, self._settings, "adapter")
+            if snapshot.note:
+                yield Progress(stage="resolve", note=snapshot.note)
+            if snapshot.path is not None:
+                path = snapshot.path
+            else:
+                path = folder_of(found, request.revision, self._settings)
+                async for line in fetched(found, request.revision, self._settings, "adapter"):
+                    yield line
         else:
             path = found.path
         yield Progress(stage="check")

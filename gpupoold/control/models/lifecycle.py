@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import AddModelRequest, Progress, SetModelRequest
+from gpupoold.api.schemas import (
+    AddAdapterRequest,
+    AddModelRequest,
+    Progress,
+    SetModelRequest,
+)
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
@@ -21,6 +26,7 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
+from gpupoold.control.models.ongoing import OngoingAdditions
 from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
@@ -57,6 +63,7 @@ class ModelLifecycle:
         """Wire the parts together; each part gets only finished parts."""
         self._registry = registry
         self._fleet = fleet
+        self.ongoing = OngoingAdditions(history)
         self._snapshots = snapshots
         mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends)
         facts = LoadFacts(registry, history)
@@ -131,6 +138,7 @@ class ModelLifecycle:
 
     async def stop(self) -> None:
         """Undo unfinished additions, and end all other work; the workers have stopped before."""
+        await self.ongoing.stop()
         await self._additions.stop()
         await self.adapters.stop()
         await self.warmer.stop()
@@ -140,8 +148,18 @@ class ModelLifecycle:
         await self._snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
-        """Add a model, or only check; see :class:`Additions`."""
-        return (self._additions.check if request.check_only else self._additions.add)(request)
+        """Add a model, or only check; see :class:`Additions`.
+
+        With ``detach`` the addition goes on after the end of the iteration.
+        """
+        if request.check_only:
+            return self._additions.check(request)
+        follow = self.ongoing.detached if request.detach else self.ongoing.followed
+        return follow(request.name, self._additions.add(request))
+
+    def add_adapter(self, request: AddAdapterRequest) -> AsyncIterator[Progress]:
+        """Add an adapter, or only check; see :meth:`ModelAdapters.add`."""
+        return self.ongoing.followed(request.name, self.adapters.add(request))
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
         """See :meth:`Changes.set`.

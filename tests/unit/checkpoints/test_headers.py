@@ -193,7 +193,7 @@ def test_no_space_is_said_first(
     hub.add(REPO, large_checkpoint())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
-    with pytest.raises(Refused, match=r"needs 15\.3 MiB more"):
+    with pytest.raises(Refused, match=r"15\.3 MiB is missing"):
         fetch(tmp_path / "m")
     assert not hub.downloads("config.json")
 
@@ -231,7 +231,7 @@ class TestCommits:
 
 
 async def _interrupted(target: Path) -> None:
-    from gpupoold.checkpoints import download as module
+    from gpupoold.checkpoints import fetcher as module
 
     first, module.FIRST_RETRY_S = module.FIRST_RETRY_S, 0.001
     try:

@@ -194,11 +194,13 @@ class ModelsBox:
         """Loads on these workers wait for the event."""
         self.waiting: set[tuple[str, int]] = set()
         """The loads that wait, by model and worker."""
+        (folder / "hf").mkdir(exist_ok=True)
+        paths = {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")}
         settings = parse_settings(
             {
                 "devices": ["cuda:0", "cuda:1"],
-                "memory": dict(memory or {}),
-                "paths": {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")},
+                "memory": {"kv_host": "1GiB", **(memory or {})},
+                "paths": {**paths, "hf_cache": [str(folder / "hf")]},
                 "limits": {
                     "stop_grace": 0.05,
                     "load_timeout": load_timeout_s,

@@ -183,7 +183,7 @@ class TestCaches:
         fill_cache(hub, tmp_path)
         found = await lines(box)
         stages = list(dict.fromkeys(one.stage for one in found))
-        assert stages == ["resolve", "check", "load", "ready"]
+        assert stages == ["resolve", "check", "load", "spread", "ready"]
         model = found[-1].model
         assert model is not None
         assert (model.source, Path(model.path).parent.name) == (REPO, "snapshots")

@@ -36,6 +36,7 @@ from gpupoold.checkpoints.manifest import (
 from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
+from gpupoold.system.folders import hint_to_write
 
 Part = Literal["all", "small files"]
 
@@ -131,7 +132,7 @@ class _Download:
                 f"cannot write {error.filename or self.target_dir}: {error.strerror or error}",
                 "the downloaded part is kept; free some space, then repeat the command"
                 if error.errno in _NO_SPACE
-                else "",
+                else hint_to_write(self.target_dir.parent),
             ) from error
         except Stopped:
             raise Failed(f"the download of {self.hub.repo_id} was stopped") from None

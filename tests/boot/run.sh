@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 readonly ROOT=${ROOT:-$PWD/build/boot-root} SOURCE=$PWD
 readonly MMDEBSTRAP=${MMDEBSTRAP:-mmdebstrap} NSPAWN=${NSPAWN:-systemd-nspawn}
-readonly INCLUDE=libnuma1,systemd,systemd-sysv,dbus,python3,python3-venv,make,gcc,libc6-dev,git,curl,ca-certificates,procps
+readonly INCLUDE=libnuma1,systemd,systemd-sysv,dbus,python3,python3-venv,make,gcc,g++,libc6-dev,python3-dev,git,curl,ca-certificates,procps
 
 if [[ ! -e $ROOT/etc/os-release ]]; then
     "$MMDEBSTRAP" --variant=minbase --include="$INCLUDE" bookworm "$ROOT"

@@ -16,6 +16,12 @@ from tests.conftest import ROOT
 
 LIB = "usr/local/lib"
 UNITS = f"{LIB}/systemd/system"
+UNIT_NAMES = (
+    "gpupoold.service",
+    "gpupoold.socket",
+    "gpupoold-admin.socket",
+    "gpupoold-nvidia.service",
+)
 MAX_EXPOSURE = 3.0
 
 needs_analyze = pytest.mark.skipif(
@@ -72,7 +78,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 def test_everything_is_in_its_place(stage: Stage) -> None:
-    for name in ("gpupoold.service", "gpupoold.socket", "gpupoold-admin.socket"):
+    for name in UNIT_NAMES:
         assert (stage.root / UNITS / name).is_file()
     assert (
         "ExecStart=/usr/local/bin/gpupoold\n"
@@ -193,6 +199,16 @@ def test_what_cannot_be_installed(stage: Stage, variables: dict[str, str], why: 
     done = stage.make("install", variables)
     assert done.returncode != 0
     assert why in done.stderr
+
+
+def test_a_disk_without_room_for_the_copy(stage: Stage, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "df").write_text("#!/bin/sh\necho Avail; echo 4\n")
+    (tools / "df").chmod(0o755)
+    done = stage.make("install", {"PATH": f"{tools}:{os.environ['PATH']}"})
+    assert done.returncode != 0
+    assert "has 0 MB free" in done.stderr
 
 
 BUILDER = 12345

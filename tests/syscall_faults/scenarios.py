@@ -397,7 +397,7 @@ class ConfigurationRead(Scenario):
 
     async def act(self) -> None:
         file = await self._configuration.read()
-        self._configuration.take(file, file.settings)
+        self._configuration.take(file, await self._configuration.update_of(file))
 
     async def state(self) -> Any:
         return self._configuration.settings.limits.token_timeout_s

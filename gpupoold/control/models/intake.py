@@ -23,6 +23,8 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options
 from gpupoold.errors import Refused
+from gpupoold.memory.memfd import available_bytes
+from gpupoold.units import format_bytes
 
 # Beside the weights, a device needs memory for the KV of a short request.
 _MIN_KV_SHARE = 0.02
@@ -132,8 +134,22 @@ class Intake:
         except Refused:  # the model may fit on the device of a worker that is not up yet
             sizes = await self._supervisor.device_sizes(of_all=True)
             check_fits(info, dtype, weight_bytes, max(sizes), kv_bytes=least_kv_bytes)
-        if any(device.kind != "sim" for device in self._settings.devices):
-            self._host_budget.check(self._request.name, weight_bytes)
+        self._check_host_memory(weight_bytes)
+
+    def _check_host_memory(self, weight_bytes: int) -> None:
+        """Check that a snapshot fits in the model cache, and in the memory that is free now."""
+        name = self._request.name
+        if self._settings.simulated_host.memory_bytes is not None:
+            self._host_budget.check(name, weight_bytes)
+        elif any(device.kind != "sim" for device in self._settings.devices):
+            freed_bytes = self._host_budget.check(name, weight_bytes)
+            free_bytes = available_bytes() + freed_bytes
+            if weight_bytes > free_bytes:
+                raise Refused(
+                    f"{name}: a snapshot of {format_bytes(weight_bytes)} needs more than the "
+                    f"{format_bytes(free_bytes)} of host memory that are free now",
+                    "stop other programs, or free snapshots (`gpupool cache drop`)",
+                )
 
 
 async def fetched(

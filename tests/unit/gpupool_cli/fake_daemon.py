@@ -130,6 +130,7 @@ class FakeDaemon:
         self.state: Any = "ready"
         self.raw_answer: Response | None = None
         self.config = samples.config()
+        self.machine = samples.machine()
         self.changes: list[ChangeInfo] = []
         self.device: dict[str, Any] = {}
         self.pid = 4321

@@ -181,6 +181,7 @@ class ModelsBox:
         settings = parse_settings(
             {
                 "devices": ["cuda:0", "cuda:1"],
+                "memory": {"kv_host": "1GiB"},
                 "paths": {**paths, "hf_cache": [str(folder / "hf")]},
                 "limits": {"stop_grace": 0.05, "load_timeout": 0.5, "drain_timeout": 0.2},
             },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from safetensors.numpy import save
 
 from gpupool_state import History, Registry
 from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.control.models import intake
 from gpupoold.control.workers import workers as workers_module
 from gpupoold.domain import ModelState
 from gpupoold.errors import Failed, GpupoolError, Refused, Unavailable
@@ -117,6 +119,38 @@ async def test_a_model_cache_that_is_too_small(box: ModelsBox, hub: FakeHub) -> 
         "then run `gpupool reload`"
     )
     assert weight_bytes_sent(hub) <= 1 << 16
+
+
+async def test_a_hub_without_ranges_is_checked_before_the_weights_too(
+    box: ModelsBox, hub: FakeHub
+) -> None:
+    hub.ignores_range = True
+    box.cache.budget_bytes = 1024 * PAGE
+    error = await refusal(box)
+    assert "a snapshot of 15.3 MiB does not fit in the model cache of 4 MiB" in error.message
+    assert (
+        weight_bytes_sent(hub) < NUM_ELEMENTS
+    )  # some pieces of the 16 MB, until the connection closes
+    assert len(hub.downloads("model.safetensors")) == 1
+
+
+async def test_host_memory_that_others_use(
+    box: ModelsBox, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "available_bytes", lambda: 9 << 20)
+    error = await refusal(box)
+    assert "a snapshot of 15.3 MiB needs more than the 9 MiB of host memory" in error.message
+    assert weight_bytes_sent(hub) <= 1 << 16
+
+
+async def test_a_disk_that_is_too_small(
+    box: ModelsBox, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=12 << 20)
+    monkeypatch.setattr("gpupoold.checkpoints.download.shutil.disk_usage", lambda _: free)
+    error = await refusal(box)
+    assert "needs 15.3 MiB more, but only 12 MiB is free" in error.message
+    assert hub.downloads("model.safetensors") == hub.downloads("tokenizer.json") == []
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors"])

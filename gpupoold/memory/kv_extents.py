@@ -61,6 +61,11 @@ class KvExtents:
         return self._address_range.address
 
     @property
+    def version(self) -> int:
+        """A number that changes with the place or idleness of any extent."""
+        return self._index.version
+
+    @property
     def physical_pages(self) -> list[int]:
         """Pages of the pool in use."""
         return self._address_range.physical_pages
@@ -244,6 +249,18 @@ class KvExtents:
             self._moving[group] = None
         group.place = place
         self._index.put(group.extents, place)
+
+    def _check_counters(self) -> None:
+        """Raise AssertionError if the incremental counters differ from a scan."""
+        groups = list(dict.fromkeys(self._offloaded.values()))
+        assert set(groups) == set(self._all_groups)
+        on_host = [group for group in groups if group.place is Place.HOST]
+        assert set(self._moving) == set(groups) - set(on_host)
+        assert self._host_bytes == sum(group.slot.num_bytes for group in groups)
+        assert self._missing_bytes == sum(group.slot.num_bytes for group in on_host)
+        assert self.num_leaving_pages == self.num_resident_pages(self.extents(Place.LEAVING))
+        assert self.num_idle_pages == self.num_resident_pages(self.free_extents())
+        assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))
 
     def _is_dead(self, group: Group) -> bool:
         """Return whether no request needs any block of a group."""

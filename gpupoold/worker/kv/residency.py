@@ -71,13 +71,13 @@ class Residency:
 
     def add(self, model: PooledModel) -> None:
         """Add a model, whose pages this object then manages."""
-        self._models[model.name] = model
+        self._eviction.add(model)
 
     def remove(self, name: str) -> None:
         """Remove a model, whose memory the caller frees."""
         if self._next == name:
             self.stop_prefetch()
-        del self._models[name]
+        self._eviction.remove(name)
 
     def close(self) -> None:
         """End the copying threads; other objects free the models' memory."""
@@ -190,8 +190,7 @@ class Residency:
         model, self._next = self._models[self._next], None
         model.weights.stop()
         model.kv.stop_arriving()
-        for other in self._models.values():
-            other.kv.stop_leaving()
+        self._eviction.stop_leaving()
 
     def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""
@@ -228,8 +227,7 @@ class Residency:
         unmapped = model.kv.first_extents(Place.UNMAPPED, count)
         wanted = model.kv.num_missing_pages(unmapped) + reserved
         if wanted > self.pool.num_free:
-            self._eviction.free_pages(wanted, {name})
-            self._eviction.wait_for(wanted)
+            self._eviction.try_to_free(wanted, {name})
         model.kv.map(self._fitting(model.kv, unmapped, reserved))
 
     def export(
@@ -240,8 +238,7 @@ class Residency:
 
     def settle_exports(self) -> None:
         """Free exports of all models whose copies have ended."""
-        for model in self._models.values():
-            model.kv.settle_exports()
+        self._eviction.settle_exports()
 
     def check_integrity(self, sent_bytes: int = 0) -> int:
         """Raise AssertionError when pool, page tables, extents and host slots disagree.

@@ -50,6 +50,12 @@ class BlockDemand:
         )
         self._sizes = Counter(manager.block_size for manager in attention)
 
+    def of_an_answer(self, limits: StepLimits) -> int:
+        """Return the most blocks that a running answer may take, after its prompt."""
+        ahead = limits.num_each + limits.num_lookahead
+        blocks = sum(count * -(-ahead // size) for size, count in self._sizes.items())
+        return blocks + sum(map(_most_state_blocks, self._states))
+
     def of_running(self, requests: Sequence[Request], limits: StepLimits) -> int:
         """Return the most blocks that running requests may take."""
         ahead = limits.num_each + limits.num_lookahead

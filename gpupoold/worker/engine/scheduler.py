@@ -55,6 +55,7 @@ class PooledScheduler(Scheduler):
     num_waiting_for_streaming_input: int
     scheduler_reserve_full_isl: bool
     deferred_waiting: set[Request]
+    _inflight_prefills: set[Request]  # with a part of their prompt to compute
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,6 +72,7 @@ class PooledScheduler(Scheduler):
         self.was_decode = False
         self.drafts = DraftCounts()
         self._demand: BlockDemand | None = None
+        self._answer_blocks: int | None = None
         self._was_idle = False  # nothing was scheduled in the last step
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -197,22 +199,39 @@ class PooledScheduler(Scheduler):
 
     def num_wanted_blocks(self) -> int:
         """Return an upper bound of the blocks that the next step may allocate."""
-        limits = StepLimits(
+        num_slots = self.max_num_active_reqs - len(self.running)
+        limits = self._limits(num_slots - self.num_waiting_for_streaming_input)
+        wanted = self._block_demand.of_running(self.running, limits)
+        if not (self.waiting or self.kv_holding_waiting) or limits.num_slots <= 0:
+            return wanted
+        watermark: int = self.kv_cache_manager.watermark_blocks
+        return wanted + watermark + self._block_demand.of_waiting(self._next_waiting(), limits)
+
+    def num_blocks_of_answers(self) -> int | None:
+        """Return the most blocks of a step that only continues answers, at little cost.
+
+        None if prompts may be in the step.
+        """
+        if self.waiting or self.kv_holding_waiting or self._inflight_prefills:
+            return None
+        if self._answer_blocks is None:
+            self._answer_blocks = self._block_demand.of_an_answer(self._limits(0))
+        return self._answer_blocks * len(self.running)
+
+    @property
+    def _block_demand(self) -> BlockDemand:
+        if self._demand is None:
+            self._demand = BlockDemand(self._managers)
+        return self._demand
+
+    def _limits(self, num_slots: int) -> StepLimits:
+        return StepLimits(
             budget=self._step_tokens(),
-            num_slots=self.max_num_active_reqs
-            - len(self.running)
-            - self.num_waiting_for_streaming_input,
+            num_slots=num_slots,
             num_each=1 + self.num_spec_tokens,
             num_lookahead=self.num_lookahead_tokens,
             reserves_prompts=self.scheduler_reserve_full_isl,
         )
-        if self._demand is None:
-            self._demand = BlockDemand(self._managers)
-        wanted = self._demand.of_running(self.running, limits)
-        if not (self.waiting or self.kv_holding_waiting) or limits.num_slots <= 0:
-            return wanted
-        watermark: int = self.kv_cache_manager.watermark_blocks
-        return wanted + watermark + self._demand.of_waiting(self._next_waiting(), limits)
 
     def _next_waiting(self) -> Iterator[tuple[Request, bool]]:
         """Yield waiting requests that the next step may start, and whether it will try to."""

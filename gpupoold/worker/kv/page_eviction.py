@@ -37,8 +37,11 @@ class PooledModel(Protocol):
     def preempt(self) -> None:
         """Drop the KV of all requests, which is recomputed later."""
 
-    def num_missing_blocks(self) -> int:
-        """Return the number of blocks that the next step may need beyond free blocks."""
+    def num_missing_blocks(self) -> tuple[int, int]:
+        """Return the number of blocks that the next step may need beyond free blocks.
+
+        The second number is how many more blocks the steps after may need soon.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,14 @@ class PageEviction:
         Does nothing if fewer pages became free in the last call and nothing has changed since: a
         plan looks at all models.
         """
-        if self._fruitless is not None and self._fruitless == self._state(keep):
+        if self.is_exhausted(keep):
             return
         self.free_pages(num_pages, keep)
         self._fruitless = None if self.wait_for(num_pages) else self._state(keep)
+
+    def is_exhausted(self, keep: set[str]) -> bool:
+        """Return whether the last ``try_to_free`` failed and nothing has changed since."""
+        return self._fruitless is not None and self._fruitless == self._state(keep)
 
     def _state(self, keep: set[str]) -> tuple[set[str], int, int]:
         """Return numbers that change whenever another plan may free more pages."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain
 
 from gpupoold.memory.contracts import Device, Direction, OutOfPages
+from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
@@ -22,6 +23,8 @@ _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
 # Bytes mapped at a time for a prefetched model. The running model waits for the mapping: on a GPU
 # 5 ms for 20 ms of copying.
 _PREFETCH_BYTES = 1 << 30
+# Bytes of KV mapped in a step before they are needed: later steps need not look for blocks.
+_AHEAD_BYTES = 4 << 20
 # Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
 _GROWTH_SHARE = 0.25
 
@@ -218,17 +221,35 @@ class Residency:
         wrong.
         """
         model = self._models[name]
-        missing = model.num_missing_blocks()
-        if not missing:
+        missing, soon = model.num_missing_blocks()
+        if not missing and not soon:
             return
         # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
         reserved = model.kv.num_returning_pages
-        count = -(-missing // model.kv.geometry.blocks_per_extent)
-        unmapped = model.kv.first_extents(Place.UNMAPPED, count)
-        wanted = model.kv.num_missing_pages(unmapped) + reserved
-        if wanted > self.pool.num_free:
+        geometry = model.kv.geometry
+        count = -(-missing // geometry.blocks_per_extent)
+        if missing and self._eviction.is_exhausted({name}):
+            count = min(count, self.pool.num_free)  # an extent takes a page or more
+            if not count:
+                return
+        unmapped = model.kv.first_extents(Place.UNMAPPED, count + self._num_ahead(geometry, soon))
+        wanted = model.kv.num_missing_pages(unmapped[:count]) + reserved
+        if missing and wanted > self.pool.num_free:
             self._eviction.try_to_free(wanted, {name})
-        model.kv.map(self._fitting(model.kv, unmapped, reserved))
+            unmapped = unmapped[:count]
+        fitting = self._fitting(model.kv, unmapped, reserved)
+        if fitting:
+            model.kv.map(fitting)
+
+    def _num_ahead(self, geometry: KvGeometry, num_blocks: int) -> int:
+        """Return how many extents to map before ``num_blocks`` are needed.
+
+        A few at a time, because the step waits, and none while another model needs the pages.
+        """
+        if self._next is not None:
+            return 0
+        wanted = -(-num_blocks // geometry.blocks_per_extent)
+        return min(wanted, max(1, _AHEAD_BYTES // geometry.extent_bytes))
 
     def export(
         self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]

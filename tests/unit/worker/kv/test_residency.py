@@ -43,6 +43,7 @@ class Model:
     ledger: MemoryLedger
     snapshot: bytes
     num_wanted: int = 0
+    num_soon: int = 0
     requests: list[list[int]] = field(default_factory=list)
     num_preempted: int = 0
 
@@ -59,8 +60,8 @@ class Model:
                 self.ledger.release(request)
         self.requests.clear()
 
-    def num_missing_blocks(self) -> int:
-        return max(0, self.num_wanted - self.ledger.num_free)
+    def num_missing_blocks(self) -> tuple[int, int]:
+        return max(0, self.num_wanted - self.ledger.num_free), self.num_soon
 
 
 class Box:
@@ -212,7 +213,7 @@ def test_what_is_being_prefetched_gives_way_to_the_current_model(tight_box: Box)
     box.residency.prefetch("b", "a")
     box.models["a"].num_wanted = box.models["a"].kv.geometry.num_blocks - 1
     box.residency.ensure_kv("a")
-    assert box.models["a"].num_missing_blocks() == 8
+    assert box.models["a"].num_missing_blocks() == (8, 0)
     assert box.rig.pool.num_free < 3
     box.residency.check_integrity()
     box.models["a"].num_wanted = 0

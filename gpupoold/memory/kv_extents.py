@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import BlockLedger, Device
+from gpupoold.memory.contracts import BlockLedger, Device, Fence
 from gpupoold.memory.extent_index import OFFLOADED, ExtentIndex, Place
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, Slot
@@ -59,6 +59,10 @@ class KvExtents:
     def address(self) -> int:
         """Start of the KV buffer."""
         return self._address_range.address
+
+    def set_last_use(self, last_use: Fence | None) -> None:
+        """Set the model's last kernels while paused; None while the model may launch more."""
+        self._address_range.last_use = last_use
 
     @property
     def version(self) -> int:

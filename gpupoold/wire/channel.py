@@ -273,7 +273,6 @@ def _poll_of(*fds: int) -> select.poll:
     return poll
 
 
-
 def _receive_some(sock: socket.socket, fds: _Descriptors) -> bytes:
     """Return received bytes, empty at the end of the stream; add descriptors to ``fds``."""
     # socket.recv_fds() would drop the flags, and children would inherit the descriptors.

@@ -112,7 +112,8 @@ class BlockDemand:
             each += self._of_tokens(computed, wanted + limits.num_lookahead)
         # All together compute no more than the budget.
         together = sum(
-            count * (-(-limits.budget // size) + len(requests) * (1 - -limits.num_lookahead // size))
+            count
+            * (-(-limits.budget // size) + len(requests) * (1 - -limits.num_lookahead // size))
             for (size, _), count in self._groups.items()
         )
         together += len(requests) * sum(map(_most_state_blocks, self._states))

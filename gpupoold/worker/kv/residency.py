@@ -16,13 +16,15 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
+from gpupoold.worker.kv.last_use import LastUses
 from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel, Use, spare_extents
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
 # Bytes mapped at a time for a prefetched model. The running model waits for the mapping: on a GPU
-# 5 ms for 20 ms of copying.
-_PREFETCH_BYTES = 1 << 30
+# 1.3 ms for 5 ms of copying. A second piece is queued, so that the link is busy between two steps.
+_PREFETCH_BYTES = 256 << 20
+_MAX_PREFETCH_PIECES = 2
 # Bytes of KV mapped in a step before they are needed: later steps need not look for blocks.
 _AHEAD_BYTES = 4 << 20
 # Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
@@ -56,6 +58,7 @@ class Residency:
         self._eviction = PageEviction(device, pool, host, self._out, use_of, clock)
         self._models = self._eviction.models
         self._next: str | None = None  # being prefetched
+        self._last_uses = LastUses(device)
         self._had_before_bytes = 0  # weights mapped before
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         """Bandwidth of switches including mapping: measured at the start, then by each switch."""
@@ -75,11 +78,13 @@ class Residency:
     def add(self, model: PooledModel) -> None:
         """Add a model, whose pages this object then manages."""
         self._eviction.add(model)
+        self._last_uses.add(model)
 
     def remove(self, name: str) -> None:
         """Remove a model, whose memory the caller frees."""
         if self._next == name:
             self.stop_prefetch()
+        self._last_uses.remove(self._models[name])
         self._eviction.remove(name)
 
     def close(self) -> None:
@@ -105,6 +110,7 @@ class Residency:
             OutOfPages: the model does not fit even alone.
         """
         model, at, began_s = self._models[name], time.time(), self._clock()
+        self._last_uses.run(model)
         if self._next != name:
             self.stop_prefetch()
         prefetched_bytes, self._next = self.prefetched_bytes, None
@@ -373,12 +379,15 @@ class Residency:
         missing = model.weights.num_missing_pages
         if not missing:
             self._bring(model, keep_free)
-        elif not model.weights.is_arriving:
-            count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
-            # A piece is one transfer, so pieces are small only if no more pages become free.
-            is_enough = count >= min(missing, self._pages_per_load)
-            if count > 0 and (is_enough or self._eviction.oldest_leaving() is None):
-                model.weights.begin_load(self._in, count)
+            return
+        model.weights.settle()
+        if model.weights.num_arriving == _MAX_PREFETCH_PIECES:
+            return
+        count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
+        # A piece is one transfer, so pieces are small only if no more pages become free.
+        is_enough = count >= min(missing, self._pages_per_load)
+        if count > 0 and (is_enough or self._eviction.oldest_leaving() is None):
+            model.weights.begin_load(self._in, count)
 
     def _first_extent(self, model: PooledModel) -> list[int]:
         """Return extent 0 if unmapped: kernels may access the null block, block 0, at any time."""

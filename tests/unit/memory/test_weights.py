@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.contracts import Direction, OutOfPages
+from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
-from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
+from tests.unit.memory.rig import PAGE, GatedCopyStream, Rig, pattern, read, write
 
 
 def test_load_evict_load(rig: Rig) -> None:
@@ -201,7 +204,8 @@ def test_a_load_short_of_pages_keeps_the_part_that_is_present(rig: Rig) -> None:
 
 
 def test_a_load_follows_the_loads_in_progress(rig: Rig) -> None:
-    gate = GatedCopyStream()
+    gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
+    gate.gate.clear()
     queue = TransferQueue([gate], "gated")
     weights, snapshot = rig.weights(12, "w")
     weights.begin_load(queue, 5)
@@ -217,7 +221,8 @@ def test_a_load_follows_the_loads_in_progress(rig: Rig) -> None:
 
 
 def test_a_stop_keeps_nothing_behind_a_load_that_was_stopped(rig: Rig) -> None:
-    gate = GatedCopyStream()
+    gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
+    gate.gate.clear()
     queue = TransferQueue([gate], "gated")
     weights, _ = rig.weights(12, "w")
     for _ in range(2):

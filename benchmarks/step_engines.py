@@ -97,7 +97,7 @@ class PoolSide:
         host = KvHostCache(64 << 20)
         ours, theirs = socket.socketpair()
         # Another process reads, as the daemon does: a thread would compete for the interpreter.
-        self._reader = subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL)
+        self._reader = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         theirs.close()
         channel: BlockingChannel[m.ToWorker] = BlockingChannel(ours, m.ToWorker)
         self._loop = TurnLoop(
@@ -203,7 +203,10 @@ def measure(
     """Return the host time of a decode step in microseconds by number of streams."""
     adapt_cpu_build()
     torch.set_num_threads(1)
-    sides = {"gpupool": PoolSide(checkpoint, num_idle), "vllm": VllmSide(checkpoint, folder)}
+    sides: dict[str, Any] = {
+        "gpupool": PoolSide(checkpoint, num_idle),
+        "vllm": VllmSide(checkpoint, folder),
+    }
     try:
         return {str(count): _compare(sides, count, num_steps) for count in streams}
     finally:

@@ -138,7 +138,7 @@ def test_a_burst_leaves_an_idle_model_its_weights(tmp_path: Path) -> None:
         memory = {one.model: one for one in peer.status.models}
         idle = memory["idle"]
         assert idle.weights_resident_bytes == idle.weights_total_bytes
-            assert memory["busy"].kv_resident_bytes > 16 << 20  # the burst did not fit in little
+        assert memory["busy"].kv_resident_bytes > 16 << 20  # the burst did not fit in little
         peer.call("check_integrity")
     finally:
         peer.close()

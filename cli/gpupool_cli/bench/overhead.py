@@ -47,7 +47,8 @@ class OverheadPlan:
     """The amount of requests per server, and vLLM's options beside gpupool.
 
     ``num_prompts`` is at least 8, and 2 for each stream, unless set: with fewer prompts than
-    streams, some streams would have none. No round except the first begins after ``ends_s`` on ``time.monotonic``.
+    streams, some streams would have none. No round except the first begins after ``ends_s`` on
+    ``time.monotonic``.
     """
 
     rounds: int = 5

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from gpupoold.memory.contracts import Device, Direction, OutOfPages
-from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
+from gpupoold.worker.kv.backing import KvBacking
 from gpupoold.worker.kv.last_use import LastUses
 from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel, Use, spare_extents
 
@@ -25,8 +24,6 @@ _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
 # 1.3 ms for 5 ms of copying. A second piece is queued, so that the link is busy between two steps.
 _PREFETCH_BYTES = 256 << 20
 _MAX_PREFETCH_PIECES = 2
-# Bytes of KV mapped in a step before they are needed: later steps need not look for blocks.
-_AHEAD_BYTES = 4 << 20
 # Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
 _GROWTH_SHARE = 0.25
 
@@ -57,6 +54,7 @@ class Residency:
         self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
         self._eviction = PageEviction(device, pool, host, self._out, use_of, clock)
         self._models = self._eviction.models
+        self._backing = KvBacking(self._eviction)
         self._next: str | None = None  # being prefetched
         self._last_uses = LastUses(device)
         self._had_before_bytes = 0  # weights mapped before
@@ -226,36 +224,7 @@ class Residency:
         If pages are short, the engine delays or preempts requests, which is slower but never
         wrong.
         """
-        model = self._models[name]
-        missing, soon = model.num_missing_blocks()
-        if not missing and not soon:
-            return
-        # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
-        reserved = model.kv.num_returning_pages
-        geometry = model.kv.geometry
-        count = -(-missing // geometry.blocks_per_extent)
-        if missing and self._eviction.is_exhausted({name}):
-            count = min(count, self.pool.num_free)  # an extent takes a page or more
-            if not count:
-                return
-        unmapped = model.kv.first_extents(Place.UNMAPPED, count + self._num_ahead(geometry, soon))
-        wanted = model.kv.num_missing_pages(unmapped[:count]) + reserved
-        if missing and wanted > self.pool.num_free:
-            self._eviction.try_to_free(wanted, {name})
-            unmapped = unmapped[:count]
-        fitting = self._fitting(model.kv, unmapped, reserved)
-        if fitting:
-            model.kv.map(fitting)
-
-    def _num_ahead(self, geometry: KvGeometry, num_blocks: int) -> int:
-        """Return how many extents to map before ``num_blocks`` are needed.
-
-        A few at a time, because the step waits, and none while another model needs the pages.
-        """
-        if self._next is not None:
-            return 0
-        wanted = -(-num_blocks // geometry.blocks_per_extent)
-        return min(wanted, max(1, _AHEAD_BYTES // geometry.extent_bytes))
+        self._backing.ensure(self._models[name], may_map_ahead=self._next is None)
 
     def export(
         self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]
@@ -346,14 +315,6 @@ class Residency:
                 model.kv.begin_page_in(ready, self._in)
                 num_pages, ready = 0, []
         model.kv.begin_page_in(ready, self._in)
-
-    def _fitting(self, kv: KvMemory, extents: list[int], keep_free: int) -> list[int]:
-        """Return the first of ``extents`` for which pages are free."""
-        room = self.pool.num_free - keep_free
-        counts = range(1, len(extents) + 1)  # the more extents, the more pages
-        return extents[
-            : bisect_right(counts, room, key=lambda n: kv.num_missing_pages(extents[:n]))
-        ]
 
     def _is_coming(self, model: PooledModel) -> bool:
         """Return whether running copies will bring a model's KV, or free pages for the KV."""

@@ -15,6 +15,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
+from gpupoold.scheduling import eviction
 from gpupoold.scheduling.eviction import Eviction, PageHolding
 from gpupoold.worker.kv import page_eviction, residency
 from gpupoold.worker.kv.page_eviction import Use
@@ -380,7 +381,7 @@ class TestWithoutRoom:
     def plans(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """The pages that each plan of eviction was for."""
         made: list[int] = []
-        plan = page_eviction.plan_evictions
+        plan = eviction.plan_evictions
 
         def counted(num_pages: int, holdings: list[PageHolding]) -> list[Eviction]:
             made.append(num_pages)
@@ -417,13 +418,13 @@ class TestWithoutRoom:
         box.switch_in("a")
         model = box.models["a"]
         model.num_wanted = model.kv.geometry.num_blocks
-        eviction = box.residency._eviction
+        evicting = box.residency._eviction
         for _ in range(3):
-            eviction.try_to_free(1000, {"a", "b"})
+            evicting.try_to_free(1000, {"a", "b"})
         plans.clear()
-        eviction.try_to_free(1000, {"a", "b"})
+        evicting.try_to_free(1000, {"a", "b"})
         assert plans == []
-        eviction.try_to_free(1000, {"a"})  # b is no longer kept
+        evicting.try_to_free(1000, {"a"})  # b is no longer kept
         assert plans
 
 

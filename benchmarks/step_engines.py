@@ -203,7 +203,8 @@ def measure(
     """Return the host time of a decode step in microseconds by number of streams."""
     adapt_cpu_build()
     torch.set_num_threads(1)
-    sides: dict[str, Any] = {
+    pool, vllm = PoolSide(checkpoint, num_idle), VllmSide(checkpoint, folder)
+    sides: dict[str, Any] = {"gpupool": pool, "vllm": vllm}
         "gpupool": PoolSide(checkpoint, num_idle),
         "vllm": VllmSide(checkpoint, folder),
     }

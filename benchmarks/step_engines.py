@@ -205,9 +205,6 @@ def measure(
     torch.set_num_threads(1)
     pool, vllm = PoolSide(checkpoint, num_idle), VllmSide(checkpoint, folder)
     sides: dict[str, Any] = {"gpupool": pool, "vllm": vllm}
-        "gpupool": PoolSide(checkpoint, num_idle),
-        "vllm": VllmSide(checkpoint, folder),
-    }
     try:
         return {str(count): _compare(sides, count, num_steps) for count in streams}
     finally:

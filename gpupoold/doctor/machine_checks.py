@@ -108,6 +108,10 @@ def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -
     if memory.huge_bytes:
         text = f"{format_bytes(memory.huge_bytes)} are reserved as huge pages and unused"
         yield warning("huge pages", text, "sysctl -w vm.nr_hugepages=0")
+    elif memory.shared_huge_pages == "never" and any(d.kind == "cuda" for d in settings.devices):
+        text = "shared memory has pages of 4 KiB only, which makes pinning slow"
+        fix = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        yield warning("huge pages", text, fix)
     else:
         mode = memory.transparent_huge_pages or "not supported"
         yield ok("huge pages", f"none reserved; transparent huge pages: {mode}")

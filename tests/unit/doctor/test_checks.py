@@ -170,6 +170,7 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
         "raise memory.model_cache",
     ),
     ("huge pages", healthy(memory=memory(huge_bytes=GIB)), "1 GiB", "nr_hugepages=0"),
+    ("huge pages", healthy(memory=memory(shared_huge_pages="never")), "4 KiB", "shmem_enabled"),
     ("numa", healthy(numa=NumaFacts(2, True)), "moves pages", "numa_balancing=0"),
     ("numa", healthy(numa=NumaFacts(2, False, "not permitted")), "far from", "set_mempolicy"),
     ("open files", healthy(limits=LimitFacts("x", 4096, None, None)), "may need 5120", "LimitN"),

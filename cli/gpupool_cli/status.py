@@ -13,7 +13,8 @@ from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupool_cli.workers import role_text
 from gpupoold import __version__
-from gpupoold.api.schemas import DeviceInfo, FrontendInfo, ModelUsage, Status
+from gpupoold.api.progress_text import amount_text
+from gpupoold.api.schemas import AdditionInfo, DeviceInfo, FrontendInfo, ModelUsage, Status
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 
@@ -45,6 +46,7 @@ _MODEL_COLUMNS = (
     Column("TBT-p99", right=True),
     Column("SLO%", right=True),
 )
+_ADDITION_COLUMNS = (Column("ADDING"), Column("STAGE", coloured=True), Column("PROGRESS"))
 
 
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -72,6 +74,9 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
     output.print_table(_DEVICE_COLUMNS, [_device_row(device) for device in answer.devices])
     output.print_line("")
     output.print_table(_MODEL_COLUMNS, [_model_row(model) for model in answer.models])
+    if answer.additions:
+        output.print_line("")
+        output.print_table(_ADDITION_COLUMNS, [_addition_row(one) for one in answer.additions])
 
 
 def version(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -138,6 +143,10 @@ def _device_row(device: DeviceInfo) -> list[str]:
         duration_text(device.quota_s) if device.on_turn else output.NOTHING,
         str(device.num_steps),
     ]
+
+
+def _addition_row(addition: AdditionInfo) -> list[str]:
+    return [addition.name, addition.stage, amount_text(addition) or output.NOTHING]
 
 
 def _model_row(model: ModelUsage) -> list[str]:

@@ -30,9 +30,11 @@ class LastUses:
             self._running = None
 
     def run(self, model: PooledModel) -> None:
-        """Let ``model`` launch kernels; the steps of the model that ran have been waited for."""
+        """Let ``model`` launch kernels; no other model launches any until its own ``run``."""
         before, self._running = self._running, model
-        if before is not None and before is not model:
+        if before is model:
+            return
+        if before is not None:
             fence = self._fences[before.name]
             fence.record()
             _set(before, fence)

@@ -224,7 +224,9 @@ class Residency:
         If pages are short, the engine delays or preempts requests, which is slower but never
         wrong.
         """
-        self._backing.ensure(self._models[name], may_map_ahead=self._next is None)
+        model = self._models[name]
+        self._last_uses.run(model)  # also for a step outside of a turn
+        self._backing.ensure(model, may_map_ahead=self._next is None)
 
     def export(
         self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]

@@ -121,7 +121,8 @@ class ModelSpec:
 
     ``source`` is the user's text (a path or a Hugging Face id), ``path`` the resolved local folder.
     ``max_model_len`` None means the checkpoint's own limit. ``engine`` has vLLM's options by name,
-    with values as on vLLM's command line.
+    with values as on vLLM's command line. ``devices`` are the devices chosen by hand for its
+    engines; empty leaves the choice to the scheduling core.
     """
 
     name: ModelName
@@ -135,6 +136,7 @@ class ModelSpec:
     engine: dict[str, str] = field(default_factory=dict)
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    devices: tuple[int, ...] = ()
 
     @property
     def further(self) -> tuple[Preset | Adapter, ...]:
@@ -255,10 +257,12 @@ ModelEvent = Literal[
     "adapter_added",
     "adapter_failed",
     "adapter_removed",
+    "engine_evicted",
     "model_added",
     "model_changed",
     "model_failed",
     "model_not_mounted",
+    "model_placed",
     "model_quarantined",
     "model_recovered",
     "model_refused",

@@ -10,6 +10,7 @@ import typer
 
 from gpupool_cli.diagnostics import say
 from gpupool_cli.engine_options import EngineOption, read_options
+from gpupool_cli.lists import numbers
 from gpupool_cli.models import print_model
 from gpupool_cli.options import NewNameArgument, RevisionOption, TbtOption, TtftOption
 from gpupool_cli.progress import ProgressView
@@ -42,6 +43,10 @@ def add_model(
         typer.Option("--alias", metavar="A", help="A further name; may be repeated."),
     ] = None,
     engine: EngineOption = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", help="Devices for its engines; default: as scheduled."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check the model without adding the model.")
     ] = False,
@@ -67,6 +72,7 @@ def add_model(
         tbt_s=DEFAULT_TBT_S if tbt is None else tbt,
         aliases=alias or [],
         engine=read_options(engine or ()),
+        devices=[] if devices is None else [*numbers("--devices", devices, int, "0,1")],
         check_only=check,
         detach=detach,
     )

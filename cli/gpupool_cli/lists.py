@@ -25,4 +25,4 @@ def numbers(option: str, text: str, kind: type[N], example: str) -> tuple[N, ...
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
         problem = f"{option}: {text!r} is not a list of {what}"
-        raise UsageError(problem, f"write a duration such as {example}") from None
+        raise UsageError(problem, f"write for example {example}") from None

@@ -17,6 +17,7 @@ from gpupool_cli import (
     doctor,
     events,
     history,
+    hosting,
     keys,
     models,
     replay,
@@ -55,6 +56,7 @@ app.command("ls", hidden=True)(models.list_models)
 app.command("show")(models.show)
 app.command("set")(models.set_model)
 app.command("rm")(models.rm)
+app.command("host")(hosting.host)
 app.command("status")(status.status)
 app.command("ps")(status.ps)
 app.command("top")(top.top)

@@ -11,6 +11,7 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import report, say
 from gpupool_cli.engine_options import EngineOption, read_options
+from gpupool_cli.hosting import hosting_text
 from gpupool_cli.options import (
     JsonOption,
     NameArgument,
@@ -177,6 +178,7 @@ def print_model(model: ModelInfo) -> None:
         **{f"preset {one.name}": _preset_text(one) for one in model.presets},
         **{f"adapter {one.name}": _adapter_text(one) for one in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
+        "engines": "" if model.usage is None else hosting_text(model),
         **_memory_fields(model),
         "drafts": _draft_text(model.usage),
         "added": output.time_text(model.created_at),

@@ -8,6 +8,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.hosting import devices_text, engines_text
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
@@ -28,6 +29,7 @@ _DEVICE_COLUMNS = (
     Column("MEMORY", right=True),
     Column("FREE", right=True),
     Column("HOST-KV", right=True),
+    Column("ENGINES", right=True),
     Column("ON-TURN"),
     Column("QUOTA", right=True),
     Column("STEPS", right=True),
@@ -35,6 +37,7 @@ _DEVICE_COLUMNS = (
 _MODEL_COLUMNS = (
     Column("NAME"),
     Column("STATE", coloured=True),
+    Column("DEVICES"),
     Column("LIVE", right=True),
     Column("WAIT", right=True),
     Column("REFUSED", right=True),
@@ -139,6 +142,7 @@ def _device_row(device: DeviceInfo) -> list[str]:
         size_text(device.device_bytes),
         format_bytes(device.free_bytes),
         size_text(device.kv_host_bytes),
+        engines_text(device),
         device.on_turn or output.NOTHING,
         duration_text(device.quota_s) if device.on_turn else output.NOTHING,
         str(device.num_steps),
@@ -154,6 +158,7 @@ def _model_row(model: ModelUsage) -> list[str]:
     return [
         model.name,
         model.state,
+        devices_text(model) or output.NOTHING,
         str(model.num_live),
         str(model.num_waiting),
         str(model.refused),

@@ -137,6 +137,9 @@ def _show_model(model: ModelWhy) -> None:
         output.print_line(f"hint: {one}")
     for place in model.devices:
         _show_device(place.turns)
+        if place.hosting:
+            engine = f"{format_bytes(place.engine_bytes)} outside the pages"
+            output.print_line(f"engine: {engine}; {place.hosting}")
 
 
 def _percent(share: float | None) -> str:

@@ -37,6 +37,7 @@ from gpupoold.api.schemas import (
     Ps,
     SetCachedRequest,
     SetDeviceRequest,
+    SetHostingRequest,
     SetModelRequest,
     Status,
 )
@@ -106,6 +107,11 @@ def _add_model_routes(app: FastAPI, control_plane: ControlPlane) -> None:
         name: str, mode: Literal["refuse", "drain", "force"] = "refuse"
     ) -> ModelInfo:
         return model_info(await control_plane.lifecycle.remove(name, mode))
+
+    @app.put("/hosting/{name:path}")
+    async def set_hosting(name: str, body: SetHostingRequest) -> ModelInfo:
+        row = await control_plane.lifecycle.placement.place(name, body.devices)
+        return model_info(row, control_plane.fleet.availability(row.spec.name).state)
 
     @app.post("/bench/switch")
     async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def _models(
     control_plane: ControlPlane, rows: Iterable[ModelRow], now_s: float, *, has_minutes: bool
 ) -> list[views.Values]:
     memories = views.memories_of(control_plane.supervisor.workers)
+    engines = control_plane.fleet.hosts.engines()
     found = []
     for row in rows:
         name, targets = row.spec.name, row.spec.targets
@@ -97,6 +98,7 @@ def _models(
                     state,
                     control_plane.dispatcher,
                     memories,
+                    engines,
                     control_plane.cache,
                     now_s,
                     has_minutes=has_minutes,
@@ -104,6 +106,7 @@ def _models(
                 "ttft_s": targets.ttft_s,
                 "tbt_s": targets.tbt_s,
                 "is_pinned": row.is_pinned,
+                "fixed_devices": row.spec.devices,
                 "devices": [
                     number
                     for number, held in held_by

@@ -5,7 +5,7 @@ Synchronous, over the unix socket. Every failure is one of ``gpupoold.errors``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -35,6 +35,7 @@ from gpupoold.api.schemas import (
     RoleName,
     SetCachedRequest,
     SetDeviceRequest,
+    SetHostingRequest,
     SetModelRequest,
     Status,
 )
@@ -143,7 +144,7 @@ class AdminClient(KeyCalls, TopCalls):
     def set_model(self, name: str, request: SetModelRequest) -> ModelInfo:
         """Change a model's targets or aliases; return the changed model.
 
-        The daemon makes one change at a time: the call may wait for a model that is loading.
+        The daemon makes one change of a model at a time: the call waits for loads of the model.
 
         Raises:
             NoSuchModel: there is no such model.
@@ -194,6 +195,20 @@ class AdminClient(KeyCalls, TopCalls):
             GpupoolError: the reason why the snapshot cannot be loaded.
         """
         return self._call(_CACHED, "POST", _cache_path(name), unbounded=True)
+
+    def host(self, name: str, devices: Sequence[int]) -> ModelInfo:
+        """Choose the devices of a model's engines; no devices leave the choice to the scheduler.
+
+        Returns when the devices in service have loaded the model.
+
+        Raises:
+            NoSuchModel: there is no such model.
+            UsageError: there is no such device.
+            GpupoolError: a device could not load the model; the choice holds.
+        """
+        body = SetHostingRequest(devices=[*devices])
+        path = f"/hosting/{quote(name, safe='/')}"
+        return self._call(_MODEL, "PUT", path, body=body, unbounded=True)
 
     def set_role(self, device: int, role: RoleName) -> DeviceInfo:
         """Set a worker's role; ``auto`` leaves the choice to the policy.

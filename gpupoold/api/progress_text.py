@@ -10,6 +10,7 @@ STAGE_WORDS = {
     "download": "downloading",
     "check": "checking",
     "load": "loading",
+    "spread": "serving; loading on further devices",
     "ready": "ready",
 }
 

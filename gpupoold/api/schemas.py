@@ -10,6 +10,7 @@ from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, WarmSource
 from gpupoold.latency.stored import StoredLatency
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
+MAX_DEVICES = 1024
 
 
 class Body(BaseModel):
@@ -21,6 +22,7 @@ class Body(BaseModel):
 class AddModelRequest(Body):
     """``POST /models``; the answer is a stream of ``Progress`` lines.
 
+    ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
     With ``detach`` the stream ends after the checks, and the daemon goes on.
     """
 
@@ -33,6 +35,7 @@ class AddModelRequest(Body):
     tbt_s: float = Field(default=DEFAULT_TBT_S, gt=0, allow_inf_nan=False)
     aliases: list[str] = []
     engine: dict[str, str] = {}
+    devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
     check_only: bool = False
     detach: bool = False
 
@@ -120,7 +123,7 @@ class ModelInfo(Body):
     ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
     the present memory and requests. ``usage``, the parsers and the chat template are present for a
     single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
-    example ``generate`` or ``embed``.
+    example ``generate`` or ``embed``. ``devices`` were chosen by hand for its engines.
     """
 
     name: str
@@ -142,6 +145,7 @@ class ModelInfo(Body):
     usage: ModelUsage | None = None
     tasks: list[str] = []
     engine: dict[str, str] = {}
+    devices: list[int] = []
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []
     tool_parser: FoundInfo | None = None
@@ -184,6 +188,9 @@ class DeviceInfo(Body):
     of the weights belong to a coming turn. ``quota_used_s`` is the run time of the present turn, 0
     while its model is brought in; ``quota_left_s`` is the remaining time, 0 if the turn is extended
     because no other model waits, None if ``quota_s`` is None. Both are at most 0.25 s old.
+
+    ``engine_bytes`` is the memory of the ``num_engines`` engines outside the pages,
+    ``engine_limit_bytes`` the limit, None for no limit.
     """
 
     device: int
@@ -215,6 +222,9 @@ class DeviceInfo(Body):
     utilisation: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
+    num_engines: int = 0
+    engine_bytes: int = 0
+    engine_limit_bytes: int | None = None
 
 
 class SetDeviceRequest(Body):
@@ -236,6 +246,26 @@ class DraftUsage(Body):
     acceptance_length: float
 
 
+class EngineInfo(Body):
+    """A model's engine on a device: its memory outside the pages, measured at the load.
+
+    ``device_bytes`` are of the device's reserve, ``host_bytes`` private memory of the worker; both
+    are the same memory on an emulated device.
+    """
+
+    device: int
+    device_bytes: int
+    host_bytes: int
+
+
+class SetHostingRequest(Body):
+    """Body of ``PUT /hosting/{name}``: the devices for the model's engines; empty leaves the choice
+    to the scheduler.
+    """
+
+    devices: list[int] = Field(max_length=MAX_DEVICES)
+
+
 class ModelUsage(Body):
     """A model's present state and recent past; times are None before the first measurement.
 
@@ -246,6 +276,7 @@ class ModelUsage(Body):
     token, which would have been late. Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
     tokens. ``tokens_per_s`` covers the last 10 s. ``drafts`` is None without speculative decoding.
+    ``engines`` are on the devices that host the model.
     """
 
     name: str
@@ -274,6 +305,7 @@ class ModelUsage(Body):
     attainment_minutes: list[float | None] = []
     tokens_per_s: float = 0.0
     drafts: DraftUsage | None = None
+    engines: list[EngineInfo] = []
 
 
 class RequestInfo(Body):

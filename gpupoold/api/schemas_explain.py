@@ -84,7 +84,11 @@ class RequestWhy(Body):
 
 
 class ModelOnDevice(Body):
-    """A model's memory and requests on one device."""
+    """A model's memory and requests on one device.
+
+    ``engine_bytes`` is the engine's memory outside the pages, ``hosting`` the reason for the engine
+    on this device.
+    """
 
     device: int
     weights_resident_bytes: int
@@ -94,6 +98,8 @@ class ModelOnDevice(Body):
     encoder_bytes: int = 0
     num_requests: int
     turns: DeviceTurns
+    engine_bytes: int = 0
+    hosting: str = ""
 
 
 class ModelWhy(Body):

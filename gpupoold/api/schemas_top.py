@@ -43,7 +43,8 @@ class TurnInfo(Body):
 class TopModel(Body):
     """A model's row: targets, memory, requests and devices.
 
-    ``devices`` have all weights of the model.
+    ``devices`` have all weights of the model; ``fixed_devices`` were chosen by hand for its
+    engines.
     """
 
     usage: ModelUsage
@@ -51,6 +52,7 @@ class TopModel(Body):
     tbt_s: float
     is_pinned: bool
     devices: list[int]
+    fixed_devices: list[int] = Field(default_factory=list)
 
 
 class Top(Body):

@@ -27,6 +27,8 @@ EMULATED_DEVICE_BYTES = 2 * GIB
 CUDA_RESERVE_BYTES = 3 * GIB
 CUDA_GRANULARITY_BYTES = 2 * 2**20
 HOST_PAGE_BYTES = 4096
+# Of the reserve that is free at a worker's start; the rest is for activations and kernels.
+_ENGINES_SHARE = 0.75
 LEAST_KV_HOST_BYTES = 2 * GIB
 LEAST_BYTES_IN_FLIGHT = 256_000_000
 
@@ -123,7 +125,8 @@ class MemorySettings(Section):
     """``[memory]``: budgets of host memory, disk, and device memory reserved for activations.
 
     None in a key ``..._or_auto`` means that :mod:`gpupoold.config.fitting` works the figure out
-    from the machine. A model's self-check is repeated after ``self_check_interval`` transfers of
+    from the machine. ``engines`` limits the memory of engines outside the pages of a device, see
+    ``engines_for``. A model's self-check is repeated after ``self_check_interval`` transfers of
     the weights to a device; 0 disables these checks.
     """
 
@@ -131,6 +134,7 @@ class MemorySettings(Section):
     snapshot_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="snapshot_files")
     kv_host_or_auto: AutoSize = Field(default=None, alias="kv_host")
     reserve_or_auto: AutoSize = Field(default=None, alias="reserve")
+    engines_bytes: Annotated[Size | None, Effect.LIVE] = Field(default=None, alias="engines")
     self_check_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
 
     @property
@@ -153,6 +157,16 @@ class MemorySettings(Section):
         if self.reserve_or_auto is not None:
             return self.reserve_or_auto
         return CUDA_RESERVE_BYTES if kind == "cuda" else 0
+
+    def engines_for(self, reserve_free_bytes: int | None) -> int | None:
+        """Return the limit for engines on a device, None for no limit.
+
+        By default most of the reserve that is free at the worker's start; a part is left for
+        activations of later steps.
+        """
+        if self.engines_bytes is not None or reserve_free_bytes is None:
+            return self.engines_bytes
+        return int(_ENGINES_SHARE * reserve_free_bytes)
 
 
 class SimulatedHostSettings(Section):

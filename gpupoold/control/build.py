@@ -89,6 +89,7 @@ async def build_control_plane(
         supervisor,
         frontends,
         snapshots,
+        cache,
         Inspector(settings, forks),
     )
     host_budget = snapshots.host_budget

@@ -116,6 +116,7 @@ class ControlPlane:
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
             self.lifecycle.retries.check,
+            self.lifecycle.placement.check,
             self.health.check,
             self.keyring.tick,
             self.minutes.tick,
@@ -164,20 +165,25 @@ class ControlPlane:
         row = await self.lifecycle.find(name)
         info = self._info_of(row)
         memories, now_s = views.memories_of(self.supervisor.workers), time.monotonic()
-        now = views.usage(info.name, info.state, self.dispatcher, memories, self.cache, now_s)
+        engines = self.fleet.hosts.engines()
+        now = views.usage(
+            info.name, info.state, self.dispatcher, memories, engines, self.cache, now_s
+        )
         chat = await asyncio.to_thread(chat_fields, row.spec)
         return info.model_copy(update={"usage": ModelUsage(**now), **chat})
 
     async def ps(self) -> bytes:
         """Return running models, devices and requests: ``Ps`` as JSON."""
         rows = await self.registry.list()
-        names, workers = [str(row.spec.name) for row in rows], self.supervisor.workers
-        now = views.ps(names, self.fleet, self.dispatcher, workers, self.cache, time.monotonic())
+        names, devices = [str(row.spec.name) for row in rows], self.devices()
+        workers, now_s = self.supervisor.workers, time.monotonic()
+        now = views.ps(names, devices, self.fleet, self.dispatcher, workers, self.cache, now_s)
         additions = [views.raw(one) for one in self.lifecycle.ongoing.infos()]
         return msgspec.json.encode({**now, "additions": additions})
 
     def devices(self) -> list[DeviceInfo]:
-        return views.devices(self.supervisor.workers, self.dispatcher, self.fleet)
+        limit_of = self.lifecycle.room.limit_bytes
+        return views.devices(self.supervisor.workers, self.dispatcher, self.fleet, limit_of)
 
     async def status(self) -> Status:
         """Return the daemon's status."""

@@ -52,6 +52,10 @@ class Migration:
     target: int
     phase: MigrationPhase = MigrationPhase.REQUESTED
 
+    def concerns(self, worker: int) -> bool:
+        """Return whether the worker is the source or the target."""
+        return worker in (self.source, self.target)
+
     def expects(self, event: MigrationEvent) -> bool:
         """Return whether the table has a transition for the event."""
         return (self.phase, event) in MIGRATION_TRANSITIONS

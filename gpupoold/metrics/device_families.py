@@ -17,6 +17,7 @@ def device_families(scrape: Scrape) -> Iterator[Family]:
     yield from _device(scrape)
     yield from _gpu(scrape)
     yield from _memory(scrape)
+    yield from _engines(scrape)
     yield from _turns(scrape)
     yield from _switches(scrape)
 
@@ -132,6 +133,26 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         "device_kv_host_limit_bytes",
         "Limit of host memory for offloaded KV; absent without a limit.",
         _known(lambda ready: ready.kv_host_bytes),
+    )
+
+
+def _engines(scrape: Scrape) -> Iterator[Family]:
+    gauge_of = one_each(gauge, "device", scrape.devices())
+    hosts, room = scrape.control_plane.fleet.hosts, scrape.control_plane.lifecycle.room
+    yield gauge(
+        "device_engine_bytes",
+        "Memory of engines outside the device's pages, measured at their loads, by model.",
+        ("device", "model"),
+        (
+            ((number, model), memory.device_bytes)
+            for number, one in scrape.devices()
+            for model, memory in hosts.engines_on(one.number).items()
+        ),
+    )
+    yield gauge_of(
+        "device_engine_limit_bytes",
+        "Limit of the memory of engines outside the device's pages; absent without a limit.",
+        room.limit_bytes,
     )
 
 

@@ -18,6 +18,9 @@ from gpupoold.system.process import set_log_level
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 
+# Memory of an engine outside the pages of its device.
+ENGINE_MEMORY = m.EngineMemory(256 << 20)
+
 _logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 2 << 20
@@ -145,14 +148,16 @@ class SimServer:
         self._known[model.name] = known
         self._device.add_model(known.sim, known.vocabulary)
         profile = known.profile() if message.profiling_budget_s > 0 else None
-        return m.ModelLoaded(known.loaded, known.layout_digest, False, profile, dropped=dropped)
+        return m.ModelLoaded(
+            known.loaded, known.layout_digest, False, profile, dropped=dropped, memory=ENGINE_MEMORY
+        )
 
     def _unload(self, name: str) -> None:
         if self._known.pop(name, None) is not None:
             lost = self._device.remove_model(name)
             if lost:
                 self._channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
-        self._channel.send(m.ModelUnloaded(name))
+        self._channel.send(m.ModelUnloaded(name, ENGINE_MEMORY))
 
     def _answer(self, call: m.Call) -> m.CallResult:
         try:

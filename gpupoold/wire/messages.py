@@ -77,6 +77,7 @@ from gpupoold.wire.messages_to_worker import (
 )
 from gpupoold.wire.records import (
     DraftCounts as DraftCounts,
+    EngineMemory as EngineMemory,
     KvTransfer as KvTransfer,
     LoadedModel as LoadedModel,
     ModelMemory as ModelMemory,

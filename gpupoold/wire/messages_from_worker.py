@@ -6,6 +6,7 @@ from gpupoold.latency.stored import Profile
 from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
     DraftCounts,
+    EngineMemory,
     KvTransfer,
     LoadedModel,
     ModelMemory,
@@ -20,6 +21,7 @@ class WorkerReady(Message):
     With ``shares_kv_host`` the message carries the memfd of the KV host cache.
     ``bandwidth_bytes_per_s`` is the rate of switches including mapping; the link's rates are rates
     of plain copies. ``kv_host_bytes`` is the size of the KV host cache, None for no limit.
+    ``reserve_free_bytes`` is the device's free memory outside the pages, None if unknown.
     """
 
     device: int
@@ -33,6 +35,7 @@ class WorkerReady(Message):
     link_in_bytes_per_s: float = 0.0
     link_out_bytes_per_s: float = 0.0
     shares_kv_host: bool = False
+    reserve_free_bytes: int | None = None
 
 
 class ModelLoaded(Message):
@@ -41,7 +44,7 @@ class ModelLoaded(Message):
     ``profile`` has the measured step times, None if not requested. ``self_check`` has the tokens of
     the self-check, empty if the model generates no text. ``snapshot_problem`` is the reason why the
     snapshot in the order was not used. ``dropped`` are the requests of a replaced engine, which the
-    daemon sends again.
+    daemon sends again. ``memory`` is the engine's memory outside the pages.
     """
 
     model: LoadedModel
@@ -51,6 +54,7 @@ class ModelLoaded(Message):
     self_check: tuple[int, ...] = ()
     snapshot_problem: str = ""
     dropped: list[str] = []
+    memory: EngineMemory = EngineMemory()
 
 
 class ModelFailed(Message):
@@ -63,9 +67,13 @@ class ModelFailed(Message):
 
 
 class ModelUnloaded(Message):
-    """The model's pages, address ranges and engine are freed."""
+    """The model's pages, address ranges and engine are freed.
+
+    ``freed`` is the memory of the engine outside the pages that the process has given back.
+    """
 
     name: str
+    freed: EngineMemory = EngineMemory()
 
 
 class SnapshotDropped(Message):

@@ -60,6 +60,17 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
         return "generate" in self.supported_tasks
 
 
+class EngineMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of an engine outside the device's pages, measured around the load.
+
+    ``device_bytes`` are taken from the device's reserve, ``host_bytes`` are private memory of the
+    worker. Both are the same memory on an emulated device.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
     """Speculative decoding: drafts, the tokens in the drafts, and the tokens that were accepted."""
 

@@ -125,6 +125,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
             link.in_bytes_per_s,
             link.out_bytes_per_s,
             shares_kv_host=bool(host.budget_bytes),
+            reserve_free_bytes=device.free_bytes(),
         ),
         (host.fd,) if host.budget_bytes else (),
     )

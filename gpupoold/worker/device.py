@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from vllm.platforms import current_platform
@@ -12,7 +14,9 @@ from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.libc import trim_heap
 from gpupoold.units import format_bytes
+from gpupoold.wire.messages import EngineMemory
 
 # Allowance for kernels, which are loaded on first use, and for workspaces of libraries.
 _LIBRARIES_BYTES = 1 << 30
@@ -37,6 +41,13 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
     return CudaDevice(
         0, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
     )
+
+
+class OutsidePages(NamedTuple):
+    """Bytes in use outside the pages: of the device, and private memory of the process."""
+
+    device_bytes: int
+    private_bytes: int
 
 
 class DriverMemory:
@@ -75,9 +86,48 @@ class DriverMemory:
         )
         return {"unaccounted_bytes": unaccounted}
 
+    def outside_pages(self) -> OutsidePages:
+        """Return the bytes in use now, for :meth:`taken_since`.
+
+        On a shared GPU only torch's allocations count. An emulated device's memory outside the
+        pages is private memory of the process.
+        """
+        free_bytes = self._device.free_bytes()
+        if free_bytes is None:
+            trim_heap()  # free memory of the allocator does not count
+            private_bytes = _private_bytes()
+            return OutsidePages(private_bytes, private_bytes)
+        private_bytes = _private_bytes()
+        device_bytes = -free_bytes if self._has_gpu_alone else self._torch_bytes()
+        return OutsidePages(device_bytes, private_bytes)
+
+    def taken_since(self, before: OutsidePages) -> EngineMemory:
+        """Return the memory taken since ``before``, for example by the load of an engine."""
+        now = self.outside_pages()
+        return EngineMemory(
+            max(0, now.device_bytes - before.device_bytes),
+            max(0, now.private_bytes - before.private_bytes),
+        )
+
+    def freed_since(self, before: OutsidePages) -> EngineMemory:
+        """Return the memory given back since ``before``, for example by the end of an engine."""
+        now = self.outside_pages()
+        return EngineMemory(
+            max(0, before.device_bytes - now.device_bytes),
+            max(0, before.private_bytes - now.private_bytes),
+        )
+
     def _free_or_torchs(self) -> int | None:
         free_bytes = self._device.free_bytes() if self._has_gpu_alone else None
         return None if free_bytes is None else free_bytes + self._torch_bytes()
+
+
+def _private_bytes() -> int:
+    """Return the resident private memory of this process; shared memory does not count."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def device_name(kind: str) -> str:

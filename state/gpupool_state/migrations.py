@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gpupool_state.faults import explain
 from gpupool_state.schema import (
+    ADD_HOSTING,
     ADD_OPTIONS,
     ADD_PINS,
     CREATE_API_KEYS,
@@ -68,6 +69,7 @@ MIGRATIONS: tuple[SchemaMigration, ...] = (
     SchemaMigration(6, "api_keys", CREATE_API_KEYS),
     SchemaMigration(7, "device_columns", RENAME_INSTANCES),
     SchemaMigration(8, "options", ADD_OPTIONS),
+    SchemaMigration(9, "hosting", ADD_HOSTING),
 )
 
 

@@ -8,7 +8,7 @@ import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpupool_state.db import Database
 from gpupool_state.further_names import SELECT_FURTHER, insert_further, read_further
@@ -30,8 +30,9 @@ FROM models
 _FIND = f"{_SELECT} WHERE name = ?1 OR name = (SELECT model FROM aliases WHERE alias = ?1)"
 _INSERT = """
 INSERT INTO models (
-    name, source, path, revision, dtype, max_model_len, engine, ttft_s, tbt_s, state, created_at
-) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    name, source, path, revision, dtype, max_model_len, engine, devices, ttft_s, tbt_s, state,
+    created_at
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 
 
@@ -43,6 +44,8 @@ class ModelRow:
     limit. Before the first load, ``architecture`` is empty, the byte counts are 0 and
     ``loaded_max_model_len`` is None. ``created_at`` is in wall-clock seconds. ``profiles`` are the
     latency profiles, the latest last. The weights snapshot of a pinned model stays in host memory.
+    ``engine_bytes`` is the memory of an engine outside the pages, as measured by the latest load on
+    each kind of device.
     """
 
     spec: ModelSpec
@@ -55,6 +58,7 @@ class ModelRow:
     created_at: float
     profiles: tuple[ProfileRow, ...] = ()
     is_pinned: bool = False
+    engine_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Registry:
@@ -195,6 +199,32 @@ class Registry:
                 "UPDATE models SET engine = ? WHERE name = ?", (json.dumps(dict(engine)), name)
             )
             return await _row(tx, name)
+
+    async def set_devices(self, name: str, devices: Sequence[int]) -> ModelRow:
+        """Record the devices chosen by hand for a model's engines; empty for no choice.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._changing() as tx:
+            await _check_model(tx, name)
+            await tx.execute(
+                "UPDATE models SET devices = ? WHERE name = ?", (json.dumps([*devices]), name)
+            )
+            return await _row(tx, name)
+
+    async def set_engine_bytes(self, name: str, device: str, num_bytes: int) -> None:
+        """Record the memory of a model's engine outside the pages of a kind of device.
+
+        Raises:
+            NoSuchModel: no model has this name.
+        """
+        async with self._changing() as tx:
+            await _check_model(tx, name)
+            sizes = {**(await _row(tx, name)).engine_bytes, device: num_bytes}
+            await tx.execute(
+                "UPDATE models SET engine_bytes = ? WHERE name = ?", (json.dumps(sizes), name)
+            )
 
     async def set_state(self, name: str, state: ModelState, error: str = "") -> ModelRow:
         """Record a model's state, and the reason of a failure.
@@ -373,6 +403,7 @@ def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | No
         spec.dtype,
         spec.max_model_len,
         json.dumps(spec.engine),
+        json.dumps([*spec.devices]),
         spec.targets.ttft_s,
         spec.targets.tbt_s,
         ModelState.REGISTERED.value,
@@ -394,6 +425,7 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
         engine=json.loads(row["engine"]),
         presets=presets,
         adapters=adapters,
+        devices=tuple(json.loads(row["devices"])),
     )
     return ModelRow(
         spec=spec,
@@ -406,4 +438,5 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
         created_at=row["created_at"],
         profiles=profiles,
         is_pinned=bool(row["is_pinned"]),
+        engine_bytes=json.loads(row["engine_bytes"]),
     )

@@ -188,6 +188,13 @@ RENAME_INSTANCES = (
     "UPDATE events SET kind = 'snapshot_refused' WHERE kind = 'image_refused'",
 )
 
+# ``devices`` is a JSON list of the devices chosen by hand, ``engine_bytes`` a JSON object with the
+# memory of an engine outside the pages by the name of the device.
+ADD_HOSTING = (
+    "ALTER TABLE models ADD COLUMN devices TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE models ADD COLUMN engine_bytes TEXT NOT NULL DEFAULT '{}'",
+)
+
 # A preset or an adapter is a further name of a model with details, a JSON object.
 ADD_OPTIONS = (
     "ALTER TABLE models ADD COLUMN engine TEXT NOT NULL DEFAULT '{}'",

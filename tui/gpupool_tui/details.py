@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from gpupool_tui.models_panel import where
-from gpupool_tui.numbers import NOTHING, clock, count, duration, percent, size
+from gpupool_tui.numbers import NOTHING, clock, count, duration, percent, ranges, size
 from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
 from gpupool_tui.text import plain
@@ -59,6 +59,7 @@ def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
         "KV recomputed": f"{device.num_recomputed} times for lack of memory",
         "link": f"{size(device.link_in_bytes_per_s)}/s in,"
         f" {size(device.link_out_bytes_per_s)}/s out",
+        "engines": _engines(device),
         "GPU": _gpu(device),
         "steps": count(device.num_steps),
         "latest turns": "\n".join(lines) or NOTHING,
@@ -71,6 +72,7 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
     fields = {
         "state": usage.state + (f": {info.error}" if info is not None and info.error else ""),
         "on devices": where(model),
+        "engines": _hosting(model),
         "targets": f"{duration(model.ttft_s)} to the first token,"
         f" {duration(model.tbt_s)} between tokens",
         "first token": _percentiles(usage.ttft_p50_s, usage.ttft_p99_s),
@@ -102,6 +104,22 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
             "path": info.path,
         }
     return fields
+
+
+def _engines(device: DeviceInfo) -> str:
+    limit_bytes = device.engine_limit_bytes
+    limit = "" if limit_bytes is None else f" of {size(limit_bytes)}"
+    return f"{device.num_engines}, {size(device.engine_bytes)}{limit} outside the pages"
+
+
+def _hosting(model: TopModel) -> str:
+    """Return the devices that have the engine, its memory, and whose choice that is."""
+    engines = model.usage.engines
+    how = f" (by hand: {ranges(model.fixed_devices)})" if model.fixed_devices else ""
+    if not engines:
+        return f"none{how}"
+    largest = max(one.device_bytes for one in engines)
+    return f"{ranges(one.device for one in engines)}{how}, up to {size(largest)} outside the pages"
 
 
 def request_fields(request: RequestInfo, view: View) -> Fields:

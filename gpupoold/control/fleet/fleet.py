@@ -5,7 +5,6 @@ Pure bookkeeping: the parts that load, mount and withdraw models report each ste
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +43,10 @@ class Availability:
     """The ability of a model to serve, and the devices.
 
     ``devices`` are the numbers of the workers that have the model, also before the API is mounted;
-    ``num_draining`` of these devices are draining. ``reason`` says why the model has failed or is
-    in quarantine, and ``retry_at_s`` is the time of the next try on the monotonic clock.
+    ``num_draining`` of these devices are draining. The last engine of a model that ``is_evicted``
+    made place for another engine; a request loads the model again. ``reason`` says why the model
+    has failed or is in quarantine, and ``retry_at_s`` is the time of the next try on the monotonic
+    clock.
     """
 
     phase: ModelPhase
@@ -53,15 +54,16 @@ class Availability:
     num_draining: int = 0
     reason: str = ""
     retry_at_s: float | None = None
+    is_evicted: bool = False
 
     @property
     def can_serve(self) -> bool:
-        return self.phase is ModelPhase.READY and self.has_open_device
+        return self.phase is ModelPhase.READY and self.takes_requests
 
     @property
-    def has_open_device(self) -> bool:
-        """True if some device takes new requests of the model."""
-        return len(self.devices) > self.num_draining
+    def takes_requests(self) -> bool:
+        """True if some device takes new requests of the model, or a request loads the model."""
+        return len(self.devices) > self.num_draining or self.is_evicted
 
     @property
     def state(self) -> ModelState:
@@ -80,31 +82,29 @@ class _Record:
     loaded: LoadedModel | None = None
     is_mounted: bool = False
     is_warming: bool = False
+    is_evicted: bool = False
     failure: str | None = None
     num_drains: int = 0
 
     @property
     def is_open(self) -> bool:
-        return self.is_mounted and bool(self.devices)
+        return self.is_mounted and (bool(self.devices) or self.is_evicted)
 
 
 class Fleet:
-    """The models by name; one object per daemon, on its event loop.
-
-    ``changing`` is held alone during changes to the set of models, and shared during loads.
-    """
+    """The models by name; one object per daemon, on its event loop."""
 
     def __init__(self, cache: SnapshotCache, without_snapshots: Iterable[int] = ()) -> None:
         """``without_snapshots`` are the numbers of the simulated devices."""
         self.hosts = Hosts()
         self.breakers = CircuitBreakers()
         self.signals = Signals()
-        self.changing = SharedLock()
         self._cache = cache
         self._without_snapshots = frozenset(without_snapshots)
         self._draining_devices: set[int] = set()
         self._records: dict[str, _Record] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._changing: defaultdict[str, SharedLock] = defaultdict(SharedLock)
+        self._locks: defaultdict[str, SharedLock] = defaultdict(SharedLock)
 
     def availability(self, model: str) -> Availability:
         record = self._records.get(model)
@@ -116,11 +116,13 @@ class Fleet:
             len(self._draining_devices.intersection(record.devices)),
             record.failure or "",
             self.breakers.retry_at_s(model),
+            record.is_evicted,
         )
 
     def is_warm(self, model: str) -> bool:
         """Return whether requests of the model can run now: all devices have the snapshot."""
-        if model in self._records and self._records[model].is_warming:
+        record = self._records.get(model)
+        if record is not None and (record.is_warming or record.is_evicted):
             return False
         devices = self.devices_with_snapshot(model)
         if not devices:
@@ -138,8 +140,20 @@ class Fleet:
         """Return the number of models that some device has."""
         return sum(bool(record.devices) for record in self._records.values())
 
-    def lock(self, model: str) -> asyncio.Lock:
-        """Return the lock for changes of a model's workers and snapshot."""
+    def changing(self, model: str) -> SharedLock:
+        """Return the lock for a model's registration, options and names.
+
+        Held alone by changes and by removals, shared by an addition and by loads of the registered
+        model. To be taken before :meth:`lock`.
+        """
+        return self._changing[model]
+
+    def lock(self, model: str) -> SharedLock:
+        """Return the lock for a model's workers and snapshot.
+
+        Held shared by loads from a present snapshot, alone by loads that make a snapshot, and by
+        all other changes.
+        """
         return self._locks[model]
 
     def knows(self, model: str) -> bool:
@@ -152,6 +166,11 @@ class Fleet:
         spec = self._records[model].spec
         assert spec is not None
         return spec.targets_of(name)
+
+    def fixed_devices(self, model: str) -> tuple[int, ...]:
+        """Return the devices chosen by hand for a model, empty for none."""
+        record = self._records.get(model)
+        return record.spec.devices if record is not None and record.spec is not None else ()
 
     def loaded(self, model: str) -> LoadedModel | None:
         """Return the facts of the model's latest load since the daemon's start."""
@@ -232,7 +251,7 @@ class Fleet:
     def host(self, loaded: LoadedModel, number: int) -> None:
         """Add a device that has loaded the model."""
         record = self._records[loaded.name]
-        record.loaded = loaded
+        record.loaded, record.is_evicted = loaded, False
         if number not in record.devices:
             record.devices.append(number)
         self._follow_facts(record)
@@ -245,9 +264,23 @@ class Fleet:
             self._follow_facts(record)
 
     def unhost_all(self, model: str) -> None:
-        """Remove all devices of the model."""
-        for number in self.availability(model).devices:
-            self.unhost(model, number)
+        """Remove all devices of the model, for good."""
+        record = self._records.get(model)
+        if record is not None:
+            record.devices.clear()
+            record.is_evicted = False
+            self._follow_facts(record)
+
+    def evict(self, model: str, number: int) -> None:
+        """Remove a device, whose engine makes place for another model's engine.
+
+        A model without another device stays open: a request loads the model again.
+        """
+        record = self._records.get(model)
+        if record is not None and number in record.devices:
+            record.devices.remove(number)
+            record.is_evicted = not record.devices
+            self._follow_facts(record)
 
     def lose_device(self, number: int) -> None:
         """Remove a device of all models."""
@@ -294,7 +327,7 @@ class Fleet:
         """Record that the model must be loaded and mounted again before requests can be served."""
         record = self._records.get(model)
         if record is not None:
-            record.loaded, record.is_mounted = None, False
+            record.loaded, record.is_mounted, record.is_evicted = None, False, False
             self._follow_facts(record)
 
     # Failures and drains.
@@ -308,6 +341,9 @@ class Fleet:
         if record is None or record.life.phase in _PROPOSED:
             return
         record.failure = reason
+        if record.is_evicted:
+            record.is_evicted = False
+            self._follow_facts(record)
         if record.life.phase is not ModelPhase.DRAINING:
             is_shut_out = self.breakers.is_shut_out(model)
             record.life.move(ModelEvent.QUARANTINE if is_shut_out else ModelEvent.FAIL)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from gpupoold.control.fleet.transitions import HOST_TRANSITIONS, HostEvent, HostPhase, Life
+from gpupoold.wire.messages import EngineMemory
+
+Engines = dict[str, dict[int, EngineMemory]]
+"""The memory of engines, by model and worker."""
+
+NOTHING = EngineMemory()
+_WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 
 
 class Host:
-    """A model on one worker; ``layout_digest`` is the digest of the loaded layout."""
+    """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
+
+    ``memory`` is the memory of the model's engine outside the pages, ``why`` the reason for the
+    engine on this worker.
+    """
 
     def __init__(self, model: str, number: int) -> None:
         self._life = Life(f"{model} on worker {number}", HostPhase.ABSENT, HOST_TRANSITIONS)
         self.layout_digest = ""
+        self.memory = NOTHING
+        self.why = ""
 
     @property
     def phase(self) -> HostPhase:
@@ -34,34 +49,78 @@ class Host:
         """
         self._life.move(event)
 
-    def loaded(self, layout_digest: str, *, has_snapshot: bool) -> None:
+    def loaded(
+        self, layout_digest: str, memory: EngineMemory = NOTHING, *, has_snapshot: bool
+    ) -> None:
         """Record the end of a load."""
         self.note(HostEvent.LOADED)
-        self.layout_digest = layout_digest
+        self.layout_digest, self.memory = layout_digest, memory
         if has_snapshot:
             self.note(HostEvent.ATTACH)
 
-    def replaced(self, layout_digest: str, *, has_snapshot: bool) -> None:
+    def replaced(
+        self, layout_digest: str, memory: EngineMemory = NOTHING, *, has_snapshot: bool
+    ) -> None:
         """Record that another engine of the loaded model has taken the engine's place."""
         if self.phase is HostPhase.LOADED and has_snapshot:
             self.note(HostEvent.ATTACH)
-        self.layout_digest = layout_digest
+        self.layout_digest, self.memory = layout_digest, memory
 
 
 class Hosts:
-    """The hosts by model and worker number; created on first use."""
+    """The hosts by worker number and model; created on first use."""
 
     def __init__(self) -> None:
-        self._hosts: dict[tuple[str, int], Host] = {}
+        self._hosts: defaultdict[int, dict[str, Host]] = defaultdict(dict)
+        self._firsts: dict[int, str] = {}
+        self._kept_bytes: dict[int, int] = {}
 
     def of(self, model: str, number: int) -> Host:
         """Return the model's host on a worker, which lasts until the worker ends."""
-        host = self._hosts.get((model, number))
+        host = self._hosts[number].get(model)
         if host is None:
-            host = self._hosts[model, number] = Host(model, number)
+            host = self._hosts[number][model] = Host(model, number)
         return host
+
+    def loaded(self, model: str, number: int) -> None:
+        """Record a load, the first on a worker perhaps."""
+        self._firsts.setdefault(number, model)
+
+    def freed(self, model: str, number: int, num_bytes: int) -> None:
+        """Record the memory outside the pages that a worker gave back at the end of an engine.
+
+        The first engine's load also takes memory of the process that all engines share, such as
+        libraries and kernels, which stays.
+        """
+        if self._firsts.get(number) == model:
+            self._firsts[number] = ""
+            taken_bytes = self.of(model, number).memory.device_bytes
+            self._kept_bytes[number] = max(0, taken_bytes - num_bytes)
+
+    def first_on(self, number: int) -> str:
+        """Return the model that a worker loaded first, empty if none or unloaded meanwhile."""
+        return self._firsts.get(number, "")
+
+    def kept_bytes(self, number: int) -> int:
+        """Return the memory outside the pages that a worker kept at the end of an engine."""
+        return self._kept_bytes.get(number, 0)
+
+    def engines_on(self, number: int) -> dict[str, EngineMemory]:
+        """Return the memory of the engines on a worker, by model."""
+        hosts = self._hosts[number]
+        return {name: one.memory for name, one in hosts.items() if one.phase in _WITH_ENGINE}
+
+    def engines(self) -> Engines:
+        """Return the memory of all engines, by model and worker."""
+        found: Engines = {}
+        for number in sorted(self._hosts):
+            for model, memory in self.engines_on(number).items():
+                found.setdefault(model, {})[number] = memory
+        return found
 
     def lose_worker(self, number: int) -> None:
         """Record the end of a worker's process, and of all models there."""
-        for key in [key for key in self._hosts if key[1] == number]:
-            self._hosts.pop(key).note(HostEvent.LOSE_WORKER)
+        self._firsts.pop(number, None)
+        self._kept_bytes.pop(number, None)
+        for host in self._hosts.pop(number, {}).values():
+            host.note(HostEvent.LOSE_WORKER)

@@ -16,6 +16,11 @@ class SharedLock:
         self._is_unshared = asyncio.Event()
         self._is_unshared.set()
 
+    @property
+    def is_free(self) -> bool:
+        """True if no task holds or awaits the lock: ``alone`` would not wait."""
+        return not self._gate.locked() and not self._num_sharing
+
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
         """Hold the lock with other readers."""

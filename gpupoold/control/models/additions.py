@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -16,7 +17,9 @@ from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
+from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, ModelState
 
@@ -30,9 +33,11 @@ class Additions:
         registry: Registry,
         history: History,
         fleet: Fleet,
+        dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         loader: ModelLoader,
+        placement: EnginePlacement,
         mounts: ModelMounts,
         inspector: Inspector,
         wall_clock: Callable[[], float] = time.time,
@@ -42,9 +47,11 @@ class Additions:
         self._registry = registry
         self._history = history
         self._fleet = fleet
+        self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._snapshots = snapshots
         self._loader = loader
+        self._placement = placement
         self._mounts = mounts
         self._inspector = inspector
         self._wall_clock = wall_clock
@@ -56,6 +63,7 @@ class Additions:
         Raises:
             GpupoolError: the reason of the failing step.
         """
+        self._placement.check_devices(request.devices)
         await check_names_free(self._registry, (request.name, *request.aliases))
         intake = self._intake(request)
         async for step in intake.steps():
@@ -65,9 +73,13 @@ class Additions:
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Register a model; undo all steps after a failure or when the reader leaves.
 
+        The model serves from its first device on, and then stays. The last line follows when all
+        devices in service that should host the model have loaded the model, or have failed.
+
         Raises:
             GpupoolError: the reason of the failing step.
         """
+        self._placement.check_devices(request.devices)
         names = (request.name, *request.aliases)
         await check_names_free(self._registry, names)
         proposal = self._fleet.propose(names)
@@ -89,6 +101,9 @@ class Additions:
             row = await asyncio.shield(task)
         finally:
             task.cancel()
+        if len(self._supervisor.workers) > 1:
+            yield Progress(stage="spread")
+            await asyncio.shield(self._placement.spread_later(row.spec.name))
         yield Progress(stage="ready", model=model_info(row))
 
     async def stop(self) -> None:
@@ -102,27 +117,36 @@ class Additions:
         return Intake(request, self._settings, self._supervisor, budget, self._inspector)
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
-        async with self._fleet.changing.alone():
-            await self._registry.add(spec)
+        changing = self._fleet.changing(spec.name)
+        async with contextlib.AsyncExitStack() as held:
+            await held.enter_async_context(changing.shared())
+            added = await self._registry.add(spec)
             self._fleet.register(spec)
             try:
                 self._fleet.loading(spec.name)
                 await self._registry.set_state(spec.name, ModelState.LOADING)
                 await self._mounts.publish()
-                await self._loader.load_everywhere(spec, weight_bytes)
+                await self._placement.load_first(spec, weight_bytes)
+                self._dispatcher.check_servable()
                 row = await self._mounts.open(spec)
             except BaseException as error:
-                await self._undo(spec, str(error) or "the client disconnected")
+                await held.aclose()
+                async with changing.alone():
+                    await self._undo(added, str(error) or "the client disconnected")
                 raise
-            text = f"serving from {spec.path}"
-            self._history.record_event("info", "model_added", spec.name, text)
-            return row
+        text = f"serving from {spec.path}"
+        self._history.record_event("info", "model_added", spec.name, text)
+        return row
 
-    async def _undo(self, spec: ModelSpec, reason: str) -> None:
+    async def _undo(self, added: ModelRow, reason: str) -> None:
+        name = added.spec.name
+        now = await self._registry.get(name)
+        if now is None or now.created_at != added.created_at:
+            return  # removed meanwhile
         try:
-            await self._loader.unload(spec.name)
+            await self._loader.unload(name)
         finally:
-            await self._registry.remove(spec.name)
-            self._fleet.remove(spec.name)
-            self._history.record_event("error", "model_refused", spec.name, reason)
+            await self._registry.remove(name)
+            self._fleet.remove(name)
+            self._history.record_event("error", "model_refused", name, reason)
             await self._mounts.publish()

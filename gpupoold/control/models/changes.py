@@ -51,8 +51,9 @@ class Changes:
         Raises:
             GpupoolError: see ``Registry.update`` and ``EngineChanges.change``.
         """
-        async with self._fleet.changing.alone():
-            old = (await find_model(self._registry, name)).spec
+        model = (await find_model(self._registry, name)).spec.name
+        async with self._fleet.changing(model).alone():
+            old = (await find_model(self._registry, model)).spec
             engine = merged_options(old.engine, request.engine)
             if engine != old.engine:
                 old = await self._set_engine(old, engine)
@@ -98,7 +99,7 @@ class Changes:
         model = (await find_model(self._registry, name)).spec.name
         try:
             with contextlib.ExitStack() as drain:
-                async with self._fleet.changing.alone():
+                async with self._fleet.changing(model).alone():
                     row = await find_model(self._registry, model)
                     if mode == "refuse":
                         _check_without_adapters(row.spec)
@@ -107,7 +108,7 @@ class Changes:
                     await self._mounts.publish()
                 if mode == "drain":
                     await self._drains.wait_idle(model)  # other models can be changed meanwhile
-                async with self._fleet.changing.alone():
+                async with self._fleet.changing(model).alone():
                     await self._forget(row)
         finally:
             await self._mounts.publish()

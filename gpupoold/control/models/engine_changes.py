@@ -12,6 +12,7 @@ from gpupool_state import ModelRow, Registry
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.snapshots import ModelSnapshots
@@ -22,6 +23,7 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options, engine_part
 from gpupoold.errors import GpupoolError
+from gpupoold.scheduling.hosting import HostingReason
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def _have_same_engine(old: ModelSpec, new: ModelSpec) -> bool:
 
 
 class EngineChanges:
-    """Replaces the engines of a loaded model on all its workers, one worker after the other.
+    """Replaces the engines of a loaded model on all its workers: on one, then on all others.
 
     The present engine serves until the new engine has been loaded. Then the requests of the worker
     go on in the new engine, after the tokens that their clients have.
@@ -65,6 +67,7 @@ class EngineChanges:
         snapshots: ModelSnapshots,
         facts: LoadFacts,
         inspector: Inspector,
+        room: EngineRoom,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -74,6 +77,7 @@ class EngineChanges:
         self._snapshots = snapshots
         self._facts = facts
         self._inspector = inspector
+        self._room = room
 
     async def change(self, old: ModelSpec, engine: Mapping[str, str]) -> ModelRow:
         """Replace the model's engines and record the options; the caller remounts the API.
@@ -89,11 +93,13 @@ class EngineChanges:
             return await self._registry.set_engine(old.name, engine)
         done: list[Worker] = []
         with self._snapshots.host_budget.holding(old.name):
-            async with self._fleet.lock(old.name):
+            async with self._fleet.lock(old.name).alone():
                 try:
-                    for worker in self._workers_of(old.name):
+                    hosts = self._workers_of(old.name)
+                    for worker in hosts[:1]:  # makes the snapshot for the others
                         await self._replace(new, worker)
                         done.append(worker)
+                    await self._replace_all(new, hosts[1:], done)
                 except BaseException:
                     await self._undo(old, done)
                     raise
@@ -103,14 +109,33 @@ class EngineChanges:
         numbers = self._fleet.availability(name).devices
         return [self._supervisor.workers[number] for number in numbers]
 
+    async def _replace_all(
+        self, spec: ModelSpec, workers: list[Worker], done: list[Worker]
+    ) -> None:
+        """Replace engines side by side, and add each worker to ``done`` after its success.
+
+        Raises:
+            GpupoolError: the first failure, after the end of all.
+        """
+        replaced = (self._replace(spec, worker) for worker in workers)
+        errors = await asyncio.gather(*replaced, return_exceptions=True)
+        done += [one for one, error in zip(workers, errors, strict=True) if error is None]
+        for error in errors:
+            if error is not None:
+                raise error
+
     async def _replace(self, spec: ModelSpec, worker: Worker) -> None:
         given = self._snapshots.cached(spec.name)
         budget_s = self._facts.full_budget_s(worker)
-        loaded, fd = await self._supervisor.load(
-            worker, to_load(spec, self._settings), given, budget_s
-        )
+        async with worker.load_lock:
+            # Both engines exist for a moment.
+            await self._room.make(spec.name, worker, HostingReason.NEEDED, beside_itself=True)
+            loaded, fd = await self._supervisor.load(
+                worker, to_load(spec, self._settings), given, budget_s
+            )
         if fd is not None:
             await self._snapshots.keep_changed(fd, spec, worker, loaded)
+        await self._facts.keep_engine_bytes(spec.name, worker, loaded)
         await self._facts.keep(spec, worker, loaded)
         costs = await self._facts.costs(spec.name, worker)
         self._dispatcher.host(spec.targets, loaded.model, costs, worker)

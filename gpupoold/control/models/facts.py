@@ -74,6 +74,12 @@ class LoadFacts:
         if problem:
             self._history.record_event("warning", "profile_incomplete", spec.name, problem)
 
+    async def keep_engine_bytes(self, name: str, worker: Worker, loaded: m.ModelLoaded) -> None:
+        """Store the memory of an engine outside the pages, the estimate for later loads."""
+        if worker.ready is not None:
+            kind, num_bytes = worker.ready.device_name, loaded.memory.device_bytes
+            await self._registry.set_engine_bytes(name, kind, num_bytes)
+
     async def costs(self, name: str, worker: Worker) -> ModelCosts | None:
         """Return the model's costs for the scheduling core, None while unknown."""
         row = await self._registry.get(name)

@@ -32,6 +32,7 @@ def model_info(
         tbt_s=spec.targets.tbt_s,
         aliases=list(spec.aliases),
         engine=spec.engine,
+        devices=list(spec.devices),
         presets=[PresetInfo(**asdict(preset)) for preset in spec.presets],
         adapters=[adapter_info(adapter) for adapter in spec.adapters],
         state=(state or row.state).value,

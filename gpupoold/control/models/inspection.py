@@ -14,6 +14,7 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
 _LIMIT_S = 180.0
+_MAX_AT_ONCE = 4
 
 
 class Inspector:
@@ -22,6 +23,7 @@ class Inspector:
     def __init__(self, settings: Settings, forks: ForkServer) -> None:
         self._settings = settings
         self._forks = forks
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def check(self, spec: ModelSpec) -> None:
         """Check a model for the kind of the configured devices; simulated devices accept all.
@@ -34,7 +36,8 @@ class Inspector:
             return
         order = m.Inspect(to_load(spec, self._settings), kinds == {"emulated"})
         try:
-            answer = await self._answer(order)
+            async with self._slots:
+                answer = await self._answer(order)
         except OSError as error:
             raise Failed(f"{spec.name}: the check could not be started: {error}") from error
         if answer.error_code:

@@ -19,6 +19,7 @@ from gpupoold.control.models.additions import Additions
 from gpupoold.control.models.changes import Changes
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges
+from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
@@ -26,6 +27,7 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
 from gpupoold.control.models.ongoing import OngoingAdditions
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
@@ -33,6 +35,7 @@ from gpupoold.control.models.retries import Retries
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Adapter, Preset
 
@@ -54,6 +57,7 @@ class ModelLifecycle:
         supervisor: WorkerSupervisor,
         frontends: Frontends,
         snapshots: ModelSnapshots,
+        cache: SnapshotCache,
         inspector: Inspector,
     ) -> None:
         """Wire the parts together; each part gets only finished parts."""
@@ -63,24 +67,59 @@ class ModelLifecycle:
         self._snapshots = snapshots
         mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends)
         facts = LoadFacts(registry, history)
-        loader = ModelLoader(settings, fleet, dispatcher, supervisor, snapshots, mounts, facts)
+        self.room = room = EngineRoom(
+            settings, registry, history, fleet, dispatcher, supervisor, cache
+        )
+        loader = ModelLoader(
+            settings, fleet, dispatcher, supervisor, snapshots, mounts, facts, room
+        )
         failures = Failures(registry, history, fleet, dispatcher, mounts)
+        self.placement = placement = EnginePlacement(
+            registry, history, fleet, dispatcher, supervisor, loader, room, mounts, failures
+        )
         warmer = Warmer(
-            registry, history, fleet, dispatcher, supervisor, snapshots, loader, failures
+            registry,
+            history,
+            fleet,
+            dispatcher,
+            supervisor,
+            snapshots,
+            loader,
+            placement,
+            failures,
+            lambda: settings.limits.load_timeout_s,
         )
         reloads = Reloads(
-            registry, history, fleet, dispatcher, supervisor, snapshots, loader, mounts, failures
+            registry,
+            history,
+            fleet,
+            dispatcher,
+            supervisor,
+            snapshots,
+            placement,
+            mounts,
+            failures,
         )
         self.mounts, self.warmer, self.reloads = mounts, warmer, reloads
         self.quarantine = Quarantine(history, fleet, dispatcher, loader, warmer, failures, mounts)
-        self.retries = Retries(fleet, dispatcher, supervisor, reloads, failures)
+        self.retries = Retries(fleet, reloads, failures)
         self.drains = Drains(settings, fleet, dispatcher.live, mounts)
         self.presets = Presets(registry, history, fleet, mounts, inspector)
         self._additions = Additions(
-            settings, registry, history, fleet, supervisor, snapshots, loader, mounts, inspector
+            settings,
+            registry,
+            history,
+            fleet,
+            dispatcher,
+            supervisor,
+            snapshots,
+            loader,
+            placement,
+            mounts,
+            inspector,
         )
         engines = EngineChanges(
-            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, inspector
+            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, inspector, room
         )
         self._changes = Changes(
             registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines
@@ -105,6 +144,7 @@ class ModelLifecycle:
         await self.warmer.stop()
         await self.quarantine.stop()
         await self.retries.stop()
+        await self.placement.stop()
         await self._snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
@@ -160,6 +200,6 @@ class ModelLifecycle:
         row = await self.find(name)
         self._fleet.breakers.reset(row.spec.name)
         if not self._fleet.is_open(row.spec.name):
-            row = await self.reloads.load_everywhere(row)
+            row = await self.reloads.load_anywhere(row.spec.name)
         await self.warmer.warm(row.spec.name)
         return row

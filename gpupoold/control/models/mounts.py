@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ class ModelMounts:
         self._frontends = frontends
         self._clock = clock
         self._hidden: set[str] = set()
+        self._opening: set[str] = set()
+        self._publishing = asyncio.Lock()
 
     @contextlib.contextmanager
     def hiding(self, adapter: str) -> Iterator[None]:
@@ -52,11 +55,12 @@ class ModelMounts:
         finally:
             self._hidden.discard(adapter)
 
-    async def publish(self, opening: str | None = None) -> None:
-        """Send the models and states to the frontends; the model ``opening`` counts as ready."""
-        rows = await self._registry.list()
-        served = [self._served(row, is_open=row.spec.name == opening) for row in rows]
-        self._frontends.send(m.ModelList(served, self._supervisor.any_ready))
+    async def publish(self) -> None:
+        """Send the models and states to the frontends; a model that is being opened is ready."""
+        async with self._publishing:  # a list read before a change must not be sent after it
+            rows = await self._registry.list()
+            served = [self._served(row, is_open=row.spec.name in self._opening) for row in rows]
+            self._frontends.send(m.ModelList(served, self._supervisor.any_ready))
 
     async def remount(self, spec: ModelSpec) -> None:
         """Apply the changed names of a model: to the fleet, the mounted API and the list.
@@ -81,10 +85,14 @@ class ModelMounts:
         if self._fleet.breakers.close(spec.name, self._clock()):
             text = "loaded, and ready again"
             self._history.record_event("info", "model_recovered", spec.name, text)
-        await self.publish(opening=spec.name)
-        await self.mount(spec)
-        self._fleet.check_quarantine(spec.name)  # the model may have crashed a worker
-        self._fleet.opened(spec.name)
+        self._opening.add(spec.name)
+        try:
+            await self.publish()
+            await self.mount(spec)
+            self._fleet.check_quarantine(spec.name)  # the model may have crashed a worker
+            self._fleet.opened(spec.name)
+        finally:
+            self._opening.discard(spec.name)
         row = await self._registry.set_state(spec.name, ModelState.READY)
         await self.publish()
         return row

@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.failures import Failures
-from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.host_budget import CacheFull
@@ -27,7 +27,7 @@ class Reloads:
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
-        loader: ModelLoader,
+        placement: EnginePlacement,
         mounts: ModelMounts,
         failures: Failures,
     ) -> None:
@@ -37,24 +37,29 @@ class Reloads:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._snapshots = snapshots
-        self._loader = loader
+        self._placement = placement
         self._mounts = mounts
         self._failures = failures
 
     async def worker_up(self, worker: Worker) -> None:
-        """Load every registered model on a new worker."""
+        """Load the registered models that a new worker should host."""
         self._history.record_event("info", "worker_ready", str(worker.number), "ready")
         self._dispatcher.worker_up(worker)
-        async with self._fleet.changing.shared():
-            rows = await self._snapshots.start_order(self._registry)
-            await self._snapshots.restore(rows, worker)
-            later = [row for row in rows if not await self._load_now(row, worker)]
-            await self._mounts.publish()
-        for row in later:  # the wait for memory must not delay other models
+        rows = await self._snapshots.start_order(self._registry)
+        await self._restore(rows, worker)
+        names = [str(row.spec.name) for row in rows]
+        later = []
+        while names:
+            name = self._next(names)
+            if not await self._load_now(name, worker):
+                later.append(name)
+        await self._mounts.publish()
+        for name in later:  # the wait for memory must not delay other models
             try:
-                await self.load_later(row.spec.name, worker)
+                await self.load_later(name, worker)
             except GpupoolError as error:
-                await self._failures.not_loaded(row.spec.name, error)
+                await self._failures.not_loaded(name, error)
+        worker.has_loaded = worker.is_ready
         await self._snapshots.tidy(self._registry)
 
     async def load_later(self, name: str, worker: Worker) -> None:
@@ -68,46 +73,52 @@ class Reloads:
             return
         with self._snapshots.host_budget.holding(name):
             await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
-            async with self._fleet.changing.shared():
-                now = await self._registry.get(name)
-                if now is not None and not self._fleet.is_draining(name):
-                    await self._load_and_open(now, worker)
+            await self._placement.load_on(name, worker)
 
-    async def load_everywhere(self, row: ModelRow) -> ModelRow:
-        """Load a model on all workers when host memory is free, and open the model.
+    async def load_anywhere(self, name: str) -> ModelRow:
+        """Load a model without a device on one device when host memory is free; open the model.
+
+        Further devices load the model in the background.
 
         Raises:
             NoSuchModel: the model has been removed.
             GpupoolError: the reason of the failure.
         """
-        name, worker = row.spec.name, self._supervisor.workers[0]
+        row = await find_model(self._registry, name)
+        ready = [one for one in self._supervisor.workers if one.is_ready]
         with self._snapshots.host_budget.holding(name):
-            await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
-            async with self._fleet.changing.alone():
+            for worker in ready[:1]:
+                await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
+            async with self._fleet.changing(name).shared():
                 row = await find_model(self._registry, name)
-                if self._fleet.is_open(name):
-                    return row
-                await self._loader.load_everywhere(row.spec, row.weight_bytes)
-                return await self._mounts.open(row.spec)
+                if not self._fleet.is_open(name) and not self._fleet.is_draining(name):
+                    await self._placement.load_first(row.spec, row.weight_bytes)
+                    row = await self._mounts.open(row.spec)
+        self._placement.spread_later(name)
+        return row
 
-    async def _load_now(self, row: ModelRow, worker: Worker) -> bool:
+    def _next(self, names: list[str]) -> str:
+        """Remove and return the next model, if possible one that no other worker loads now."""
+        free = (name for name in names if self._fleet.lock(name).is_free)
+        name = next(free, names[0])
+        names.remove(name)
+        return name
+
+    async def _restore(self, rows: list[ModelRow], worker: Worker) -> None:
+        """Restore snapshots from the service manager, except those of models removed meanwhile."""
+        await self._snapshots.restore(rows, worker)
+        for row in rows:
+            if not self._fleet.knows(row.spec.name):
+                self._snapshots.drop(row.spec.name)
+
+    async def _load_now(self, name: str, worker: Worker) -> bool:
         """Load a model on a new worker; return False if host memory is full now."""
-        name = row.spec.name
-        is_shut_out = self._fleet.breakers.is_shut_out(name)
-        if self._fleet.is_draining(name) or not worker.is_ready or is_shut_out:
+        if not worker.is_ready or self._fleet.breakers.is_shut_out(name):
             return True
         try:
-            await self._load_and_open(row, worker)
+            await self._placement.load_on(name, worker)
         except CacheFull:
             return False
         except GpupoolError as error:
             await self._failures.not_loaded(name, error)
         return True
-
-    async def _load_and_open(self, row: ModelRow, worker: Worker) -> None:
-        # Mounting is slow, and must be done once only, not for each worker.
-        was_open = self._fleet.is_open(row.spec.name)
-        self._fleet.loading(row.spec.name)
-        await self._loader.load(row.spec, worker, row.weight_bytes)
-        if not was_open:
-            await self._mounts.open(row.spec)

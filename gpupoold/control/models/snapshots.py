@@ -58,6 +58,10 @@ class ModelSnapshots:
         """Return the model's snapshot if in host memory."""
         return self._cache.get(model)
 
+    def is_at_hand(self, model: str, worker: Worker) -> bool:
+        """Return whether a load on the worker makes no snapshot."""
+        return worker.device.kind == "sim" or self._cache.get(model) is not None
+
     def touch(self, model: str) -> None:
         """Record a use of the model, which may have become idle."""
         self._cache.touch(model)

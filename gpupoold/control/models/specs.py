@@ -26,6 +26,7 @@ def spec_of(request: AddModelRequest, source: str, path: Path, engine: dict[str,
         targets=Targets(request.ttft_s, request.tbt_s),
         aliases=tuple(request.aliases),
         engine=engine,
+        devices=tuple(sorted(set(request.devices))),
     )
 
 

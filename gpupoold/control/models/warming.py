@@ -8,15 +8,17 @@ from collections.abc import Awaitable, Callable
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.engine_room import EnginesFull
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.loader import ModelLoader
+from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
-from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
+from gpupoold.errors import GpupoolError, NoSuchModel, TimedOut, Unavailable
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class Warmer:
 
     A model is warm when its snapshot is in host memory and attached to all workers with its engine.
     A missing snapshot is read from disk; without a saved snapshot, a worker builds the engine again
-    from the checkpoint.
+    from the checkpoint. A model whose last engine was evicted is loaded again.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Warmer:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         loader: ModelLoader,
+        placement: EnginePlacement,
         failures: Failures,
+        load_timeout_s: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._history = history
@@ -50,6 +54,8 @@ class Warmer:
         self._supervisor = supervisor
         self._snapshots = snapshots
         self._loader = loader
+        self._placement = placement
+        self._load_timeout_s = load_timeout_s
         self._failures = failures
         self._tasks: dict[str, asyncio.Task[None]] = {}
         fleet.signals.weights_wanted.connect(self.begin)
@@ -124,7 +130,8 @@ class Warmer:
                 await bring(row, hosts)
         except GpupoolError as error:
             self._ended(model)
-            if isinstance(error, WorkerEnded) and self._workers_of(model):
+            is_evicted = self._fleet.availability(model).is_evicted
+            if isinstance(error, WorkerEnded) and (is_evicted or self._workers_of(model)):
                 # Another worker can do the work. Repeated crashes quarantine the model.
                 self._begin(model, bring)
             elif hosts and not any(worker.is_ready for worker in hosts):
@@ -147,17 +154,22 @@ class Warmer:
     async def _failed(self, model: str, error: GpupoolError) -> None:
         self._history.record_event("error", "warm_failed", model, str(error))
         self._dispatcher.fail_waiting(model, f"{model} could not be warmed: {error}")
-        if not self._fleet.availability(model).devices:
+        is_full = isinstance(error, (EnginesFull, TimedOut, Unavailable))
+        now = self._fleet.availability(model)
+        if not now.devices and not (now.is_evicted and is_full):
             await self._failures.not_loaded(model, error)
 
     async def _bring(self, row: ModelRow, hosts: list[Worker]) -> None:
         """Attach the snapshot to all workers with the model."""
         model = row.spec.name
+        if self._fleet.availability(model).is_evicted:
+            await self._placement.load_first(row.spec, row.weight_bytes, self._load_timeout_s())
+            return
         if not hosts:
             raise Unavailable(f"no worker has {model}", "see `gpupool ps` and `gpupool logs`")
         size = row.weight_bytes
         await self._snapshots.wait_for_memory(row.spec, hosts[0], size)
-        async with self._fleet.lock(model):
+        async with self._fleet.lock(model).alone():
             hosts = self._workers_of(model)
             if not hosts:
                 return  # all workers have died, and load the model after the restart
@@ -170,10 +182,12 @@ class Warmer:
 
     async def _renew(self, row: ModelRow, hosts: list[Worker]) -> None:
         """Make the model's snapshot again and attach the new snapshot to all its workers."""
-        async with self._fleet.lock(row.spec.name):
+        async with self._fleet.lock(row.spec.name).alone():
             self._snapshots.renew(row.spec.name)
-            for worker in self._workers_of(row.spec.name):
+            hosts = self._workers_of(row.spec.name)
+            for worker in hosts[:1]:  # makes the snapshot for the others
                 await self._loader.reload(row.spec, worker, row.weight_bytes)
+            await self._reload_all(row, hosts[1:])
 
     async def _read(self, spec: ModelSpec, worker: Worker) -> CachedSnapshot | None:
         assert worker.ready is not None
@@ -195,9 +209,14 @@ class Warmer:
         for error in await asyncio.gather(*given, return_exceptions=True):
             if error is not None:
                 raise error
-        for worker in lacking:
-            if worker not in fitting:
-                await self._loader.reload(row.spec, worker, row.weight_bytes)
+        await self._reload_all(row, [one for one in lacking if one not in fitting])
+
+    async def _reload_all(self, row: ModelRow, workers: list[Worker]) -> None:
+        """Rebuild engines side by side; raise the first failure after the end of all."""
+        reloads = (self._loader.reload(row.spec, one, row.weight_bytes) for one in workers)
+        for error in await asyncio.gather(*reloads, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _give(self, worker: Worker, model: str, snapshot: CachedSnapshot) -> None:
         try:

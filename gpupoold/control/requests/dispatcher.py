@@ -166,6 +166,36 @@ class Dispatcher:
             self._fleet.unhost(name, worker.number)
             self.scheduler.unhost(worker.number, name)
 
+    def evict(self, name: str, worker: Worker) -> None:
+        """Remove an idle model from a worker, for another model's engine."""
+        if worker.number in self._fleet.availability(name).devices:
+            self._fleet.evict(name, worker.number)
+            self.scheduler.unhost(worker.number, name)
+
+    def withdraw(self, name: str, worker: Worker) -> list[LiveRequest]:
+        """Remove a model from a worker; return the requests there, to be passed to ``go_elsewhere``
+        when the worker has unloaded the model.
+
+        Raises:
+            Refused: a request is migrating from or to the worker.
+        """
+        number = worker.number
+        requests = self.live.of_model(name)
+        if any(one.migration and one.migration.concerns(number) for one in requests):
+            raise Refused(f"requests of {name} are migrating from or to device {number}")
+        here = [one for one in requests if one.device == number]
+        self.scheduler.ended(one.request_id for one in here)
+        self._orders.abort(here)
+        self.unhost(name, worker)
+        return here
+
+    def go_elsewhere(self, requests: Iterable[LiveRequest], worker: Worker) -> None:
+        """Continue requests of :meth:`withdraw` on other workers, after all tokens so far."""
+        for request in requests:
+            is_live = self.live.get(request.request_id) is request
+            if is_live and request.device == worker.number:
+                self._restart(request)
+
     def restart_dropped(self, worker: Worker, request_ids: Iterable[str]) -> None:
         """Send requests again whose engine on ``worker`` has been replaced.
 
@@ -261,8 +291,9 @@ class Dispatcher:
         return [max(had[number], self.scheduler.num_requests(number)) for number in numbers]
 
     def fail_unhosted(self, reason: str) -> None:
-        """End the waiting requests of models without a worker."""
-        self._fail([one for one in self.live.all() if not self._devices(one.model)], reason)
+        """End the waiting requests of models without a worker, unless another worker can load."""
+        if not any(worker.is_ready for worker in self._workers.values()):
+            self._fail([one for one in self.live.all() if not self._devices(one.model)], reason)
 
     def tick(self, now_s: float) -> None:
         """End late requests if configured, and start trials; to be called every second."""
@@ -286,7 +317,7 @@ class Dispatcher:
 
     def _add(self, message: m.AddRequest) -> None:
         is_warm = self._fleet.is_warm(message.model)
-        is_routed = self._fleet.availability(message.model).has_open_device
+        is_routed = self._fleet.availability(message.model).takes_requests
         if self.live.get(message.request_id) is not None:
             refusal = m.AdmissionAnswer(message.model, message.request_id, 503, _SAME_ID)
             self.replies.send(message.frontend, refusal)

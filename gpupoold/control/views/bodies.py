@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from gpupoold.api.schemas import (
 )
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.fleet.hosts import Engines
 from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -65,6 +66,7 @@ def event_info(row: EventRow) -> EventInfo:
 
 def ps(
     models: Iterable[str],
+    devices: Iterable[DeviceInfo],
     fleet: Fleet,
     dispatcher: Dispatcher,
     workers: Sequence[Worker],
@@ -73,12 +75,13 @@ def ps(
 ) -> Values:
     """Return the values of ``Ps`` for the registered models."""
     switches = dispatcher.accounts.switches
-    memories = memories_of(workers)
+    memories, engines = memories_of(workers), fleet.hosts.engines()
+    states = {name: fleet.availability(name).state.value for name in models}
     return {
-        "devices": [raw(one) for one in devices(workers, dispatcher, fleet)],
+        "devices": [raw(one) for one in devices],
         "models": [
-            usage(name, fleet.availability(name).state.value, dispatcher, memories, cache, now_s)
-            for name in models
+            usage(name, state, dispatcher, memories, engines, cache, now_s)
+            for name, state in states.items()
         ],
         "requests": [live_request(request, now_s) for request in dispatcher.live],
         "num_switches": switches.count,
@@ -92,11 +95,19 @@ def raw(body: BaseModel) -> msgspec.Raw:
     return msgspec.Raw(body.model_dump_json().encode())
 
 
-def devices(workers: Sequence[Worker], dispatcher: Dispatcher, fleet: Fleet) -> list[DeviceInfo]:
-    """Return all devices and their workers as of the latest reports."""
+def devices(
+    workers: Sequence[Worker],
+    dispatcher: Dispatcher,
+    fleet: Fleet,
+    limit_of: Callable[[Worker], int | None],
+) -> list[DeviceInfo]:
+    """Return all devices and their workers as of the latest reports.
+
+    ``limit_of`` returns the limit of a device's engines outside the pages in bytes.
+    """
     nums = dispatcher.nums_of_requests(worker.number for worker in workers)
     return [
-        _device(worker, dispatcher, num, is_draining=fleet.is_device_draining(worker.number))
+        _device(worker, dispatcher, fleet, num, limit_of(worker))
         for worker, num in zip(workers, nums, strict=True)
     ]
 
@@ -106,12 +117,17 @@ def _finite(seconds: float) -> float | None:
 
 
 def _device(
-    worker: Worker, dispatcher: Dispatcher, num_requests: int, *, is_draining: bool
+    worker: Worker,
+    dispatcher: Dispatcher,
+    fleet: Fleet,
+    num_requests: int,
+    engine_limit_bytes: int | None,
 ) -> DeviceInfo:
     ready, status, number = worker.ready, worker.status, worker.number
     role, is_role_fixed = dispatcher.roles.of(number)
     quota_s, used_s = _quota(status)
     held = status.models if status else []
+    engines = fleet.hosts.engines_on(number).values()
     return DeviceInfo(
         device=worker.number,
         kind=worker.device.kind,
@@ -132,7 +148,7 @@ def _device(
         num_steps=status.num_steps if status else 0,
         role=role.value,
         is_role_fixed=is_role_fixed,
-        is_draining=is_draining,
+        is_draining=fleet.is_device_draining(number),
         num_requests=num_requests,
         weights_bytes=sum(one.weights_resident_bytes for one in held),
         kv_bytes=sum(one.kv_resident_bytes for one in held),
@@ -142,6 +158,9 @@ def _device(
         utilisation=worker.reading.utilisation,
         temperature_c=worker.reading.temperature_c,
         power_w=worker.reading.power_w,
+        num_engines=len(engines),
+        engine_bytes=fleet.hosts.kept_bytes(number) + sum(one.device_bytes for one in engines),
+        engine_limit_bytes=engine_limit_bytes,
     )
 
 
@@ -159,6 +178,7 @@ def usage(
     state: str,
     dispatcher: Dispatcher,
     memories_of: Memories,
+    engines_of: Engines,
     cache: SnapshotCache,
     now_s: float,
     *,
@@ -183,6 +203,14 @@ def usage(
         "attainment_minutes": stats.attainment_minutes() if has_minutes else [],
         "tokens_per_s": stats.tokens_per_s(now_s),
         "drafts": _draft_values(stats.drafts),
+        "engines": [
+            {
+                "device": number,
+                "device_bytes": memory.device_bytes,
+                "host_bytes": memory.host_bytes,
+            }
+            for number, memory in engines_of.get(name, {}).items()
+        ],
     }
 
 

@@ -29,6 +29,7 @@ from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, ModelState
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
+from gpupoold.scheduling.hosting import HostingReason
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.units import format_bytes, format_duration
@@ -210,15 +211,21 @@ class Explainer:
     def _on_device(self, worker: Worker, model: str, now_s: float) -> ModelOnDevice:
         held = _memory_of(worker, model)
         live = self._dispatcher.live.of_model(model)
+        host = self._fleet.hosts.of(model, worker.number)
+        is_fixed = worker.number in self._fleet.fixed_devices(model)
         return ModelOnDevice(
             device=worker.number,
             **views.memory_bytes([held] if held else []),
             num_requests=sum(one.device == worker.number for one in live),
             turns=self._turns(worker.number, now_s),
+            engine_bytes=host.memory.device_bytes,
+            hosting=HostingReason.FIXED.why if is_fixed else host.why,
         )
 
     def _model_text(self, row: ModelRow) -> str:
         name, now = row.spec.name, self._fleet.availability(row.spec.name)
+        if now.is_evicted:
+            return "ready, without an engine: the next request loads the model on a device"
         if now.can_serve:
             if self._dispatcher.live.num_waiting(name):
                 return "ready: requests wait until the model is in host memory"

@@ -62,6 +62,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
     async def _launch(self) -> Child[m.FromWorker]:
         worker = self._worker
         worker.state, worker.has_come_up = "starting", False
+        worker.has_loaded = False
         return await Child.start(
             self.name,
             module_of(worker.device),
@@ -101,6 +102,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
                 error = error_from_code(message.error_code, message.message, message.hint)
                 worker.loading.reject(message.name, error)
             case m.ModelUnloaded():
+                self._hosts.freed(message.name, worker.number, message.freed.device_bytes)
                 worker.unloading.resolve(message.name, None)
             case m.SnapshotDropped():
                 worker.dropping.resolve(message.model, None)
@@ -132,7 +134,8 @@ class WorkerProcess(Supervised[m.FromWorker]):
         is_replaced = host.phase in (HostPhase.LOADED, HostPhase.ATTACHED)
         if name in worker.loading and (is_replaced or host.phase is HostPhase.LOADING):
             record = host.replaced if is_replaced else host.loaded
-            record(message.layout_digest, has_snapshot=message.has_snapshot)
+            self._hosts.loaded(name, worker.number)
+            record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
             if fd is not None:
                 worker.snapshot_fds[name] = fd
             worker.loading.resolve(name, message)

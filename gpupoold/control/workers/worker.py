@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from gpupoold.config.schema import DeviceSettings
@@ -16,6 +17,10 @@ class WorkerEnded(Failed):
     """The worker ended before answering."""
 
 
+class WorkerIsDown(WorkerEnded):
+    """The worker was down before the order, and so did not end because of the order."""
+
+
 @dataclass(eq=False, slots=True)
 class Worker:
     """A worker and its awaited answers.
@@ -28,6 +33,12 @@ class Worker:
     state: str = "starting"
     has_come_up: bool = False
     """True if the present or last process has been ready."""
+    has_loaded: bool = False
+    """True if the present or last process has loaded the models of its start."""
+    load_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a load: a worker has one load at a time."""
+    num_loads: int = 0
+    """Number of loads that run or wait for ``load_lock``."""
     process: Supervised[m.FromWorker] | None = None
     ready: m.WorkerReady | None = None
     status: m.WorkerStatus | None = None

@@ -17,11 +17,13 @@ from gpupoold.control.processes.pending import Pending
 from gpupoold.control.processes.restarts import REAL_TIME, Timing
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.process import WorkerProcess
-from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.worker import Worker, WorkerIsDown
 from gpupoold.errors import Failed, TimedOut, Unavailable
 from gpupoold.wire import messages as m
 
 _READY_TIMEOUT_S = 120.0
+# For a worker that is down: a broken device must delay no addition.
+_RESTART_TIMEOUT_S = 10.0
 _READY_POLL_S = 0.05
 
 K = TypeVar("K")
@@ -87,8 +89,9 @@ class WorkerSupervisor:
         Raises:
             Unavailable: the worker did not come up in time.
         """
+        limit_s = _RESTART_TIMEOUT_S if worker.state == "down" else _READY_TIMEOUT_S
         try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 while not worker.is_ready:
                     await asyncio.sleep(_READY_POLL_S)
         except TimeoutError:
@@ -132,14 +135,16 @@ class WorkerSupervisor:
         """Load or replace a model on a worker; return its facts and a descriptor of the snapshot.
 
         The descriptor is None from a device without snapshots. Steps are then profiled for at most
-        ``profiling_budget_s``.
+        ``profiling_budget_s``. The caller holds ``worker.load_lock``.
 
         Raises:
-            GpupoolError: the worker's reason, or the worker is down.
+            WorkerIsDown: the worker is down.
+            WorkerEnded: the worker ended before answering.
+            GpupoolError: the worker's reason.
             TimedOut: the load exceeded the configured time.
         """
         if not worker.is_ready:
-            raise Failed(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
+            raise WorkerIsDown(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
         await worker.unloading.settled(model.name)
         # The phase stays if the caller does not wait for the end of the load.
         host = self._hosts.of(model.name, worker.number)

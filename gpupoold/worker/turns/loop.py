@@ -343,6 +343,7 @@ class TurnLoop:
         # The residency reads both as soon as the model is added.
         self._last_used_s[name] = self._clock()
         self.ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
+        before = self.driver_memory.outside_pages()
         try:
             snapshot = HostBuffer(fd, os.fstat(fd).st_size) if message.has_snapshot else None
             with WORKER.main.doing(ThreadPhase.LOAD, model.name):
@@ -364,6 +365,7 @@ class TurnLoop:
             loaded.self_check,
             loaded.snapshot_problem,
             dropped,
+            self.driver_memory.taken_since(before),
         )
         self._channel.send(answer, (engine.weights.snapshot.fd,))
         self._report_memory()
@@ -385,8 +387,9 @@ class TurnLoop:
         return dropped
 
     def _unload(self, name: str) -> None:
+        before = self.driver_memory.outside_pages()
         self._close(name)
-        self._channel.send(m.ModelUnloaded(name))
+        self._channel.send(m.ModelUnloaded(name, self.driver_memory.freed_since(before)))
 
     def _close(self, name: str) -> None:
         """Free the memory of a model without requests, if loaded."""

@@ -35,6 +35,7 @@ from gpupoold.api.schemas import (
     RequestRecord,
     SetCachedRequest,
     SetDeviceRequest,
+    SetHostingRequest,
     SetModelRequest,
 )
 from gpupoold.api.schemas_config import (
@@ -256,6 +257,13 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.get("/models/{name:path}")
     async def model(name: str) -> ModelInfo:
         return daemon.find(name)
+
+    @app.put("/hosting/{name:path}")
+    async def set_hosting(name: str, body: SetHostingRequest) -> ModelInfo:
+        model = daemon.find(name)
+        if any(number > 1 for number in body.devices):
+            raise UsageError("there is no device 2", "there are 0 to 1")
+        return daemon.add(model.name, devices=body.devices)
 
     @app.post("/models")
     async def add_model(body: AddModelRequest) -> Response:

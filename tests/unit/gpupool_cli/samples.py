@@ -9,6 +9,7 @@ from gpupoold.api.schemas import (
     CachedModel,
     CacheInfo,
     DeviceInfo,
+    EngineInfo,
     EventInfo,
     ModelInfo,
     ModelUsage,
@@ -103,6 +104,9 @@ def ps(models: list[ModelInfo]) -> Ps:
         num_waiting_for_kv=0,
         num_recomputed=0,
         num_steps=1234,
+        num_engines=2,
+        engine_bytes=3 * GIB,
+        engine_limit_bytes=4 * GIB,
     )
     usages = [usage(item, measured=index == 0) for index, item in enumerate(models)]
     return Ps(
@@ -138,6 +142,7 @@ def usage(info: ModelInfo, measured: bool) -> ModelUsage:
         ttft_p99_s=1.25 if measured else None,
         tbt_p50_s=0.02 if measured else None,
         tbt_p99_s=0.08 if measured else None,
+        engines=[EngineInfo(device=0, device_bytes=GIB, host_bytes=GIB // 2)],
     )
 
 

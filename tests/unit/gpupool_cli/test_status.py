@@ -43,12 +43,15 @@ def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("b")
     lines = cli("ps").stdout.splitlines()
     assert [line.split() for line in lines] == [
-        "DEVICE KIND STATE ROLE LIVE PID MEMORY FREE HOST-KV ON-TURN QUOTA STEPS".split(),
-        "0 cuda ready mixed (auto) 0 4400 80 GiB 20 GiB - a 500ms 1234".split(),
+        "DEVICE KIND STATE ROLE LIVE PID MEMORY FREE HOST-KV ENGINES ON-TURN QUOTA STEPS".split(),
+        "0 cuda ready mixed (auto) 0 4400 80 GiB 20 GiB - 2, 3 GiB of 4 GiB a 500ms 1234".split(),
         [],
-        "NAME STATE LIVE WAIT REFUSED RESIDENT CACHED KV PAUSED TTFT-p99 TBT-p99 SLO%".split(),
-        "a ready 2 1 3 15 GiB 15 GiB 1 GiB 1 GiB 1.25s 80ms 97.5".split(),
-        "b ready 2 1 0 15 GiB 15 GiB 1 GiB 1 GiB - - -".split(),
+        [
+            *"NAME STATE DEVICES LIVE WAIT REFUSED RESIDENT CACHED KV".split(),
+            *"PAUSED TTFT-p99 TBT-p99 SLO%".split(),
+        ],
+        "a ready 0 2 1 3 15 GiB 15 GiB 1 GiB 1 GiB 1.25s 80ms 97.5".split(),
+        "b ready 0 2 1 0 15 GiB 15 GiB 1 GiB 1 GiB - - -".split(),
     ]
     assert Ps.model_validate_json(cli("ps", "--json").stdout).num_switches == 3
 

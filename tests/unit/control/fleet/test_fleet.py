@@ -127,12 +127,12 @@ def test_draining_devices_take_no_new_requests(box: FleetBox) -> None:
     now = fleet.availability(NAME)
     assert (now.state, now.devices) == (ModelState.READY, (0,))
     assert not now.can_serve
-    assert not now.has_open_device
+    assert not now.takes_requests
     for _ in range(2):
         fleet.drain_device(0, is_draining=False)
     assert fleet.availability(NAME).can_serve
     fleet.lose_device(0)
-    assert not fleet.availability(NAME).has_open_device
+    assert not fleet.availability(NAME).takes_requests
 
 
 def test_warm_is_what_can_run_at_once(box: FleetBox) -> None:

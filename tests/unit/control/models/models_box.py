@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,7 +78,10 @@ class PlayedWorker:
         )
         with contextlib.suppress(ChannelClosed):
             while True:
-                self._answer(await self.channel.receive())
+                message = await self.channel.receive()
+                if isinstance(message, m.LoadModel):
+                    await self._box.may_load(message.model.name, self._number)
+                self._answer(message)
 
     def _answer(self, message: m.Message) -> None:
         match message:
@@ -86,7 +89,8 @@ class PlayedWorker:
                 self._load(message)
             case m.UnloadModel():
                 self._box.told.append(f"unload {message.name} on {self._number}")
-                self.channel.send(m.ModelUnloaded(message.name))
+                freed = m.EngineMemory(self._box.engine_bytes, 0)
+                self.channel.send(m.ModelUnloaded(message.name, freed))
             case m.DropSnapshot():
                 self._box.told.append(f"drop {message.model} on {self._number}")
                 self.channel.send(m.SnapshotDropped(message.model))
@@ -94,6 +98,8 @@ class PlayedWorker:
                 os.close(self.channel.take_fd())
                 self._box.told.append(f"take {message.model} on {self._number}")
                 self.channel.send(m.SnapshotTaken(message.model, self._box.take_problem))
+            case m.AbortRequests():
+                self._box.told.append(f"abort {message.request_ids[0]} on {self._number}")
             case m.AddRequest():
                 self._box.requests.setdefault(self._number, []).append(message.request_id)
             case m.Shutdown():
@@ -113,6 +119,7 @@ class PlayedWorker:
         elif name not in self._box.slow:
             dropped = self._box.requests.pop(self._number, [])
             answer = m.ModelLoaded(loaded(name), LAYOUT, True, self_check=(1, 2), dropped=dropped)
+            answer.memory = m.EngineMemory(self._box.engine_bytes, 0)
             self.channel.send(answer, (fd,))
         os.close(fd)
 
@@ -163,7 +170,13 @@ class ModelsBox:
     """A registry, a fleet and two workers; room in host memory for ``num_snapshots``."""
 
     def __init__(
-        self, folder: Path, registry: Registry, history: History, num_snapshots: int = 1024
+        self,
+        folder: Path,
+        registry: Registry,
+        history: History,
+        num_snapshots: int = 1024,
+        load_timeout_s: float = 0.5,
+        memory: Mapping[str, object] | None = None,
     ) -> None:
         self.folder, self.registry, self.history = folder, registry, history
         self.told: list[str] = []
@@ -176,14 +189,23 @@ class ModelsBox:
         self.device_bytes = 1 << 30
         self.broken: set[int] = set()
         self.replies: list[m.Message] = []
+        self.engine_bytes = 0
+        self.held: dict[int, asyncio.Event] = {}
+        """Loads on these workers wait for the event."""
+        self.waiting: set[tuple[str, int]] = set()
+        """The loads that wait, by model and worker."""
         (folder / "hf").mkdir(exist_ok=True)
         paths = {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")}
         settings = parse_settings(
             {
                 "devices": ["cuda:0", "cuda:1"],
-                "memory": {"kv_host": "1GiB"},
+                "memory": {"kv_host": "1GiB", **(memory or {})},
                 "paths": {**paths, "hf_cache": [str(folder / "hf")]},
-                "limits": {"stop_grace": 0.05, "load_timeout": 0.5, "drain_timeout": 0.2},
+                "limits": {
+                    "stop_grace": 0.05,
+                    "load_timeout": load_timeout_s,
+                    "drain_timeout": 0.2,
+                },
             },
             "test",
         )
@@ -223,9 +245,29 @@ class ModelsBox:
             self.supervisor,
             cast(Frontends, self.frontends),
             snapshots,
+            self.cache,
             cast(Inspector, self.inspector),
         )
         self.processes: dict[int, PlayedWorker] = {}
+
+    def hold(self, *numbers: int) -> None:
+        """Let loads on these workers wait for ``release``."""
+        self.held = {number: asyncio.Event() for number in numbers}
+
+    def release(self) -> None:
+        for event in self.held.values():
+            event.set()
+        self.held = {}
+
+    async def may_load(self, model: str, number: int) -> None:
+        if (event := self.held.get(number)) is not None:
+            self.waiting.add((model, number))
+            await event.wait()
+            self.waiting.discard((model, number))
+
+    def hosts_of(self, model: str) -> list[int]:
+        """The devices that have a model's engine."""
+        return sorted(self.fleet.availability(model).devices)
 
     async def _start(self, launch: Launch) -> PlayedWorker:
         number = int(launch.arguments[launch.arguments.index("--device") + 1])

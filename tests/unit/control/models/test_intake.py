@@ -73,7 +73,7 @@ def weight_bytes_sent(hub: FakeHub) -> int:
 async def test_all_stages_of_an_added_model(box: ModelsBox, hub: FakeHub) -> None:
     found = await lines(box)
     stages = list(dict.fromkeys(one.stage for one in found))
-    assert stages == ["resolve", "download", "check", "load", "ready"]
+    assert stages == ["resolve", "download", "check", "load", "spread", "ready"]
     downloads = [one for one in found if one.stage == "download"]
     assert max(one.total_bytes or 0 for one in downloads) > 2 * NUM_ELEMENTS
     assert weight_bytes_sent(hub) < 2.1 * NUM_ELEMENTS
@@ -183,7 +183,7 @@ class TestCaches:
         fill_cache(hub, tmp_path)
         found = await lines(box)
         stages = list(dict.fromkeys(one.stage for one in found))
-        assert stages == ["resolve", "check", "load", "ready"]
+        assert stages == ["resolve", "check", "load", "spread", "ready"]
         model = found[-1].model
         assert model is not None
         assert (model.source, Path(model.path).parent.name) == (REPO, "snapshots")

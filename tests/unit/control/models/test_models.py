@@ -106,7 +106,8 @@ async def test_damaged_weights_are_made_again_everywhere(box: ModelsBox) -> None
     box.dispatcher.from_worker(worker, m.WrongAnswer("a", (1,), (2,)))
     assert not box.dispatcher.live.num_of("a")
     await box.until(lambda: box.fleet.is_warm("a"))
-    assert sorted(one.split()[0] for one in box.told) == ["attach", "build", "unload", "unload"]
+    told = sorted(one.split()[0] for one in box.told)
+    assert told == ["abort", "attach", "build", "unload", "unload"]
     assert "self_check_failed" in await box.events()
 
 
@@ -223,7 +224,8 @@ async def test_the_same_name_is_added_once_at_a_time(box: ModelsBox) -> None:
             await added(box, "new")
         break
     await box.until(lambda: box.fleet.availability("new").phase is ModelPhase.REMOVED)
-    assert [one.stage for one in await added(box, "new")] == ["resolve", "check", "load", "ready"]
+    stages = [one.stage for one in await added(box, "new")]
+    assert stages == ["resolve", "check", "load", "spread", "ready"]
     assert box.fleet.availability("new").can_serve
 
 

@@ -23,7 +23,7 @@ from gpupoold.control.models.reloads import Reloads
 from gpupoold.control.models.retries import Retries
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.control.workers.worker import WorkerEnded
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, Unavailable
@@ -50,12 +50,12 @@ class Models:
     async def withdraw(self, model: str) -> None:
         self.withdrawn.append(model)
 
-    async def load_later(self, model: str, worker: Worker) -> None:
+    async def load_anywhere(self, model: str) -> None:
         self.num_tried += 1
         if self.errors:
             raise self.errors.pop(0)
         assert self.mounts is not None
-        self.bench.dispatcher.host(Targets(), loaded(model), None, worker)
+        self.bench.dispatcher.host(Targets(), loaded(model), None, self.bench.worker)
         await self.mounts.open(spec_of(model))
 
 
@@ -94,7 +94,7 @@ class Rig:
             mounts,
         )
         reloads = cast(Reloads, self.models)
-        self.retries = Retries(self.fleet, dispatcher, supervisor, reloads, self.failures)
+        self.retries = Retries(self.fleet, reloads, self.failures)
         self.bench.cold.warm.add(NAME)
 
     def die(self, *activities: Activity) -> None:

@@ -1,0 +1,219 @@
+"""Memory of engines outside the pages: limits, eviction of idle engines, and refusals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median_low
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.errors import NoSuchModel, Refused
+from gpupoold.scheduling.hosting import (
+    HostedEngine,
+    HostingDevice,
+    HostingModel,
+    HostingReason,
+    is_late,
+    victims,
+)
+from gpupoold.units import format_bytes
+from gpupoold.wire.messages import EngineMemory
+
+
+class EnginesFull(Refused):
+    """A device has too little memory for another engine, and no engine can be evicted."""
+
+
+class EngineRoom:
+    """Counts the memory of engines, and evicts idle engines for others.
+
+    ``wall_clock`` returns seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        history: History,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        cache: SnapshotCache,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._history = history
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._cache = cache
+        self._wall_clock = wall_clock
+
+    def limit_bytes(self, worker: Worker) -> int | None:
+        """Return the limit of a device's engines outside the pages, None for no limit."""
+        free_bytes = None if worker.ready is None else worker.ready.reserve_free_bytes
+        return self._settings.memory.engines_for(free_bytes)
+
+    def devices(self, weight_bytes: int = 0) -> list[HostingDevice]:
+        """Return the devices that can load; those too small for ``weight_bytes`` only if there
+        are no others.
+        """
+        ready = [one for one in self._supervisor.workers if one.is_ready]
+        large = [
+            one for one in ready if one.ready is not None and one.ready.device_bytes > weight_bytes
+        ]
+        return [self.device(worker) for worker in large or ready]
+
+    def device(self, worker: Worker) -> HostingDevice:
+        """Return a device with its engines for a decision of the scheduling core."""
+        number, state = worker.number, self._dispatcher.scheduler.state
+        engines = self._fleet.hosts.engines_on(number)
+        on_device = {one.model.name for one in state.requests.values() if one.device == number}
+        return HostingDevice(
+            number,
+            {
+                name: self._engine(name, number, engines, has_requests=name in on_device)
+                for name in engines
+            },
+            self.limit_bytes(worker),
+            self._dispatcher.scheduler.num_requests(number),
+            worker.num_loads,
+            self._fleet.is_device_draining(number),
+            self._fleet.hosts.kept_bytes(number),
+        )
+
+    def model(self, row: ModelRow, now_s: float | None = None) -> HostingModel:
+        """Return a model for a decision of the scheduling core; without a time it is not late."""
+        name = row.spec.name
+        workers = [one for one in self._supervisor.workers if one.ready is not None]
+        is_asked = bool(self._dispatcher.live.num_of(name))
+        return HostingModel(
+            name,
+            frozenset(row.spec.devices),
+            {worker.number: self._need_bytes(row, worker) for worker in workers},
+            is_wanted=is_asked or not self._fleet.availability(name).is_evicted,
+            is_late=now_s is not None
+            and is_asked
+            and is_late(self._dispatcher.scheduler.state, name, now_s),
+        )
+
+    async def make(
+        self, name: str, worker: Worker, reason: HostingReason, *, beside_itself: bool = False
+    ) -> None:
+        """Evict engines until another engine fits; the caller holds the worker's load lock.
+
+        With ``beside_itself`` the model's present engine stays until the other has been loaded.
+
+        Raises:
+            EnginesFull: the other engines may not leave.
+            NoSuchModel: the model has been removed.
+        """
+        row = await self._registry.get(name)
+        if row is None:
+            raise NoSuchModel(f"no model is named {name!r}")
+        num_bytes = self._need_bytes(row, worker) * (2 if beside_itself else 1)
+        await self._evict_for(name, worker, num_bytes, reason)
+
+    async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
+        """Evict other engines if a loaded engine is larger than expected.
+
+        Raises:
+            EnginesFull: the other engines may not leave; the caller unloads the engine.
+        """
+        memory = self._fleet.hosts.of(name, worker.number).memory
+        await self._evict_for(name, worker, memory.device_bytes, reason)
+
+    def refusal(self, row: ModelRow) -> EnginesFull:
+        """Return why no device can host the model, with the arithmetic."""
+        devices = [one for one in self.devices() if self.model(row).allows(one.number)]
+        texts = [
+            _arithmetic(one, self._need_bytes(row, self._supervisor.workers[one.number]))
+            for one in devices
+        ]
+        return _full(row.spec.name, "; ".join(texts))
+
+    def _need_bytes(self, row: ModelRow, worker: Worker) -> int:
+        """Return the memory of the model's engine as measured before, else as of its neighbours."""
+        kind = "" if worker.ready is None else worker.ready.device_name
+        if kind in row.engine_bytes:
+            return row.engine_bytes[kind]
+        others = self._fleet.hosts.engines_on(worker.number).values()
+        return median_low(one.device_bytes for one in others) if others else 0
+
+    def _engine(
+        self, name: str, number: int, engines: Mapping[str, EngineMemory], *, has_requests: bool
+    ) -> HostedEngine:
+        num_bytes, freed_bytes = engines[name].device_bytes, None
+        if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
+            others = [one.device_bytes for other, one in engines.items() if other != name]
+            freed_bytes = min(num_bytes, median_low(others)) if others else None
+        now = self._fleet.availability(name)
+        others = [one for one in now.devices if one != number]
+        is_only = all(self._fleet.is_device_draining(one) for one in others)
+        is_asked = is_only and bool(self._dispatcher.live.num_of(name))
+        return HostedEngine(
+            name,
+            num_bytes,
+            is_busy=has_requests or is_asked or not self._fleet.lock(name).is_free,
+            is_only=is_only,
+            is_fixed=number in self._fleet.fixed_devices(name),
+            idle_s=self._wall_clock() - (self._cache.last_used_at(name) or 0.0),
+            freed_bytes=freed_bytes,
+        )
+
+    async def _evict_for(
+        self, name: str, worker: Worker, num_bytes: int, reason: HostingReason
+    ) -> None:
+        while True:
+            device = self.device(worker)
+            others = {one: two for one, two in device.engines.items() if one != name}
+            device = replace(device, engines=others)
+            chosen = victims(device, num_bytes, reason)
+            if chosen is None:
+                raise _full(name, _arithmetic(device, num_bytes))
+            if not chosen:
+                return
+            await self._evict(chosen[0], worker, name)
+
+    async def _evict(self, name: str, worker: Worker, other: str) -> None:
+        """Unload an idle engine; its lock is free."""
+        async with self._fleet.lock(name).alone():
+            self._dispatcher.evict(name, worker)
+            await self._supervisor.unload(worker, name)
+        text = f"the engine on device {worker.number} made place for {other}"
+        self._history.record_event("info", "engine_evicted", name, text)
+
+
+def _full(name: str, text: str) -> EnginesFull:
+    return EnginesFull(
+        f"{name}: too little memory for another engine outside the pages: {text}",
+        "wait until requests have ended, remove a model, or raise memory.engines or memory.reserve",
+    )
+
+
+def _arithmetic(device: HostingDevice, num_bytes: int) -> str:
+    parts = [
+        f"{one.model} {format_bytes(one.num_bytes)}{_why_stays(one)}"
+        for one in sorted(device.engines.values(), key=lambda one: (-one.num_bytes, one.model))
+        if one.num_bytes
+    ]
+    if device.kept_bytes:
+        parts.append(f"libraries {format_bytes(device.kept_bytes)}")
+    held = ", ".join(parts)
+    return (
+        f"about {format_bytes(num_bytes)} are needed on device {device.number}, where "
+        f"{format_bytes(device.used_bytes)} of {format_bytes(device.limit_bytes or 0)} are used "
+        f"({held or 'no engines'})"
+    )
+
+
+def _why_stays(engine: HostedEngine) -> str:
+    return " chosen by hand" if engine.is_fixed else " in use" if engine.is_busy else ""

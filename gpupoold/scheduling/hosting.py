@@ -1,0 +1,214 @@
+"""Hosting: the devices that have the engine of a model. Pure.
+
+An engine takes memory outside the device's pages (graphs, workspaces, allocator), and a device has
+a limit for the sum. As long as all engines fit, every device hosts every model. Otherwise a model
+has at least one device, and further devices while memory is left or requests would be late; idle
+engines are evicted for others, first those whose model has another device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from gpupoold.scheduling.state import State
+from gpupoold.scheduling.wait_estimate import first_token_in_s
+
+LATE_IDLE_S = 60.0
+"""Seconds without use after which an engine is evicted for the late requests of another model."""
+
+_PROMPT_TOKENS = 256
+
+
+class HostingReason(StrEnum):
+    """The reason for an engine on a device; ``why`` in words."""
+
+    why: str
+
+    def __new__(cls, value: str, why: str) -> HostingReason:
+        reason = str.__new__(cls, value)
+        reason._value_ = value
+        reason.why = why
+        return reason
+
+    FIXED = "fixed", "the device was chosen by hand"
+    NEEDED = "needed", "no other device in service had the model"
+    LATE = "late", "requests would have been late on the other devices"
+    SPARE = "spare", "the device had memory for the engine"
+
+
+@dataclass(frozen=True, slots=True)
+class HostedEngine:
+    """An engine on a device; ``num_bytes`` counts the memory outside the pages.
+
+    An engine is busy while its model has requests on the device or changes its engines, or while
+    the model has requests and no other device. ``idle_s`` are the seconds since the model's last
+    use. Its end frees ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged
+    with memory that all engines share.
+    """
+
+    model: str
+    num_bytes: int
+    is_busy: bool = False
+    is_only: bool = False
+    is_fixed: bool = False
+    idle_s: float = math.inf
+    freed_bytes: int | None = None
+
+    @property
+    def gain_bytes(self) -> int:
+        return self.num_bytes if self.freed_bytes is None else self.freed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostingDevice:
+    """A device that can load engines; ``limit_bytes`` is None without a limit.
+
+    ``kept_bytes`` are in use without an engine: libraries and kernels. ``num_loads`` counts loads
+    that wait or run on the device.
+    """
+
+    number: int
+    engines: Mapping[str, HostedEngine]
+    limit_bytes: int | None = None
+    num_requests: int = 0
+    num_loads: int = 0
+    is_draining: bool = False
+    kept_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self.kept_bytes + sum(one.num_bytes for one in self.engines.values())
+
+    def short_bytes(self, num_bytes: int) -> int:
+        """Return by how much an engine of ``num_bytes`` would exceed the limit, or 0."""
+        if self.limit_bytes is None:
+            return 0
+        return max(0, self.used_bytes + num_bytes - self.limit_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HostingModel:
+    """A model that may need devices; ``fixed`` are the devices chosen by hand, empty for none.
+
+    ``need_bytes`` is the expected memory of its engine by device. ``is_wanted`` is false while the
+    model was evicted and has no requests.
+    """
+
+    name: str
+    fixed: frozenset[int] = frozenset()
+    need_bytes: Mapping[int, int] | None = None
+    is_wanted: bool = True
+    is_late: bool = False
+
+    def need(self, device: int) -> int:
+        return (self.need_bytes or {}).get(device, 0)
+
+    def allows(self, device: int) -> bool:
+        """Return whether the device may host the model."""
+        return not self.fixed or device in self.fixed
+
+
+class HostingChoice(NamedTuple):
+    """A device that should load the model's engine, and the reason."""
+
+    device: int
+    reason: HostingReason
+
+
+def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[HostingChoice]:
+    """Return the devices that should load the model now, the best first.
+
+    ``devices`` are all devices that can load. Devices that drain get a model only without another
+    device, or by hand.
+    """
+    lacking = [one for one in devices if model.name not in one.engines and model.allows(one.number)]
+    if model.fixed:
+        fitting = [one for one in lacking if _victims(model, one, HostingReason.FIXED) is not None]
+        return [HostingChoice(one.number, HostingReason.FIXED) for one in _sorted(model, fitting)]
+    if not model.is_wanted:
+        return []
+    hosts = [one for one in devices if model.name in one.engines]
+    is_hosted = any(not one.is_draining for one in hosts)
+    candidates = [one for one in lacking if not one.is_draining]
+    if not candidates and not hosts:
+        candidates = lacking
+    first = _first(model, candidates, is_hosted=is_hosted)
+    spare = [
+        HostingChoice(one.number, HostingReason.SPARE)
+        for one in candidates
+        if not one.is_draining and not one.short_bytes(model.need(one.number))
+    ]
+    return [*first, *(one for one in spare if one.device not in {two.device for two in first})]
+
+
+def _first(
+    model: HostingModel, candidates: Sequence[HostingDevice], *, is_hosted: bool
+) -> list[HostingChoice]:
+    """Return the device to load the model at once, if necessary by evicting other engines."""
+    if is_hosted and not model.is_late:
+        return []
+    reason = HostingReason.LATE if is_hosted else HostingReason.NEEDED
+    fitting = [one for one in candidates if _victims(model, one, reason) is not None]
+    if is_hosted:  # a busy device would not help
+        fitting = [one for one in fitting if not one.num_requests and not one.num_loads]
+    return [HostingChoice(one.number, reason) for one in _sorted(model, fitting)[:1]]
+
+
+def victims(device: HostingDevice, num_bytes: int, reason: HostingReason) -> list[str] | None:
+    """Return the models whose engines make place for ``num_bytes``, the least useful first.
+
+    Empty if there is enough memory, None if too little can be freed. Engines chosen by hand and
+    busy engines stay. A spare engine replaces no other; late requests replace only engines of
+    models that have another device and were not used for ``LATE_IDLE_S``.
+    """
+    short_bytes = device.short_bytes(num_bytes)
+    chosen: list[str] = []
+    for engine in sorted(device.engines.values(), key=_usefulness):
+        if short_bytes <= 0:
+            break
+        if engine.gain_bytes and _may_leave(engine, reason):
+            chosen.append(engine.model)
+            short_bytes -= engine.gain_bytes
+    return chosen if short_bytes <= 0 else None
+
+
+def is_late(state: State, name: str, now_s: float) -> bool:
+    """Return whether a new request of the model would get its first token after the target."""
+    model = state.models.get(name)
+    if model is None:
+        return False
+    wait_s = first_token_in_s(state, model, _PROMPT_TOKENS, now_s)
+    return wait_s is not None and wait_s > model.targets.ttft_s
+
+
+def _victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
+    return victims(device, model.need(device.number), reason)
+
+
+def _may_leave(engine: HostedEngine, reason: HostingReason) -> bool:
+    if engine.is_busy or engine.is_fixed or reason is HostingReason.SPARE:
+        return False
+    if reason is HostingReason.LATE:
+        return not engine.is_only and engine.idle_s >= LATE_IDLE_S
+    return True
+
+
+def _usefulness(engine: HostedEngine) -> tuple[bool, float]:
+    return engine.is_only, -engine.idle_s
+
+
+def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[HostingDevice]:
+    """Return the devices, those without evictions and with little work first."""
+
+    def cost(device: HostingDevice) -> tuple[bool, bool, int, int, int]:
+        need_bytes = model.need(device.number)
+        evicted = victims(device, need_bytes, HostingReason.NEEDED) or []
+        ends_others = any(device.engines[one].is_only for one in evicted)
+        work = device.num_loads, device.num_requests
+        return (ends_others, bool(evicted), *work, device.number)
+
+    return sorted(devices, key=cost)

@@ -1,0 +1,144 @@
+"""Engines where they are needed: on real devices with too little memory for all, and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    LONG,
+    Background,
+    api_client,
+    ask,
+    cli,
+    emulated_config,
+    eventually,
+    ps,
+    sim_daemon,
+    until,
+    usage,
+    weight_bytes,
+)
+
+NAMES = ("one", "two", "three", "four", "five")
+ENGINE_BYTES = 256 << 20
+"""Of each engine of a simulated device."""
+
+
+class TestSimulatedDevices:
+    """Two devices with memory for two engines each, and five models."""
+
+    @pytest.fixture(scope="class")
+    def box(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
+        config = 'devices = ["sim:2xH800"]\n[memory]\nengines = "600MiB"\n'
+        with sim_daemon(config, tmp_path_factory.mktemp("hosting"), NAMES) as daemon:
+            yield daemon
+
+    async def test_all_models_answer(self, box: PrivateDaemon) -> None:
+        assert {model.state for model in ps(box).models} == {"ready"}
+        assert any(not model.engines for model in ps(box).models)
+        async with api_client(box.http_url) as api:
+            for name in (*NAMES, *reversed(NAMES)):
+                assert len((await ask(api, name, "Hello", 8)).token_ids) == 8
+                assert usage(box, name).engines
+                for device in ps(box).devices:
+                    assert device.engine_bytes == device.num_engines * ENGINE_BYTES
+                    assert device.engine_bytes <= (device.engine_limit_bytes or 0)
+        assert "engine_evicted" in cli(box, "events").stdout
+
+    async def test_by_hand_and_back(self, box: PrivateDaemon) -> None:
+        done = cli(box, "host", "one", "1")
+        assert done.returncode == 0, done.stderr
+        assert "one: device 1 (256 MiB); by hand: 1" in done.stderr
+        assert [one.device for one in usage(box, "one").engines] == [1]
+        assert "by hand: 1" in cli(box, "show", "one").stdout
+        assert "the device was chosen by hand" in cli(box, "why", "one").stdout
+        assert json.loads(cli(box, "show", "one", "--json").stdout)["devices"] == [1]
+        assert cli(box, "host", "one", "--auto").returncode == 0
+        assert json.loads(cli(box, "show", "one", "--json").stdout)["devices"] == []
+
+    async def test_the_last_memory_is_refused_with_the_arithmetic(
+        self, box: PrivateDaemon, tmp_path: Path
+    ) -> None:
+        for name, device in zip(NAMES, "0011", strict=False):
+            assert cli(box, "host", name, device).returncode == 0
+        refused = cli(box, "host", "five", "0")
+        assert refused.returncode == 5
+        assert "about 256 MiB are needed on device 0, where 512 MiB of 600 MiB are used" in (
+            refused.stderr
+        )
+        for name in NAMES:
+            assert cli(box, "host", name, "--auto").returncode == 0
+        async with api_client(box.http_url) as api:
+            assert len((await ask(api, "five", "Hello", 8)).token_ids) == 8
+
+
+class TestEmulatedDevices:
+    """Real engines of one model under several names."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("engines")
+
+    @pytest.fixture(scope="class")
+    def box(self, tiny_models: dict[str, Path], folder: Path) -> Iterator[PrivateDaemon]:
+        num_bytes = int(3.5 * weight_bytes(tiny_models[LLAMA]))
+        with private_daemon(emulated_config(num_bytes, num_devices=2), folder) as daemon:
+            until(lambda: all(one.state == "ready" for one in ps(daemon).devices), 60)
+            for name in ("a", "b", "c"):
+                daemon.add_model(name, tiny_models[LLAMA], **LOAD_OPTIONS)
+            yield daemon
+
+    async def test_a_stream_goes_on_elsewhere(self, box: PrivateDaemon) -> None:
+        assert all(len(one.engines) == 2 for one in ps(box).models)
+        async with api_client(box.http_url) as api:
+            alone = await ask(api, "a", "Once upon a time", LONG)
+            stream = Background(api, "a", "Once upon a time")
+            await stream.started()
+            [request] = ps(box).requests
+            assert request.device is not None
+            other = 1 - request.device
+            done = cli(box, "host", "a", str(other))
+            assert done.returncode == 0, done.stderr
+            assert [one.device for one in usage(box, "a").engines] == [other]
+            assert (await stream.finished()).token_ids == alone.token_ids
+        assert cli(box, "host", "a", "--auto").returncode == 0
+        await eventually(lambda: len(usage(box, "a").engines) == 2)
+
+    async def test_idle_engines_make_place_and_come_back(
+        self, box: PrivateDaemon, folder: Path, tiny_models: dict[str, Path]
+    ) -> None:
+        used = max(one.engine_bytes for one in ps(box).devices)
+        assert used > 0
+        config = folder / "gpupool.toml"
+        config.write_text(f"{config.read_text()}\n[memory]\nengines = {used}\n")
+        assert cli(box, "reload").returncode == 0
+        for name in ("d", "e", "f", "g"):
+            box.add_model(name, tiny_models[LLAMA], **LOAD_OPTIONS)
+        assert "engine_evicted" in cli(box, "events").stdout
+        assert all(one.engine_bytes <= used for one in ps(box).devices)
+        async with api_client(box.http_url) as api:
+            for name in "abcdefg":
+                assert len((await ask(api, name, "Hello", 8)).token_ids) == 8
+        assert {model.state for model in ps(box).models} == {"ready"}
+
+    async def test_no_memory_at_all(
+        self, box: PrivateDaemon, folder: Path, tiny_models: dict[str, Path]
+    ) -> None:
+        config = folder / "gpupool.toml"
+        text = config.read_text()
+        config.write_text(text[: text.rindex("engines =")] + "engines = 1\n")
+        assert cli(box, "reload").returncode == 0
+        refused = cli(box, "add-model", "late", "--source", str(tiny_models[LLAMA]))
+        assert refused.returncode == 5
+        assert "too little memory for another engine outside the pages" in refused.stderr
+        async with api_client(box.http_url) as api:
+            hosted = [one.name for one in ps(box).models if one.engines]
+            for name in hosted:
+                assert len((await ask(api, name, "Hello", 8)).token_ids) == 8

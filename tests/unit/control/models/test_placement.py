@@ -1,0 +1,274 @@
+"""Engines on two played workers: side by side, moved by hand, and with too little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from gpupool_state import History, Registry
+from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.control.fleet.transitions import ModelPhase
+from gpupoold.errors import Failed, Refused, UsageError
+from tests.unit.checkpoints.samples import checkpoint, write
+from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
+
+
+@pytest_asyncio.fixture
+async def box(tmp_path: Path, registry: Registry, history: History) -> AsyncIterator[ModelsBox]:
+    box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S)
+    async with running(box, "a", "b"):
+        await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
+        box.told.clear()
+        yield box
+
+
+class TestSideBySide:
+    async def test_models_that_are_added_at_once(self, box: ModelsBox) -> None:
+        box.hold(0, 1)
+        adding = [asyncio.create_task(added(box, name)) for name in ("x", "y")]
+        await box.until(lambda: {number for _, number in box.waiting} == {0, 1})
+        assert {name for name, _ in box.waiting} == {"x", "y"}
+        box.release()
+        await asyncio.gather(*adding)
+        assert box.hosts_of("x") == box.hosts_of("y") == [0, 1]
+        assert sorted(one.split()[0] for one in box.told) == ["attach", "attach", "build", "build"]
+
+    async def test_a_model_serves_from_its_first_device_on(self, box: ModelsBox) -> None:
+        box.hold(1)
+        adding = asyncio.create_task(added(box, "new"))
+        await box.until(lambda: ("new", 1) in box.waiting)
+        assert box.fleet.availability("new").can_serve
+        assert box.frontends.states()["new"] == "ready"
+        assert not adding.done()
+        box.release()
+        assert [one.stage for one in await adding][-2:] == ["spread", "ready"]
+        assert box.hosts_of("new") == [0, 1]
+
+    async def test_an_addition_waits_for_a_load_that_began_elsewhere(self, box: ModelsBox) -> None:
+        box.hold(1)
+        adding = asyncio.create_task(added(box, "new"))
+        worker = box.supervisor.workers[1]
+        await box.until(lambda: ("new", 1) in box.waiting)
+        second = asyncio.create_task(box.lifecycle.placement.load_on("new", worker))
+        await box.until(lambda: worker.num_loads == 2)
+        assert not second.done()
+        box.release()
+        await asyncio.gather(adding, second)
+        assert box.told.count("attach new on 1") == 1
+
+    async def test_it_stays_when_the_reader_leaves_then(self, box: ModelsBox) -> None:
+        async for line in box.lifecycle.add(request(box, "new")):
+            if line.stage == "spread":
+                break
+        assert box.fleet.availability("new").can_serve
+        await settle(box)
+        assert box.hosts_of("new") == [0, 1]
+
+    async def test_a_worker_loads_one_model_at_a_time(self, box: ModelsBox) -> None:
+        await box.lifecycle.placement.place("a", [0])
+        box.dispatcher.set_draining(1, is_draining=True)
+        box.hold(0)
+        adding = [asyncio.create_task(added(box, name)) for name in ("x", "y")]
+        await box.until(lambda: box.supervisor.workers[0].num_loads == 2)
+        assert len(box.waiting) == 1
+        box.release()
+        await asyncio.gather(*adding)
+
+    async def test_a_removal_waits_for_the_addition(self, box: ModelsBox) -> None:
+        box.hold(0, 1)
+        adding = asyncio.create_task(added(box, "new"))
+        await box.until(lambda: bool(box.waiting))
+        removal = asyncio.create_task(box.lifecycle.remove("new", "force"))
+        box.release()
+        await asyncio.gather(adding, removal)
+        assert not box.fleet.knows("new")
+
+    async def test_a_new_worker_does_not_wait_for_a_load_elsewhere(self, box: ModelsBox) -> None:
+        box.hold(0)
+        adding = asyncio.create_task(added(box, "new"))
+        await box.until(lambda: bool(box.waiting))
+        box.processes[1].end(-signal.SIGKILL)
+        await box.until(lambda: {"attach a on 1", "attach b on 1"} <= set(box.told))
+        assert not adding.done()
+        box.release()
+        await adding
+
+
+class TestTroubleElsewhere:
+    async def test_a_further_device_that_fails_is_tried_again(self, box: ModelsBox) -> None:
+        box.errors["new on 1"] = Failed("no such layer")
+        assert (await added(box, "new"))[-1].stage == "ready"
+        assert box.hosts_of("new") == [0]
+        assert "model_failed" in await box.events()
+        box.errors.clear()
+        await settle(box)
+        assert box.hosts_of("new") == [0]  # too early
+        await settle(box, 60.0)
+        assert box.hosts_of("new") == [0, 1]
+
+    async def test_a_draining_device_gets_it_afterwards(self, box: ModelsBox) -> None:
+        box.dispatcher.set_draining(0, is_draining=True)
+        await added(box, "new")
+        assert box.hosts_of("new") == [1]
+        box.dispatcher.set_draining(0, is_draining=False)
+        await settle(box)
+        assert box.hosts_of("new") == [0, 1]
+
+    async def test_a_drain_of_the_only_device_moves_the_model(self, box: ModelsBox) -> None:
+        await box.lifecycle.placement.place("a", [0])
+        await box.registry.set_devices("a", [])
+        box.fleet.changed((await box.lifecycle.find("a")).spec)
+        box.dispatcher.set_draining(0, is_draining=True)
+        await settle(box)
+        assert box.hosts_of("a") == [0, 1]
+
+    async def test_a_dead_device_fails_no_addition(self, box: ModelsBox) -> None:
+        box.broken.add(0)
+        box.processes[0].end(-signal.SIGKILL)
+        await box.until(lambda: box.supervisor.workers[0].state == "down")
+        await added(box, "new")
+        assert box.hosts_of("new") == [1]
+
+
+class TestByHand:
+    async def test_it_moves_and_its_requests_continue(self, box: ModelsBox) -> None:
+        box.ask("a", "r1")
+        [number] = [one for one, ids in box.requests.items() if "r1" in ids] or await sent(box)
+        other = 1 - number
+        row = await box.lifecycle.placement.place("a", [other])
+        assert row.spec.devices == (other,)
+        assert box.hosts_of("a") == [other]
+        assert f"abort r1 on {number}" in box.told
+        await box.until(lambda: "r1" in box.requests.get(other, []))
+        assert "model_placed" in await box.events()
+
+    async def test_the_choice_is_given_back(self, box: ModelsBox) -> None:
+        await box.lifecycle.placement.place("a", [1])
+        row = await box.lifecycle.placement.place("a", [])
+        assert row.spec.devices == ()
+        await box.until(lambda: box.hosts_of("a") == [0, 1])
+
+    async def test_an_addition_with_devices(self, box: ModelsBox) -> None:
+        await added(box, "new", devices=[1])
+        assert box.hosts_of("new") == [1]
+        await settle(box)
+        assert box.hosts_of("new") == [1]
+
+    async def test_devices_that_do_not_exist(self, box: ModelsBox) -> None:
+        with pytest.raises(UsageError, match="there is no device 2"):
+            await box.lifecycle.placement.place("a", [2])
+        with pytest.raises(UsageError, match="there is no device 7"):
+            await added(box, "new", devices=[0, 7])
+        assert box.fleet.availability("new").phase is ModelPhase.REMOVED
+
+    async def test_it_lasts_beyond_a_worker(self, box: ModelsBox) -> None:
+        await box.lifecycle.placement.place("a", [1])
+        box.told.clear()
+        box.processes[0].end(-signal.SIGKILL)
+        await box.until(lambda: box.told == ["attach b on 0"])
+        await box.until(lambda: box.supervisor.workers[0].has_loaded)
+        assert box.hosts_of("a") == [1]
+
+
+class TestScarcity:
+    @pytest_asyncio.fixture
+    async def full(
+        self, tmp_path: Path, registry: Registry, history: History
+    ) -> AsyncIterator[ModelsBox]:
+        """Two devices, each with place for two engines, which have them."""
+        memory = {"engines": 25}
+        box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S, memory=memory)
+        box.engine_bytes = 10
+        async with running(box, "a", "b"):
+            await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
+            yield box
+
+    async def test_a_second_engine_makes_place(self, full: ModelsBox) -> None:
+        await added(full, "c")
+        assert len(full.hosts_of("c")) == 1
+        assert sorted(len(full.hosts_of(name)) for name in "ab") == [1, 2]
+        assert "engine_evicted" in await full.events()
+        assert set(full.frontends.states().values()) == {"ready"}
+
+    async def test_an_evicted_model_is_loaded_for_a_request(self, full: ModelsBox) -> None:
+        for name in "cdef":
+            await added(full, name)
+        [evicted, *_] = [name for name in "abcdef" if not full.hosts_of(name)]
+        now = full.fleet.availability(evicted)
+        assert now.can_serve
+        assert not full.fleet.is_warm(evicted)
+        full.ask(evicted, "r1")
+        await full.until(lambda: bool(full.hosts_of(evicted)))
+        await full.until(lambda: any("r1" in ids for ids in full.requests.values()))
+        assert full.frontends.states()[evicted] == "ready"
+
+    async def test_engines_in_use_stay_and_the_addition_is_refused(self, full: ModelsBox) -> None:
+        await full.lifecycle.placement.place("a", [0, 1])
+        await full.lifecycle.placement.place("b", [0, 1])
+        with pytest.raises(Refused) as raised:
+            await added(full, "c")
+        text = str(raised.value)
+        assert "about 10 B are needed on device 0, where 20 B of 25 B are used" in text
+        assert "a 10 B chosen by hand, b 10 B chosen by hand" in text
+        assert not full.fleet.knows("c")
+        assert all(full.hosts_of(name) == [0, 1] for name in "ab")
+
+    async def test_an_engine_larger_than_expected(self, full: ModelsBox) -> None:
+        full.engine_bytes = 26
+        with pytest.raises(Refused, match="about 26 B are needed"):
+            await added(full, "c")
+        assert not full.fleet.knows("c")
+
+    async def test_a_request_waits_for_engines_in_use(self, full: ModelsBox) -> None:
+        for name in "cdef":
+            await added(full, name)
+        hosted = [name for name in "abcdef" if full.hosts_of(name)]
+        [evicted, *_] = [name for name in "abcdef" if not full.hosts_of(name)]
+        for name in hosted:
+            full.ask(name, f"of {name}")
+        full.ask(evicted, "r1")
+        await asyncio.sleep(0.2)
+        assert not full.hosts_of(evicted)
+        full.dispatcher.cancel(f"of {hosted[0]}", "enough")
+        await full.until(lambda: bool(full.hosts_of(evicted)))
+        assert not full.hosts_of(hosted[0])
+
+    async def test_all_are_served_again_after_a_death(self, full: ModelsBox) -> None:
+        for name in "cd":
+            await added(full, name)
+        killed = full.processes[0]
+        killed.end(-signal.SIGKILL)
+        await full.until(lambda: full.processes[0] is not killed)
+        await full.until(lambda: full.supervisor.workers[0].has_loaded)
+        await settle(full)
+        for name in "abcd":
+            full.ask(name, f"of {name}")
+        await full.until(lambda: not any(full.dispatcher.live.num_waiting(one) for one in "abcd"))
+
+
+async def settle(box: ModelsBox, later_s: float = 0.0) -> None:
+    """Let the placement look at the box, and wait for its loads."""
+    placement = box.lifecycle.placement
+    for _ in range(4):
+        placement.check(asyncio.get_running_loop().time() + later_s)
+        while placement._tasks:
+            await asyncio.sleep(0.005)
+
+
+async def sent(box: ModelsBox) -> list[int]:
+    await box.until(lambda: bool(box.requests))
+    return list(box.requests)
+
+
+def request(box: ModelsBox, name: str, devices: list[int] | None = None) -> AddModelRequest:
+    folder = write(box.folder / name, checkpoint())
+    return AddModelRequest(name=name, source=str(folder), devices=devices or [])
+
+
+async def added(box: ModelsBox, name: str, devices: list[int] | None = None) -> list[Progress]:
+    return [line async for line in box.lifecycle.add(request(box, name, devices))]

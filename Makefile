@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV DIST
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile models-table soak fuzz gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-step bench-hostile models-table soak fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench-sim: venv ## every figure of the scheduler: build/bench-sim.json (GPUPOOL_
 
 bench-api: venv ## the API layer, the admin API and gpupool top: build/bench-api.json
 	@$(BIN)/python -m benchmarks.api_layer
+
+bench-step: venv ## the host's time between two tokens beside vLLM's: build/bench-step.json
+	@$(BIN)/python -m benchmarks.step_time
 
 bench-hostile: venv ## requests that used to end a process, beside 100 streams: build/bench-hostile.json
 	@$(BIN)/python -m benchmarks.hostile

@@ -54,7 +54,7 @@ def _checks(facts: Facts) -> Iterator[Check]:
         yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
     budgets = budgets_of(facts, settings)
     yield from check_budgets(facts, settings, budgets)
-    yield from check_kernel_memory(facts.memory)
+    yield from check_kernel_memory(facts.memory, kinds)
     yield from check_numa(facts.numa, kinds)
     pinned_bytes = (
         budgets.model_cache_bytes + budgets.kv_host_bytes if isinstance(budgets, Budgets) else 0

@@ -52,6 +52,7 @@ class MemoryFacts:
     huge_bytes: int = 0
     overcommit: int = 0
     transparent_huge_pages: str = ""
+    shared_huge_pages: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,8 @@ def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
     return ok(name, found)
 
 
-def check_kernel_memory(memory: MemoryFacts) -> Iterator[Check]:
-    """Check the kernel's overcommit mode and reserved huge pages."""
+def check_kernel_memory(memory: MemoryFacts, kinds: set[str]) -> Iterator[Check]:
+    """Check the kernel's overcommit mode and huge pages, for devices of ``kinds``."""
     if memory.overcommit == 2:
         text = "vm.overcommit_memory is 2: large address ranges cannot be reserved"
         yield fault("overcommit", text, "sysctl -w vm.overcommit_memory=0")
@@ -106,6 +106,10 @@ def check_kernel_memory(memory: MemoryFacts) -> Iterator[Check]:
     if memory.huge_bytes:
         text = f"{format_bytes(memory.huge_bytes)} are reserved as huge pages and unused"
         yield warning("huge pages", text, "sysctl -w vm.nr_hugepages=0")
+    elif memory.shared_huge_pages == "never" and "cuda" in kinds:
+        text = "shared memory has pages of 4 KiB only, which makes pinning slow"
+        fix = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        yield warning("huge pages", text, fix)
     else:
         mode = memory.transparent_huge_pages or "not supported"
         yield ok("huge pages", f"none reserved; transparent huge pages: {mode}")

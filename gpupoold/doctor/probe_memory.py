@@ -25,6 +25,7 @@ def memory_facts(root: Path = Path("/"), pid: int | None = None) -> MemoryFacts:
         huge_bytes=huge,
         overcommit=int(_read(root / "proc/sys/vm/overcommit_memory") or 0),
         transparent_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/enabled"),
+        shared_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"),
     )
 
 

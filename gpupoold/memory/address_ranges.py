@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from gpupoold.memory.contracts import Device, PageRun
+from gpupoold.memory.contracts import Device, Fence, PageRun
 from gpupoold.memory.pages import PagePool, split_runs
 from gpupoold.memory.ranges import as_ranges
 
@@ -25,6 +25,8 @@ class AddressRange:
         self._holders = [0] * num_pages
         self._physical = [-1] * num_pages
         self._num_mapped = 0
+        self.last_use: Fence | None = None
+        """The owner's last kernels, None while the owner may launch more."""
 
     @property
     def num_mapped(self) -> int:
@@ -114,7 +116,8 @@ class AddressRange:
                 gone.append((span, _as_runs(self._physical[span.start : span.stop])))
         if not gone:
             return
-        self._device.unmap_each([(self._page_address(span.start), runs) for span, runs in gone])
+        mappings = [(self._page_address(span.start), runs) for span, runs in gone]
+        self._device.unmap_each(mappings, self.last_use)
         for span, runs in gone:
             self._pool.free(runs)
             self._physical[span.start : span.stop] = [-1] * len(span)
@@ -122,6 +125,7 @@ class AddressRange:
 
     def close(self) -> None:
         """Unmap all pages and release the addresses."""
+        self.last_use = None
         mapped = [page for page in range(self.num_pages) if self._physical[page] >= 0]
         for page in mapped:
             self._holders[page] = 1

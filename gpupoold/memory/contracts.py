@@ -78,6 +78,32 @@ class CopyStream(Protocol):
         """Close the copy stream, on which no copy may start any more; callable by any thread."""
 
 
+class Fence(Protocol):
+    """A moment of the engines' work: the kernels launched before ``record``."""
+
+    def record(self) -> None:
+        """Take the present moment instead of the former one."""
+
+    def wait(self) -> None:
+        """Return when the kernels of the moment have finished; at once without a moment."""
+
+    def close(self) -> None:
+        """Free the fence's resources."""
+
+
+class _PassedFence:
+    """A fence of a device whose kernels are synchronous."""
+
+    def record(self) -> None:
+        """Do nothing: no kernel is running."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Do nothing: the fence has no resources."""
+
+
 class Device(ABC):
     """One device's memory.
 
@@ -93,6 +119,8 @@ class Device(ABC):
     is_host_addressable: bool
     table_pages: int = 1
     """Pages per page table, where moving a whole table makes mapping cheaper."""
+    copy_batch_bytes: int = 8 << 20
+    """Bytes that a copy stream copies at a time, enough to keep the link busy."""
     numa_node: int = -1
     """NUMA node with the nearest host memory, -1 if all nodes are equal."""
 
@@ -118,10 +146,19 @@ class Device(ABC):
     def unmap(self, address: int, runs: list[PageRun]) -> None:
         """Undo a ``map`` of the same runs at ``address``; the range stays reserved."""
 
-    def unmap_each(self, mappings: Sequence[tuple[int, list[PageRun]]]) -> None:
-        """Unmap several mappings; backends wait only once for users of the pages."""
+    def unmap_each(
+        self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
+    ) -> None:
+        """Unmap several mappings; backends wait only once for users of the pages.
+
+        No kernel launched after ``last_use`` uses the pages; None means that any kernel may.
+        """
         for address, runs in mappings:
             self.unmap(address, runs)
+
+    def open_fence(self) -> Fence:
+        """Return a fence without a moment."""
+        return _PassedFence()
 
     @abstractmethod
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:

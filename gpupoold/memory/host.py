@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,13 +41,7 @@ class HostBuffer:
         Raises:
             OSError: the machine has too little free memory.
         """
-        fd = create_memfd(name, num_bytes)
-        try:
-            touch_pages(fd, num_bytes)
-        except OSError:
-            os.close(fd)
-            raise
-        return cls(fd, num_bytes)
+        return cls(create_memfd(name, num_bytes, touch_pages), num_bytes)
 
     def close(self) -> None:
         """Unmap and close; the bytes stay while another process has the memfd open.
@@ -64,7 +60,9 @@ def touch_pages(fd: int, num_bytes: int) -> None:
 
     Called before pinning: one thread, such as the thread of the pinning call, needs at least 0.2 s
     per GB (2.5 s in a virtual machine with untouched memory). The threads inherit the caller's
-    memory policy.
+    memory policy. The kernel is asked for huge pages, which it gives to shared memory only if
+    ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise`` or more: pinning takes
+    a driver's locks once for each page.
 
     Raises:
         OSError: the machine has too little memory.
@@ -72,7 +70,19 @@ def touch_pages(fd: int, num_bytes: int) -> None:
 
     def touch(offset: int) -> None:
         length = min(_PIECE_BYTES, num_bytes - offset)
-        libc.munmap(libc.mmap(None, length, libc.PROT_READ_WRITE, _POPULATED, fd, offset), length)
+        address = libc.mmap(None, length, libc.PROT_READ_WRITE, libc.MAP_SHARED, fd, offset)
+        try:
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                libc.madvise(address, length, libc.MADV_HUGEPAGE)
+            libc.madvise(address, length, libc.MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14
+                raise
+            libc.munmap(
+                libc.mmap(None, length, libc.PROT_READ_WRITE, _POPULATED, fd, offset), length
+            )
+        finally:
+            libc.munmap(address, length)
 
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_threads, "touch") as threads:

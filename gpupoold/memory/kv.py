@@ -45,6 +45,13 @@ class KvMemory(KvExtents):
         self.arrived_bytes = 0
         """Bytes restored to the device so far."""
         self._exports: list[_Export] = []
+        self._busy: dict[KvMemory, None] = {}
+
+    def join(self, busy: dict[KvMemory, None]) -> None:
+        """Be in ``busy``, which several models share, while ``settle`` may have work."""
+        self._busy.pop(self, None)
+        self._busy = busy
+        self._note_busy()
 
     def attach(self, ledger: BlockLedger) -> None:
         """Hold every block of the engine; ``map`` gives blocks to the engine."""
@@ -159,6 +166,7 @@ class KvMemory(KvExtents):
         self._engine().keep(blocks)
         transfer = queue.begin(copies, on_end)
         self._exports.append(_Export(list(blocks), transfer))
+        self._note_busy()
         return slot, transfer
 
     def attach_slot(self, slot: Slot, num_blocks: int) -> list[int] | None:
@@ -272,6 +280,7 @@ class KvMemory(KvExtents):
         self._offloaded.clear()
         self._all_groups.clear()
         self._moving.clear()
+        self._busy.pop(self, None)
         self._address_range.close()
 
     def check_integrity(self) -> None:
@@ -279,6 +288,7 @@ class KvMemory(KvExtents):
         self._address_range.check_integrity()
         self._index.check(self._engine().live(self._real(range(self.geometry.num_blocks))))
         self._check_counters()
+        assert (self in self._busy) == bool(self._moving or self._exports)
         assert set(self._offloaded) == {
             extent for place in OFFLOADED for extent in self.extents(place)
         }
@@ -293,18 +303,6 @@ class KvMemory(KvExtents):
             assert self._engine().live(group.blocks) == group.blocks
             assert (group.transfer is None) == (place is Place.HOST)
 
-    def _check_counters(self) -> None:
-        """Raise AssertionError if the incremental counters differ from a scan."""
-        groups = list(dict.fromkeys(self._offloaded.values()))
-        assert set(groups) == set(self._all_groups)
-        on_host = [group for group in groups if group.place is Place.HOST]
-        assert set(self._moving) == set(groups) - set(on_host)
-        assert self._host_bytes == sum(group.slot.num_bytes for group in groups)
-        assert self._missing_bytes == sum(group.slot.num_bytes for group in on_host)
-        assert self.num_leaving_pages == self.num_resident_pages(self.extents(Place.LEAVING))
-        assert self.num_idle_pages == self.num_resident_pages(self.free_extents())
-        assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))
-
     def settle_exports(self) -> None:
         """Release blocks whose copies to other devices have finished."""
         if not self._exports:
@@ -312,8 +310,19 @@ class KvMemory(KvExtents):
         ended = [export for export in self._exports if export.transfer.has_ended]
         if ended:
             self._exports = [export for export in self._exports if export not in ended]
+            self._note_busy()
             self._engine().give([block for export in ended for block in export.blocks])
             self.discard_dead()
+
+    def _put(self, group: Group, place: Place) -> None:
+        super()._put(group, place)
+        self._note_busy()
+
+    def _note_busy(self) -> None:
+        if self._moving or self._exports:
+            self._busy[self] = None
+        else:
+            self._busy.pop(self, None)
 
     def _finish(self, group: Group, transfer: Transfer) -> list[int]:
         """Wait for a group's transfer; return the extents whose pages to drop.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import BlockLedger, Device
+from gpupoold.memory.contracts import BlockLedger, Device, Fence
 from gpupoold.memory.extent_index import OFFLOADED, ExtentIndex, Place
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, Slot
@@ -59,6 +59,15 @@ class KvExtents:
     def address(self) -> int:
         """Start of the KV buffer."""
         return self._address_range.address
+
+    def set_last_use(self, last_use: Fence | None) -> None:
+        """Set the model's last kernels while paused; None while the model may launch more."""
+        self._address_range.last_use = last_use
+
+    @property
+    def version(self) -> int:
+        """A number that changes with the place or idleness of any extent."""
+        return self._index.version
 
     @property
     def physical_pages(self) -> list[int]:
@@ -244,6 +253,18 @@ class KvExtents:
             self._moving[group] = None
         group.place = place
         self._index.put(group.extents, place)
+
+    def _check_counters(self) -> None:
+        """Raise AssertionError if the incremental counters differ from a scan."""
+        groups = list(dict.fromkeys(self._offloaded.values()))
+        assert set(groups) == set(self._all_groups)
+        on_host = [group for group in groups if group.place is Place.HOST]
+        assert set(self._moving) == set(groups) - set(on_host)
+        assert self._host_bytes == sum(group.slot.num_bytes for group in groups)
+        assert self._missing_bytes == sum(group.slot.num_bytes for group in on_host)
+        assert self.num_leaving_pages == self.num_resident_pages(self.extents(Place.LEAVING))
+        assert self.num_idle_pages == self.num_resident_pages(self.free_extents())
+        assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))
 
     def _is_dead(self, group: Group) -> bool:
         """Return whether no request needs any block of a group."""

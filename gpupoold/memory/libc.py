@@ -17,6 +17,9 @@ MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MAP_POPULATE = 0x8000
 
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23
+
 MPOL_PREFERRED = 1
 
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
@@ -36,6 +39,7 @@ def _libc() -> ctypes.CDLL:
     libc.munmap.argtypes = [pointer, size]
     libc.mremap.restype = pointer
     libc.mremap.argtypes = [pointer, size, size, integer, pointer]
+    libc.madvise.argtypes = [pointer, size, integer]
     libc.syscall.restype = ctypes.c_long
     libc.memcpy.argtypes = [pointer, pointer, size]
     libc.memset.argtypes = [pointer, integer, size]
@@ -62,6 +66,16 @@ def trim_heap() -> None:
 def munmap(address: int, num_bytes: int) -> None:
     if _libc().munmap(address, num_bytes) != 0:
         raise _error(f"munmap of {num_bytes} bytes")
+
+
+def madvise(address: int, num_bytes: int, advice: int) -> None:
+    """Call ``madvise(2)`` without the GIL.
+
+    Raises:
+        OSError: with the errno of the call.
+    """
+    if _libc().madvise(address, num_bytes, advice) != 0:
+        raise _error(f"madvise of {num_bytes} bytes")
 
 
 def move_pages(source: int, target: int, num_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from gpupoold.system.control_group import memory_room_bytes
@@ -13,10 +14,13 @@ from gpupoold.units import format_bytes
 _MEMINFO = Path("/proc/meminfo")
 
 
-def create_memfd(name: str, num_bytes: int) -> int:
+def create_memfd(
+    name: str, num_bytes: int, populate: Callable[[int, int], None] | None = None
+) -> int:
     """Return a descriptor of a new zeroed memfd with all pages; children do not inherit it.
 
-    The size is sealed, so no mapping can lose pages.
+    The size is sealed, so no mapping can lose pages. For ``populate`` see
+    :func:`~gpupoold.system.sealed_memory.create_sealed_memfd`.
 
     Raises:
         OSError: the machine or the control group has too little free memory.
@@ -27,7 +31,7 @@ def create_memfd(name: str, num_bytes: int) -> int:
     if num_bytes > free_bytes:
         text = f"{name} needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} is available"
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {text}")
-    return create_sealed_memfd(name, num_bytes)
+    return create_sealed_memfd(name, num_bytes, populate)
 
 
 def available_bytes() -> int:

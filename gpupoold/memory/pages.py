@@ -20,6 +20,8 @@ class PagePool:
         self._table_pages = table_pages
         self._free: list[PageRun] = [PageRun(0, num_pages)] if num_pages else []
         self._num_free = num_pages
+        self.version = 0
+        """A number that changes with every allocated or freed run."""
 
     @property
     def num_free(self) -> int:
@@ -105,6 +107,7 @@ class PagePool:
         rest = (PageRun(run.first, skip), PageRun(taken.end, run.end - taken.end))
         self._free[index : index + 1] = [one for one in rest if one.num_pages]
         self._num_free -= num_pages
+        self.version += 1
         return taken
 
     def _free_run(self, run: PageRun) -> None:
@@ -121,6 +124,7 @@ class PagePool:
             end, high = after.end, index + 1
         self._free[low:high] = [PageRun(first, end - first)]
         self._num_free += run.num_pages
+        self.version += 1
 
 
 def split_runs(runs: list[PageRun], num_pages: int) -> tuple[list[PageRun], list[PageRun]]:

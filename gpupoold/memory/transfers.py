@@ -1,9 +1,10 @@
 """Copies that overlap the engines' work: threads and copy streams for each direction.
 
 A transfer is a list of copies, made in consecutive batches. Two batches are queued at a time, so
-that the link never waits for the thread. A transfer can be stopped within a batch's time (for 8 MiB
-about a millisecond), and the part that has arrived is usable. A batch is large enough for full
-bandwidth, which links reach from 1 to 4 MiB on.
+that the link never waits for the thread. A transfer can be stopped within a batch's time (about a
+millisecond), and the part that has arrived is usable. A batch is large enough for full bandwidth
+although each batch waits for the interpreter, which the engines keep busy: see
+:attr:`Device.copy_batch_bytes`.
 
 Three rules keep bytes correct (Aegaeon, section 5.3):
 
@@ -25,9 +26,9 @@ from gpupoold.system.activity import WORKER, ThreadPhase
 
 BATCH_BYTES = 8 << 20
 _MAX_UNDER_WAY = 2
-# Bytes that may wait in a queue before owners hold further transfers back: some milliseconds of the
-# link. Plans change, and a transfer that is not in the queue need not be stopped.
-_MAX_WAITING_BYTES = 16 * BATCH_BYTES
+# Batches that may wait in a queue before owners hold further transfers back: some milliseconds of
+# the link. Plans change, and a transfer that is not in the queue need not be stopped.
+_MAX_WAITING_BATCHES = 16
 
 
 class Transfer:
@@ -143,7 +144,8 @@ class TransferQueue:
         If the host's cores make the copies, a thread that waits for a transfer helps.
         """
         helper = device.open_copy_stream(direction) if device.is_host_addressable else None
-        return cls(device.open_copy_streams(direction), name, helper=helper)
+        streams = device.open_copy_streams(direction)
+        return cls(streams, name, device.copy_batch_bytes, helper=helper)
 
     def __init__(
         self,
@@ -181,7 +183,8 @@ class TransferQueue:
     def room_bytes(self) -> int:
         """Bytes that may still be queued before owners hold further transfers back."""
         self._forget_ended()
-        return _MAX_WAITING_BYTES - sum(transfer.num_bytes for transfer in self._waiting)
+        waiting_bytes = _MAX_WAITING_BATCHES * self._batch_bytes
+        return waiting_bytes - sum(transfer.num_bytes for transfer in self._waiting)
 
     def begin(
         self, copies: Sequence[Copy], on_end: Callable[[bool], None] | None = None

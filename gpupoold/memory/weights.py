@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from gpupoold.errors import Failed
 from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import Copy, Device
+from gpupoold.memory.contracts import Copy, Device, Fence
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
@@ -36,7 +37,7 @@ class WeightMemory:
         self._address_range = address_range
         self._device = device
         self._num_loaded = 0
-        self._arriving: Transfer | None = None
+        self._arriving: deque[Transfer] = deque()
         self._snapshot: HostBuffer | None = None
         self._own: HostBuffer | None = None
         self.own_bytes = own.num_bytes if own is not None else 0
@@ -114,12 +115,21 @@ class WeightMemory:
     @property
     def is_arriving(self) -> bool:
         """True if pages are still being filled."""
-        return self._arriving is not None and not self._arriving.has_ended
+        return self.num_arriving > 0
+
+    @property
+    def num_arriving(self) -> int:
+        """Number of loads in progress."""
+        return sum(not transfer.has_ended for transfer in self._arriving)
 
     @property
     def address(self) -> int:
         """The fixed address of the weights."""
         return self._address_range.address
+
+    def set_last_use(self, last_use: Fence | None) -> None:
+        """Set the model's last kernels while paused; None while the model may launch more."""
+        self._address_range.last_use = last_use
 
     def load(self, num_pages: int | None = None) -> int:
         """Load the next ``num_pages``, or all missing pages; return the number of copied bytes.
@@ -142,13 +152,16 @@ class WeightMemory:
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
         """Start to load the next ``num_pages``, or the remaining pages if fewer.
 
+        Follows the loads in progress.
+
         Raises:
             OutOfPages: the pool is short; nothing was started.
             Failed: there is no snapshot.
         """
-        self.wait()
+        self.settle()
         page_bytes = self._device.page_bytes
-        pages = range(self._num_loaded, min(self._num_loaded + num_pages, self.num_pages))
+        first = self.num_mapped_pages
+        pages = range(first, min(first + num_pages, self.num_pages))
         if not pages:
             return
         copies = [
@@ -156,7 +169,7 @@ class WeightMemory:
             for part, source in self._sources(pages)
         ]
         self._address_range.retain(pages, is_filled=False)
-        self._arriving = queue.begin(copies)
+        self._arriving.append(queue.begin(copies))
 
     def write_back(self) -> None:
         """Copy the resident slots to ``own``, after the engine has written to them."""
@@ -167,9 +180,13 @@ class WeightMemory:
         self._device.synchronize()
 
     def settle(self) -> None:
-        """Count the pages being loaded as present if all have arrived."""
-        if not self.is_arriving:
-            self.wait()
+        """Count pages as present that have arrived.
+
+        Raises:
+            Exception: a copy failed; pages that had not arrived were freed.
+        """
+        while self._arriving and self._arriving[0].has_ended:
+            self._finish_first()
 
     def wait(self) -> None:
         """Return when the pages being loaded have arrived.
@@ -177,22 +194,30 @@ class WeightMemory:
         Raises:
             Exception: a copy failed; pages that had not arrived were freed.
         """
-        if self._arriving is None:
-            return
+        while self._arriving:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
         try:
-            self._arriving.wait()
+            self._arriving[0].wait()
         except BaseException:
             self.stop()
             raise
-        self._arriving = None
-        self._num_loaded = self._address_range.num_mapped
+        self._num_loaded += self._arriving.popleft().num_bytes // self._device.page_bytes
 
     def stop(self) -> None:
-        """Stop a load; free pages that have not been filled."""
-        if self._arriving is None:
+        """Stop all loads; free pages that have not been filled."""
+        if not self._arriving:
             return
-        self._num_loaded += self._arriving.stop() // self._device.page_bytes
-        self._arriving = None
+        for transfer in self._arriving:
+            transfer.cancel()  # all before any wait, else the next one would start meanwhile
+        is_whole = True
+        for transfer in self._arriving:
+            num_bytes = transfer.stop()
+            if is_whole:  # behind a gap nothing is usable
+                self._num_loaded += num_bytes // self._device.page_bytes
+                is_whole = num_bytes == transfer.num_bytes
+        self._arriving.clear()
         self._drop_from(self._num_loaded)
 
     def evict(self, num_pages: int | None = None) -> None:

@@ -23,7 +23,7 @@ NUM_SLOTS = 32
 SLOT_BYTES = 4096
 PAGE_BYTES = NUM_SLOTS * SLOT_BYTES
 
-_MAIN, _STEPS, _FIRST_SHARED, _FIRST_OF_GRAMMARS = 0, (1, 2), 3, 20
+_MAIN, _STEPS, _REPORT, _FIRST_SHARED, _FIRST_OF_GRAMMARS = 0, (1, 2), 3, 4, 20
 # Header of a slot: phase, bytes of the model's name, number of requests (_ALL: all requests of the
 # model). The name follows, then 8 bytes for each request.
 _HEADER = struct.Struct("<BxHi")
@@ -179,7 +179,7 @@ class ThreadSlot:
 
 
 class ActivityPage:
-    """The slots of this process: of the step thread, of its steps, and of other threads.
+    """The slots of this process: of the step thread, of its steps and their report, of others.
 
     Before :meth:`attach` the slots are in private memory.
     """
@@ -224,6 +224,18 @@ class ActivityPage:
         self._steps.reverse()
         self._steps[0].set(ThreadPhase.STEP, model, ids)
 
+    def begin_report(self, model: str, ids: Sequence[str]) -> None:
+        """Write that the results of a step are reported, until ``end_report``.
+
+        After an exception the slot stays. The slot is a separate one, because the requests of
+        successive steps are mostly the same.
+        """
+        self._report.set(ThreadPhase.STEP, model, ids)
+
+    def end_report(self) -> None:
+        """Write that no results are reported."""
+        self._report.clear()
+
     def end_steps(self, num_under_way: int = 0) -> None:
         """Write that only the last ``num_under_way`` steps run."""
         for slot in self._steps[num_under_way:]:
@@ -233,6 +245,7 @@ class ActivityPage:
         slots = [ThreadSlot(memory, number * SLOT_BYTES) for number in range(NUM_SLOTS)]
         self.main = slots[_MAIN]
         self._steps = [slots[number] for number in _STEPS]
+        self._report = slots[_REPORT]
         self._shared = slots[_FIRST_SHARED:]
         self._free = _queue_of(slots[_FIRST_SHARED:_FIRST_OF_GRAMMARS])
         self._free_of_grammars = _queue_of(slots[_FIRST_OF_GRAMMARS:])

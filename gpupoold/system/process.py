@@ -84,9 +84,17 @@ def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:
     """Lower the scheduling priority of the calling thread and its future threads, or of all
     threads.
     """
-    threads = map(int, os.listdir("/proc/self/task")) if of_all_threads else [0]
+    if of_all_threads:
+        lower_priority_of(os.getpid(), niceness)
+        return
     with contextlib.suppress(OSError):  # a container may forbid the call
-        for thread_id in threads:
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
+
+
+def lower_priority_of(pid: int, niceness: int) -> None:
+    """Lower the scheduling priority of all threads of a process."""
+    with contextlib.suppress(OSError):  # a container may forbid the call, or the process has ended
+        for thread_id in map(int, os.listdir(f"/proc/{pid}/task")):
             os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
 
 

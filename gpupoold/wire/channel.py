@@ -211,6 +211,7 @@ class BlockingChannel(Generic[T]):
         self._decoder: FrameDecoder[T] = FrameDecoder(receives)
         self._ready: deque[T] = deque()
         self._fds = _Descriptors()
+        self._poll = _poll_of(sock.fileno())
 
     def send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
         """Send a message, blocking while the socket's buffer is full.
@@ -236,7 +237,9 @@ class BlockingChannel(Generic[T]):
             ChannelClosed: end of stream, or the other end sent an invalid message.
         """
         while not self._ready:
-            if not _can_be_read(self._sock, wake_fds, timeout_s):
+            poll = _poll_of(self._sock.fileno(), *wake_fds) if wake_fds else self._poll
+            found = poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+            if not any(fd == self._sock.fileno() for fd, _ in found):
                 return None
             try:
                 data = _receive_some(self._sock, self._fds)
@@ -261,14 +264,13 @@ class BlockingChannel(Generic[T]):
         self._fds.close()
 
 
-def _can_be_read(sock: socket.socket, wake_fds: Sequence[int], timeout_s: float | None) -> bool:
-    """Wait until the socket or one of ``wake_fds`` is readable; return whether the socket is."""
+def _poll_of(*fds: int) -> select.poll:
+    """Return an object that waits until one of ``fds`` is readable."""
     # select.select() fails for descriptors above 1,023, and a parent may pass larger numbers.
     poll = select.poll()
-    for fd in (sock.fileno(), *wake_fds):
+    for fd in fds:
         poll.register(fd, select.POLLIN)
-    found = poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
-    return any(fd == sock.fileno() for fd, _ in found)
+    return poll
 
 
 def _receive_some(sock: socket.socket, fds: _Descriptors) -> bytes:

@@ -91,7 +91,7 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
-class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
+class RequestProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request's share of a step: new token ids, and the reason if the request ended.
 
     ``has_result``: the step made the result of a pooling request (an embedding or scores).

@@ -14,6 +14,7 @@ _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _LEDGER = "gpupoold/worker/engine/block_ledger.py"
 _COMPUTED = "gpupoold/worker/engine/computed_kv.py"
+_DEMAND = "gpupoold/worker/engine/block_demand.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
 _RESUME = "gpupoold/worker/engine/resume.py"
 _ADAPTERS = "gpupoold/worker/engine/adapters.py"
@@ -58,16 +59,27 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (
         _SCHEDULER,
         "vllm.v1.core.sched.scheduler.Scheduler",
-        "max_num_active_reqs kv_holding_waiting",
+        "max_num_active_reqs kv_holding_waiting deferred_waiting num_waiting_for_streaming_input "
+        "scheduler_reserve_full_isl num_spec_tokens num_lookahead_tokens _inflight_prefills",
     ),
     (_SCHEDULER, "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator", "single_type_managers"),
     (
         _COMPUTED,
         f"{_KV_MANAGERS}.SingleTypeKVCacheManager",
-        "block_size block_pool req_to_blocks max_admission_blocks_per_request "
-        "get_num_skipped_tokens",
+        "block_size block_pool req_to_blocks get_num_skipped_tokens",
     ),
     (_COMPUTED, f"{_KV_MANAGERS}.MambaManager", "num_speculative_blocks"),
+    (
+        _DEMAND,
+        f"{_KV_MANAGERS}.SingleTypeKVCacheManager",
+        "block_size max_admission_blocks_per_request",
+    ),
+    (_DEMAND, f"{_KV_MANAGERS}.MambaManager", "num_speculative_blocks"),
+    (
+        _DEMAND,
+        "vllm.v1.request.Request",
+        "is_prefill_chunk num_computed_tokens num_tokens_with_spec",
+    ),
     (_SCHEDULER, "vllm.v1.metrics.stats.PrefillStats", "set"),
     (
         _RESUME,
@@ -85,7 +97,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (
         _SCHEDULER,
         "vllm.v1.core.kv_cache_manager.KVCacheManager",
-        "block_pool coordinator free get_block_ids get_computed_blocks",
+        "block_pool coordinator free get_block_ids get_computed_blocks watermark_blocks",
     ),
     (_SCHEDULER, "vllm.v1.core.kv_cache_manager.KVCacheBlocks", "get_block_ids"),
     (

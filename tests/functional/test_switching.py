@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpupool_cli.bench.rig import weight_bytes
+from gpupoold.checkpoints.tiny import Recipe, make_checkpoint
+from gpupoold.wire import messages as m
 from tests.functional.worker_peer import WorkerPeer
 
 MAX_TOKENS = 24
@@ -110,6 +112,33 @@ def test_answers_survive_a_full_host_cache(tiny_models: dict[str, Path]) -> None
             peer.ask(name, request_id, prompt(0), max_tokens=MAX_TOKENS)
         peer.run_until_ended(*ids)
         assert {i: peer.tokens[i] for i in ids} == {i: expected[n] for i, n in ids.items()}
+        peer.call("check_integrity")
+    finally:
+        peer.close()
+
+
+def test_a_burst_leaves_an_idle_model_its_weights(tmp_path: Path) -> None:
+    """KV is backed for the requests that can run, not for the whole queue."""
+    path = make_checkpoint(tmp_path, Recipe("llama", 8 << 20))
+    peer = WorkerPeer(60 << 20, environment=_AHEAD)
+    try:
+        for name in ("idle", "busy"):
+            peer.load(name, path)
+            peer.ask(name, f"warm-{name}", prompt(0), max_tokens=4)
+            peer.run_until_ended(f"warm-{name}")
+        ids = [f"burst-{number}" for number in range(200)]
+        for request_id in ids:
+            peer.ask("busy", request_id, prompt(0), cache_salt=request_id, max_tokens=MAX_TOKENS)
+        peer.run_until_ended(*ids)
+        assert len({tuple(peer.tokens[request_id]) for request_id in ids}) == 1
+        assert peer.tokens[ids[0]][:4] == peer.tokens["warm-idle"]
+        peer.wait(m.WorkerStatus)
+        peer.wait(m.WorkerStatus)
+        assert peer.status is not None
+        memory = {one.model: one for one in peer.status.models}
+        idle = memory["idle"]
+        assert idle.weights_resident_bytes == idle.weights_total_bytes
+        assert memory["busy"].kv_resident_bytes > 16 << 20  # the burst did not fit in little
         peer.call("check_integrity")
     finally:
         peer.close()

@@ -94,6 +94,9 @@ class Engine:
         )
         made.running, made.waiting, made.kv_holding_waiting = [], [], deque()
         made.requests, made.kv, made.num_lookahead_tokens = {}, None, 0
+        made._demand, made.chunk_tokens, made.max_num_scheduled_tokens = None, None, MAX_STEP
+        made.num_spec_tokens = made.num_waiting_for_streaming_input = 0
+        made.max_num_active_reqs, made.scheduler_reserve_full_isl = 1, True
         self.scheduler: Any = made
         self.pool = made.kv_cache_manager.block_pool
         self.num_free = self.pool.get_num_free_blocks()
@@ -102,6 +105,7 @@ class Engine:
         """Give a request blocks for so many more tokens, and compute these."""
         manager, before = self.scheduler.kv_cache_manager, self.pool.get_num_free_blocks()
         self.scheduler.running = [request]
+        request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens - 1
         wanted = self.scheduler.num_wanted_blocks()
         manager.new_step_starts()
         assert manager.allocate_slots(request, num_tokens) is not None

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gpupool_cli.bench.memory import run_memory_bench
-from gpupool_cli.bench.overhead import OverheadPlan, measure_overhead
+from gpupool_cli.bench.overhead import KV_BYTES, OverheadPlan, measure_overhead
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints
 from gpupool_cli.bench.switch import MAX_MODEL_LEN, run_switch_bench
 from gpupool_cli.bench.view import show_fields, show_memory, show_switches
@@ -70,8 +70,8 @@ def overhead(
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
         checkpoint = make_checkpoints(Path(folder), ["llama"], parse_size_bytes(size))[0]
         say("starting gpupoold and vllm serve")
-        # Room for the model and its KV.
-        config = emulated_config(int(1.5 * parse_size_bytes(size)))
+        # As much KV as vLLM has. Checkpoints are up to 5 % larger than their size.
+        config = emulated_config(int(1.1 * parse_size_bytes(size)) + KV_BYTES)
         result = measure_overhead(plan, checkpoint, config)
     if as_json:
         print_json(result)

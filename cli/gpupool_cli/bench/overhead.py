@@ -22,15 +22,23 @@ import httpx
 from gpupool_cli.load import LoadResult, run_load
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.errors import Failed, TimedOut
-from gpupoold.system.process import die_with_parent
+from gpupoold.system.process import (
+    EMULATED_DEVICE_NICENESS,
+    die_with_parent,
+    lower_priority_of,
+)
 
 _START_TIMEOUT_S = 300.0
 # vLLM's settings on the CPU, as gpupool sets them.
-_KV_BYTES = 1 << 28
+KV_BYTES = 1 << 28
 _EMULATED_OPTIONS = (
     *("--enforce-eager", "--block-size", "32"),
-    *("--kv-cache-memory-bytes", str(_KV_BYTES)),
+    *("--kv-cache-memory-bytes", str(KV_BYTES)),
 )
+# For a second after its last request, vLLM's worker polls without sleeping, which takes a core from
+# the other server.
+_POLLING_S = 1.2
+_PROMPTS_PER_STREAM = 2
 _PROMPT = "Write about the number {index} and then about the number after it. "
 
 
@@ -38,12 +46,14 @@ _PROMPT = "Write about the number {index} and then about the number after it. "
 class OverheadPlan:
     """The amount of requests per server, and vLLM's options beside gpupool.
 
-    No round except the first begins after ``ends_s`` on ``time.monotonic``.
+    ``num_prompts`` is at least 8, and 2 for each stream, unless set: with fewer prompts than
+    streams, some streams would have none. No round except the first begins after ``ends_s`` on
+    ``time.monotonic``.
     """
 
     rounds: int = 5
     num_streams: int = 4
-    num_prompts: int = 8
+    num_prompts: int | None = None
     max_tokens: int = 96
     num_single: int = 6
     max_model_len: int = 1024
@@ -58,8 +68,8 @@ def measure_overhead(
     """Measure throughput under streams and TTFT of lone requests, alternating between both.
 
     ``config`` is gpupool's configuration; ``folder`` keeps the logs of both servers. By default
-    both use float32, eager mode, the same block size, the same linear kernels and one compute
-    thread less than there are cores.
+    both use float32, eager mode, the same block size, the same linear kernels, the same priority of
+    the engine, and one compute thread less than there are cores.
 
     Raises:
         GpupoolError: a server did not start or answered with an error.
@@ -87,7 +97,9 @@ def measure_overhead(
 
 
 def _streams(plan: OverheadPlan, url: str, model: str) -> LoadResult:
-    prompts = [_PROMPT.format(index=index) for index in range(plan.num_prompts)]
+    num_prompts = plan.num_prompts or max(8, _PROMPTS_PER_STREAM * plan.num_streams)
+    prompts = [_PROMPT.format(index=index) for index in range(num_prompts)]
+    time.sleep(_POLLING_S)
     return run_load(url, model, prompts, plan.max_tokens, plan.num_streams)
 
 
@@ -161,6 +173,8 @@ def vllm_serve(
         )
         try:
             _wait_healthy(process, port, log.fileno())
+            for child in _descendants(process.pid):  # the engine and its worker
+                lower_priority_of(child, EMULATED_DEVICE_NICENESS)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
@@ -169,6 +183,14 @@ def vllm_serve(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.wait()
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield the processes that a process and its children have started."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            yield child
+            yield from _descendants(child)
 
 
 def _vllm_environment() -> dict[str, str]:

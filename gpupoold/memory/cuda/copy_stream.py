@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from gpupoold.memory.contracts import Copy, Direction
 from gpupoold.memory.cuda.driver import CudaDriver
 
-# Drivers have crashed and hung on batches of 50,000 copies (vllm#49276). A batch of 8 MiB has at
-# most 300 copies if each copy has at least 28 KiB.
+# Drivers have crashed and hung on batches of 50,000 copies (vllm#49276). A batch of 32 MiB has at
+# most 1,200 copies if each copy has at least 28 KiB.
 _MAX_COPIES_PER_CALL = 1024
+# The engines' small copies wait behind the present copy of the same copy engine: 0.07 ms.
+_MAX_COPY_BYTES = 4 << 20
 
 
 class CudaCopyStream:
@@ -116,7 +118,9 @@ class CudaCopyStream:
     def _parts(self, copy: Copy) -> Iterator[Copy]:
         target, source, num_bytes = copy
         for offset, length in self._split(source if self._is_in else target, num_bytes):
-            yield Copy(target + offset, source + offset, length)
+            for at in range(offset, offset + length, _MAX_COPY_BYTES):
+                part = min(_MAX_COPY_BYTES, offset + length - at)
+                yield Copy(target + at, source + at, part)
 
 
 class _EventPool:

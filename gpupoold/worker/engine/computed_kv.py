@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _NULL_BLOCK = 0
-# A step writes a state to a new block, and may keep two earlier states for the prefix cache.
-_MAX_STATE_BLOCKS = 3
 
 
 class ComputedKv(NamedTuple):
@@ -67,13 +65,3 @@ def put(
         table = manager.req_to_blocks[request_id]
         table += [pool.null_block] * span.start
         table += [pool.blocks[next(rest)] for _ in span]
-
-
-def most_blocks(manager: Any, num_tokens: int) -> int:
-    """Return the most blocks that a group may allocate for ``num_tokens`` more tokens."""
-    most = 1 + -(-num_tokens // manager.block_size)
-    num_speculative: int | None = getattr(manager, "num_speculative_blocks", None)
-    if num_speculative is not None:
-        return min(most, _MAX_STATE_BLOCKS) + num_speculative
-    cap: int | None = manager.max_admission_blocks_per_request
-    return most if cap is None else min(most, cap)

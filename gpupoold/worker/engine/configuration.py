@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ from gpupoold.worker.environment import engine_arguments
 
 # The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
 _CPU_BLOCK_TOKENS = 32
+# Defaults that several engines on one GPU can afford.
+_CUDA_SEQUENCES = 256
+_MAX_CAPTURED_TOKENS = 512
+# Options that decide which batches have CUDA graphs.
+_CAPTURES = (
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "enforce_eager",
+    "max_cudagraph_capture_size",
+    "optimization_level",
+    "speculative_config",
+)
 _WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
 
 
@@ -48,6 +61,8 @@ def engine_config(
         # frontend of an engine, and would fail with several frontends, or with another engine.
         "mm_processor_cache_gb": 0,
     }
+    if not is_emulated:
+        arguments |= _cuda_defaults(engine_options(model.engine) | engine_arguments())
     if load_format is not None:
         arguments["load_format"] = load_format
     arguments |= engine_options(model.engine)
@@ -65,3 +80,16 @@ def engine_config(
     kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
     check_kind(model.name, kind.architectures[0], kind)
     return config
+
+
+def _cuda_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of batches, unless ``given`` says otherwise.
+
+    vLLM's defaults for GPUs of 70 GiB and more are 1,024 sequences and graphs of up to 512 tokens:
+    for each engine 0.6 GiB of counts per sequence and vocabulary entry, and as much for graphs.
+    """
+    num_sequences = int(given.get("max_num_seqs") or _CUDA_SEQUENCES)
+    if any(name in given for name in _CAPTURES):
+        return {"max_num_seqs": num_sequences}
+    size = min(num_sequences, _MAX_CAPTURED_TOKENS)
+    return {"max_num_seqs": num_sequences, "max_cudagraph_capture_size": size}

@@ -258,10 +258,17 @@ class ModelEngine:
         """Run one step to its end, after all launched steps; return the results."""
         return [*self._steps.begin(), *self._steps.settle()]
 
-    def num_missing_blocks(self) -> int:
-        """Return an upper bound of the blocks that the next step may need beyond free blocks."""
-        limit = self.kv.geometry.num_blocks - 1
-        return max(0, min(self._scheduler.num_wanted_blocks(), limit) - self._ledger.num_free)
+    def num_missing_blocks(self) -> tuple[int, int]:
+        """Return an upper bound of the blocks that the next step may need beyond free blocks.
+
+        The second number is how many more blocks would do for the next steps of all answers.
+        """
+        num_free, limit = self._ledger.num_free, self.kv.geometry.num_blocks - 1
+        of_answers = self._scheduler.num_blocks_of_answers()
+        if of_answers is not None and of_answers <= num_free:
+            return 0, 0
+        missing = max(0, min(self._scheduler.num_wanted_blocks(), limit) - num_free)
+        return missing, max(0, (of_answers or 0) - num_free - missing)
 
     @property
     def encoder_bytes(self) -> int:

@@ -22,9 +22,16 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine import computed_kv
+from gpupoold.worker.engine.block_demand import BlockDemand, StepLimits
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.resume import after_grammar
 
+# Statuses of waiting requests that wait for nothing but their turn, or for a grammar.
+_STARTABLE = (
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+)
 # Longest wait of an isolated request for other threads of the process to be idle.
 _MAX_PUT_OFF_S = 1.0
 
@@ -45,6 +52,10 @@ class PooledScheduler(Scheduler):
     max_num_scheduled_tokens: int
     num_spec_tokens: int
     num_lookahead_tokens: int
+    num_waiting_for_streaming_input: int
+    scheduler_reserve_full_isl: bool
+    deferred_waiting: set[Request]
+    _inflight_prefills: set[Request]  # with a part of their prompt to compute
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,20 +71,19 @@ class PooledScheduler(Scheduler):
         self.num_updates = 0
         self.was_decode = False
         self.drafts = DraftCounts()
+        self._demand: BlockDemand | None = None
+        self._answer_blocks: int | None = None
+        self._was_idle = False  # nothing was scheduled in the last step
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step as vLLM does, without running requests that may not run."""
         limit = self.max_num_scheduled_tokens
-        # Models with attention in both directions prefill each prompt in one step.
-        can_chunk = self.scheduler_config.enable_chunked_prefill
-        if self.chunk_tokens is not None and can_chunk:
-            # At least each answer with its draft, and one more.
-            wanted = max(self.chunk_tokens, len(self.running) * (1 + self.num_spec_tokens) + 1)
-            self.max_num_scheduled_tokens = min(limit, wanted)
+        self.max_num_scheduled_tokens = self._step_tokens()
         try:
             output = self._schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = limit
+        self._was_idle = not output.num_scheduled_tokens
         WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
         if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()
@@ -113,11 +123,6 @@ class PooledScheduler(Scheduler):
         """Return the counts since the last call, None without drafts."""
         drafts, self.drafts = self.drafts, DraftCounts()
         return drafts if drafts.num_drafts else None
-
-    def num_missing_tokens(self, request: Request) -> int:
-        """Return the number of tokens without a KV slot that a request may need in a step."""
-        known = request.num_tokens_with_spec + self.num_lookahead_tokens
-        return max(0, known - request.num_computed_tokens)
 
     def isolate(self, request_id: str) -> None:
         """Run a request, present or future, only in steps without other requests."""
@@ -194,11 +199,56 @@ class PooledScheduler(Scheduler):
 
     def num_wanted_blocks(self) -> int:
         """Return an upper bound of the blocks that the next step may allocate."""
-        requests = chain(self.running, self.kv_holding_waiting, self.waiting)
-        return sum(
-            computed_kv.most_blocks(manager, num_tokens)
-            for num_tokens in map(self.num_missing_tokens, requests)
-            for manager in self._managers
+        num_slots = self.max_num_active_reqs - len(self.running)
+        limits = self._limits(num_slots - self.num_waiting_for_streaming_input)
+        wanted = self._block_demand.of_running(self.running, limits)
+        if not (self.waiting or self.kv_holding_waiting) or limits.num_slots <= 0:
+            return wanted
+        watermark: int = self.kv_cache_manager.watermark_blocks
+        return wanted + watermark + self._block_demand.of_waiting(self._next_waiting(), limits)
+
+    def num_blocks_of_answers(self) -> int | None:
+        """Return the most blocks of a step that only continues answers, at little cost.
+
+        None if prompts may be in the step.
+        """
+        if self.waiting or self.kv_holding_waiting or self._inflight_prefills:
+            return None
+        if self._answer_blocks is None:
+            self._answer_blocks = self._block_demand.of_an_answer(self._limits(0))
+        return self._answer_blocks * len(self.running)
+
+    @property
+    def _block_demand(self) -> BlockDemand:
+        if self._demand is None:
+            self._demand = BlockDemand(self._managers)
+        return self._demand
+
+    def _limits(self, num_slots: int) -> StepLimits:
+        return StepLimits(
+            budget=self._step_tokens(),
+            num_slots=num_slots,
+            num_each=1 + self.num_spec_tokens,
+            num_lookahead=self.num_lookahead_tokens,
+            reserves_prompts=self.scheduler_reserve_full_isl,
+        )
+
+    def _next_waiting(self) -> Iterator[tuple[Request, bool]]:
+        """Yield waiting requests that the next step may start, and whether it will try to."""
+        is_sure = not self._is_restricted and not self._was_idle
+        for request in chain(self.kv_holding_waiting, self.waiting):
+            if request.status in _STARTABLE:
+                yield request, is_sure and request not in self.deferred_waiting
+
+    def _step_tokens(self) -> int:
+        """Return the most tokens of the next step."""
+        limit = self.max_num_scheduled_tokens
+        # Models with attention in both directions prefill each prompt in one step.
+        if self.chunk_tokens is None or not self.scheduler_config.enable_chunked_prefill:
+            return limit
+        # At least each answer with its draft, and one more.
+        return min(
+            limit, max(self.chunk_tokens, len(self.running) * (1 + self.num_spec_tokens) + 1)
         )
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

@@ -109,10 +109,10 @@ class EngineSteps:
         if self._scheduler.num_updates > num_updates:
             made = (outputs or {}).items()
             reported = {number: result for number, result in made if result.outputs}
-            made_steps = self._steps_of(reported, is_decode=bool(self._scheduler.was_decode))
-            if reported:
-                made_steps[0] = made_steps[0]._replace(drafts=self._scheduler.take_drafts())
-            self._made += made_steps
+            steps = self._steps_of(reported, is_decode=bool(self._scheduler.was_decode))
+            if reported and (drafts := self._scheduler.take_drafts()) is not None:
+                steps[0] = steps[0]._replace(drafts=drafts)
+            self._made += steps
         WORKER.end_steps(len(self._core.batch_queue or ()))
         if WORKER.main.phase == ThreadPhase.STEP:
             WORKER.main.clear()
@@ -129,9 +129,16 @@ class EngineSteps:
             encoded: Any = self._encoder.encode(result)
             frames += [bytes(frame) for frame in encoded]
             frame_counts[number] = len(encoded)
-            progress += _gist(result)
-            results = ((one.request_id, one.pooling_output) for one in result.outputs)
-            pooled |= {name: tensor for name, tensor in results if tensor is not None}
+            for output in result.outputs:
+                name, tokens = output.request_id, output.new_token_ids
+                reason, tensor = output.finish_reason, output.pooling_output
+                if reason is None and tensor is None:  # the usual case
+                    progress.append(RequestProgress(name, tokens))
+                    continue
+                if tensor is not None:
+                    pooled[name] = tensor
+                reason_text = None if reason is None else str(reason)
+                progress.append(RequestProgress(name, tokens, reason_text, tensor is not None))
         if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
             halves = _halves(by_frontend)
             return [step for half in halves for step in self._steps_of(half, is_decode=False)]
@@ -140,18 +147,6 @@ class EngineSteps:
     def _take(self) -> list[Step]:
         made, self._made = self._made, []
         return made
-
-
-def _gist(result: EngineCoreOutputs) -> list[RequestProgress]:
-    return [
-        RequestProgress(
-            output.request_id,
-            list(output.new_token_ids),
-            str(output.finish_reason) if output.finish_reason is not None else None,
-            output.pooling_output is not None,
-        )
-        for output in result.outputs
-    ]
 
 
 def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:

@@ -37,8 +37,11 @@ class PooledModel(Protocol):
     def preempt(self) -> None:
         """Drop the KV of all requests, which is recomputed later."""
 
-    def num_missing_blocks(self) -> int:
-        """Return the number of blocks that the next step may need beyond free blocks."""
+    def num_missing_blocks(self) -> tuple[int, int]:
+        """Return the number of blocks that the next step may need beyond free blocks.
+
+        The second number is how many more blocks the steps after may need soon.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +69,59 @@ class PageEviction:
         self._clock = clock
         self.pool = pool
         self.models: dict[str, PooledModel] = {}
+        self._busy: dict[KvMemory, None] = {}  # with copies in progress
+        self._fruitless: tuple[set[str], int, int] | None = None
         self.num_recomputed = 0
         self._page_bytes = device.page_bytes
         self._host = host
         self._out = out
         self._use_of = use_of
 
+    def add(self, model: PooledModel) -> None:
+        """Add a model whose pages may be evicted."""
+        self.models[model.name] = model
+        model.kv.join(self._busy)
+        self._fruitless = None
+
+    def remove(self, name: str) -> None:
+        """Remove a model."""
+        self.models.pop(name).kv.join({})
+        self._fruitless = None
+
     def settle(self) -> None:
         """Process every KV transfer that has ended."""
-        for model in self.models.values():
-            model.kv.settle()
+        for kv in list(self._busy):
+            kv.settle()
+
+    def settle_exports(self) -> None:
+        """Free exports of all models whose copies have ended."""
+        for kv in list(self._busy):
+            kv.settle_exports()
+
+    def stop_leaving(self) -> None:
+        """Stop all copies to the host in progress; the extents stay on the device."""
+        for kv in list(self._busy):
+            kv.stop_leaving()
+
+    def try_to_free(self, num_pages: int, keep: set[str]) -> None:
+        """Free ``num_pages`` as ``free_pages`` does, and wait for the pages.
+
+        Does nothing if fewer pages became free in the last call and nothing has changed since: a
+        plan looks at all models.
+        """
+        if self.is_exhausted(keep):
+            return
+        self.free_pages(num_pages, keep)
+        self._fruitless = None if self.wait_for(num_pages) else self._state(keep)
+
+    def is_exhausted(self, keep: set[str]) -> bool:
+        """Return whether the last ``try_to_free`` failed and nothing has changed since."""
+        return self._fruitless is not None and self._fruitless == self._state(keep)
+
+    def _state(self, keep: set[str]) -> tuple[set[str], int, int]:
+        """Return numbers that change whenever another plan may free more pages."""
+        kvs = (model.kv for name, model in self.models.items() if name not in keep)
+        return keep, self.pool.version, sum(kv.version for kv in kvs)
 
     def free_pages(self, num_pages: int, keep: set[str], *, untouched: str | None = None) -> int:
         """Free ``num_pages`` if possible, at once or after copies, except of models in ``keep``.
@@ -118,14 +164,13 @@ class PageEviction:
 
     def oldest_leaving(self) -> Transfer | None:
         """Return the oldest running transfer to the host of the first model with any."""
-        transfers = (m.kv.oldest_transfer(Place.LEAVING) for m in self.models.values())
+        transfers = (kv.oldest_transfer(Place.LEAVING) for kv in self._busy)
         return next((one for one in transfers if one is not None), None)
 
     @property
     def num_coming_pages(self) -> int:
         """Number of free pages, including those that running copies will free."""
-        leaving = sum(model.kv.num_leaving_pages for model in self.models.values())
-        return self.pool.num_free + leaving
+        return self.pool.num_free + sum(kv.num_leaving_pages for kv in self._busy)
 
     def recompute_later(self, model: PooledModel) -> None:
         """Drop the KV of a model's requests; the KV is recomputed from the requests' tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -15,13 +14,16 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
+from gpupoold.worker.kv.backing import KvBacking
+from gpupoold.worker.kv.last_use import LastUses
 from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel, Use, spare_extents
 
 _BANDWIDTH_SMOOTHING = 0.2
 _MIN_BYTES_FOR_BANDWIDTH = 1 << 20
 # Bytes mapped at a time for a prefetched model. The running model waits for the mapping: on a GPU
-# 5 ms for 20 ms of copying.
-_PREFETCH_BYTES = 1 << 30
+# 1.3 ms for 5 ms of copying. A second piece is queued, so that the link is busy between two steps.
+_PREFETCH_BYTES = 256 << 20
+_MAX_PREFETCH_PIECES = 2
 # Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
 _GROWTH_SHARE = 0.25
 
@@ -52,7 +54,9 @@ class Residency:
         self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
         self._eviction = PageEviction(device, pool, host, self._out, use_of, clock)
         self._models = self._eviction.models
+        self._backing = KvBacking(self._eviction)
         self._next: str | None = None  # being prefetched
+        self._last_uses = LastUses(device)
         self._had_before_bytes = 0  # weights mapped before
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         """Bandwidth of switches including mapping: measured at the start, then by each switch."""
@@ -71,13 +75,15 @@ class Residency:
 
     def add(self, model: PooledModel) -> None:
         """Add a model, whose pages this object then manages."""
-        self._models[model.name] = model
+        self._eviction.add(model)
+        self._last_uses.add(model)
 
     def remove(self, name: str) -> None:
         """Remove a model, whose memory the caller frees."""
         if self._next == name:
             self.stop_prefetch()
-        del self._models[name]
+        self._last_uses.remove(self._models[name])
+        self._eviction.remove(name)
 
     def close(self) -> None:
         """End the copying threads; other objects free the models' memory."""
@@ -102,6 +108,7 @@ class Residency:
             OutOfPages: the model does not fit even alone.
         """
         model, at, began_s = self._models[name], time.time(), self._clock()
+        self._last_uses.run(model)
         if self._next != name:
             self.stop_prefetch()
         prefetched_bytes, self._next = self.prefetched_bytes, None
@@ -190,8 +197,7 @@ class Residency:
         model, self._next = self._models[self._next], None
         model.weights.stop()
         model.kv.stop_arriving()
-        for other in self._models.values():
-            other.kv.stop_leaving()
+        self._eviction.stop_leaving()
 
     def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""
@@ -219,18 +225,8 @@ class Residency:
         wrong.
         """
         model = self._models[name]
-        missing = model.num_missing_blocks()
-        if not missing:
-            return
-        # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
-        reserved = model.kv.num_returning_pages
-        count = -(-missing // model.kv.geometry.blocks_per_extent)
-        unmapped = model.kv.first_extents(Place.UNMAPPED, count)
-        wanted = model.kv.num_missing_pages(unmapped) + reserved
-        if wanted > self.pool.num_free:
-            self._eviction.free_pages(wanted, {name})
-            self._eviction.wait_for(wanted)
-        model.kv.map(self._fitting(model.kv, unmapped, reserved))
+        self._last_uses.run(model)  # also for a step outside of a turn
+        self._backing.ensure(model, may_map_ahead=self._next is None)
 
     def export(
         self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]
@@ -240,8 +236,7 @@ class Residency:
 
     def settle_exports(self) -> None:
         """Free exports of all models whose copies have ended."""
-        for model in self._models.values():
-            model.kv.settle_exports()
+        self._eviction.settle_exports()
 
     def check_integrity(self, sent_bytes: int = 0) -> int:
         """Raise AssertionError when pool, page tables, extents and host slots disagree.
@@ -323,14 +318,6 @@ class Residency:
                 num_pages, ready = 0, []
         model.kv.begin_page_in(ready, self._in)
 
-    def _fitting(self, kv: KvMemory, extents: list[int], keep_free: int) -> list[int]:
-        """Return the first of ``extents`` for which pages are free."""
-        room = self.pool.num_free - keep_free
-        counts = range(1, len(extents) + 1)  # the more extents, the more pages
-        return extents[
-            : bisect_right(counts, room, key=lambda n: kv.num_missing_pages(extents[:n]))
-        ]
-
     def _is_coming(self, model: PooledModel) -> bool:
         """Return whether running copies will bring a model's KV, or free pages for the KV."""
         leaving = self._eviction.oldest_leaving()
@@ -355,12 +342,15 @@ class Residency:
         missing = model.weights.num_missing_pages
         if not missing:
             self._bring(model, keep_free)
-        elif not model.weights.is_arriving:
-            count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
-            # A piece is one transfer, so pieces are small only if no more pages become free.
-            is_enough = count >= min(missing, self._pages_per_load)
-            if count > 0 and (is_enough or self._eviction.oldest_leaving() is None):
-                model.weights.begin_load(self._in, count)
+            return
+        model.weights.settle()
+        if model.weights.num_arriving == _MAX_PREFETCH_PIECES:
+            return
+        count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
+        # A piece is one transfer, so pieces are small only if no more pages become free.
+        is_enough = count >= min(missing, self._pages_per_load)
+        if count > 0 and (is_enough or self._eviction.oldest_leaving() is None):
+            model.weights.begin_load(self._in, count)
 
     def _first_extent(self, model: PooledModel) -> list[int]:
         """Return extent 0 if unmapped: kernels may access the null block, block 0, at any time."""

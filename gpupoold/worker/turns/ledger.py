@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Targets
+from gpupoold.wire.messages import RequestProgress
 
 
 @dataclass(slots=True)
@@ -45,6 +47,15 @@ class RequestLedger:
         entry = self._pages[model].requests.get(request_id)
         if entry is not None:
             entry.num_tokens += num_tokens
+
+    def record(self, model: str, progress: Iterable[RequestProgress]) -> None:
+        """Record the results of a step."""
+        requests = self._pages[model].requests
+        for item in progress:
+            if (entry := requests.get(item.request_id)) is not None:
+                entry.num_tokens += len(item.new_token_ids) or item.num_tokens
+                if item.finish_reason is not None:
+                    del requests[item.request_id]
 
     def finish(self, model: str, request_id: str) -> None:
         """Record the end of a request."""

@@ -151,7 +151,7 @@ class TurnLoop:
         while self.ledger.num_live(engine.name):
             self.residency.advance(engine.name)
             self._prefetch(engine.name)
-            if not engine.is_ready():
+            if not engine.kv.is_whole and not engine.is_ready():
                 self.residency.wait_ready(engine.name)
             self._step(engine)
             self._receive(block=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
 from gpupoold.wire.codec import FrameTooLong
 from gpupoold.worker.engine.engine import ModelEngine
@@ -80,10 +80,7 @@ class TurnSteps:
             # Steps follow each other on the device: a step begins when the previous step ends.
             step_s = self._last_s = ended_s - self._since_s
             self._since_s = ended_s
-            for item in step.progress:
-                self._ledger.progress(engine.name, item.request_id, item.num_tokens)
-                if item.finish_reason is not None:
-                    self._ledger.finish(engine.name, item.request_id)
+            self._ledger.record(engine.name, step.progress)
             if step.frames:
                 outputs = m.StepOutputs(
                     engine.name,
@@ -95,14 +92,17 @@ class TurnSteps:
                     step.drafts,
                 )
                 ids = [item.request_id for item in step.progress]
+                WORKER.begin_report(engine.name, ids)
                 try:
-                    with WORKER.main.doing(ThreadPhase.STEP, engine.name, ids):
-                        self._send(outputs)
+                    self._send(outputs)
                 except FrameTooLong as error:
                     self._unsendable.append(m.RequestsFailed(engine.name, ids, str(error)))
+                WORKER.end_report()
 
 
 def _tokens_each(step: Step) -> float:
     """Return the mean number of tokens that an answer gained: more than 1 with accepted drafts."""
+    if step.drafts is None:
+        return 1.0
     counts = [len(item.new_token_ids) for item in step.progress if item.new_token_ids]
     return sum(counts) / len(counts) if counts else 1.0

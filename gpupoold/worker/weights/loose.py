@@ -9,7 +9,8 @@ have no such state.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -35,15 +36,29 @@ def scratch_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for name, tensor in loose_tensors(model) if name.split(".")[-2] in _SCRATCH]
 
 
+def on_weight_device(
+    model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors on the weights' device: others stay where the model reads them.
+
+    Without parameters, all tensors are taken for weights.
+    """
+    device = _weight_device(model)
+    return [(name, one) for name, one in named if device is None or one.device == device]
+
+
 def loose_digest(model: nn.Module) -> str:
     """Return a digest of the modules' state outside of a snapshot: fractions, and host tensors.
 
-    Two loads of a model have the same digest if none of this state differs. Integers and texts are
+    Two loads of a model have the same digest if none of this state differs, which includes buffers
+    that are not on the weights' device. Integers and texts are
     configuration.
     """
     device = _weight_device(model)
     digest = hashlib.sha256()
-    for name, leaf in _leaves_of(model):
+    buffers = model.named_buffers(remove_duplicate=True)
+    elsewhere = [(base_name(n), one) for n, one in buffers if device and one.device != device]
+    for name, leaf in chain(_leaves_of(model), elsewhere):
         if isinstance(leaf, float):
             digest.update(f"{name}={leaf.hex()}\n".encode())
         elif leaf.device != device and leaf.device.type != "meta":

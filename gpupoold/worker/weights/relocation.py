@@ -16,7 +16,12 @@ import torch
 
 from gpupoold.memory.contracts import Device
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.loose import loose_digest, loose_tensors, scratch_tensors
+from gpupoold.worker.weights.loose import (
+    loose_digest,
+    loose_tensors,
+    on_weight_device,
+    scratch_tensors,
+)
 from gpupoold.worker.weights.wrappers import base_name, slot_tensors
 
 _ALIGNMENT_BYTES = 256
@@ -107,5 +112,6 @@ def _at(flat: torch.Tensor, tensor: torch.Tensor) -> int:
 
 def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     parameters = list(model.named_parameters(remove_duplicate=True))
-    named = [*parameters, *model.named_buffers(remove_duplicate=True), *loose_tensors(model)]
+    buffers = on_weight_device(model, model.named_buffers(remove_duplicate=True))
+    named = [*parameters, *buffers, *loose_tensors(model)]
     return [(base_name(name), tensor) for name, tensor in named]

@@ -119,10 +119,10 @@ class FakeCuda:
         """Streams with work that has not been done."""
         return [n for n, works in self._streams.items() if not all(w.is_done for w in works)]
 
-    def launch(self, stream: int = 0) -> None:
-        """Start a kernel, on whatever addresses, that ends only when it is waited for."""
+    def launch(self, stream: int = 0, start: int = 0, end: int = _EVERYWHERE) -> None:
+        """Start a kernel, on whatever addresses or these, that ends only when it is waited for."""
         with self._lock:
-            self._streams[stream].append(Work(no_effect, 0, _EVERYWHERE))
+            self._streams[stream].append(Work(no_effect, start, end))
 
     def kernel_read(self, address: int, num_bytes: int, stream: int = 0) -> bytes:
         """What a kernel launched on ``stream`` now would read."""

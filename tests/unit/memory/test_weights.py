@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.contracts import Direction, OutOfPages
+from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
-from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
+from tests.unit.memory.rig import PAGE, GatedCopyStream, Rig, pattern, read, write
 
 
 def test_load_evict_load(rig: Rig) -> None:
@@ -198,3 +201,36 @@ def test_a_load_short_of_pages_keeps_the_part_that_is_present(rig: Rig) -> None:
     first.evict()
     assert second.load() == 4 * PAGE
     assert read(second.address, 10 * PAGE) == data
+
+
+def test_a_load_follows_the_loads_in_progress(rig: Rig) -> None:
+    gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
+    gate.gate.clear()
+    queue = TransferQueue([gate], "gated")
+    weights, snapshot = rig.weights(12, "w")
+    weights.begin_load(queue, 5)
+    weights.begin_load(queue, 5)
+    assert (weights.num_arriving, weights.num_mapped_pages) == (2, 10)
+    assert weights.loaded_bytes == 0
+    gate.gate.set()
+    weights.wait()
+    assert weights.loaded_bytes == 10 * PAGE
+    assert read(weights.address, 10 * PAGE) == snapshot[: 10 * PAGE]
+    weights.close()
+    queue.close()
+
+
+def test_a_stop_keeps_nothing_behind_a_load_that_was_stopped(rig: Rig) -> None:
+    gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
+    gate.gate.clear()
+    queue = TransferQueue([gate], "gated")
+    weights, _ = rig.weights(12, "w")
+    for _ in range(2):
+        weights.begin_load(queue, 5)
+    threading.Timer(0.05, gate.gate.set).start()
+    weights.stop()
+    assert not weights.is_arriving
+    assert weights.num_mapped_pages * PAGE == weights.loaded_bytes
+    assert weights.num_mapped_pages in (0, 5)
+    weights.close()
+    queue.close()

@@ -92,9 +92,9 @@ class KnownEngine:
     def preempt(self) -> None:
         raise AssertionError("nothing has to be preempted")
 
-    def num_missing_blocks(self) -> int:
+    def num_missing_blocks(self) -> tuple[int, int]:
         wanted = sum(2 + tokens // BLOCK_TOKENS for tokens, _ in self._waiting.values())
-        return max(0, wanted + 2 * len(self._running) - self.ledger.num_free)
+        return max(0, wanted + 2 * len(self._running) - self.ledger.num_free), 0
 
     def step(self) -> list[RequestProgress]:
         self.num_steps += 1

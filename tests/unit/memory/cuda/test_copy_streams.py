@@ -99,6 +99,23 @@ class TestBatches:
         assert driver.batches == [copies]
         assert driver.calls["copy_in"] == 0
 
+    def test_long_copies_are_cut(
+        self,
+        driver: FakeCuda,
+        open_copy_stream: OpenCopyStream,
+        address_range: int,
+        snapshot: HostBuffer,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Small copies of the engines wait for one piece only."""
+        monkeypatch.setattr(cuda_copy_stream, "_MAX_COPY_BYTES", PAGE // 2 + 100)
+        copy_stream = open_copy_stream(Direction.IN)
+        copy = Copy(address_range, snapshot.address, PAGE)
+        copy_stream.wait(copy_stream.begin([copy], copy_stream.fence()))
+        [pieces] = driver.batches
+        assert [piece[2] for piece in pieces] == [PAGE // 2 + 100, PAGE // 2 - 100]
+        assert driver.read(address_range, PAGE) == page_of(0)
+
     def test_one_copy_is_no_batch(
         self,
         driver: FakeCuda,

@@ -158,6 +158,31 @@ class TestMapping:
         assert done["synchronize_stream"] == 3  # the compute stream, copies in, copies out
         device.release(address_range, 9)
 
+    def test_pages_of_a_paused_model_wait_for_its_last_kernels_only(
+        self, device: CudaDevice, driver: FakeCuda
+    ) -> None:
+        paused, running = device.reserve(1), device.reserve(1)
+        device.map(paused, [PageRun(0, 1)])
+        device.map(running, [PageRun(1, 1)])
+        driver.launch(COMPUTE, paused, paused + PAGE)
+        fence = device.open_fence()
+        fence.wait()  # without a moment
+        fence.record()
+        driver.launch(COMPUTE, running, running + PAGE)
+        device.unmap_each([(paused, [PageRun(0, 1)])], fence)
+        assert driver.busy_streams == [COMPUTE]
+        with pytest.raises(AssertionError, match="a kernel or copy is running there"):
+            device.unmap_each([(running, [PageRun(1, 1)])], fence)
+        device.unmap_each([(running, [PageRun(1, 1)])])
+        num_events = driver.num_events
+        fence.record()
+        fence.record()
+        assert driver.num_events == num_events
+        fence.close()
+        assert driver.num_events == num_events - 1
+        for address in (paused, running):
+            device.release(address, 1)
+
     def test_pitfall_04_copies_end_before_their_pages_go(
         self, device: CudaDevice, snapshot: HostBuffer
     ) -> None:

@@ -224,16 +224,6 @@ class TestSteps:
         assert scheduler.take_drafts() == DraftCounts(2, 7, 2)
         assert scheduler.take_drafts() is None
 
-    def test_a_request_needs_slots_for_its_draft_and_the_drafters_tokens(
-        self, scheduler: PooledScheduler
-    ) -> None:
-        asking = request(num_tokens=41, num_computed=40)
-        asking.num_tokens_with_spec = 45
-        scheduler.num_lookahead_tokens = 3
-        assert scheduler.num_missing_tokens(asking) == 8
-        asking.num_computed_tokens = 60
-        assert scheduler.num_missing_tokens(asking) == 0
-
 
 class TestIsolation:
     """Who may be in each of the next steps."""

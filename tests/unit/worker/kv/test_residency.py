@@ -15,7 +15,9 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.worker.kv import residency
+from gpupoold.scheduling import eviction
+from gpupoold.scheduling.eviction import Eviction, PageHolding
+from gpupoold.worker.kv import page_eviction, residency
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from tests.unit.memory.ledger import MemoryLedger
@@ -42,6 +44,7 @@ class Model:
     ledger: MemoryLedger
     snapshot: bytes
     num_wanted: int = 0
+    num_soon: int = 0
     requests: list[list[int]] = field(default_factory=list)
     num_preempted: int = 0
 
@@ -58,8 +61,8 @@ class Model:
                 self.ledger.release(request)
         self.requests.clear()
 
-    def num_missing_blocks(self) -> int:
-        return max(0, self.num_wanted - self.ledger.num_free)
+    def num_missing_blocks(self) -> tuple[int, int]:
+        return max(0, self.num_wanted - self.ledger.num_free), self.num_soon
 
 
 class Box:
@@ -211,7 +214,7 @@ def test_what_is_being_prefetched_gives_way_to_the_current_model(tight_box: Box)
     box.residency.prefetch("b", "a")
     box.models["a"].num_wanted = box.models["a"].kv.geometry.num_blocks - 1
     box.residency.ensure_kv("a")
-    assert box.models["a"].num_missing_blocks() == 8
+    assert box.models["a"].num_missing_blocks() == (8, 0)
     assert box.rig.pool.num_free < 3
     box.residency.check_integrity()
     box.models["a"].num_wanted = 0
@@ -369,3 +372,70 @@ def test_switches_tell_what_bandwidth_they_reach(monkeypatch: pytest.MonkeyPatch
     box.switch_in("a")
     assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # nothing moved
     box.close()
+
+
+class TestWithoutRoom:
+    """A model that wants more KV than the device can give."""
+
+    @pytest.fixture
+    def plans(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The pages that each plan of eviction was for."""
+        made: list[int] = []
+        plan = eviction.plan_evictions
+
+        def counted(num_pages: int, holdings: list[PageHolding]) -> list[Eviction]:
+            made.append(num_pages)
+            return plan(num_pages, holdings)
+
+        monkeypatch.setattr(page_eviction, "plan_evictions", counted)
+        return made
+
+    def test_nothing_is_planned_until_something_changes(
+        self, tight_box: Box, plans: list[int]
+    ) -> None:
+        tight_box.switch_in("a")
+        model = tight_box.models["a"]
+        model.num_wanted = model.kv.geometry.num_blocks
+        for _ in range(3):
+            tight_box.residency.ensure_kv("a")
+        assert tight_box.rig.pool.num_free < model.kv.geometry.extent_pages
+        plans.clear()
+        for _ in range(5):
+            tight_box.residency.ensure_kv("a")
+        assert plans == []
+        model.kv.unmap(model.kv.free_extents()[:1])
+        tight_box.residency.ensure_kv("a")
+        assert plans
+        tight_box.residency.ensure_kv("a")
+        plans.clear()
+        tight_box.residency.ensure_kv("a")
+        assert plans == []
+        tight_box.residency.check_integrity()
+
+    def test_a_change_of_another_models_kv_is_one(self, box: Box, plans: list[int]) -> None:
+        box.switch_in("b")
+        box.ask("b", 4)
+        box.switch_in("a")
+        model = box.models["a"]
+        model.num_wanted = model.kv.geometry.num_blocks
+        evicting = box.residency._eviction
+        for _ in range(3):
+            evicting.try_to_free(1000, {"a", "b"})
+        plans.clear()
+        evicting.try_to_free(1000, {"a", "b"})
+        assert plans == []
+        evicting.try_to_free(1000, {"a"})  # b is no longer kept
+        assert plans
+
+
+def test_only_models_with_copies_are_settled(tight_box: Box) -> None:
+    tight_box.switch_in("a")
+    tight_box.ask("a", 3)
+    busy = tight_box.residency._eviction._busy
+    assert not busy
+    tight_box.switch_in("b")
+    tight_box.ask("b", 3)
+    while busy:
+        tight_box.residency.advance("b")
+    assert tight_box.models["a"].kv.host_bytes
+    tight_box.residency.check_integrity()

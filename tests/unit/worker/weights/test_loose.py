@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpupoold.worker.weights.loose import loose_digest, loose_tensors
+from gpupoold.worker.weights.loose import loose_digest, loose_tensors, on_weight_device
 from gpupoold.worker.weights.relocation import plan_layout
 
 
@@ -104,3 +104,12 @@ def test_tensors_that_steps_write_are_known() -> None:
     layout = plan_layout(layer)
     offsets = [layout.offsets[one.untyped_storage().data_ptr()] for one in written]
     assert layout.scratch == ((offsets[0], written[0].nbytes), (offsets[1], written[1].nbytes))
+
+
+def test_buffers_elsewhere_stay_where_they_are() -> None:
+    """Such as tables that a model on a GPU reads on the host; here on no device at all."""
+    layer = Layer()
+    before = plan_layout(layer)
+    layer.register_buffer("table", torch.empty(3, device="meta"))
+    assert plan_layout(layer).num_bytes == before.num_bytes
+    assert [name for name, _ in on_weight_device(layer, layer.named_buffers())] == ["scale"]

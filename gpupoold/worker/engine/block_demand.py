@@ -1,0 +1,139 @@
+"""An upper bound of the blocks that a scheduler's next step may take from the free list.
+
+vLLM schedules at most a *budget* of tokens in a step, first for running requests and then for
+waiting requests in their order, and starts at most as many requests as there are free slots. KV is
+backed for this many blocks, not for the whole queue. Too low a bound for a waiting request delays
+the request by a step; for a running request vLLM would preempt, so that bound is never too low.
+
+``managers`` are ``KVCacheCoordinator.single_type_managers``, one per KV cache group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.request import Request
+
+# A step writes a state to a new block, and may keep two earlier states for the prefix cache.
+_MAX_STATE_BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Limits of vLLM's next step."""
+
+    budget: int
+    """Tokens of all requests together."""
+    num_slots: int
+    """Requests that may start."""
+    num_each: int
+    """Tokens of an answer: the next token and its draft."""
+    num_lookahead: int
+    """Tokens after these, or after a part of a prompt, that the drafter needs slots for."""
+    reserves_prompts: bool
+    """True if a request starts only if its whole prompt has free blocks."""
+
+
+class BlockDemand:
+    """The bound for the groups of one engine."""
+
+    def __init__(self, managers: Sequence[Any]) -> None:
+        self._num_groups = len(managers)
+        attention = [manager for manager in managers if not _has_states(manager)]
+        self._states = [manager for manager in managers if _has_states(manager)]
+        # Groups with the same block size need the same blocks, except for a smaller window.
+        self._groups = Counter(
+            (manager.block_size, manager.max_admission_blocks_per_request) for manager in attention
+        )
+        self._sizes = Counter(manager.block_size for manager in attention)
+
+    def of_an_answer(self, limits: StepLimits) -> int:
+        """Return the most blocks that a running answer may take, after its prompt."""
+        ahead = limits.num_each + limits.num_lookahead
+        blocks = sum(count * -(-ahead // size) for size, count in self._sizes.items())
+        return blocks + sum(map(_most_state_blocks, self._states))
+
+    def of_running(self, requests: Sequence[Request], limits: StepLimits) -> int:
+        """Return the most blocks that running requests may take."""
+        ahead = limits.num_each + limits.num_lookahead
+        answers, chunks = list[int](), list[Request]()
+        for request in requests:
+            if request.is_prefill_chunk:
+                chunks.append(request)
+            else:
+                answers.append(request.num_computed_tokens)
+        total = 0
+        for size, count in self._sizes.items():
+            num_crossing = sum(1 for computed in answers if -computed % size < ahead)
+            total += count * num_crossing * -(-ahead // size)
+        # A state's block is new at the boundary of a block; earlier states may be kept then.
+        total += sum(
+            _most_state_blocks(manager)
+            for manager in self._states
+            for computed in answers
+            if -computed % manager.block_size < ahead
+        )
+        return total + self._of_chunks(chunks, limits)
+
+    def of_waiting(self, requests: Iterable[tuple[Request, bool]], limits: StepLimits) -> int:
+        """Return the most blocks that requests may take that wait, in this order.
+
+        The flag with a request is False if vLLM may pass over the request: the budget is then not
+        counted as spent.
+        """
+        left, num_slots, taken, most = limits.budget, limits.num_slots, 0, 0
+        for request, starts in requests:
+            if num_slots <= 0 or left <= 0:
+                break
+            num_slots -= 1
+            computed = request.num_computed_tokens
+            wanted = max(1, request.num_tokens_with_spec - computed)
+            now = min(wanted, left)  # vLLM may fill up one token to ``num_each``
+            part = self._of_tokens(computed, max(now, limits.num_each) + limits.num_lookahead)
+            if limits.reserves_prompts and now < wanted:
+                most = max(most, taken + self._of_tokens(computed, wanted))
+            taken += part
+            if starts:
+                left -= now
+        # A prefix that ends inside of a block is copied to one more block.
+        return max(most, taken) + (self._num_groups if taken else 0)
+
+    def _of_chunks(self, requests: Sequence[Request], limits: StepLimits) -> int:
+        """Return the most blocks that running requests may take for parts of their prompts."""
+        if not requests:
+            return 0
+        each = 0
+        for request in requests:
+            computed = request.num_computed_tokens
+            wanted = min(limits.budget, max(1, request.num_tokens_with_spec - computed))
+            each += self._of_tokens(computed, wanted + limits.num_lookahead)
+        # All together compute no more than the budget.
+        together = sum(
+            count
+            * (-(-limits.budget // size) + len(requests) * (1 - -limits.num_lookahead // size))
+            for (size, _), count in self._groups.items()
+        )
+        together += len(requests) * sum(map(_most_state_blocks, self._states))
+        return min(each, together)
+
+    def _of_tokens(self, computed: int, num_tokens: int) -> int:
+        """Return the most blocks for ``num_tokens`` of a request after ``computed`` tokens."""
+        total = 0
+        for (size, cap), count in self._groups.items():
+            blocks = -(-(computed + num_tokens) // size) - -(-computed // size)
+            total += count * (blocks if cap is None else min(blocks, cap))
+        for manager in self._states:
+            most = 1 + -(-num_tokens // manager.block_size)
+            total += min(most, _MAX_STATE_BLOCKS) + manager.num_speculative_blocks
+        return total
+
+
+def _has_states(manager: Any) -> bool:
+    return getattr(manager, "num_speculative_blocks", None) is not None
+
+
+def _most_state_blocks(manager: Any) -> int:
+    return _MAX_STATE_BLOCKS + int(manager.num_speculative_blocks)

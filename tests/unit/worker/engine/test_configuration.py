@@ -1,0 +1,31 @@
+"""Options of engines that the user has not set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the engine is not installed")
+
+from gpupoold.worker.engine.configuration import _cuda_defaults
+
+
+@pytest.mark.parametrize(
+    ("given", "num_sequences", "captured"),
+    [
+        ({}, 256, 256),
+        ({"max_num_seqs": 64}, 64, 64),
+        ({"max_num_seqs": 1024}, 1024, 512),
+        ({"max_cudagraph_capture_size": 512}, 256, None),
+        ({"max_num_seqs": 32, "compilation_config": {"mode": 0}}, 32, None),
+        ({"speculative_config": {"method": "ngram"}}, 256, None),
+    ],
+)
+def test_batches_of_engines_that_share_a_gpu(
+    given: dict[str, Any], num_sequences: int, captured: int | None
+) -> None:
+    expected = {"max_num_seqs": num_sequences}
+    if captured is not None:
+        expected["max_cudagraph_capture_size"] = captured
+    assert _cuda_defaults(given) == expected

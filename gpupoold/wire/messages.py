@@ -79,6 +79,7 @@ from gpupoold.wire.records import (
     DraftCounts as DraftCounts,
     KvTransfer as KvTransfer,
     LoadedModel as LoadedModel,
+    LoadProgress as LoadProgress,
     ModelMemory as ModelMemory,
     ModelToLoad as ModelToLoad,
     RequestProgress as RequestProgress,

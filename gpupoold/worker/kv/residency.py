@@ -138,6 +138,11 @@ class Residency:
             kv_in_bytes=model.kv.arrived_bytes - arrived_bytes,
         )
 
+    def can_step(self, name: str) -> bool:
+        """Return whether a model could step now, if some of its KV were on the device."""
+        model = self._models[name]
+        return model.weights.is_resident and not self._first_extent(model)
+
     def advance(self, name: str) -> None:
         """Start to load more of a model's KV, then of the prefetched model; call between steps."""
         self._eviction.settle()
@@ -192,6 +197,19 @@ class Residency:
         model.kv.stop_arriving()
         for other in self._models.values():
             other.kv.stop_leaving()
+
+    def load_piece(self, name: str, current: str | None) -> bool:
+        """Load a piece of a model's weights between two steps of ``current``.
+
+        Takes no page of the current model. Returns whether further pieces can be loaded.
+        """
+        weights = self._models[name].weights
+        wanted = min(weights.num_missing_pages, self._pages_per_load)
+        if wanted > self.pool.num_free:
+            self._eviction.free_pages(wanted, {name}, untouched=current)
+            self._eviction.wait_for(wanted)
+        weights.load(count := min(wanted, self.pool.num_free))
+        return bool(count and weights.num_missing_pages)
 
     def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.memory.contracts import Device, OutOfPages
-from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
+from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv_transfers import Arrival
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
@@ -18,11 +19,14 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
 from gpupoold.worker.turns.ledger import RequestLedger
+from gpupoold.worker.turns.load_queue import LoadCancelled, LoadEnd, LoadOrder, LoadQueue
 from gpupoold.worker.turns.model_loads import EngineLoader
 from gpupoold.worker.turns.orders import Orders
 from gpupoold.worker.turns.reports import status
@@ -33,6 +37,13 @@ from gpupoold.worker.weights.snapshots import Snapshots
 _logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 0.25
+# Time between two steps for jobs of other threads, and without a resident model on turn.
+_JOBS_S = 0.02
+_JOBS_ALONE_S = 0.1
+_SLICE_LIMIT_S = 0.06
+# Jobs wait at most so long for streams that are behind their deadlines.
+_MAX_PUT_OFF_S = 0.25
+_IDLE_S = 1.0
 _SNAPSHOTS_POLL_S = 0.005
 # The end of the name of an engine that is built beside the model's present engine.
 _NEW = "~new"
@@ -62,7 +73,9 @@ class TurnLoop:
         self.steps = TurnSteps(self.ledger, channel.send, clock)
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
-        self._loader = EngineLoader(device, host, self.residency)
+        self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
+        loader = EngineLoader(device, host, self.residency, self.turns, self._model_on_turn)
+        self._loads = LoadQueue(loader, self.turns, device, self._begin_load, self._end_load)
         self._self_checks = SelfChecks(self_check_interval)
         self._snapshots = Snapshots(device)
         self.migrations = KvMigrations(device_number, device, host, channel.send)
@@ -77,6 +90,7 @@ class TurnLoop:
         self._status_at_s = 0.0
         self._interrupted = False
         self._stopping = False
+        self._last_jobs_s = self._busy_s = 0.0
 
     def run(self) -> None:
         """Serve until ``Shutdown`` arrives.
@@ -85,9 +99,12 @@ class TurnLoop:
             ChannelClosed: the daemon has closed the connection.
         """
         while not self._stopping:
-            self._receive(block=self.orders.turn is None)
+            self._receive(block=self.orders.turn is None and not self.turns.has_jobs)
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
+            else:
+                self.turns.run(_JOBS_ALONE_S)
+                self._collect_if_idle()
 
     def switch_to(self, name: str) -> m.SwitchRecord | None:
         """Make a model resident and report the switch, unless the model is resident."""
@@ -155,6 +172,7 @@ class TurnLoop:
                 self.residency.wait_ready(engine.name)
             self._step(engine)
             self._receive(block=False)
+            self._run_jobs(engine.name)
             turn = self.orders.turn
             if turn is None or turn.turn_id != turn_id:
                 break
@@ -163,6 +181,38 @@ class TurnLoop:
             if self.orders.is_quota_used(self._clock()):
                 break
         return True
+
+    def _run_jobs(self, model: str) -> None:
+        """Run jobs of other threads between two steps of a model, for a limited time."""
+        if not self.turns.has_jobs:
+            return
+        now_s = self._clock()
+        slack_s = self.ledger.next_deadline_of_all_s() - now_s
+        if slack_s < _SLICE_LIMIT_S and now_s - self._last_jobs_s < _MAX_PUT_OFF_S:
+            return
+        self.steps.settle()
+        self.turns.run(_JOBS_S)
+        if model not in self.engines or not self.residency.can_step(model):
+            self.turns.run(_JOBS_ALONE_S)  # further slices need no further eviction
+            self.interrupt_turn()
+        self._last_jobs_s = self._clock()
+
+    def _slice_limit_s(self) -> float:
+        """Return the longest time that other models may be kept from their steps, in seconds."""
+        return math.inf if self.ledger.is_idle() else _SLICE_LIMIT_S
+
+    def _model_on_turn(self) -> str | None:
+        """Return the model of the present turn, if loaded."""
+        turn = self.orders.turn
+        return turn.model if turn is not None and turn.model in self.engines else None
+
+    def _collect_if_idle(self) -> None:
+        """Collect garbage, which stops all threads, after some time without work."""
+        now_s = self._clock()
+        if self._loads.is_busy or not self.ledger.is_idle():
+            self._busy_s = now_s
+        elif now_s - self._busy_s > _IDLE_S:
+            HEAP.collect()
 
     def _is_right(self, engine: ModelEngine) -> bool:
         """Return whether a model passes its self-check; otherwise its requests end."""
@@ -222,7 +272,8 @@ class TurnLoop:
         self._maybe_report()
         self._report_snapshots()
         wait_s = _SNAPSHOTS_POLL_S if self._snapshots.is_busy else _STATUS_INTERVAL_S
-        message = self._channel.receive(wait_s if block else 0.0, self.migrations.wake_fds)
+        wake_fds = (*self.migrations.wake_fds, self.turns.wake_fd)
+        message = self._channel.receive(wait_s if block else 0.0, wake_fds)
         while message is not None and not self._stopping:
             if not may_come_between(message):
                 self.steps.settle()
@@ -255,7 +306,8 @@ class TurnLoop:
             case m.AbortRequests():
                 self._abort(message.model, message.request_ids)
             case m.LoadModel():
-                self._load(message)
+                fd = self._channel.take_fd() if message.has_snapshot else -1
+                self._loads.add(message, fd)
             case m.UnloadModel():
                 self._unload(message.name)
             case m.DropSnapshot():
@@ -310,7 +362,7 @@ class TurnLoop:
         if not message.is_isolated:
             engine.add(message.frames, message.output_token_ids, kv, message.frontend)
             return
-        wait_until(lambda: WORKER.is_alone, ALONE_S)
+        wait_until(lambda: WORKER.is_alone or self._loads.is_busy, ALONE_S)
         engine.isolate(message.request_id)
         engine.add(message.frames, message.output_token_ids, kv, message.frontend)
         wait_until(lambda: engine.has_grammar(message.request_id), GRAMMAR_S)
@@ -334,35 +386,39 @@ class TurnLoop:
             self.ledger.finish(model, request_id)
         engine.kv.discard_dead()
 
-    def _load(self, message: m.LoadModel) -> None:
-        fd = self._channel.take_fd() if message.has_snapshot else -1
-        model = message.model
+    def _begin_load(self, order: LoadOrder) -> str:
+        """Prepare the accounts for a load; return the name of the engine."""
+        model = order.message.model
         # A loaded model's present engine serves until the new engine has been loaded.
         name = f"{model.name}{_NEW}" if model.name in self.engines else model.name
-        self.interrupt_turn()  # a load takes pages
         # The residency reads both as soon as the model is added.
         self._last_used_s[name] = self._clock()
         self.ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
-        try:
-            snapshot = HostBuffer(fd, os.fstat(fd).st_size) if message.has_snapshot else None
-            with WORKER.main.doing(ThreadPhase.LOAD, model.name):
-                loaded = self._loader.load(message, snapshot, name)
-        except (GpupoolError, OSError) as error:
-            _logger.exception("loading %s failed", model.name)
-            self.ledger.remove_model(name)
-            self._channel.send(_failure(model.name, error))
+        return name
+
+    def _end_load(self, order: LoadOrder, end: LoadEnd) -> None:
+        """Let a loaded engine serve, and report the end of the load."""
+        if isinstance(end, Exception) or order.is_cancelled:
+            if not isinstance(end, Exception):
+                self.residency.remove(end.engine.name)
+                end.engine.close()
+                end = LoadCancelled(f"{order.model} was unloaded while being loaded")
+            if order.engine_name:
+                self.ledger.remove_model(order.engine_name)
+            self._channel.send(_failure(order.model, end))
             return
-        engine = loaded.engine
-        dropped = self._replace(engine, model) if name != model.name else []
+        self.interrupt_turn()
+        engine, model = end.engine, order.message.model
+        dropped = self._replace(engine, model) if order.engine_name != model.name else []
         self.engines[model.name] = engine
-        self._self_checks.expect(model.name, loaded.self_check)
+        self._self_checks.expect(model.name, end.self_check)
         answer = m.ModelLoaded(
             engine.info,
             engine.layout_digest,
             True,
-            loaded.profile,
-            loaded.self_check,
-            loaded.snapshot_problem,
+            end.profile,
+            end.self_check,
+            end.snapshot_problem,
             dropped,
         )
         self._channel.send(answer, (engine.weights.snapshot.fd,))
@@ -386,7 +442,7 @@ class TurnLoop:
 
     def _unload(self, name: str) -> None:
         self._close(name)
-        self._channel.send(m.ModelUnloaded(name))
+        self._loads.cancel(name, lambda: self._channel.send(m.ModelUnloaded(name)))
 
     def _close(self, name: str) -> None:
         """Free the memory of a model without requests, if loaded."""
@@ -462,11 +518,12 @@ class TurnLoop:
                 num_steps=self.steps.num_begun,
                 free_bytes=self.residency.pool.num_free * self.device.page_bytes,
                 now_s=now_s,
+                loading=self._loads.progress(),
             )
             self._channel.send(report)
 
 
-def _failure(name: str, error: GpupoolError | OSError) -> m.ModelFailed:
+def _failure(name: str, error: Exception) -> m.ModelFailed:
     if isinstance(error, GpupoolError):
         return m.ModelFailed(name, error.code, error.message, error.hint)
     return m.ModelFailed(name, "failed", f"{name}: {error}", "free host memory and try again")

@@ -26,6 +26,7 @@ def status(
     num_steps: int,
     free_bytes: int,
     now_s: float,
+    loading: m.LoadProgress | None,
 ) -> m.WorkerStatus:
     """Return the worker's status, which also shows the daemon that the worker is alive."""
     turn = orders.turn
@@ -41,6 +42,7 @@ def status(
         num_recomputed=residency.num_recomputed,
         turn_began_s=orders.began_s,
         prefetched_bytes=residency.prefetched_bytes,
+        loading=loading,
     )
 
 

@@ -18,6 +18,7 @@ from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
+from gpupoold.worker.turn_thread import finish
 from tests.unit.memory.rig import PAGE, Rig
 
 BLOCK_TOKENS = 32
@@ -96,7 +97,7 @@ class KnownEngine:
         wanted = sum(2 + tokens // BLOCK_TOKENS for tokens, _ in self._waiting.values())
         return max(0, wanted + 2 * len(self._running) - self.ledger.num_free)
 
-    def step(self) -> list[RequestProgress]:
+    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
         self.num_steps += 1
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("kernel panic")
@@ -159,7 +160,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def run(residency: Residency, checkpoint: Path) -> Callable[[KnownEngine, float], Profile | None]:
     def measure(engine: KnownEngine, budget_s: float = 3.0) -> Profile | None:
         residency.add(engine)
-        return profile(engine, residency, budget_s, str(checkpoint), lambda: engine.now_s)
+        return finish(profile(engine, residency, budget_s, str(checkpoint), lambda: engine.now_s))
 
     return measure
 

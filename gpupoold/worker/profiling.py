@@ -64,6 +64,8 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _DECODE_ROOM = 64
 _MAX_CLEARING_STEPS = 8
 _MIN_CHUNK_TOKENS = 16
+# How much longer the first step of a new size may take than later steps.
+_WARM_UP_FACTOR = 2
 # Limits on the KV of a run. If less than the minimum is free, other models' pages are evicted.
 _MAX_KV_TOKENS = 8_192
 _MIN_KV_TOKENS = 2_048
@@ -240,6 +242,9 @@ class _ProfilingRun:
                 self._clear()
                 break
             self._generated.clear()
+            if duration_s > (1 if times_s else _WARM_UP_FACTOR) * self._slice_limit_s():
+                self.num_left_out += 1
+                return False
             times_s.append(duration_s)
             expected_s = duration_s
         if len(times_s) < 2:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
@@ -59,7 +60,7 @@ class TurnLoop:
         host: KvHostCache,
         residency_of: Callable[[Callable[[str], Use]], Residency],
         channel: BlockingChannel[m.ToWorker],
-        answer_call: Callable[[TurnLoop, m.Call], m.CallResult],
+        answer_call: Callable[[TurnLoop, m.Call], m.CallResult | None],
         self_check_interval: int = 0,
         *,
         has_gpu_alone: bool = True,
@@ -78,6 +79,7 @@ class TurnLoop:
         self._loads = LoadQueue(loader, self.turns, device, self._begin_load, self._end_load)
         self._self_checks = SelfChecks(self_check_interval)
         self._snapshots = Snapshots(device)
+        self._readers = ThreadPoolExecutor(1, "files")
         self.migrations = KvMigrations(device_number, device, host, channel.send)
         self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
         self._channel = channel
@@ -131,6 +133,10 @@ class TurnLoop:
         if name not in self.engines:
             raise NoSuchModel(f"{name} is not loaded on worker {self.device_number}")
         return self.engines[name]
+
+    def run_beside(self, answer: Callable[[], m.CallResult]) -> None:
+        """Run ``answer`` on another thread, after earlier ones, and send its result."""
+        self._readers.submit(lambda: self.turns.call(self._channel.send, answer()))
 
     def interrupt_turn(self) -> None:
         """Make the present turn's model resident again, because residency has changed."""
@@ -329,7 +335,8 @@ class TurnLoop:
                 set_log_level(message.log_level)
                 self._self_checks.interval = message.self_check_interval
             case m.Call():
-                self._channel.send(self._answer_call(self, message))
+                if (result := self._answer_call(self, message)) is not None:
+                    self._channel.send(result)
             case m.Shutdown():
                 self._stopping = True
 

@@ -8,8 +8,12 @@ The objects of a closed engine, most of which are frozen, wait until the device 
 from __future__ import annotations
 
 import gc
+import math
 
 import torch
+
+# Time without work before a collection.
+_IDLE_S = 1.0
 
 
 class Heap:
@@ -17,11 +21,7 @@ class Heap:
 
     def __init__(self) -> None:
         self._has_garbage = False
-
-    @property
-    def has_garbage(self) -> bool:
-        """True if an engine was closed since the last ``collect``."""
-        return self._has_garbage
+        self._busy_s = -math.inf
 
     def freeze(self) -> None:
         """Exclude all present objects from collections until the next ``collect``."""
@@ -30,6 +30,13 @@ class Heap:
     def engine_closed(self) -> None:
         """Record that frozen objects are garbage."""
         self._has_garbage = True
+
+    def collect_if_idle(self, now_s: float, *, is_idle: bool) -> None:
+        """Collect all garbage after some time without work; to be called regularly."""
+        if not is_idle:
+            self._busy_s = now_s
+        elif now_s - self._busy_s > _IDLE_S:
+            self.collect()
 
     def collect(self) -> None:
         """Collect all garbage, if an engine was closed; stops the process for a time."""

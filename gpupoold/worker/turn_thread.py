@@ -45,7 +45,7 @@ class TurnThread:
         self._clock = clock
         self._own = threading.get_ident()
         self._holder = 0
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_TurnJob] = deque()
         self._fatal: BaseException | None = None
 
     @functools.cached_property
@@ -66,14 +66,14 @@ class TurnThread:
         """Run ``job`` between two steps; return its result or raise its error."""
         if self._is_here:
             return job(*args, **kwargs)
-        return self._post(_Job(_as_slices(lambda: job(*args, **kwargs)))).result()
+        return self._post(_TurnJob(_as_slices(lambda: job(*args, **kwargs)))).result()
 
     def run_slices(self, slices: Generator[None, None, _T], phase: ThreadPhase, model: str) -> _T:
         """Run all slices between steps; return the generator's result or raise its error.
 
         ``phase`` and ``model`` describe the slices on the activity page.
         """
-        job: _Job = _Job(slices, phase, model)
+        job: _TurnJob = _TurnJob(slices, phase, model)
         if self._is_here:
             while not job.advance():
                 pass
@@ -102,7 +102,7 @@ class TurnThread:
                 self._holder = 0
 
         holder = threading.get_ident()
-        job = self._post(_Job(_as_slices(wait)))
+        job = self._post(_TurnJob(_as_slices(wait)))
         begun.wait()
         try:
             yield
@@ -128,13 +128,13 @@ class TurnThread:
     def _is_here(self) -> bool:
         return threading.get_ident() in (self._own, self._holder)
 
-    def _post(self, job: _Job) -> _Job:
+    def _post(self, job: _TurnJob) -> _TurnJob:
         self._jobs.append(job)
         os.eventfd_write(self.wake_fd, 1)
         return job
 
 
-class _Job:
+class _TurnJob:
     """Slices with their result."""
 
     def __init__(

@@ -161,6 +161,18 @@ class Progress(Body):
     error: ErrorBody | None = None
 
 
+class LoadingInfo(Body):
+    """A model that is being loaded on a device beside the turns.
+
+    ``stage`` completes "the worker ..."; ``num_waiting`` loads follow.
+    """
+
+    model: str
+    stage: str
+    since_s: float
+    num_waiting: int = 0
+
+
 class DeviceInfo(Body):
     """A device and its worker.
 
@@ -205,6 +217,7 @@ class DeviceInfo(Body):
     utilisation: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
+    loading: LoadingInfo | None = None
 
 
 class SetDeviceRequest(Body):

@@ -15,6 +15,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from gpupoold.errors import Failed
 from gpupoold.latency.errors import FitError, LatencyError, ShapeError
 from gpupoold.latency.fit import DecodeSample, Fit, FitQuality, PrefillSample
@@ -158,10 +160,10 @@ def profile(
         run.leave()
     except Exception as error:
         raise failure(engine.info.name, "while its steps were timed", error) from error
-    if run.num_left_out:
-        left_out = f"{run.num_left_out} larger steps were left out beside running streams"
-        problem = f"{problem}; {left_out}" if problem else left_out
     measured = _fits(run, _shape(path), run.spent_s, problem, generates=engine.info.generates)
+    if measured.problem and run.num_left_out:
+        text = f"larger steps were left out beside running streams: {measured.problem}"
+        measured = msgspec.structs.replace(measured, problem=text)
     _log(engine.info.name, measured)
     return measured
 

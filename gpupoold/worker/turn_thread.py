@@ -57,6 +57,11 @@ class TurnThread:
     def has_jobs(self) -> bool:
         return bool(self._jobs) or self._fatal is not None
 
+    @property
+    def is_held(self) -> bool:
+        """True while another thread holds the turn thread."""
+        return self._holder != 0
+
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` on the turn thread, which ends the process."""
         self._fatal = error

@@ -15,6 +15,7 @@ from gpupoold.api.schemas import (
     DeviceInfo,
     EventInfo,
     FrontendInfo,
+    LoadingInfo,
     ModelUsage,
     RequestRecord,
 )
@@ -142,6 +143,21 @@ def _device(
         utilisation=worker.reading.utilisation,
         temperature_c=worker.reading.temperature_c,
         power_w=worker.reading.power_w,
+        loading=loading(worker),
+    )
+
+
+def loading(worker: Worker) -> LoadingInfo | None:
+    """Return the present load on a worker, if there is one, as of the latest report."""
+    status = worker.status
+    if status is None or status.loading is None:
+        return None
+    load = status.loading
+    return LoadingInfo(
+        model=load.model,
+        stage=load.stage,
+        since_s=status.at_s - load.began_s,
+        num_waiting=load.num_waiting,
     )
 
 

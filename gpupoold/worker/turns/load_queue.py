@@ -105,8 +105,8 @@ class LoadQueue:
         if not self._orders or self._orders[0].began_s is None:
             return None
         order, num_waiting = self._orders[0], len(self._orders) - 1
-        stage = self._loader.stage.value
-        return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting)
+        stage, is_held = self._loader.stage.value, self._turns.is_held
+        return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting, is_held)
 
     def _run(self, order: LoadOrder) -> None:
         """Carry out an order, on the thread of loads."""

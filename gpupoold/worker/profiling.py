@@ -7,6 +7,7 @@ would exceed the budget, so a slow model gets fewer points instead of a longer w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -14,8 +15,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
-
-import msgspec
 
 from gpupoold.errors import Failed
 from gpupoold.latency.errors import FitError, LatencyError, ShapeError
@@ -163,7 +162,7 @@ def profile(
     measured = _fits(run, _shape(path), run.spent_s, problem, generates=engine.info.generates)
     if measured.problem and run.num_left_out:
         text = f"larger steps were left out beside running streams: {measured.problem}"
-        measured = msgspec.structs.replace(measured, problem=text)
+        measured = dataclasses.replace(measured, problem=text)
     _log(engine.info.name, measured)
     return measured
 

@@ -95,25 +95,35 @@ class TurnThread:
         if self._is_here:
             yield
             return
-        begun, ended = threading.Event(), threading.Event()
+        self._hold()
+        try:
+            yield
+        finally:
+            self._let_go()
+
+    def give_way(self) -> None:
+        """Let steps and other jobs run, if this thread holds the turn thread."""
+        if self._holder == threading.get_ident() != self._own:
+            self._let_go()
+            self._hold()
+
+    def _hold(self) -> None:
+        begun, self._ended = threading.Event(), threading.Event()
 
         def wait() -> None:
             self._holder = holder
             begun.set()
-            try:
-                while not ended.wait(_HELD_POLL_S):
-                    self._keep_alive()
-            finally:
-                self._holder = 0
+            while not self._ended.wait(_HELD_POLL_S):
+                self._keep_alive()
+            self._holder = 0
 
         holder = threading.get_ident()
-        job = self._post(_TurnJob(_as_slices(wait)))
+        self._held = self._post(_TurnJob(_as_slices(wait)))
         begun.wait()
-        try:
-            yield
-        finally:
-            ended.set()
-            job.result()
+
+    def _let_go(self) -> None:
+        self._ended.set()
+        self._held.result()
 
     def run(self, share_s: float) -> None:
         """Run jobs, or slices of jobs in turn, until none is left or ``share_s`` have passed."""

@@ -97,7 +97,7 @@ class TurnLoop:
             self._last_used_s,
             clock,
         )
-        self._loads = LoadQueue(loader, self.turns, device, self._models.begin_load, self._end_load)
+        self._loads = LoadQueue(loader, self.turns, device, self._begin_load, self._end_load)
         self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
         self._channel = channel
         self._answer_call = answer_call
@@ -361,6 +361,10 @@ class TurnLoop:
         if self._requests.add(message, slot) and message.is_moving:
             self._report_memory()
             self._channel.send(m.RequestAttached(message.model, message.request_id))
+
+    def _begin_load(self, order: LoadOrder) -> str:
+        self._status_at_s = 0.0  # the next status shows the load
+        return self._models.begin_load(order)
 
     def _end_load(self, order: LoadOrder, end: LoadEnd) -> None:
         self._models.end_load(order, end)

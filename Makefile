@@ -4,13 +4,13 @@ PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_t
 	$(if $(wildcard examples/*/*.py),examples) $(if $(wildcard benchmarks/*.py),benchmarks)
 
 # Where `make install` puts things; DESTDIR is a staging folder in front of it.
-export PREFIX SYSCONFDIR DESTDIR VENV
+export PREFIX SYSCONFDIR DESTDIR VENV DIST
 
 # Processes that run tests.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile models-table soak fuzz gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-sim bench-api bench-hostile models-table soak fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,12 @@ install: ## as a system service, from what `make venv` made (PREFIX=/usr/local, 
 
 uninstall: ## what install put there; configuration that was changed, models and history stay
 	@scripts/install.sh uninstall
+
+wheel: venv ## dist/gpupool-VERSION-py3-none-any.whl, without the engine (DIST=dist)
+	@scripts/make_wheel.sh
+
+deb: ## dist/gpupool_VERSION_ARCH.deb, from what `make venv PYTHON=/usr/bin/python3` made
+	@scripts/make_deb.sh
 
 demo: venv ## four models on one emulated GPU; then one of two dies: every answer checked
 	@$(BIN)/python -m examples.demo

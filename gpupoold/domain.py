@@ -146,20 +146,16 @@ class ModelSpec:
         """All names by which clients may ask for the model."""
         return (self.name, *self.aliases, *(one.name for one in self.further))
 
-    def preset(self, name: str) -> Preset | None:
-        """Return the preset of this name, None without one."""
-        return next((one for one in self.presets if one.name == name), None)
+    def further_named(self, name: str) -> Preset | Adapter | None:
+        """Return the preset or adapter of this name, None without one."""
+        return next((one for one in self.further if one.name == name), None)
 
     def targets_of(self, name: str) -> Targets:
         """Return the targets of the model, or of its preset or adapter called ``name``."""
-        further = next((one for one in self.further if one.name == name), None)
+        further = self.further_named(name)
         if further is None:
             return self.targets
         return Targets(further.ttft_s or self.targets.ttft_s, further.tbt_s or self.targets.tbt_s)
-
-    def adapter(self, name: str) -> Adapter | None:
-        """Return the adapter of this name, None without one."""
-        return next((one for one in self.adapters if one.name == name), None)
 
 
 SWITCH_STAGES = ("evict", "map", "weights", "kv")

@@ -31,6 +31,14 @@ def check_engine_version() -> str:
     return found
 
 
+def is_built_for_gpus() -> bool:
+    """Return whether the installed vLLM is the CUDA build, which cannot use emulated devices."""
+    try:
+        return not importlib.metadata.version("vllm").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def _installed_version() -> str | None:
     for name in _DISTRIBUTIONS:
         try:

@@ -31,14 +31,18 @@ from gpupoold.admin.guard import Door, Guard
 from gpupoold.api.paths import check_runtime_dir
 from gpupoold.config.engine_variables import drop_unlisted
 from gpupoold.config.file import read_config_file
+from gpupoold.config.fitting import fitted
+from gpupoold.config.missing_gpus import check_gpus_found
 from gpupoold.config.schema import ServerSettings, Settings
 from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.weights import fd_store as snapshot_store
+from gpupoold.doctor.machine import find_machine
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter
+from gpupoold.system.folders import hint_to_write
 from gpupoold.system.hangup import hangup_handler
 from gpupoold.system.http_protocol import KEEP_ALIVE_S
 from gpupoold.system.listeners import admin_listener, http_listener
@@ -56,12 +60,14 @@ def main() -> None:
     """Run the daemon until a signal stops the process."""
     raise_file_limit()
     faulthandler.enable()  # the watchdog ends a stuck daemon by SIGABRT
-    arguments = _parse()
+    arguments = argument_parser().parse_args()
     try:
         file = read_config_file(arguments.config)
         if arguments.check_config:
+            fitted(file.settings, find_machine(file.settings))
             print(f"{file.path or 'no file, the defaults'}: valid")
             return
+        check_gpus_found(file)
         _prepare_folders(file.settings)
         start_logging(file.settings)
         _drop_unlisted_variables(file.settings)
@@ -225,19 +231,31 @@ def _prepare_folders(settings: Settings) -> None:
         except OSError as error:
             raise Failed(
                 f"{folder}: cannot be created: {error.strerror}",
-                "change [paths] or its permissions",
+                hint_to_write(folder) or "change [paths] or its permissions",
             ) from error
+        if hint := hint_to_write(folder):
+            raise Failed(f"{folder}: cannot be written", hint)
     check_runtime_dir(paths.runtime_dir)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpupoold", description=__doc__)
-    parser.add_argument("--config", type=Path, help="TOML file; see docs/configuration.md")
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the daemon's command line, of which the manual page is made too."""
+    parser = argparse.ArgumentParser(
+        prog="gpupoold",
+        description="Daemon that serves many LLMs on few GPUs; controlled by `gpupool`.",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="the configuration; default: $GPUPOOL_CONFIG or /etc/gpupool/gpupool.toml",
+    )
     parser.add_argument(
         "--check-config", action="store_true", help="check the configuration file and exit"
     )
-    parser.add_argument("--version", action="version", version=__version__)
-    return parser.parse_args()
+    parser.add_argument(
+        "--version", action="version", version=__version__, help="print the version and exit"
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ readonly VENV=${VENV:-.venv}
 readonly LIB=$PREFIX/lib/gpupool DOC=$PREFIX/share/doc/gpupool
 readonly CONFIG=$SYSCONFDIR/gpupool/gpupool.toml
 readonly PROGRAMS=(gpupool gpupoold)
-readonly UNITS=(gpupoold.service gpupoold.socket gpupoold-admin.socket)
+mapfile -t UNITS < <(cd systemd && printf '%s\n' *.service *.socket)
+readonly UNITS
+readonly MAN=$PREFIX/share/man
 readonly SYSUSERS=$PREFIX/lib/sysusers.d/gpupool.conf TMPFILES=$PREFIX/lib/tmpfiles.d/gpupool.conf
 # Shell and file, by what `gpupool completion` calls the shell.
 readonly -A COMPLETIONS=(
@@ -47,6 +49,7 @@ check() {
     "$VENV/bin/python" -m pip show --quiet setuptools 2>/dev/null || die "$VENV has no pip or setuptools" \
         "make it anew: rm -r $VENV && make venv"
     check_interpreter
+    check_room
     is_staged_or_not_root || is_roots "$PREFIX" || die "$PREFIX can be changed by others than root" \
         "whoever can do that would decide what root runs: use another PREFIX"
 }
@@ -61,6 +64,16 @@ check_interpreter() {
                 "make it with the system's: rm -r $VENV && make venv PYTHON=/usr/bin/python3"
             ;;
     esac
+}
+
+# The environment is copied as a whole, beside the last one.
+check_room() {
+    local place=$DESTDIR$LIB need free
+    while [[ ! -e $place ]]; do place=$(dirname "$place"); done
+    need=$(($(du -sk "$VENV" | cut -f 1) / 1000))
+    free=$(($(df --output=avail -k "$place" | tail -n 1) / 1000))
+    ((free > need)) || die "$VENV takes $need MB, and the disk of $place has $free MB free" \
+        "free some space, or use another PREFIX"
 }
 
 is_staged_or_not_root() { [[ -n $DESTDIR || $EUID != 0 ]]; }
@@ -185,6 +198,7 @@ install_files() {
         "$DESTDIR$LIB/bin/python" -m gpupool_cli.main completion "$shell" >"$file"
         chmod 644 "$file"
     done
+    env -u PYTHONPATH "$DESTDIR$LIB/bin/python" scripts/man_pages.py "$DESTDIR$MAN"
     if [[ -e $DESTDIR$CONFIG ]]; then
         say "$CONFIG is there and stays as it is"
     else
@@ -230,7 +244,8 @@ uninstall() {
     for name in "${PROGRAMS[@]}"; do rm -f "$DESTDIR$PREFIX/bin/$name"; done
     for name in "${UNITS[@]}"; do rm -f "$DESTDIR$PREFIX/lib/systemd/system/$name"; done
     for shell in "${!COMPLETIONS[@]}"; do rm -f "$DESTDIR${COMPLETIONS[$shell]}"; done
-    rm -f "$DESTDIR$SYSUSERS" "$DESTDIR$TMPFILES"
+    rm -f "$DESTDIR$SYSUSERS" "$DESTDIR$TMPFILES" \
+        "$DESTDIR$MAN"/man1/gpupool{,-*}.1 "$DESTDIR$MAN/man8/gpupoold.8"
     rm -rf "$DESTDIR$LIB" "$DESTDIR$DOC"
     if is_live; then systemctl daemon-reload; fi
     say "models, history and the user gpupool stay: rm -r /var/lib/gpupool /var/cache/gpupool; userdel gpupool"

@@ -12,6 +12,10 @@ cd "$(dirname "$0")/.."
 readonly VENV=.venv LOG=build/venv.log
 readonly LOCK_STAMP=$VENV/.gpupool-lock PROJECT_STAMP=$VENV/.gpupool-project
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+# The CUDA version of requirements/cuda.txt, and the first driver for that version.
+readonly CUDA_MAJOR=13 LEAST_DRIVER=580
+# Measured sizes in GB: the wheels, of which pip keeps a copy in $TMPDIR, and the environment.
+readonly -A WHEELS_GB=([cpu]=1 [cuda]=4) VENV_GB=([cpu]=4 [cuda]=10)
 # Their CUDA builds break vLLM's CPU build at import; see requirements/cpu.txt.
 readonly UNWANTED_ON_CPU=(torchaudio torchcodec)
 
@@ -87,23 +91,78 @@ make_environment() {
     python=$(choose_python)
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$python has no venv module" "Debian, Ubuntu: apt install python3-venv (or python3.11-venv)"
-    check_numa "$lock" "$python"
+    if [[ $lock == */cpu.txt ]]; then check_numa "$python"; else check_cuda "$python"; fi
+    check_disk "$(basename "$lock" .txt)"
     [[ ! -e $VENV ]] || say "$VENV is not finished or out of date: making it anew"
     rm -rf "$VENV"
     say "making $VENV with $("$python" --version), $(basename "$lock") (log: $LOG)"
     logged "$python" -m venv "$VENV" || die_with_log "$python -m venv failed"
     install_torch "$lock"
-    say "installing $(grep -c '^[a-z]' "$lock") packages; about two minutes with a warm cache"
+    say "installing $(grep -c '^[a-z]' "$lock") packages: follow with tail -f $LOG"
     pip_install -r "$lock" || die_with_log "pip could not install $lock" \
         "check the network and the free disk space, then run make venv again"
 }
 
 # vLLM's CPU build loads it at its first step, and says then only that something is missing.
 check_numa() {
-    [[ $1 == */cpu.txt ]] || return 0
-    "$2" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+    "$1" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
         die "libnuma.so.1 is missing, which vLLM's CPU build needs" "Debian, Ubuntu: apt install libnuma1"
 }
+
+# What an engine on a GPU would lack only when the first model is loaded.
+check_cuda() {
+    check_driver
+    check_compilers "$1"
+}
+
+# A machine without nvidia-smi passes: the environment may be for another one.
+check_driver() {
+    local report driver cuda
+    report=$(nvidia-smi 2>/dev/null) || return 0
+    driver=$(sed -nE 's/.*Driver Version: *([0-9.]+).*/\1/p' <<<"$report" | head -n 1)
+    cuda=$(sed -nE 's/.*CUDA( UMD)? Version: *([0-9.]+).*/\2/p' <<<"$report" | head -n 1)
+    if [[ -z $cuda || ${cuda%%.*} -ge $CUDA_MAJOR ]]; then return 0; fi
+    die "NVIDIA's driver ${driver:-here} is for CUDA up to $cuda; the engine is built for CUDA $CUDA_MAJOR" \
+        "install driver $LEAST_DRIVER or newer (Ubuntu: apt install nvidia-driver-$LEAST_DRIVER-server), and restart" \
+        "without a newer driver: make venv GPUPOOL_DEVICE=cpu, which serves on emulated devices only"
+}
+
+# Triton compiles a part in C, against Python's headers, at the first model; torch one in C++.
+check_compilers() {
+    local lacking=() version
+    version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    command -v "${CC:-gcc}" >/dev/null || command -v clang >/dev/null || lacking+=("a C compiler")
+    command -v "${CXX:-g++}" >/dev/null || lacking+=("g++")
+    "$1" -c 'import os, sysconfig
+os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null || lacking+=("Python.h of Python $version")
+    ((${#lacking[@]})) || return 0
+    die "kernels are compiled when a model is loaded, which needs also: $(list "${lacking[@]}")" \
+        "Debian, Ubuntu: apt install gcc g++ libc6-dev python$version-dev"
+}
+
+list() {
+    local text=$1
+    shift
+    if (($#)); then text+=$(printf ', %s' "$@"); fi
+    echo "$text"
+}
+
+# Says what will be downloaded and needed, and refuses disks that cannot hold it.
+check_disk() {
+    local wheels=${WHEELS_GB[$1]} venv=${VENV_GB[$1]} tmp=${TMPDIR:-/tmp} disk free
+    local -A need=()
+    say "downloads about $wheels GB unless pip's cache has it; needs $venv GB in $PWD and $wheels GB in $tmp"
+    need[$(disk_of .)]=$venv
+    disk=$(disk_of "$tmp")
+    need[$disk]=$((${need[$disk]:-0} + wheels))
+    for disk in "${!need[@]}"; do
+        free=$(($(df --output=avail -B 1000000 "$disk" | tail -n 1) / 1000))
+        ((free >= need[$disk])) || die "the disk of $disk has $free GB free, ${need[$disk]} GB are needed" \
+            "free some space, or use larger disks for this folder and for TMPDIR=/some/folder make venv"
+    done
+}
+
+disk_of() { df --output=target "$1" | tail -n 1; }
 
 # What the lock names, and nothing whose content is not the one it has the hash of.
 pip_install() {

@@ -52,6 +52,7 @@ def add_adapter(
     )
     with open_client(ctx) as client:
         model = follow(name, client.add_adapter(request))
+    assert model is not None
     if check:
         say(f"{name}: can be added to {model.name}; not added")
         return

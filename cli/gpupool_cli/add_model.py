@@ -16,7 +16,7 @@ from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
-from gpupoold.errors import Failed
+from gpupoold.errors import Failed, UsageError
 from gpupoold.units import format_bytes
 
 
@@ -45,11 +45,18 @@ def add_model(
     check: Annotated[
         bool, typer.Option("--check", help="Check the model without adding the model.")
     ] = False,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Return after the checks; the daemon downloads and loads."),
+    ] = False,
 ) -> None:
     """Register a model: find, download, check and load it.
 
-    Without --ttft and --tbt the targets are 10s and 100ms.
+    Without --ttft and --tbt the targets are 10s and 100ms. An interrupted download is continued by
+    the same command.
     """
+    if check and detach:
+        raise UsageError("--check and --detach exclude each other", "give one of the two")
     request = AddModelRequest(
         name=name,
         source=None if source is None else as_daemon_sees(source),
@@ -61,23 +68,31 @@ def add_model(
         aliases=alias or [],
         engine=read_options(engine or ()),
         check_only=check,
+        detach=detach,
     )
     with open_client(ctx) as client:
         model = follow(request.name, client.add_model(request))
-    if check:
+    if model is None:
+        say(f"{name}: accepted; `gpupool ps` shows the progress, `gpupool events` the result")
+    elif check:
         say(f"{model.name}: can be served; not added")
         print_model(model)
     else:
         say(f"{model.name}: {model.state}, {format_bytes(model.weight_bytes)} of weights")
 
 
-def follow(name: str, steps: Iterator[Progress]) -> ModelInfo:
-    """Show the steps of an addition; return the model at the end."""
+def follow(name: str, steps: Iterator[Progress]) -> ModelInfo | None:
+    """Show the steps of an addition; return the model at the end, None if the daemon goes on."""
     with ProgressView(name) as view:
-        for progress in steps:
-            view.show(progress)
-            if progress.model is not None:
-                return progress.model
+        try:
+            for progress in steps:
+                if progress.model is not None or progress.stage == "detached":
+                    return progress.model
+                view.show(progress)
+        except KeyboardInterrupt:
+            if view.has_downloaded:
+                view.tell("not added; the downloaded part is kept: repeat the command to go on")
+            raise
     raise Failed(f"no answer about {name!r}", "see `gpupool logs`")
 
 

@@ -9,10 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import BaseOption, NewNameArgument, TbtOption, TtftOption
+from gpupool_cli.options import (
+    BaseOption,
+    NewNameArgument,
+    TbtOption,
+    TtftOption,
+    read_pairs,
+    set_once,
+)
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import AddPresetRequest
-from gpupoold.errors import UsageError
 
 
 def add_preset(
@@ -51,14 +57,13 @@ def read_defaults(given: Iterable[str]) -> dict[str, Any]:
         UsageError: a default has no value or is repeated.
     """
     defaults: dict[str, Any] = {}
-    for one in given:
-        name, equals, text = one.partition("=")
-        if not name or not equals:
-            raise UsageError(f"--set {one!r} is not of the form KEY=VALUE", "such as temperature=0")
-        if name in defaults:
-            raise UsageError(f"--set {name} is given twice", "give one value")
-        try:
-            defaults[name] = json.loads(text)
-        except (ValueError, RecursionError):
-            defaults[name] = text
+    for name, text in read_pairs(given, "--set", "temperature=0"):
+        set_once(defaults, name, _value(text), "--set")
     return defaults
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

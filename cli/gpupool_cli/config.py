@@ -15,9 +15,17 @@ from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_config import ChangeInfo
-from gpupoold.config.file import PlacedProblem, check_named_files, check_text, parsed_file
+from gpupoold.config.file import (
+    PlacedProblem,
+    check_budgets,
+    check_named_files,
+    check_text,
+    parsed_file,
+)
+from gpupoold.config.fitting import fitted
 from gpupoold.config.schema import chosen_path, read_text
 from gpupoold.config.view import config_info
+from gpupoold.doctor.machine import find_machine
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,11 +49,12 @@ _COLUMNS = (Column("KEY"), Column("NOW"), Column("FILE"), Column("HEEDED"))
 def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     """Check a configuration file; print all problems with lines. Needs no daemon.
 
-    Exit status 0 without problems, 1 otherwise.
+    Budgets of memory are checked against this machine. Exit status 0 without problems, 1 otherwise.
     """
     path = file or chosen_path()
     text = "" if path is None else read_text(path)
-    problems = check_text(text) or check_named_files(text)
+    problems = check_text(text)
+    problems = problems or check_named_files(text) + check_budgets(text, find_machine)
     for sentence in () if problems else parsed_file(text, path).renamed:
         say(f"warning: {sentence}")
     if as_json:
@@ -67,16 +76,19 @@ def show(
     ctx: typer.Context,
     defaults: Annotated[
         bool,
-        typer.Option("--defaults", help="The default values; needs no daemon."),
+        typer.Option("--defaults", help="The default values on this machine; needs no daemon."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print every key with the running daemon's value, in the form of a file.
 
-    The comment behind a value says whether the value is from the file or a default.
+    The comment behind a value says whether the value is from the file, a default, or worked out
+    from the machine, with the arithmetic.
     """
     if defaults:
-        info = config_info(parsed_file("", None).settings, None, ())
+        settings = parsed_file("", None).settings
+        here = fitted(settings, find_machine(settings))
+        info = config_info(here.settings, None, (), here.budgets.reasons)
     else:
         with open_client(ctx) as client:
             info = client.config()

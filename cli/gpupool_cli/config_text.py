@@ -14,6 +14,8 @@ _LIST_INDEX = re.compile(r"\[\d+\]$")
 def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
     """Return all keys under their sections; ``with_origin`` adds each value's origin.
 
+    The arithmetic of values that were worked out is always added.
+
     The text is valid TOML: keys that are not set, or hidden, are comments.
     """
     sections: dict[str, list[SettingInfo]] = {}
@@ -39,13 +41,16 @@ def value_text(value: object) -> str:
 def _block(name: str, settings: list[SettingInfo], with_origin: bool) -> str:
     is_listed = _LIST_INDEX.search(name)
     header = f"[[{_LIST_INDEX.sub('', name)}]]" if is_listed else f"[{name}]"
-    lines = [(_line(one), one.origin) for one in settings]
+    lines = [(_line(one), _comment(one, with_origin)) for one in settings]
     width = max(len(line) for line, _ in lines)
-    if with_origin:
-        shown = [f"{line:<{width}}  # {origin}" for line, origin in lines]
-    else:
-        shown = [line for line, _ in lines]
+    shown = [f"{line:<{width}}  # {comment}" if comment else line for line, comment in lines]
     return "\n".join([header, *shown])
+
+
+def _comment(one: SettingInfo, with_origin: bool) -> str:
+    if one.reason:
+        return f"{one.origin}: {one.reason}"
+    return one.origin if with_origin else ""
 
 
 def _line(one: SettingInfo) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gpupool_cli.options import read_pairs, set_once
 from gpupoold.errors import UsageError
 
 EngineOption = Annotated[
@@ -28,15 +29,11 @@ def read_options(given: Iterable[str]) -> dict[str, str]:
         UsageError: an option has no value, is repeated, or names an unreadable file.
     """
     options: dict[str, str] = {}
-    for one in given:
-        name, equals, value = one.partition("=")
+    for name, value in read_pairs(given, "--engine", "seed=1"):
         first, dot, keys = name.strip().removeprefix("--").partition(".")
         name = f"{first.replace('-', '_')}{dot}{keys}"
-        if not name or not equals:
-            raise UsageError(f"--engine {one!r} is not of the form KEY=VALUE", "for example seed=1")
-        if name in options:
-            raise UsageError(f"--engine {name} is given twice", "give one value")
-        options[name] = _read_file(name, value[1:]) if value.startswith("@") else value
+        value = _read_file(name, value[1:]) if value.startswith("@") else value
+        set_once(options, name, value, "--engine")
     return options
 
 
@@ -44,6 +41,5 @@ def _read_file(name: str, path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--engine {name}: {path} cannot be read: {error}", "check the file"
-        ) from (error)
+        text = f"--engine {name}: {path} cannot be read: {error}"
+        raise UsageError(text, "check the file") from error

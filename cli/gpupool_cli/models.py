@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -162,7 +163,7 @@ def print_model(model: ModelInfo) -> None:
         "error": model.error,
         "source": model.source,
         "revision": model.revision or "",
-        "path": model.path,
+        "path": _path_text(model),
         "architecture": model.architecture,
         "tasks": ", ".join(model.tasks),
         "dtype": model.dtype,
@@ -182,6 +183,12 @@ def print_model(model: ModelInfo) -> None:
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})
+
+
+def _path_text(model: ModelInfo) -> str:
+    """Return the checkpoint's folder, marked if the folder is in a shared Hugging Face cache."""
+    is_shared = model.source != model.path and Path(model.path).parent.name == "snapshots"
+    return f"{model.path} (shared Hugging Face cache)" if is_shared else model.path
 
 
 def _chat_fields(model: ModelInfo) -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
 
 import typer
 
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import trusted_socket_path
-from gpupoold.errors import GpupoolError
+from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.units import parse_duration_s
 
 _COMPLETION_TIMEOUT_S = 1.0
@@ -28,6 +29,30 @@ def duration_s(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise typer.BadParameter(f"{text!r} must be more than zero and finite")
     return seconds
+
+
+def read_pairs(given: Iterable[str], option: str, example: str) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each KEY=VALUE given to ``option``.
+
+    Raises:
+        UsageError: a value is missing.
+    """
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not name or not equals:
+            raise UsageError(f"{option} {one!r} is not of the form KEY=VALUE", f"such as {example}")
+        yield name, value
+
+
+def set_once(values: dict[str, Any], name: str, value: Any, option: str) -> None:
+    """Add a value given to ``option``.
+
+    Raises:
+        UsageError: ``values`` has the name already.
+    """
+    if name in values:
+        raise UsageError(f"{option} {name} is given twice", "give one value")
+    values[name] = value
 
 
 def model_name(text: str) -> str:

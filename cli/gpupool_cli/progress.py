@@ -1,8 +1,10 @@
-"""Progress of a long operation on stderr: a bar on a terminal, else one line per stage."""
+"""Progress of a long operation on stderr: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -18,16 +20,12 @@ from rich.progress import (
 )
 
 from gpupool_cli.diagnostics import say
+from gpupoold.api.progress_text import STAGE_WORDS, amount_text, speed_text, stage_text
 from gpupoold.api.schemas import Progress
-from gpupoold.units import format_bytes
+from gpupoold.printable import without_controls
 
-_WORDS = {
-    "resolve": "finding the checkpoint",
-    "download": "downloading",
-    "check": "checking",
-    "load": "loading",
-    "ready": "ready",
-}
+_LINE_INTERVAL_S = 5.0
+_BAR_WIDTH = 20
 
 
 class BarView:
@@ -61,39 +59,72 @@ class BarView:
 
 
 class ProgressView(BarView):
-    """The ``Progress`` lines of one operation; use as a context manager."""
+    """The ``Progress`` lines of one operation; use as a context manager.
 
-    def __init__(self, name: str) -> None:
+    Without a terminal each stage is a line, and a download has a line every few seconds.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` returns seconds."""
         super().__init__(
-            SpinnerColumn(), description_column(), BarColumn(), DownloadColumn(binary_units=True)
+            SpinnerColumn(),
+            description_column(),
+            BarColumn(_BAR_WIDTH),
+            DownloadColumn(binary_units=True),
+            TextColumn("{task.fields[speed]}", markup=False),
         )
         self._name = name
+        self._clock = clock
         self._stage = ""
+        self._next_line_at = 0.0
         self._task: TaskID | None = None
+        self.has_downloaded = False
 
     def show(self, progress: Progress) -> None:
         """Take in the next line of the stream."""
         started = progress.stage != self._stage
         self._stage = progress.stage
-        if self._bar is not None:
+        self.has_downloaded = self.has_downloaded or progress.stage == "download"
+        if progress.note:
+            self.tell(progress.note)
+        elif self._bar is not None:
             self._show_bar(self._bar, progress, started)
-        elif started and progress.model is None:
-            total = f" {format_bytes(progress.total_bytes)}" if progress.total_bytes else ""
-            say(f"{self._name}: {_words(progress.stage)}{total}")
+        elif progress.model is None:
+            self._show_line(progress, started)
+
+    def tell(self, remark: str) -> None:
+        """Print a remark about the operation, above the bar."""
+        text = f"{self._name}: {remark}"
+        if self._bar is None:
+            say(text)
+        else:
+            self._bar.console.print(without_controls(text), markup=False, highlight=False)
+
+    def _show_line(self, progress: Progress, started: bool) -> None:
+        now, amount = self._clock(), amount_text(progress)
+        if started:
+            say(f"{self._name}: {stage_text(progress)}")
+        elif amount and now >= self._next_line_at:
+            say(f"{self._name}: {amount}")
+        else:
+            return
+        self._next_line_at = now + _LINE_INTERVAL_S
 
     def _show_bar(self, bar: RichProgress, progress: Progress, started: bool) -> None:
         if started and self._task is not None:
             bar.remove_task(self._task)
             self._task = None
         if self._task is None:
-            self._task = bar.add_task(f"{self._name}: {_words(progress.stage)}", total=None)
-        bar.update(self._task, completed=progress.done_bytes, total=progress.total_bytes)
+            words = STAGE_WORDS.get(progress.stage, progress.stage)
+            self._task = bar.add_task(f"{self._name}: {words}", total=None, speed="")
+        bar.update(
+            self._task,
+            completed=progress.done_bytes,
+            total=progress.total_bytes,
+            speed=speed_text(progress),
+        )
 
 
 def description_column() -> TextColumn:
     """Return the description of a bar without interpretation of brackets as markup."""
     return TextColumn("{task.description}", markup=False)
-
-
-def _words(stage: str) -> str:
-    return _WORDS.get(stage, stage)

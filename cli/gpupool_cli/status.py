@@ -13,7 +13,15 @@ from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupool_cli.workers import role_text
 from gpupoold import __version__
-from gpupoold.api.schemas import DeviceInfo, FrontendInfo, LoadingInfo, ModelUsage, Status
+from gpupoold.api.progress_text import amount_text
+from gpupoold.api.schemas import (
+    AdditionInfo,
+    DeviceInfo,
+    FrontendInfo,
+    LoadingInfo,
+    ModelUsage,
+    Status,
+)
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 
@@ -45,6 +53,7 @@ _MODEL_COLUMNS = (
     Column("TBT-p99", right=True),
     Column("SLO%", right=True),
 )
+_ADDITION_COLUMNS = (Column("ADDING"), Column("STAGE", coloured=True), Column("PROGRESS"))
 
 
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
@@ -75,6 +84,9 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
             output.print_line(loading_text(device.device, device.loading))
     output.print_line("")
     output.print_table(_MODEL_COLUMNS, [_model_row(model) for model in answer.models])
+    if answer.additions:
+        output.print_line("")
+        output.print_table(_ADDITION_COLUMNS, [_addition_row(one) for one in answer.additions])
 
 
 def loading_text(number: int, load: LoadingInfo) -> str:
@@ -148,6 +160,10 @@ def _device_row(device: DeviceInfo) -> list[str]:
         duration_text(device.quota_s) if device.on_turn else output.NOTHING,
         str(device.num_steps),
     ]
+
+
+def _addition_row(addition: AdditionInfo) -> list[str]:
+    return [addition.name, addition.stage, amount_text(addition) or output.NOTHING]
 
 
 def _model_row(model: ModelUsage) -> list[str]:

@@ -18,6 +18,7 @@ from gpupoold.admin.log_reader import follow_logs
 from gpupoold.admin.routes_access import add_access_routes
 from gpupoold.admin.routes_config import add_config_routes
 from gpupoold.admin.routes_explain import add_explain_routes
+from gpupoold.admin.routes_machine import add_machine_routes
 from gpupoold.admin.routes_metrics import add_metrics_routes
 from gpupoold.admin.routes_top import add_top_routes
 from gpupoold.api.schemas import (
@@ -65,6 +66,7 @@ def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
     _add_view_routes(app, control_plane)
     add_access_routes(app, control_plane)
     add_config_routes(app, control_plane)
+    add_machine_routes(app, control_plane)
     add_metrics_routes(app, exporter)
     add_explain_routes(app, control_plane)
     add_top_routes(app, control_plane)
@@ -83,7 +85,7 @@ def _add_model_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.post("/adapters")
     async def add_adapter(body: AddAdapterRequest) -> StreamingResponse:
-        steps = control_plane.lifecycle.adapters.add(body)
+        steps = control_plane.lifecycle.add_adapter(body)
         return StreamingResponse(_progress_lines(steps), media_type=_NDJSON)
 
     @app.post("/presets")

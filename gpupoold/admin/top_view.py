@@ -54,6 +54,7 @@ async def top(control_plane: ControlPlane, limits: TopLimits) -> bytes:
             "last_event_id": history.last_event_id,
             "num_switches": dispatcher.accounts.switches.count,
             "switched_bytes": dispatcher.accounts.switches.moved_bytes,
+            "additions": [views.raw(one) for one in control_plane.lifecycle.ongoing.infos()],
         }
     )
 

@@ -40,6 +40,7 @@ from gpupoold.api.schemas import (
 )
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.domain import Switch
 from gpupoold.errors import (
     Failed,
@@ -63,6 +64,7 @@ _MODEL = TypeAdapter(ModelInfo)
 _CACHE = TypeAdapter(CacheInfo)
 _CACHED = TypeAdapter(CachedModel)
 _CONFIG = TypeAdapter(ConfigInfo)
+_MACHINE = TypeAdapter(MachineInfo)
 _DIFF = TypeAdapter(DiffInfo)
 _RELOAD = TypeAdapter(ReloadInfo)
 
@@ -96,6 +98,8 @@ class AdminClient(KeyCalls, TopCalls):
     def add_model(self, request: AddModelRequest) -> Iterator[Progress]:
         """Register a model and yield the progress; the last ``Progress`` has ``model``.
 
+        With ``detach`` the last line may have the stage ``detached`` instead.
+
         Raises:
             GpupoolError: while iterating, when the daemon reports a failure.
         """
@@ -128,7 +132,7 @@ class AdminClient(KeyCalls, TopCalls):
             progress = _parsed(Progress, line, f"POST {path}")
             if progress.error is not None:
                 raise as_error(progress.error)
-            finished = progress.model is not None
+            finished = progress.model is not None or progress.stage == "detached"
             yield progress
         if not finished:
             raise Failed(
@@ -220,6 +224,10 @@ class AdminClient(KeyCalls, TopCalls):
     def config(self) -> ConfigInfo:
         """Return all configuration keys with the daemon's values."""
         return self._call(_CONFIG, "GET", "/config")
+
+    def machine(self) -> MachineInfo:
+        """Return folders and limits as the daemon finds them."""
+        return self._call(_MACHINE, "GET", "/machine")
 
     def config_diff(self, text: str | None = None, name: str = "") -> DiffInfo:
         """Compare the ``text`` of a file called ``name``, or the daemon's file, with the

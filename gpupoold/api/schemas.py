@@ -19,7 +19,10 @@ class Body(BaseModel):
 
 
 class AddModelRequest(Body):
-    """``POST /models``; the answer is a stream of ``Progress`` lines."""
+    """``POST /models``; the answer is a stream of ``Progress`` lines.
+
+    With ``detach`` the stream ends after the checks, and the daemon goes on.
+    """
 
     name: str
     source: str | None = None
@@ -31,6 +34,7 @@ class AddModelRequest(Body):
     aliases: list[str] = []
     engine: dict[str, str] = {}
     check_only: bool = False
+    detach: bool = False
 
 
 class AddAdapterRequest(Body):
@@ -137,12 +141,6 @@ class ModelInfo(Body):
     latency: StoredLatency | None = None
     usage: ModelUsage | None = None
     tasks: list[str] = []
-
-    @property
-    def generates(self) -> bool:
-        """True unless the loaded model makes embeddings, scores or classes only."""
-        return not self.tasks or "generate" in self.tasks
-
     engine: dict[str, str] = {}
     presets: list[PresetInfo] = []
     adapters: list[AdapterInfo] = []
@@ -150,13 +148,25 @@ class ModelInfo(Body):
     reasoning_parser: FoundInfo | None = None
     chat_template: FoundInfo | None = None
 
+    @property
+    def generates(self) -> bool:
+        """True unless the loaded model makes embeddings, scores or classes only."""
+        return not self.tasks or "generate" in self.tasks
+
 
 class Progress(Body):
-    """A line of a long operation's stream (NDJSON); the last line has ``model`` or ``error``."""
+    """A line of a long operation's stream (NDJSON).
+
+    The last line has ``model`` or ``error``, or the stage ``detached`` if the daemon goes on
+    without a reader. ``bytes_per_s`` is the rate of the last seconds, None if unknown. ``note`` is
+    a remark for users.
+    """
 
     stage: str
     done_bytes: int | None = None
     total_bytes: int | None = None
+    bytes_per_s: float | None = None
+    note: str = ""
     model: ModelInfo | None = None
     error: ErrorBody | None = None
 
@@ -323,6 +333,16 @@ class EventInfo(Body):
     message: str
 
 
+class AdditionInfo(Body):
+    """A model or adapter that is being added: the latest ``Progress``."""
+
+    name: str
+    stage: str
+    done_bytes: int | None = None
+    total_bytes: int | None = None
+    bytes_per_s: float | None = None
+
+
 class Ps(Body):
     """Body of ``GET /ps``: running models, devices and requests."""
 
@@ -332,6 +352,7 @@ class Ps(Body):
     num_switches: int
     switched_bytes: int
     switch_seconds: dict[str, float]
+    additions: list[AdditionInfo] = []
 
 
 class FrontendInfo(Body):

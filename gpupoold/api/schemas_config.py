@@ -8,21 +8,24 @@ from pydantic import BaseModel
 
 from gpupoold.api.schemas import Body
 
+Origin = Literal["file", "default", "machine"]
 EffectName = Literal["live", "loads", "restart"]
 
 
 class SettingInfo(BaseModel):
     """A key, its value as written in a file, and the value's origin.
 
-    ``value`` is None for a key that is not set or hidden. ``effect`` says when a change applies:
+    ``value`` is None for a key that is not set or hidden. ``reason`` has the arithmetic of a value
+    that was worked out from the machine. ``effect`` says when a change applies:
     ``live`` at once, ``loads`` for models loaded later, ``restart`` after a restart of gpupoold.
     """
 
     key: str
     value: Any
     is_hidden: bool
-    origin: Literal["file", "default"]
+    origin: Origin
     effect: EffectName
+    reason: str = ""
 
 
 class ConfigInfo(BaseModel):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from gpupoold.api.schemas import (
+    AdditionInfo,
     Body,
     DeviceInfo,
     EventInfo,
@@ -68,6 +71,7 @@ class Top(Body):
     last_event_id: int
     num_switches: int
     switched_bytes: int
+    additions: list[AdditionInfo] = Field(default_factory=list)
 
 
 class Unloaded(Body):

@@ -27,6 +27,7 @@ from gpupoold.checkpoints.tensor_file import (
     read_tensors,
 )
 from gpupoold.errors import Refused
+from gpupoold.system.folders import hint_to_read
 
 TORCH_DTYPES = {
     "F64": "float64",
@@ -185,7 +186,7 @@ def list_folder(path: Path) -> list[str]:
     except NotADirectoryError as error:
         raise Refused(f"{path}: is a file", "give the folder that holds config.json") from error
     except OSError as error:
-        raise Refused(f"{path}: cannot be read: {error.strerror}") from error
+        raise Refused(f"{path}: cannot be read: {error.strerror}", hint_to_read(path)) from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refused(f"{file}: cannot be read: {error.strerror}") from error
+        raise Refused(f"{file}: cannot be read: {error.strerror}", hint_to_read(file)) from error
     except (ValueError, RecursionError) as error:
         raise Refused(f"{file}: is not valid JSON: {error}", "download the file again") from error
     if not isinstance(value, dict):

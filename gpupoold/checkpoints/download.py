@@ -1,20 +1,18 @@
 """Resumable download of a checkpoint from the Hugging Face hub, with progress.
 
-``huggingface_hub.snapshot_download`` is not used: the function drops the bytes of an interrupted
-file, and without a connection accepts any non-empty folder as a finished download.
+Names, addresses, credentials, and errors are the library's (``huggingface_hub``, ``hf_xet``). Its
+``snapshot_download`` is not used: the function drops the bytes of an interrupted file, compares no
+checksum, cannot be cancelled, and fetches the weights before anything was checked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
-import hashlib
 import os
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +21,11 @@ from typing import Literal
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
+from gpupoold.checkpoints.disk_room import disk_room
+from gpupoold.checkpoints.download_progress import DownloadProgress, ProgressCallback
+from gpupoold.checkpoints.fetcher import PART_FOLDER, Fetcher, Stop, Stopped, has_size
 from gpupoold.checkpoints.headers import HEADERS_FOLDER, fetch_headers
-from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
+from gpupoold.checkpoints.hub import Hub, Interrupted
 from gpupoold.checkpoints.manifest import (
     MANIFEST_FILE,
     HubFile,
@@ -35,23 +36,12 @@ from gpupoold.checkpoints.manifest import (
 from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
-from gpupoold.units import format_bytes
+from gpupoold.system.folders import hint_to_write
 
-ProgressCallback = Callable[[int, int], None]
 Part = Literal["all", "small files"]
 
-PART_FOLDER = ".gpupool-parts"
 LOCK_FILE = ".gpupool-download.lock"
-NUM_PARALLEL_FILES = 4
-MAX_FRUITLESS_ATTEMPTS = 5
-FIRST_RETRY_S = 1.0
-REPORT_INTERVAL_S = 0.1
-_SHA256_DIGITS = 64
-_HASH_CHUNK_BYTES = 1 << 20
-
-
-class _Stopped(Exception):
-    """Another file failed, or the download was cancelled."""
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def checkpoint_dir(download_dir: Path, repo_id: str, revision: str | None = None) -> Path:
@@ -79,7 +69,7 @@ async def download(
     (see :func:`~gpupoold.checkpoints.headers.remote_weights`); a later call fetches the rest.
 
     A finished download of the same revision is returned at once, without a network; an interrupted
-    download is resumed. ``on_progress(done_bytes, total_bytes)`` is called in the running event
+    download is resumed. ``on_progress`` (a :data:`ProgressCallback`) is called in the running event
     loop. Cancelling stops within one read timeout and keeps the downloaded bytes. ``model_dirs``
     appear in hints.
 
@@ -91,8 +81,8 @@ async def download(
     """
     loop = asyncio.get_running_loop()
 
-    def report(done_bytes: int, total_bytes: int) -> None:
-        loop.call_soon_threadsafe(on_progress, done_bytes, total_bytes)
+    def report(done_bytes: int, total_bytes: int, bytes_per_s: float | None) -> None:
+        loop.call_soon_threadsafe(on_progress, done_bytes, total_bytes, bytes_per_s)
 
     job = _Download(
         hub=Hub(repo_id, tuple(model_dirs)),
@@ -115,25 +105,6 @@ async def download(
 
 
 @dataclass
-class _Progress:
-    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``."""
-
-    total_bytes: int
-    report: ProgressCallback
-    done_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _next_report_at: float = 0.0
-
-    def add(self, num_bytes: int) -> None:
-        with self._lock:
-            self.done_bytes += num_bytes
-            now = time.monotonic()
-            if now >= self._next_report_at or self.done_bytes == self.total_bytes:
-                self._next_report_at = now + REPORT_INTERVAL_S
-                self.report(self.done_bytes, self.total_bytes)
-
-
-@dataclass
 class _Download:
     """One run of a download, in a separate thread."""
 
@@ -145,7 +116,7 @@ class _Download:
     report: ProgressCallback
     part: Part = "all"
     content: Content = "checkpoint"
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=Stop)
 
     def run(self) -> Path:
         try:
@@ -158,9 +129,12 @@ class _Download:
                 self._fetch(self._plan(found))
         except OSError as error:
             raise Failed(
-                f"cannot write {error.filename or self.target_dir}: {error.strerror or error}"
+                f"cannot write {error.filename or self.target_dir}: {error.strerror or error}",
+                "the downloaded part is kept; free some space, then repeat the command"
+                if error.errno in _NO_SPACE
+                else hint_to_write(self.target_dir.parent),
             ) from error
-        except _Stopped:
+        except Stopped:
             raise Failed(f"the download of {self.hub.repo_id} was stopped") from None
         return self.target_dir
 
@@ -184,7 +158,7 @@ class _Download:
         return None
 
     def _has_all(self, manifest: Manifest) -> bool:
-        return all(_has_size(self.target_dir / f.path, f.num_bytes) for f in manifest.files)
+        return all(has_size(self.target_dir / f.path, f.num_bytes) for f in manifest.files)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -209,8 +183,23 @@ class _Download:
             allow_pickle=self.allow_pickle,
             allow_remote_code=self.allow_remote_code,
         )
-        files = tuple(file for file in listed if file.path in wanted)
+        files = tuple(self._sized(commit, file) for file in listed if file.path in wanted)
         return Manifest(self.hub.repo_id, self.revision, commit, files)
+
+    def _sized(self, commit: str, file: HubFile) -> HubFile:
+        """Return a file with its size, asking for the size if the listing has none."""
+        if file.num_bytes >= 0:
+            return file
+        try:
+            facts = self.hub.file_facts(commit, file.path)
+        except Interrupted as error:
+            raise Failed(f"asking for the size of {file.path}: {error}", "try again") from error
+        if facts.num_bytes is None or facts.num_bytes < 0:
+            raise Failed(
+                f"{self.hub.endpoint} does not state the size of {file.path}",
+                "use another mirror in HF_ENDPOINT, or give --source PATH",
+            )
+        return replace(file, num_bytes=facts.num_bytes)
 
     def _commit_to_continue(self, found: Manifest | None) -> str | None:
         """Return the commit of an earlier run; None if that run fetched no weights.
@@ -219,7 +208,7 @@ class _Download:
         """
         if found is None:
             return None
-        fetcher = _Fetcher(self.hub, found.commit, self.target_dir, self.stop)
+        fetcher = Fetcher(self.hub, found.commit, self.target_dir, self.stop)
         weights = [file for file in found.files if layout.is_weight_file(file.path)]
         has_begun = any(fetcher.is_done(one) or fetcher.part_bytes(one) for one in weights)
         return found.commit if has_begun or self.part == "all" else None
@@ -239,148 +228,29 @@ class _Download:
             check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
 
     def _fetch(self, manifest: Manifest) -> None:
-        parts = self.target_dir / PART_FOLDER
-        parts.mkdir(exist_ok=True)
+        (self.target_dir / PART_FOLDER).mkdir(exist_ok=True)
         write_manifest(self.target_dir, manifest)
-        fetcher = _Fetcher(self.hub, manifest.commit, self.target_dir, self.stop)
+        fetcher = Fetcher(self.hub, manifest.commit, self.target_dir, self.stop)
+        total_bytes = sum(file.num_bytes for file in manifest.files)
+
+        def missing_bytes() -> int:
+            return sum(fetcher.missing_bytes(file) for file in manifest.files)
+
+        with disk_room(self.hub.repo_id, self.target_dir, total_bytes, missing_bytes):
+            self._fetch_files(manifest, fetcher)
+
+    def _fetch_files(self, manifest: Manifest, fetcher: Fetcher) -> None:
         missing = [file for file in manifest.files if not fetcher.is_done(file)]
-        self._require_space(sum(f.num_bytes - fetcher.part_bytes(f) for f in missing))
         small = [f for f in manifest.files if not layout.is_weight_file(f.path)]
         wanted = small if self.part == "small files" else manifest.files
-        fetcher.progress = _Progress(sum(f.num_bytes for f in wanted), self.report)
-        fetcher.progress.add(sum(f.num_bytes for f in wanted if f not in missing))
+        fetcher.progress = DownloadProgress(sum(f.num_bytes for f in wanted), self.report)
+        fetcher.progress.found(sum(f.num_bytes for f in wanted if f not in missing))
         fetcher.fetch_all([f for f in missing if f in small])
         self._check_small_files()
         if self.part == "small files":
-            fetch_headers(self.hub, manifest, self.target_dir, self.stop)
+            fetch_headers(self.hub, manifest, self.target_dir, self.stop.event)
             return
         fetcher.fetch_all([f for f in missing if f not in small])
-        shutil.rmtree(parts)
+        shutil.rmtree(self.target_dir / PART_FOLDER)
         shutil.rmtree(self.target_dir / HEADERS_FOLDER, ignore_errors=True)
         write_manifest(self.target_dir, replace(manifest, complete=True))
-
-    def _require_space(self, needed_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.target_dir).free
-        if needed_bytes > free_bytes:
-            raise Refused(
-                f"{self.hub.repo_id} needs {format_bytes(needed_bytes)} more, but only "
-                f"{format_bytes(free_bytes)} is free at {self.target_dir}",
-                "free some space or set paths.download_dir to a larger disk",
-            )
-
-
-class _Fetcher:
-    """Fetches files of one commit into a folder; an incomplete file is in ``PART_FOLDER``."""
-
-    def __init__(self, hub: Hub, commit: str, target_dir: Path, stop: threading.Event) -> None:
-        self.progress = _Progress(0, lambda _done, _total: None)
-        self._hub = hub
-        self._commit = commit
-        self._target_dir = target_dir
-        self._stop = stop
-
-    def is_done(self, file: HubFile) -> bool:
-        return _has_size(self._target_dir / file.path, file.num_bytes)
-
-    def part_bytes(self, file: HubFile) -> int:
-        part = self._part(file)
-        return part.stat().st_size if part.exists() else 0
-
-    def fetch_all(self, files: Sequence[HubFile]) -> None:
-        with ThreadPoolExecutor(NUM_PARALLEL_FILES, thread_name_prefix="download") as pool:
-            futures = [pool.submit(self._fetch, file) for file in files]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            errors = [error for future in done if (error := future.exception())]
-            if errors:
-                self._stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise next((e for e in errors if not isinstance(e, _Stopped)), errors[0])
-
-    def _part(self, file: HubFile) -> Path:
-        # The digest keeps a part of one version from being continued with another version.
-        name = f"{file.path.replace('/', '--')}.{file.digest[:16]}"
-        return self._target_dir / PART_FOLDER / name
-
-    def _fetch(self, file: HubFile) -> None:
-        part = self._part(file)
-        part.touch()
-        self.progress.add(self.part_bytes(file))
-        self._grow(file, part)
-        if not self._is_intact(file, part):
-            part.unlink()
-            raise Failed(
-                f"{file.path} of {self._hub.repo_id} arrived damaged (its checksum is wrong)",
-                "try again; if it happens again, suspect the disk or a proxy",
-            )
-        target = self._target_dir / file.path
-        target.parent.mkdir(exist_ok=True)
-        durable.replace(part, target)
-
-    def _grow(self, file: HubFile, part: Path) -> None:
-        """Append to the partial file until complete, with retries."""
-        num_fruitless = 0
-        while (had_bytes := part.stat().st_size) != file.num_bytes:
-            try:
-                self._transfer(file, part)
-            except RangeRefused:
-                self._start_over(part)
-                num_fruitless += 1
-            except Interrupted as error:
-                num_fruitless = 0 if part.stat().st_size > had_bytes else num_fruitless + 1
-                if num_fruitless >= MAX_FRUITLESS_ATTEMPTS:
-                    raise Failed(
-                        f"downloading {file.path}: {error}",
-                        "the downloaded part is kept; try again later to continue",
-                    ) from error
-                if self._stop.wait(FIRST_RETRY_S * 2**num_fruitless):
-                    raise _Stopped from error
-            if num_fruitless >= MAX_FRUITLESS_ATTEMPTS:
-                raise Failed(f"downloading {file.path}: the hub refuses to continue the file")
-
-    def _transfer(self, file: HubFile, part: Path) -> None:
-        offset = part.stat().st_size
-        if offset > file.num_bytes:
-            raise RangeRefused
-        with self._hub.open_file(self._commit, file.path, offset) as (start, chunks):
-            if start != offset:
-                self._start_over(part)
-            self._append(file, part, start, chunks)
-        if part.stat().st_size < file.num_bytes:
-            raise Interrupted("the connection closed early")
-
-    def _append(self, file: HubFile, part: Path, size: int, chunks: Iterator[bytes]) -> None:
-        with part.open("ab") as output:
-            for chunk in chunks:
-                if self._stop.is_set():
-                    raise _Stopped
-                size += len(chunk)
-                if size > file.num_bytes:
-                    raise Failed(
-                        f"{file.path}: the hub sends more than the announced {file.num_bytes} bytes"
-                    )
-                output.write(chunk)
-                self.progress.add(len(chunk))
-        durable.sync(part)
-
-    def _start_over(self, part: Path) -> None:
-        self.progress.add(-part.stat().st_size)
-        os.truncate(part, 0)
-
-    def _is_intact(self, file: HubFile, part: Path) -> bool:
-        """Return whether a file's SHA-256, or for small files git's SHA-1 of a blob, is correct."""
-        if not file.digest:  # the mirror sends no digest
-            return True
-        if len(file.digest) == _SHA256_DIGITS:
-            digest = hashlib.sha256()
-        else:
-            digest = hashlib.sha1(f"blob {file.num_bytes}\0".encode(), usedforsecurity=False)
-        with part.open("rb") as content:
-            while chunk := content.read(_HASH_CHUNK_BYTES):
-                if self._stop.is_set():
-                    raise _Stopped
-                digest.update(chunk)
-        return digest.hexdigest() == file.digest
-
-
-def _has_size(path: Path, num_bytes: int) -> bool:
-    return os.path.isfile(path) and path.stat().st_size == num_bytes

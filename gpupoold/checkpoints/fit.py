@@ -55,44 +55,33 @@ def model_dtype_bits(dtype: str) -> int:
     return 16 if dtype == "auto" else MODEL_DTYPE_BITS[dtype]
 
 
-def fits(
-    info: CheckpointInfo,
-    dtype: str,
-    device_bytes: int,
-    *,
-    reserve_bytes: int = 0,
-    kv_bytes: int = 0,
-    engine: Mapping[str, str] | None = None,
-) -> int:
-    """Return the bytes left on the device besides the weights, the reserve and ``kv_bytes``.
+def check_fits(
+    info: CheckpointInfo, dtype: str, weight_bytes: int, device_bytes: int, *, kv_bytes: int = 0
+) -> None:
+    """Check that a device of ``device_bytes`` can hold the weights and ``kv_bytes``.
 
-    ``device_bytes`` is the memory of the largest device for the model, ``reserve_bytes`` stay free
-    for activations, ``kv_bytes`` is the least useful KV, for example of one request. ``engine`` has
-    the model's engine options.
+    ``weight_bytes`` are those of :func:`estimate_weight_bytes`, ``device_bytes`` is the memory of
+    the largest device for the model, ``kv_bytes`` the least useful KV, for example of one request.
 
     Raises:
         Refused: the model does not fit; the message has both sizes, the hint a fitting alternative.
         UsageError: the engine does not offer ``dtype``.
     """
-    weight_bytes = estimate_weight_bytes(info, dtype, engine)
-    usable_bytes = device_bytes - reserve_bytes
-    left_bytes = usable_bytes - weight_bytes - kv_bytes
-    if left_bytes >= 0:
-        return left_bytes
-    reserve = f" less {format_bytes(reserve_bytes)} reserve" if reserve_bytes else ""
+    needed_bytes = weight_bytes + kv_bytes
+    if needed_bytes <= device_bytes:
+        return
     kv = f" and {format_bytes(kv_bytes)} of KV" if kv_bytes else ""
     raise Refused(
         f"{info.path}: {format_bytes(weight_bytes)} of weights ({dtype}){kv} do not fit on a "
-        f"device of {format_bytes(device_bytes)}{reserve}",
-        _remedy(info, weight_bytes, usable_bytes, kv_bytes, device_bytes - left_bytes),
+        f"device of {format_bytes(device_bytes)}",
+        _remedy(info, dtype, needed_bytes, device_bytes),
     )
 
 
-def _remedy(
-    info: CheckpointInfo, weight_bytes: int, usable_bytes: int, kv_bytes: int, needed_bytes: int
-) -> str:
-    smaller_bytes = estimate_weight_bytes(info, "bfloat16")
-    if smaller_bytes < weight_bytes and smaller_bytes + kv_bytes <= usable_bytes:
-        return f"with dtype bfloat16 the model takes {format_bytes(smaller_bytes)} and fits"
+def _remedy(info: CheckpointInfo, dtype: str, needed_bytes: int, device_bytes: int) -> str:
+    saved_bytes = estimate_weight_bytes(info, dtype) - estimate_weight_bytes(info, "bfloat16")
+    if saved_bytes > 0 and needed_bytes - saved_bytes <= device_bytes:
+        smaller = format_bytes(needed_bytes - saved_bytes)
+        return f"with dtype bfloat16 the model takes {smaller} and fits"
     needed = f"use a device of at least {format_bytes(needed_bytes)}"
     return needed if info.quantization else f"{needed}, or a quantized version of the model"

@@ -12,17 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from gpupoold.checkpoints.manifest import HubFile
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils._xet import XetFileData
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 LISTING_TIMEOUT_S = 20.0
 READ_TIMEOUT_S = 20.0
 _TRUE = frozenset({"1", "on", "yes", "true"})
+_TOKEN_HINT = (
+    "set HF_TOKEN of an account with access in the daemon's environment (under systemd in "
+    "/etc/gpupool/environment) and restart the daemon"
+)
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -32,6 +38,18 @@ class Interrupted(Exception):
 
 class RangeRefused(Exception):
     """The hub refuses to continue at the requested offset: start again from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A file as the hub's answer to ``HEAD`` states it; each fact may be missing.
+
+    ``digest`` is as in :class:`HubFile`.
+    """
+
+    num_bytes: int | None
+    digest: str | None
+    xet: XetFileData | None
 
 
 def _endpoint() -> str:
@@ -49,8 +67,18 @@ class Hub:
     model_dirs: tuple[Path, ...] = ()
     endpoint: str = field(default_factory=_endpoint)
 
+    @property
+    def scheme(self) -> str:
+        return urlsplit(self.endpoint).scheme
+
+    @property
+    def netloc(self) -> str:
+        return urlsplit(self.endpoint).netloc
+
     def list_files(self, revision: str | None) -> tuple[str, tuple[HubFile, ...]]:
         """Return the commit of the revision (None: the default branch) and all its files.
+
+        A size of -1 means that the hub's listing has no size.
 
         Raises:
             Refused: there is no such repository or revision, or no access.
@@ -72,7 +100,9 @@ class Hub:
                 files = tuple(
                     HubFile(s.rfilename, s.lfs.size, s.lfs.sha256)
                     if s.lfs is not None
-                    else HubFile(s.rfilename, int(s.size or 0), str(s.blob_id or ""))
+                    else HubFile(
+                        s.rfilename, -1 if s.size is None else int(s.size), str(s.blob_id or "")
+                    )
                     for s in siblings
                 )
             except (HfHubHTTPError, HFValidationError):
@@ -82,6 +112,23 @@ class Hub:
         if not info.sha:
             raise self._not_a_hub("no commit in the answer")
         return info.sha, files
+
+    def file_facts(self, commit: str, path: str) -> FileFacts:
+        """Ask for the size, digest and Xet address of a file.
+
+        Raises:
+            Interrupted: try again.
+            Refused: no access.
+            Failed: the hub refuses permanently.
+        """
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(self.repo_id, path, revision=commit, endpoint=self.endpoint)
+        with self._plain_errors(commit), self._transient_errors(commit):
+            stated = get_hf_file_metadata(
+                url, timeout=READ_TIMEOUT_S, library_name="gpupool", endpoint=self.endpoint
+            )
+        return FileFacts(stated.size, stated.etag, stated.xet_file_data)
 
     @contextmanager
     def open_file(
@@ -181,13 +228,12 @@ class Hub:
             case GatedRepoError():
                 return Refused(
                     f"access to {where} is restricted by its owner",
-                    f"ask for access at {self.endpoint}/{self.repo_id}, then start the daemon "
-                    "with HF_TOKEN of that account",
+                    f"ask for access at {self.endpoint}/{self.repo_id}, then {_TOKEN_HINT}",
                 )
             case RepositoryNotFoundError():
                 return Refused(
                     f"there is no repository {where}, or it is private",
-                    "check the name; a private repository needs HF_TOKEN in the daemon's variables",
+                    f"check the name; for a private repository {_TOKEN_HINT}",
                 )
             case RevisionNotFoundError():
                 return Refused(
@@ -199,7 +245,7 @@ class Hub:
         if status in (401, 403):
             return Refused(
                 f"the hub does not let this daemon read {where} (HTTP {status})",
-                "check HF_TOKEN in the daemon's environment",
+                _TOKEN_HINT,
             )
         return Failed(f"the hub answered HTTP {status} for {where}", self._other_ways())
 

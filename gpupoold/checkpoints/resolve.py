@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gpupoold.checkpoints.builtin import BUILTIN_MODELS
 from gpupoold.errors import Refused, UsageError
+from gpupoold.system.folders import hint_to_read
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _HUB_ID = re.compile(rf"{_PART}/{_PART}")
@@ -71,11 +72,14 @@ def _existing_folder(source: str) -> Path:
     except (RuntimeError, ValueError) as error:  # no such user; a null byte
         raise UsageError(f"source {source!r}: {error}") from error
     # os.path, not Path, which raises an error without permission to look.
+    hint = hint_to_read(path)
+    if hint:
+        raise Refused(f"{path}: the daemon's user may not read this folder", hint)
     if os.path.isdir(path):
         return path.resolve()
     if os.path.exists(path):
         raise Refused(f"{path} is not a folder", "give the folder that holds config.json")
-    raise Refused(f"{path} does not exist", "check the path; the daemon must be able to see it")
+    raise Refused(f"{path} does not exist", "check the path")
 
 
 def _look_up(wanted: str, name: str, model_dirs: Sequence[Path]) -> LocalSource | HubSource:

@@ -1,8 +1,9 @@
-"""Short names of devices for the configuration's ``devices``. Pure."""
+"""Names of devices: the short form in the configuration, and GPUs visible to CUDA. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.hardware import hardware
@@ -39,6 +40,18 @@ def check_gpu(kind: str, gpu: str | None) -> None:
         hardware(gpu)
     except LatencyError as error:
         raise ValueError(str(error)) from error
+
+
+def visible_entry(index: int, environment: Mapping[str, str]) -> str | None:
+    """Return NVML's index or (the beginning of) a UUID for the CUDA device ``index``. Pure.
+
+    Returns None if ``CUDA_VISIBLE_DEVICES`` has no such device.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    return entries[index] if index < len(entries) else None
 
 
 def _named_device(name: object) -> list[dict[str, object]]:

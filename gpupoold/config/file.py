@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpupoold.access.tls import TlsError, check_files
+from gpupoold.config.budgets import BudgetError
+from gpupoold.config.fitting import fitted
 from gpupoold.config.lines import line_of, line_of_error, lines_of
+from gpupoold.config.machine import Machine
 from gpupoold.config.problems import Problem
 from gpupoold.config.renamed import renamed_keys
 from gpupoold.config.schema import (
@@ -105,6 +108,21 @@ def check_named_files(text: str) -> list[PlacedProblem]:
         check_files(server.tls_cert, server.tls_key)
     except TlsError as error:
         problem = Problem(("server", error.key), error.what, error.hint)
+        return [PlacedProblem(problem, _line(problem, lines_of(text)))]
+    return []
+
+
+def check_budgets(text: str, machine: Callable[[Settings], Machine]) -> list[PlacedProblem]:
+    """Return the problem with the budgets of a text without problems on a ``machine``.
+
+    Raises:
+        ConfigError: the text has problems.
+    """
+    settings = parsed_file(text, None).settings
+    try:
+        fitted(settings, machine(settings))
+    except BudgetError as error:
+        problem = Problem(tuple(error.key.split(".")), error.what, error.hint)
         return [PlacedProblem(problem, _line(problem, lines_of(text)))]
     return []
 

@@ -30,6 +30,7 @@ from gpupoold.config.problems import Problem, config_error, problems_of
 from gpupoold.config.renamed import with_new_names
 from gpupoold.config.sections import (
     CUDA_RESERVE_BYTES,
+    LEAST_KV_HOST_BYTES,
     DeviceSettings,
     HistorySettings,
     LimitSettings,
@@ -39,6 +40,7 @@ from gpupoold.config.sections import (
     SchedulingSettings,
     SecuritySettings,
     ServerSettings,
+    SimulatedHostSettings,
 )
 from gpupoold.config.values import Section, as_tuple, is_hidden
 from gpupoold.errors import ConfigError
@@ -46,6 +48,7 @@ from gpupoold.units import format_bytes
 
 __all__ = [
     "CUDA_RESERVE_BYTES",
+    "LEAST_KV_HOST_BYTES",
     "AccessSettings",
     "DeviceSettings",
     "LimitSettings",
@@ -61,6 +64,7 @@ __all__ = [
 
 CONFIG_VARIABLE = "GPUPOOL_CONFIG"
 SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")
+SERVICE_STATE_DIR = Path("/var/lib/gpupool")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -73,6 +77,7 @@ class Settings(Section):
     )
     server: ServerSettings = ServerSettings()
     memory: MemorySettings = MemorySettings()
+    simulated_host: SimulatedHostSettings = SimulatedHostSettings()
     scheduling: SchedulingSettings = SchedulingSettings()
     access: AccessSettings = AccessSettings()
     security: SecuritySettings = SecuritySettings()
@@ -122,8 +127,8 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _reserve_leaves_memory(self) -> Self:
+        reserve = self.memory.reserve_or_auto or 0
         for device in self.devices:
-            reserve = self.memory.reserve_for(device.kind)
             if device.memory_bytes is not None and reserve >= device.memory_bytes:
                 raise _at_key(
                     "memory.reserve",
@@ -131,6 +136,18 @@ class Settings(Section):
                     f"{format_bytes(device.memory_bytes)}; lower memory.reserve or raise "
                     "device.memory",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _only_simulated_devices_have_a_simulated_host(self) -> Self:
+        if self.simulated_host.memory_bytes is None:
+            return self
+        if any(device.kind != "sim" for device in self.devices):
+            raise _at_key(
+                "simulated_host.memory",
+                'needs devices of kind = "sim" only, because other devices take the memory of '
+                "the machine",
+            )
         return self
 
 
@@ -289,8 +306,9 @@ def _with_default_paths(paths: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default_state_dir(is_root: bool) -> Path:
-    if is_root:
-        return Path("/var/lib/gpupool")
+    # The home of the service's user, who may run commands without the unit's variables.
+    if is_root or Path.home() == SERVICE_STATE_DIR:
+        return SERVICE_STATE_DIR
     home = os.environ.get("XDG_STATE_HOME")
     return (Path(home) if home else Path.home() / ".local" / "state") / "gpupool"
 

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from gpupoold.config.device_names import check_gpu
 from gpupoold.config.values import (
     AbsolutePath,
+    AutoPositiveSize,
+    AutoSize,
     Count,
     Duration,
     Effect,
@@ -25,6 +27,8 @@ EMULATED_DEVICE_BYTES = 2 * GIB
 CUDA_RESERVE_BYTES = 3 * GIB
 CUDA_GRANULARITY_BYTES = 2 * 2**20
 HOST_PAGE_BYTES = 4096
+LEAST_KV_HOST_BYTES = 2 * GIB
+LEAST_BYTES_IN_FLIGHT = 256_000_000
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
 
@@ -64,7 +68,8 @@ class ServerSettings(Section):
 class PathSettings(Section):
     """``[paths]``: absolute paths; defaults depend on the user, see ``load_settings``.
 
-    ``workloads_dir`` serves ``gpupool simulate``; the daemon does not read the folder.
+    ``hf_cache`` None is the folder of the Hugging Face library for the daemon's user, an empty list
+    no folder. ``workloads_dir`` serves ``gpupool simulate``; the daemon does not read the folder.
     """
 
     state_dir: AbsolutePath
@@ -72,6 +77,9 @@ class PathSettings(Section):
     model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(as_tuple), Effect.LIVE]
     log_dir: AbsolutePath
     download_dir: AbsolutePath
+    hf_cache: Annotated[tuple[AbsolutePath, ...] | None, BeforeValidator(as_tuple), Effect.LIVE] = (
+        None
+    )
     workloads_dir: Annotated[AbsolutePath | None, Effect.LIVE] = None
 
 
@@ -114,21 +122,48 @@ class DeviceSettings(Section):
 class MemorySettings(Section):
     """``[memory]``: budgets of host memory, disk, and device memory reserved for activations.
 
-    A model's self-check is repeated after ``self_check_interval`` transfers of the weights to a
-    device; 0 disables these checks.
+    None in a key ``..._or_auto`` means that :mod:`gpupoold.config.fitting` works the figure out
+    from the machine. A model's self-check is repeated after ``self_check_interval`` transfers of
+    the weights to a device; 0 disables these checks.
     """
 
-    model_cache_bytes: Annotated[Size, Effect.LIVE] = Field(default=8 * GIB, alias="model_cache")
+    model_cache_or_auto: Annotated[AutoSize, Effect.LIVE] = Field(default=None, alias="model_cache")
     snapshot_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="snapshot_files")
-    kv_host_bytes: Size = Field(default=2 * GIB, alias="kv_host")
-    reserve_bytes: Size | None = Field(default=None, alias="reserve")
+    kv_host_or_auto: AutoSize = Field(default=None, alias="kv_host")
+    reserve_or_auto: AutoSize = Field(default=None, alias="reserve")
     self_check_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
 
+    @property
+    def model_cache_bytes(self) -> int:
+        """The budget of the model cache, once worked out."""
+        assert self.model_cache_or_auto is not None, "memory.model_cache is not worked out"
+        return self.model_cache_or_auto
+
+    @property
+    def kv_host_bytes(self) -> int:
+        """The KV host cache of each device, once worked out."""
+        assert self.kv_host_or_auto is not None, "memory.kv_host is not worked out"
+        return self.kv_host_or_auto
+
     def reserve_for(self, kind: str) -> int:
-        """Return the bytes to leave free on a device of this kind."""
-        if self.reserve_bytes is not None:
-            return self.reserve_bytes
+        """Return the bytes to leave free on a device of this kind.
+
+        Devices of several kinds share no figure: each kind has its default.
+        """
+        if self.reserve_or_auto is not None:
+            return self.reserve_or_auto
         return CUDA_RESERVE_BYTES if kind == "cuda" else 0
+
+
+class SimulatedHostSettings(Section):
+    """``[simulated_host]``: the host memory of a box with simulated devices only.
+
+    With ``memory`` the daemon works out and applies the budgets of host memory as on a host of this
+    size; without, simulated devices have no such budgets.
+    """
+
+    memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
+    numa_nodes: int = Field(default=1, ge=1, le=64)
 
 
 class SchedulingSettings(Section):
@@ -198,7 +233,7 @@ class LimitSettings(Section):
 
     max_live_requests_per_model: Count = 1024
     max_live_requests: Count = 4096
-    max_bytes_in_flight: PositiveSize = 256_000_000
+    max_bytes_in_flight_or_auto: AutoPositiveSize = Field(default=None, alias="max_bytes_in_flight")
     max_images: Annotated[Count, Effect.LOADS] = 16
     max_image_pixels: Annotated[Count, Effect.LOADS] = 32_000_000
     drop_late: bool = False
@@ -207,6 +242,11 @@ class LimitSettings(Section):
     stop_grace_s: Duration = Field(default=10.0, alias="stop_grace")
     hang_timeout_s: Duration = Field(default=60.0, alias="hang_timeout")
     token_timeout_s: Duration = Field(default=600.0, alias="token_timeout")
+
+    @property
+    def max_bytes_in_flight(self) -> int:
+        """The bound in bytes; the least one until worked out."""
+        return self.max_bytes_in_flight_or_auto or LEAST_BYTES_IN_FLIGHT
 
 
 class LogSettings(Section):

@@ -25,6 +25,10 @@ class Effect(StrEnum):
     """Not before ``gpupoold`` is started again."""
 
 
+AUTO = "auto"
+"""Spelling of a value that is worked out from the machine."""
+
+
 class Hidden:
     """Marks a key whose value is never shown, as in ``key: Annotated[str, HIDDEN]``."""
 
@@ -38,6 +42,15 @@ def _size(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise ValueError('write a size such as "24GiB", or a whole number of bytes')
+
+
+def _size_or_auto(value: object) -> object:
+    if value is None or value == AUTO:
+        return None
+    try:
+        return _size(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "{AUTO}"') from error
 
 
 def _duration(value: object) -> object:
@@ -91,6 +104,11 @@ _as_duration = PlainSerializer(exact_duration, when_used="json")
 
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0), _as_size]
 PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0), _as_size]
+AutoSize = Annotated[Annotated[int, Field(ge=0), _as_size] | None, BeforeValidator(_size_or_auto)]
+"""A size; None, spelled "auto", for a size worked out from the machine."""
+AutoPositiveSize = Annotated[
+    Annotated[int, Field(gt=0), _as_size] | None, BeforeValidator(_size_or_auto)
+]
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0), _as_duration]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 Count = Annotated[int, Field(gt=0)]

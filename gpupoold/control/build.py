@@ -26,6 +26,7 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.fd_store import StoredSnapshots
+from gpupoold.control.weights.host_budget import CacheSetting
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
@@ -77,7 +78,7 @@ async def build_control_plane(
         cache,
         saved,
         stored,
-        lambda: configuration.path,
+        lambda: _cache_setting(configuration),
     )
     lifecycle = ModelLifecycle(
         settings,
@@ -133,6 +134,11 @@ def _snapshot_stores(
     stored = StoredSnapshots(fd_store, keys)
     saved = SavedSnapshots(folder / "snapshots", memory.snapshot_files_bytes, keys)
     return SnapshotCache(memory.model_cache_bytes, stored), saved, stored
+
+
+def _cache_setting(configuration: Configuration) -> CacheSetting:
+    most_bytes = configuration.budgets.most_model_cache_bytes
+    return CacheSetting(configuration.path, configuration.why_model_cache(), most_bytes)
 
 
 def _url(listener: socket.socket, settings: Settings) -> str:

@@ -173,7 +173,8 @@ class ControlPlane:
         rows = await self.registry.list()
         names, workers = [str(row.spec.name) for row in rows], self.supervisor.workers
         now = views.ps(names, self.fleet, self.dispatcher, workers, self.cache, time.monotonic())
-        return msgspec.json.encode(now)
+        additions = [views.raw(one) for one in self.lifecycle.ongoing.infos()]
+        return msgspec.json.encode({**now, "additions": additions})
 
     def devices(self) -> list[DeviceInfo]:
         return views.devices(self.supervisor.workers, self.dispatcher, self.fleet)

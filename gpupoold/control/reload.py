@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 from gpupool_state import History
 from gpupoold.api.schemas_config import ReloadInfo
-from gpupoold.config.keys import KeyChange, changes_between, with_changes
+from gpupoold.config.keys import KeyChange
 from gpupoold.config.schema import Settings
 from gpupoold.config.values import Effect
 from gpupoold.config.view import change_info
@@ -80,8 +80,8 @@ class Reloader:
         async with self._reloading:
             try:
                 file = await self._configuration.read()
-                changes = changes_between(self._settings, file.settings)
-                settings = with_changes(self._settings, file.settings, changes)
+                update = await self._configuration.update_of(file)
+                settings, changes = update.fitted.settings, update.changes
                 if settings.memory.model_cache_bytes < self._settings.memory.model_cache_bytes:
                     await self._cache.check_budget(settings.memory.model_cache_bytes)
             except GpupoolError as error:
@@ -89,7 +89,7 @@ class Reloader:
                 self._history.record_event("error", "config_refused", "gpupoold", text)
                 raise
             before = self._settings.model_copy()
-            self._configuration.take(file, settings)
+            self._configuration.take(file, update)
             changed = [one for one in changes if one.effect is not Effect.RESTART]
             waiting = [one for one in changes if one.effect is Effect.RESTART]
             for beginnings, apply in self._effects.items():

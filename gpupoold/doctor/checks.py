@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpupoold.config.budgets import Budgets
+from gpupoold.doctor.budget_checks import budgets_of, check_budgets
 from gpupoold.doctor.check import Check, fault, ok, warning
 from gpupoold.doctor.facts import DaemonFacts, DatabaseFacts, Facts, NetworkFacts, VersionFacts
 from gpupoold.doctor.machine_checks import (
+    check_compilers,
     check_folder,
     check_gpus,
     check_kernel,
+    check_kernel_memory,
     check_limits,
-    check_memory,
     check_numa,
     check_snapshot_room,
 )
@@ -40,13 +43,23 @@ def _checks(facts: Facts) -> Iterator[Check]:
         yield from _check_network(facts.network, facts.daemon)
     kinds: set[str] = {device.kind for device in settings.devices} if settings else set()
     yield from _check_versions(facts.versions, kinds)
+    if "cuda" in kinds:
+        yield check_compilers(facts.versions)
     yield check_kernel(facts.kernel, kinds)
     if settings is None:
         return
-    yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
-    yield from check_memory(facts.memory, settings, facts.daemon)
+    if any(facts.missing_gpus):
+        yield fault("gpu", *facts.missing_gpus)
+    else:
+        yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
+    budgets = budgets_of(facts, settings)
+    yield from check_budgets(facts, settings, budgets)
+    yield from check_kernel_memory(facts.memory)
     yield from check_numa(facts.numa, kinds)
-    yield from check_limits(facts.limits, settings)
+    pinned_bytes = (
+        budgets.model_cache_bytes + budgets.kv_host_bytes if isinstance(budgets, Budgets) else 0
+    )
+    yield from check_limits(facts.limits, settings, pinned_bytes)
     yield from (check_folder(folder) for folder in facts.folders)
     snapshots = next((one for one in facts.folders if one.key == "snapshots"), None)
     if snapshots is not None:
@@ -96,7 +109,8 @@ def _check_database(database: DatabaseFacts) -> Check:
 
 def _check_network(network: NetworkFacts, daemon: DaemonFacts) -> Iterator[Check]:
     if network.problem:
-        fix = "change server.host or server.port, or stop the program at the address: ss -ltnp"
+        fix = "stop the program at the address (ss -ltnp), or change server.host or server.port; "
+        fix += "as a service: systemctl edit gpupoold.socket"
         yield fault("http", f"{network.address}: {network.problem}", fix)
     else:
         yield ok("http", f"{network.address} {'is served' if daemon.is_running else 'is free'}")

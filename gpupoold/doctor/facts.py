@@ -10,13 +10,18 @@ from gpupoold.config.schema import Settings
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as NVML reports it; bytes include all processes on the GPU."""
+    """A GPU as NVML reports it; bytes include all processes on the GPU.
+
+    ``node`` is the NUMA node, None if the kernel names none.
+    """
 
     name: str
     memory_bytes: int
     used_bytes: int
     is_mig: bool = False
     is_persistent: bool = True
+    uuid: str = ""
+    node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,15 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class NumaFacts:
-    """NUMA nodes; ``problem`` is the reason why threads cannot choose a node, or empty."""
+    """NUMA nodes; ``problem`` is the reason why threads cannot choose a node, or empty.
+
+    ``node_bytes`` is the memory of the nodes by number.
+    """
 
     num_nodes: int = 1
     is_balancing: bool = False
     problem: str = ""
+    node_bytes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,8 @@ class LimitFacts:
 class Folder:
     """A folder of the configuration; for a missing folder, the facts of the nearest parent.
 
-    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured.
+    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured. ``hint``
+    says how to let the daemon write to the folder, empty unless the daemon said so.
     """
 
     key: str
@@ -83,6 +93,7 @@ class Folder:
     filesystem: str
     free_bytes: int
     num_bytes: int = 0
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +115,18 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True)
 class VersionFacts:
-    """Versions of packages: ``installed`` (None if missing) and ``needed``."""
+    """Versions of packages: ``installed`` (None if missing) and ``needed``.
+
+    ``cuda`` is the CUDA version that torch is built for, None for a build without CUDA, or if torch
+    is missing. ``lacking`` names programs and headers for compiling kernels that are not installed.
+    """
 
     python: str
     gpupool: str
     installed: dict[str, str | None]
     needed: dict[str, str]
+    cuda: tuple[int, int] | None = None
+    lacking: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +152,7 @@ class DaemonFacts:
     pid: int | None = None
     state: str = ""
     version: str = ""
+    http_url: str = ""
     lost_rows: int = 0
     unsound: str = ""
     failed: dict[str, str] = field(default_factory=dict)
@@ -150,7 +168,8 @@ class Facts:
     """All facts.
 
     ``settings`` is None if the configuration cannot be used: then ``problem`` is the reason,
-    ``fix`` a remedy, and facts that need the configuration are missing.
+    ``fix`` a remedy, and facts that need the configuration are missing. ``missing_gpus`` is why
+    GPUs were expected and not found, with a remedy; empty texts if all is well.
     """
 
     config_path: str
@@ -167,3 +186,4 @@ class Facts:
     folders: tuple[Folder, ...] = ()
     network: NetworkFacts | None = None
     database: DatabaseFacts | None = None
+    missing_gpus: tuple[str, str] = ("", "")

@@ -19,9 +19,8 @@ from gpupoold.doctor.facts import (
 from gpupoold.units import format_bytes
 
 GIB = 2**30
-# Memory of a process with an engine, without weights and KV; measured in docs/memory.md.
-_ENGINE_BYTES = 2 * GIB
-_LITTLE_MEMORY_SHARE = 0.9
+# First drivers of the major versions of CUDA.
+LEAST_DRIVERS = {12: 525, 13: 580}
 _USED_BY_OTHERS_SHARE = 0.05
 _SPARE_FILES = 1024
 _LEAST_FILES = 1024
@@ -63,23 +62,25 @@ def check_gpus(
 
 def _check_driver(gpu: GpuFacts, versions: VersionFacts) -> Check:
     name, found = "gpu driver", f"{gpu.driver}, for CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}"
-    local = (versions.installed.get("torch") or "").partition("+")[2]
-    if local == "cpu":
+    built = versions.cuda
+    if built is None and versions.installed.get("torch") is not None:
         fix = "build the environment for GPUs: make venv GPUPOOL_DEVICE=cuda"
         return fault(name, f"{found}; but torch is built for CPUs only", fix)
-    built = _cuda_of(local)
     if built is not None and built[0] > gpu.cuda[0]:
         text = f"{found}; torch is built for CUDA {built[0]}.{built[1]}"
-        return fault(name, text, "install a newer NVIDIA driver")
+        least = LEAST_DRIVERS.get(built[0])
+        which = "a newer NVIDIA driver" if least is None else f"NVIDIA's driver {least} or newer"
+        return fault(name, text, f"install {which}, and restart the machine")
     return ok(name, found)
 
 
-def _cuda_of(local: str) -> tuple[int, int] | None:
-    """Return the CUDA version in a build's name, such as ``cu130``."""
-    digits = local.removeprefix("cu")
-    if not local.startswith("cu") or not digits.isdecimal() or len(digits) < 2:
-        return None
-    return int(digits[:-1]), int(digits[-1])
+def check_compilers(versions: VersionFacts) -> Check:
+    """Check that kernels can be compiled when a model is loaded on a GPU."""
+    if versions.lacking:
+        minor = ".".join(versions.python.split(".")[:2])
+        text = f"kernels cannot be compiled without {', '.join(versions.lacking)}"
+        return fault("compilers", text, f"apt install gcc g++ libc6-dev python{minor}-dev")
+    return ok("compilers", f"C, C++ and Python.h of Python {versions.python}")
 
 
 def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
@@ -95,11 +96,8 @@ def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
     return ok(name, found)
 
 
-def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -> Iterator[Check]:
-    """Check the configured budgets against the memory, and the kernel's overcommit mode."""
-    yield _check_budgets(memory, settings, daemon)
-    if daemon.weight_bytes and any(one.kind != "sim" for one in settings.devices):
-        yield _check_model_cache(settings.memory.model_cache_bytes, daemon.weight_bytes)
+def check_kernel_memory(memory: MemoryFacts) -> Iterator[Check]:
+    """Check the kernel's overcommit mode and reserved huge pages."""
     if memory.overcommit == 2:
         text = "vm.overcommit_memory is 2: large address ranges cannot be reserved"
         yield fault("overcommit", text, "sysctl -w vm.overcommit_memory=0")
@@ -111,45 +109,6 @@ def check_memory(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -
     else:
         mode = memory.transparent_huge_pages or "not supported"
         yield ok("huge pages", f"none reserved; transparent huge pages: {mode}")
-
-
-def _check_budgets(memory: MemoryFacts, settings: Settings, daemon: DaemonFacts) -> Check:
-    kinds = [device.kind for device in settings.devices]
-    num_engines = sum(kind != "sim" for kind in kinds)
-    parts = {
-        "memory.model_cache": settings.memory.model_cache_bytes if num_engines else 0,
-        f"memory.kv_host for {num_engines}": settings.memory.kv_host_bytes * num_engines,
-        "emulated devices": sum(
-            one.memory_bytes or 0 for one in settings.devices if one.kind == "emulated"
-        ),
-        "processes": _ENGINE_BYTES * num_engines,
-    }
-    need = sum(parts.values())
-    have = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
-    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    found = f"{format_bytes(need)} of {format_bytes(have)} may be used"
-    found += f" ({shown})" if shown else ""
-    fix = "lower memory.model_cache or memory.kv_host"
-    if memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes:
-        fix += ", or raise the control group's limit (MemoryMax= of the service)"
-    if need > have:
-        return fault("memory", found, fix)
-    if need > _LITTLE_MEMORY_SHARE * have:
-        return warning("memory", f"{found}: little is left for other programs", fix)
-    if not daemon.is_running and need > memory.available_bytes:
-        text = f"{found}, but only {format_bytes(memory.available_bytes)} are available now"
-        return warning("memory", text, "stop other programs, or lower memory.model_cache")
-    return ok("memory", found)
-
-
-def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
-    found = f"the weights snapshots of all models take {format_bytes(weight_bytes)}"
-    found += f" of {format_bytes(budget_bytes)}"
-    if weight_bytes > budget_bytes:
-        text = f"{found}: models used least are loaded again on request"
-        fix = "raise memory.model_cache, or set memory.snapshot_files to read snapshots from disk"
-        return warning("model cache", text, fix)
-    return ok("model cache", found)
 
 
 def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
@@ -168,8 +127,11 @@ def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
         yield ok("numa", found)
 
 
-def check_limits(limits: LimitFacts, settings: Settings) -> Iterator[Check]:
-    """Check the limits of open files, processes and locked memory."""
+def check_limits(limits: LimitFacts, settings: Settings, pinned_bytes: int) -> Iterator[Check]:
+    """Check the limits of open files, processes and locked memory.
+
+    ``pinned_bytes`` is the host memory that a worker pins for a GPU.
+    """
     need = settings.limits.max_live_requests + _SPARE_FILES
     of = f" ({limits.of})"
     files = limits.open_files
@@ -186,11 +148,10 @@ def check_limits(limits: LimitFacts, settings: Settings) -> Iterator[Check]:
         yield warning("processes", text, "LimitNPROC=infinity, or: ulimit -u unlimited")
     else:
         yield ok("processes", f"{_count(limits.processes)}{of}")
-    pinned = settings.memory.model_cache_bytes + settings.memory.kv_host_bytes
     locked = limits.locked_bytes
     has_cuda = any(device.kind == "cuda" for device in settings.devices)
-    if has_cuda and locked is not None and locked < pinned:
-        text = f"at most {format_bytes(locked)}{of}; {format_bytes(pinned)} are to be pinned"
+    if has_cuda and locked is not None and locked < pinned_bytes:
+        text = f"at most {format_bytes(locked)}{of}; {format_bytes(pinned_bytes)} are to be pinned"
         yield warning("locked memory", text, "LimitMEMLOCK=infinity, or: ulimit -l unlimited")
     else:
         shown = "unlimited" if locked is None else format_bytes(locked)
@@ -204,7 +165,7 @@ def check_folder(folder: Folder) -> Check:
     if not folder.is_writable:
         what = "cannot be written" if folder.exists else "cannot be created"
         fix = f"run doctor as the daemon's user, or change the folder's owner ({folder.owner})"
-        return fault(name, f"{found}; {what}", fix)
+        return fault(name, f"{found}; {what}", folder.hint or fix)
     is_state = folder.key == "state_dir"
     if is_state and (folder.filesystem in _NETWORK or folder.filesystem.startswith("fuse")):
         text = f"{found}; the database needs a local disk"

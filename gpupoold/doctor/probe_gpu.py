@@ -7,6 +7,7 @@ from typing import Any
 import pynvml
 
 from gpupoold.doctor.facts import Gpu, GpuFacts
+from gpupoold.memory import numa
 
 
 def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
@@ -38,7 +39,24 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         used_bytes=memory.used,
         is_mig=_is_mig(nvml, handle),
         is_persistent=_is_persistent(nvml, handle),
+        uuid=_uuid(nvml, handle),
+        node=_node(nvml, handle),
     )
+
+
+def _uuid(nvml: Any, handle: object) -> str:
+    try:
+        return str(nvml.nvmlDeviceGetUUID(handle))
+    except nvml.NVMLError:
+        return ""
+
+
+def _node(nvml: Any, handle: object) -> int | None:
+    try:
+        node = numa.node_of(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    except nvml.NVMLError:
+        return None
+    return None if node == numa.NO_NODE else node
 
 
 def _is_mig(nvml: Any, handle: object) -> bool:

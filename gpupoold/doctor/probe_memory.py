@@ -8,16 +8,20 @@ from pathlib import Path
 import psutil
 
 from gpupoold.doctor.facts import MemoryFacts
+from gpupoold.system.control_group import memory_limit_bytes
 
 
-def memory_facts(root: Path = Path("/")) -> MemoryFacts:
-    """Return the facts; ``root`` is the folder with ``proc`` and ``sys``."""
+def memory_facts(root: Path = Path("/"), pid: int | None = None) -> MemoryFacts:
+    """Return the facts; ``root`` is the folder with ``proc`` and ``sys``.
+
+    The limit is that of the control group of ``pid``, None for this process.
+    """
     memory = psutil.virtual_memory()
     huge = _meminfo(root, "HugePages_Free") * _meminfo(root, "Hugepagesize") * 1024
     return MemoryFacts(
         total_bytes=memory.total,
         available_bytes=memory.available,
-        limit_bytes=_cgroup_limit(root),
+        limit_bytes=memory_limit_bytes(pid, root),
         huge_bytes=huge,
         overcommit=int(_read(root / "proc/sys/vm/overcommit_memory") or 0),
         transparent_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/enabled"),
@@ -41,19 +45,3 @@ def _meminfo(root: Path, key: str) -> int:
 def _chosen(path: Path) -> str:
     """Return the word in brackets of a list such as ``always [madvise] never``."""
     return _read(path).partition("[")[2].partition("]")[0]
-
-
-def _cgroup_limit(root: Path) -> int | None:
-    """Return the lowest ``memory.max`` of this process's control group and its ancestors."""
-    line = _read(root / "proc/self/cgroup").splitlines()[-1:]
-    group = line[0].partition("::")[2] if line else ""
-    top = root / "sys/fs/cgroup"
-    folder = top / group.lstrip("/")
-    limits = []
-    for one in (folder, *folder.parents):
-        text = _read(one / "memory.max")
-        if text.isdecimal():
-            limits.append(int(text))
-        if one == top:
-            break
-    return min(limits, default=None)

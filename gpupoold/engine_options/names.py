@@ -1,6 +1,6 @@
 """The options of vLLM that a model may have, and the reasons for refusing the other options. Pure.
 
-Every argument of ``vllm serve``, in the version in ``worker/engine/engine.py``, is in one of
+Every argument of ``vllm serve``, in the versions in ``gpupoold/engine_versions.py``, is in one of
 the two tables.
 """
 
@@ -15,7 +15,6 @@ from gpupoold.errors import UsageError
 MAX_OPTIONS = 64
 MAX_VALUE_CHARACTERS = 65_536
 
-
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(\.[A-Za-z0-9_+-]{1,64}){0,8}")
 
 _OFFERED = """
@@ -24,7 +23,7 @@ anthropic_disabled_thinking_effort attention_backend attention_config chat_templ
 chat_template_content_format code_revision cohere_format cohere_is_reasoning_model
 compilation_config config_format convert cudagraph_capture_sizes default_chat_template_kwargs
 disable_cascade_attn disable_chunked_mm_input disable_sliding_window enable_auto_tool_choice
-enable_chunked_prefill enable_flash_late_interaction enable_flashinfer_autotune
+enable_chunked_prefill enable_flashinfer_autotune
 enable_force_include_usage enable_mamba_cache_stochastic_rounding enable_mixed_moe_lora_format
 enable_moe_shared_loras enable_per_request_metrics enable_prompt_tokens_details
 enable_tower_connector_lora enforce_eager engram_config exclude_tools_when_tool_choice_none
@@ -51,7 +50,7 @@ OFFERED = frozenset(_OFFERED.split())
 _API_ONLY = """
 anthropic_disabled_thinking_effort chat_template
 chat_template_content_format cohere_format cohere_is_reasoning_model default_chat_template_kwargs
-enable_auto_tool_choice enable_flash_late_interaction enable_force_include_usage
+enable_auto_tool_choice enable_force_include_usage
 enable_per_request_metrics enable_prompt_tokens_details exclude_tools_when_tool_choice_none
 fingerprint_mode fingerprint_value response_role return_tokens_as_token_ids sse_keep_alive_interval
 tool_call_parser tool_strict_level trust_request_chat_template
@@ -67,6 +66,7 @@ _CODE = "gpupool loads no code besides the engine's into its processes"
 _LOGS = "gpupool logs and measures; see `gpupool logs` and /metrics"
 _KV = "gpupool moves KV between devices and host memory"
 _CACHE = "gpupool configures caches that frontends and workers share"
+_NO_STATE = "gpupool may run two requests of a client on different devices"
 _FOLDER = "the model's folder is chosen by --source and --revision"
 _LORA = "add adapters with `gpupool add-adapter`"
 
@@ -125,6 +125,7 @@ REFUSED: Mapping[str, str] = {
         "mm_encoder_only mm_processor_cache_gb mm_processor_cache_type mm_processor_device "
         "mm_shm_cache_max_object_size_mb mm_tensor_ipc renderer_num_workers skip_mm_profiling "
         "skip_tokenizer_init trust_request_mm_kwargs",
+        _NO_STATE: "enable_flash_late_interaction",
         _FOLDER: "download_dir hf_token load_format model model_loader_extra_config "
         "pt_load_map_location revision safetensors_prefetch_block_size "
         "safetensors_prefetch_num_threads",

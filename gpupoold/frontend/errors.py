@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+from gpupoold.domain import ModelState
 from gpupoold.wire.messages import AdmissionAnswer, ServedModel
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -179,15 +180,26 @@ def no_such_model(name: str, known: Iterable[str]) -> ApiError:
     return ApiError(404, "NotFoundError", message, param="model", code="model_not_found")
 
 
+class NotYet(ApiError):
+    """503: the model is being loaded or mounted; ``model`` is "" before any model is known."""
+
+    def __init__(self, message: str, model: str, retry_after_s: float) -> None:
+        param = "model" if model else None
+        super().__init__(
+            503, "ServiceUnavailableError", message, param=param, retry_after_s=retry_after_s
+        )
+        self.model = model
+
+
 def not_ready(model: ServedModel) -> ApiError:
     """503: the model is known but cannot answer now."""
     reason = f": {model.reason}" if model.reason else ""
+    message = f"The model `{model.name}` is {model.state}{reason}"
+    retry_after_s = max(model.retry_after_s, model.retry_at_s - time.monotonic())
+    if model.state in (ModelState.LOADING, "starting"):
+        return NotYet(message, model.parent or model.name, retry_after_s)
     return ApiError(
-        503,
-        "ServiceUnavailableError",
-        f"The model `{model.name}` is {model.state}{reason}",
-        param="model",
-        retry_after_s=max(model.retry_after_s, model.retry_at_s - time.monotonic()),
+        503, "ServiceUnavailableError", message, param="model", retry_after_s=retry_after_s
     )
 
 
@@ -286,9 +298,7 @@ def over_rate(message: str, retry_after_s: float) -> ApiError:
 
 def starting() -> ApiError:
     """503: this frontend has just been started and knows no models yet."""
-    return ApiError(
-        503, "ServiceUnavailableError", "The server is starting.", retry_after_s=_RETRY_STARTING_S
-    )
+    return NotYet("The server is starting.", "", _RETRY_STARTING_S)
 
 
 async def send_json(

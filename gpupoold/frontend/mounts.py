@@ -78,10 +78,15 @@ class Mounts:
         self._current: dict[str, Mount] = {}
         self._retired: dict[str, list[Mount]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._past: set[str] = set()
 
     def get(self, name: str) -> Mount | None:
         """Return the API that takes new requests for the model, None without a mount."""
         return self._current.get(name)
+
+    def was_mounted(self, name: str) -> bool:
+        """Return whether the model has a mount, or had one."""
+        return name in self._past
 
     async def openapi(self) -> list[dict[str, Any]]:
         """Return a description for each kind of API; APIs with equal paths are alike."""
@@ -99,6 +104,7 @@ class Mounts:
         """Direct new requests to ``api``; an earlier API finishes its requests."""
         self._retire(name)
         self._current[name] = Mount(name, api)
+        self._past.add(name)
 
     def unmount(self, name: str, message: str) -> None:
         """Take no more requests for the model; end open ones with ``message``."""

@@ -10,19 +10,17 @@ import msgspec
 
 from gpupoold.frontend.conversations import check_messages
 from gpupoold.frontend.errors import bad_request
+from gpupoold.frontend.raw_lists import num_prompts
 
 SCORING_PATHS = frozenset(
     {"/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"},
 )
 POOLING_PATHS = SCORING_PATHS | {"/v1/embeddings", "/classify", "/pooling"}
 
-_LIST = re.compile(rb"\s*\[")
-_NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
 _CONVERSATION = re.compile(rb"\s*\[\s*\{")
 _NOTHING = msgspec.Raw(b"null")
 _QUERIES = ("query", "queries", "data_1", "text_1")
 _DOCUMENTS = ("documents", "items", "data_2", "text_2")
-_lists = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class PoolingFields(msgspec.Struct):
@@ -99,6 +97,4 @@ def _num_items(text: msgspec.Raw) -> int:
     view = memoryview(text)
     if bytes(view[:4]) == b"null":
         return 0
-    if not _LIST.match(view) or _NUMBERS.match(view) or _CONVERSATION.match(view):
-        return 1
-    return len(_lists.decode(text))
+    return 1 if _CONVERSATION.match(view) else num_prompts(text)

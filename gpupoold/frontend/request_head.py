@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from gpupoold.frontend.conversations import BATCH_PATH
 from gpupoold.frontend.errors import ApiError, bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields, OverBound, check_fields
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS, num_inputs
+from gpupoold.frontend.raw_lists import num_items, num_prompts
 from gpupoold.frontend.request_ids import check_client_id
 from gpupoold.frontend.value_bounds import check_values
 
@@ -19,8 +19,6 @@ MAX_SAMPLES = 128
 MAX_PROMPTS = 512
 """Limit of prompts or conversations per HTTP request, which all begin at once."""
 
-_LIST = re.compile(rb"\s*\[")
-_NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
 _NO_PROMPT = msgspec.Raw(b"null")
 
 
@@ -49,7 +47,6 @@ class Head(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Fields)
-_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def read_head(body: bytes, path: str) -> Head:
@@ -61,12 +58,13 @@ def read_head(body: bytes, path: str) -> Head:
     try:
         fields = _decoder.decode(body)
         if is_pooling := path in POOLING_PATHS:
-            num_prompts, where = num_inputs(body, path)
+            number, where = num_inputs(body, path)
+        elif path == BATCH_PATH:
+            number, where = num_items(fields.messages), "messages"
         else:
-            num_prompts = _num_prompts(fields, path)
-            where = "messages" if path == BATCH_PATH else "prompt"
+            number, where = num_prompts(fields.prompt), "prompt"
         num_samples = 1 if is_pooling else _num_samples(fields.n)
-        _check_num_prompts(num_prompts, where)
+        _check_num_prompts(number, where)
         check_values(body, path)
     except msgspec.ValidationError as error:
         raise bad_request(f"The request body must be a JSON object: {error}.") from error
@@ -81,7 +79,7 @@ def read_head(body: bytes, path: str) -> Head:
     has_id = fields.request_id is not msgspec.UNSET
     if has_id:
         check_client_id(fields.request_id, "`request_id`")
-    return Head(fields.model, has_id, num_prompts, num_samples)
+    return Head(fields.model, has_id, number, num_samples)
 
 
 def check_num_requests(head: Head, bound: int) -> None:
@@ -109,17 +107,6 @@ def _too_many(head: Head, bound: int) -> ApiError:
         f"`n` = {head.num_samples}), more than the {bound:,} that may be live at once.",
         param="n",
     )
-
-
-def _num_prompts(fields: _Fields, path: str) -> int:
-    if path == BATCH_PATH:
-        return _num_items(fields.messages)
-    # A list of numbers is one prompt of token ids.
-    return 1 if _NUMBERS.match(memoryview(fields.prompt)) else _num_items(fields.prompt)
-
-
-def _num_items(text: msgspec.Raw) -> int:
-    return len(_list_decoder.decode(text)) if _LIST.match(memoryview(text)) else 1
 
 
 def _num_samples(value: object) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -24,7 +24,6 @@ from gpupoold.frontend.errors import (
     no_such_path,
     no_such_response,
     not_of_this_kind,
-    not_ready,
     send_error,
     send_json,
 )
@@ -32,6 +31,7 @@ from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
+from gpupoold.frontend.model_lookup import Hold, ModelLookup
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.origins import check_origin
@@ -39,7 +39,6 @@ from gpupoold.frontend.pooling_bodies import POOLING_PATHS
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
-from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 _RESPONSES_PREFIX = "/v1/responses/"
 _MODELS_PREFIX = "/v1/models/"
 _OPENAPI_PATH = "/openapi.json"
-_RETRY_UNMOUNTED_S = 1.0
 
 
 @dataclass(slots=True)
@@ -73,6 +71,7 @@ class Bounds:
     max_body_bytes: int
     max_live_requests: int
     in_flight: BytesInFlight
+    hold: Hold = field(default_factory=Hold)
 
 
 class Router:
@@ -92,6 +91,7 @@ class Router:
         self._gates = gates
         self._callers = callers
         self._bounds = bounds
+        self._lookup = ModelLookup(catalog, mounts, bounds.hold)
         self._metrics = metrics
         self._decoding = asyncio.Semaphore(NUM_DECODING)
 
@@ -160,8 +160,7 @@ class Router:
             body = await read_body(scope, receive, bounds.max_body_bytes, holding)
             head = read_head(body, path)
             scope = with_id(scope, ids, body_has_id=head.has_id)
-            model = self._catalog.choose(head.model, caller.models)
-            mount = self._mounted(model)
+            model, mount = await self._lookup.find(head.model, caller.models)
             _check_served(mount, path)
             if model.preset is not None:
                 body = _with_defaults(body, model.preset, path, holding)
@@ -188,15 +187,6 @@ class Router:
         if mount is None or not (caller.models is None or mount.name in caller.models):
             raise no_such_response(response_id)
         await self._mounts.serve(mount, scope, receive, send)
-
-    def _mounted(self, model: ServedModel) -> Mount:
-        mount = self._mounts.get(model.parent or model.name)
-        if mount is None:
-            starting = msgspec.structs.replace(
-                model, state="starting", reason="", retry_after_s=_RETRY_UNMOUNTED_S
-            )
-            raise not_ready(starting)
-        return mount
 
 
 def _with_defaults(body: bytes, preset: Preset, path: str, holding: BodyHolding) -> bytes:

@@ -57,9 +57,11 @@ from gpupoold.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-# Time for open streams to finish while the frontend stops; then the streams end with an error.
-_STREAMS_GRACE_S = 4.0
-_GRACE_S = 5
+# The end of the time for stopping: open streams end with an error, then connections are closed.
+_ENDING_S = 2.0
+_CLOSING_S = 1.0
+# Time after the start in which requests wait for models that are loaded for the first time.
+_HOLD_S = 45.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +152,30 @@ class FrontendServer:
             leaving.cancel()
             await serving
             raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
-        daemon_is_there = leaving.result()
+        grace_s = leaving.result()
         if not self._may_accept.is_set():
             serving.cancel()
             return
         server.should_exit = True
-        # Without the daemon no stream can go on.
-        server.force_exit = not daemon_is_there
+        self._bounds.hold.begin(0.0)
+        if grace_s is None:  # without the daemon no stream can go on
+            server.force_exit = True
+            await serving
+            return
         following = asyncio.create_task(self._follow_daemon())
-        await asyncio.wait({serving}, timeout=_STREAMS_GRACE_S)
-        self._mounts.unmount_all("the server is stopping")
-        await serving
+        await self._end_streams(server, serving, grace_s)
         following.cancel()
+
+    async def _end_streams(
+        self, server: _HttpServer, serving: asyncio.Task[None], grace_s: float
+    ) -> None:
+        """Let open streams finish, and end the remaining streams in time."""
+        ending_s, closing_s = min(_ENDING_S, grace_s / 2), min(_CLOSING_S, grace_s / 4)
+        await asyncio.wait({serving}, timeout=grace_s - ending_s)
+        self._mounts.unmount_all("the server is stopping")
+        await asyncio.wait({serving}, timeout=ending_s - closing_s)
+        server.force_exit = True
+        await serving
 
     async def _serve_when_told(self, server: _HttpServer) -> None:
         """Accept connections on the daemon's order, until the server exits."""
@@ -183,21 +197,20 @@ class FrontendServer:
             server_header=False,
             http=PublicHttp,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_GRACE_S,
             # The same context each time: renewed certificates are loaded into the context.
             ssl_context_factory=None if tls is None else lambda *_: tls.context(),
         )
 
-    async def _follow_daemon(self) -> bool:
-        """Handle messages until the end; return True if the daemon requested the end."""
+    async def _follow_daemon(self) -> float | None:
+        """Handle messages until the end; return the seconds for it, None if the daemon is gone."""
         while True:
             try:
                 message = await self._channel.receive()
             except ChannelClosed:
                 logger.error("the daemon closed its end of the channel")
-                return False
+                return None
             if isinstance(message, Shutdown):
-                return True
+                return message.grace_s
             try:
                 self._handle(message)
             except Exception:
@@ -221,6 +234,7 @@ class FrontendServer:
             case RateAnswer():
                 self._rates.answered(message)
             case Accept():
+                self._bounds.hold.begin(_HOLD_S)
                 self._may_accept.set()
             case Reconfigure():
                 set_log_level(message.log_level)

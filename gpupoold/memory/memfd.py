@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+from gpupoold.system.control_group import memory_room_bytes
 from gpupoold.system.sealed_memory import create_sealed_memfd
 from gpupoold.units import format_bytes
 
@@ -18,7 +19,7 @@ def create_memfd(name: str, num_bytes: int) -> int:
     The size is sealed, so no mapping can lose pages.
 
     Raises:
-        OSError: the machine has too little free memory.
+        OSError: the machine or the control group has too little free memory.
     """
     # The kernel would allocate pages beyond the available memory until its OOM killer ends a
     # process.
@@ -30,7 +31,16 @@ def create_memfd(name: str, num_bytes: int) -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory available without swapping, by the kernel's estimate."""
+    """Return the memory available without swapping, by the kernel's estimate.
+
+    A limit of the control group counts, as of a container or of ``MemoryMax=``.
+    """
+    room = memory_room_bytes()
+    free = _free_bytes_of_machine()
+    return free if room is None else min(free, room)
+
+
+def _free_bytes_of_machine() -> int:
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

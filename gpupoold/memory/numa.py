@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpupoold.memory import libc
@@ -18,6 +19,7 @@ NO_NODE = -1
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
+_NODE_TOTAL = re.compile(r"MemTotal:\s*(\d+) kB")
 _logger = logging.getLogger(__name__)
 
 
@@ -36,6 +38,17 @@ def node_of(pci_bus_id: str, root: Path = _PCI_DEVICES) -> int:
 def num_nodes(root: Path = _NODES) -> int:
     """Return the number of NUMA nodes of this machine, 0 if the kernel shows none."""
     return sum(1 for _ in root.glob("node[0-9]*"))
+
+
+def node_bytes(root: Path = _NODES) -> dict[int, int]:
+    """Return the memory of each NUMA node by its number."""
+    found = {}
+    for folder in root.glob("node[0-9]*"):
+        with suppress(OSError):
+            match = _NODE_TOTAL.search((folder / "meminfo").read_text())
+            if match is not None:
+                found[int(folder.name.removeprefix("node"))] = int(match[1]) << 10
+    return found
 
 
 @contextmanager

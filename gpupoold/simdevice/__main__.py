@@ -47,6 +47,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
             gpu.pcie_bandwidth_bytes_per_s,
             f"sim {__version__}",
             f"sim:{gpu.name}",
+            arguments.kv_host_bytes,
         )
     )
     server.run()
@@ -62,6 +63,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--device-bytes", type=int, default=0, help="default: 90 %% of the GPU's memory"
     )
+    parser.add_argument("--kv-host-bytes", type=int, help="host memory for KV; default: no limit")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

@@ -94,7 +94,8 @@ class Inherited:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        # After a failed start, known descriptors are left too.
+        self._close_all()
 
     def socket(self, name: str) -> socket.socket | None:
         """Return the listening socket of this name, owned by the caller, or None."""
@@ -114,6 +115,10 @@ class Inherited:
         """Close the descriptors that were not taken, with a warning."""
         for one in self._fds:
             _logger.warning("systemd passed a descriptor with the unknown name %r", one.name)
+        self._close_all()
+
+    def _close_all(self) -> None:
+        for one in self._fds:
             os.close(one.fd)
         self._fds = []
 

@@ -172,4 +172,6 @@ class CallResult(Message):
 
 
 class Shutdown(Message):
-    """Finish the step in progress and exit."""
+    """Finish the step in progress and exit; after ``grace_s`` seconds the process is killed."""
+
+    grace_s: float = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -16,10 +15,10 @@ ENGINE_ARGUMENTS = "GPUPOOL_ENGINE_ARGUMENTS"
 
 def set_engine_environment(log_level: str) -> None:
     """Prepare ``os.environ``, before vLLM is imported or again after a fork."""
-    # On a GPU vLLM samples with FlashInfer by default, and loading the first model fails if
-    # FlashInfer is not installed. vLLM's Triton kernel gives the same results.
-    if importlib.util.find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # FlashInfer compiles its sampler at the first request with top-p or top-k, which is after the
+    # self-check, and needs nvcc, ninja and g++ on the PATH. vLLM's Triton kernel gives the same
+    # results.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         # vLLM's records go to the process's handler, which replaces control characters.

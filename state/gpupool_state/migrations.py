@@ -20,6 +20,7 @@ from gpupool_state.schema import (
     RENAME_INSTANCES,
 )
 from gpupool_state.writer import Source, Writer
+from gpupoold import __version__
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
 
@@ -27,9 +28,12 @@ _BOOKKEEPING = """
 CREATE TABLE IF NOT EXISTS schema_migrations (
     number INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
-    applied_at REAL NOT NULL
+    applied_at REAL NOT NULL,
+    gpupool_version TEXT
 )
 """
+# Databases of earlier versions have the table without the column.
+_ADD_VERSION = "ALTER TABLE schema_migrations ADD COLUMN gpupool_version TEXT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +47,16 @@ class SchemaMigration:
 
 @dataclass(frozen=True, slots=True)
 class AppliedMigration:
-    """A step applied to a database; ``applied_at`` in wall-clock seconds."""
+    """A step applied to a database; ``applied_at`` in wall-clock seconds.
+
+    ``gpupool_version`` is the version of the program that applied the step, None for versions
+    that did not record themselves.
+    """
 
     number: int
     name: str
     applied_at: float
+    gpupool_version: str | None
 
 
 MIGRATIONS: tuple[SchemaMigration, ...] = (
@@ -66,10 +75,11 @@ async def applied(source: Source) -> tuple[AppliedMigration, ...]:
     """Return the steps applied to ``source``, in order."""
     if "schema_migrations" not in await _tables(source):
         return ()
+    version = "gpupool_version" if await _has_version(source) else "NULL"
     rows = await source.fetch_all(
-        "SELECT number, name, applied_at FROM schema_migrations ORDER BY number"
+        f"SELECT number, name, applied_at, {version} FROM schema_migrations ORDER BY number"
     )
-    return tuple(AppliedMigration(row["number"], row["name"], row["applied_at"]) for row in rows)
+    return tuple(AppliedMigration(*row) for row in rows)
 
 
 async def pending(
@@ -103,6 +113,11 @@ async def migrate(
     return todo
 
 
+async def _has_version(source: Source) -> bool:
+    columns = await source.fetch_all("PRAGMA table_info(schema_migrations)")
+    return any(row["name"] == "gpupool_version" for row in columns)
+
+
 async def _tables(source: Source) -> set[str]:
     rows = await source.fetch_all("SELECT name FROM sqlite_master WHERE type = 'table'")
     return {row["name"] for row in rows}
@@ -121,12 +136,7 @@ async def _check_known(
         )
     newest_known = max((step.number for step in migrations), default=0)
     if done and done[-1].number > newest_known:
-        raise Refused(
-            f"the state database {path} has schema version {done[-1].number}, "
-            f"this gpupoold knows versions up to {newest_known}",
-            "install a newer gpupool, or replace the file by the backup "
-            f"{path.name}.bak-{newest_known}, if present",
-        )
+        raise _newer_schema(path, done[-1], newest_known)
     names = {step.number: step.name for step in migrations}
     for step in done:
         if names.get(step.number) != step.name:
@@ -136,6 +146,19 @@ async def _check_known(
                 "a different build of gpupool wrote the database: use that build, or another "
                 "state folder",
             )
+
+
+def _newer_schema(path: Path, newest: AppliedMigration, newest_known: int) -> Refused:
+    version = newest.gpupool_version
+    program = f"gpupool {version}" if version else "a newer gpupool"
+    return Refused(
+        f"the state database {path} has schema version {newest.number}, written by {program}; "
+        f"this is gpupool {__version__}, which knows schema versions up to "
+        f"{newest_known}",
+        f"install {program} again; or, to lose all changes since the upgrade, remove "
+        f"{path.name}-wal and {path.name}-shm, and replace {path.name} by {path.name}.bak-"
+        f"{newest_known}, if present (docs/operations.md)",
+    )
 
 
 async def _back_up(writer: Writer, path: Path, number: int) -> None:
@@ -156,11 +179,14 @@ async def _apply(writer: Writer, path: Path, step: SchemaMigration) -> None:
     try:
         async with writer.transaction() as tx:
             await tx.execute(_BOOKKEEPING)
+            if not await _has_version(tx):
+                await tx.execute(_ADD_VERSION)
             for statement in step.statements:
                 await tx.execute(statement)
             await tx.execute(
-                "INSERT INTO schema_migrations (number, name, applied_at) VALUES (?, ?, ?)",
-                (step.number, step.name, time.time()),
+                "INSERT INTO schema_migrations (number, name, applied_at, gpupool_version) "
+                "VALUES (?, ?, ?, ?)",
+                (step.number, step.name, time.time(), __version__),
             )
     except (sqlite3.Error, Failed) as error:
         detail = explain(error, path) or error if isinstance(error, sqlite3.Error) else error

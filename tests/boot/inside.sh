@@ -4,49 +4,27 @@
 set -euo pipefail
 cd /src
 
-step() { printf '\n== %s\n' "$*"; }
-fail() {
-    printf 'FAILED: %s\n' "$*"
-    systemctl --no-pager -l status gpupoold.service || true
-    journalctl --no-pager -u gpupoold -n 60 || true
-    exit 1
-}
-show() { systemctl show -P "$1" gpupoold.service; }
-now_ms() { date +%s%3N; }
-ask() {
-    curl -sS --max-time 120 http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
-        -d '{"model": "tiny", "prompt": "Hello", "max_tokens": 12, "temperature": 0}' |
-        python3 -c 'import json, sys; a = json.load(sys.stdin); print(a["choices"][0]["text"] if "choices" in a else a)'
-}
-# Waits until the model answers as before; prints what it took since the instant $1.
-await_answer() {
-    local deadline=$(($(now_ms) + 120000))
-    until [[ $(ask 2>&1) == "$answer" ]]; do
-        (($(now_ms) < deadline)) || fail "no answer as before: $(ask 2>&1)"
-        sleep 0.2
-    done
-    echo "the same answer $(($(now_ms) - $1)) ms after"
-}
+. tests/boot/common.sh
 
 step "install"
-if [[ ! -x .venv/bin/python ]]; then
-    if [[ -d /opt/packages ]]; then
-        python3 -m venv --without-pip .venv
-        echo /opt/packages >"$(echo .venv/lib/python3*/site-packages)/packages.pth"
-    else
-        make venv
-    fi
-fi
+make_environment
 make install
 id gpupool
 changeable=$(find /usr/local/lib/gpupool ! -type l \( ! -user root -o -perm /022 \) -print -quit)
 [[ -z $changeable ]] || fail "others than root may change $changeable"
-systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket
+systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket gpupoold-nvidia.service
 systemd-analyze security --no-pager gpupoold.service | tail -n 1
 
+# The program of NVIDIA's driver that loads modules and creates device files.
+cat >/usr/local/sbin/nvidia-modprobe <<'PROGRAM'
+#!/bin/sh
+echo "$@" >>/run/nvidia-modprobe
+[ -e /dev/gpupool-test ] || mknod /dev/gpupool-test c 10 229
+PROGRAM
+chmod 755 /usr/local/sbin/nvidia-modprobe
+
 step "start"
-printf '[[device]]\nkind = "emulated"\nmemory = "256MiB"\n[memory]\nmodel_cache = "256MiB"\nkv_host = "64MiB"\n' \
-    >/etc/gpupool/gpupool.toml
+write_config
 began=$(now_ms)
 systemctl enable --now gpupoold
 echo "active after $(($(now_ms) - began)) ms"
@@ -57,23 +35,24 @@ ls -ld /run/gpupool /run/gpupool/admin.sock /var/lib/gpupool
 echo "OOM score: $(show OOMScoreAdjust) wanted, $(cat "/proc/$(show MainPID)/oom_score_adj") had"
 [[ $(show OOMScoreAdjust) == -500 ]] || fail "the daemon's OOM score"
 
+step "device files"
+[[ $(paste -sd ' ' /run/nvidia-modprobe) == "-c=255 -u -c=0 -c=1" ]] || fail "$(cat /run/nvidia-modprobe)"
+[[ -c /dev/gpupool-test ]] || fail "no device file: $(journalctl --no-pager -u gpupoold-nvidia -o cat)"
+echo "in a unit with DevicePolicy=closed:" \
+    "$(systemd-run --quiet --wait --pipe -p DevicePolicy=closed mknod /dev/gpupool-closed c 10 229 2>&1 || true)"
+
 step "use"
-gpupool make-tiny-models /var/lib/gpupool/models
-chown -R gpupool: /var/lib/gpupool/models
-deadline=$(($(now_ms) + 180000))
-until gpupool status | grep -q ready; do
-    (($(now_ms) < deadline)) || fail "never ready"
-    sleep 1
-done
+await_ready
 echo "ready after $(($(now_ms) - began)) ms"
-gpupool add-model tiny --source /var/lib/gpupool/models/tiny-llama
-gpupool status
-answer=$(ask)
-echo "answer: $answer"
-[[ $answer && $answer != *error* ]] || fail "no answer"
+add_tiny
 systemctl --no-pager status gpupoold | grep -E 'Status|FD Store|Memory|Tasks'
 if setpriv --reuid=nobody --regid=nogroup --clear-groups gpupool status; then fail "nobody may use it"; fi
 setpriv --reuid=nobody --regid=nogroup --groups=gpupool gpupool status >/dev/null || fail "a member may not"
+
+find /var/lib/gpupool /var/cache/gpupool -maxdepth 1
+for name in .triton .nv .cache; do
+    [[ ! -e /var/lib/gpupool/$name ]] || fail "kernels are cached in the state folder: $name"
+done
 
 step "the README's tour: watch, ask why, change"
 gpupool add-model coder --source /var/lib/gpupool/models/tiny-qwen2 --ttft 10s --tbt 100ms
@@ -176,6 +155,47 @@ echo "$(show NRestarts) restarts in 45 s"
 umount -l /var/lib/gpupool
 began=$(now_ms)
 await_answer "$began"
+systemctl stop gpupoold
+
+step "an engine for GPUs, and no driver yet"
+cp /etc/gpupool/gpupool.toml /tmp/right.toml
+sed -n '/^\[memory\]/,$p' /tmp/right.toml >/etc/gpupool/gpupool.toml
+engine=$(echo /usr/local/lib/gpupool/lib/python3*/site-packages)/vllm-0.32.0.dist-info
+mkdir "$engine"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n' >"$engine/METADATA"
+systemctl start --no-block gpupoold
+sleep 15
+[[ $(show ActiveState) != failed && $(show NRestarts) -ge 1 ]] || fail "no further start"
+journalctl -u gpupoold --no-pager -o cat | grep 'no NVIDIA GPU was found' | tail -n 1 || fail "no reason"
+timeout 60 gpupool doctor >/tmp/said || true
+grep -A 1 'fault: gpu:' /tmp/said || fail "the doctor does not see it"
+rm -r "$engine"
+cp /tmp/right.toml /etc/gpupool/gpupool.toml
+began=$(now_ms)
+await_answer "$began"
+
+step "a data disk, and a home that is closed"
+mkdir -p /data /home/ada/model
+mount -t tmpfs tmpfs /data
+chmod 750 /home/ada
+printf '[paths]\ndownload_dir = "/data/models"\n' >>/etc/gpupool/gpupool.toml
+systemctl restart gpupoold
+gpupool doctor >/tmp/said || true
+grep -A 1 '^fault: folder download_dir' /tmp/said || fail "the doctor does not see it"
+grep -q 'ReadWritePaths=/data/models' /tmp/said || fail "no remedy"
+mkdir -p /data/models && chown gpupool: /data/models
+mkdir -p /etc/systemd/system/gpupoold.service.d
+printf '[Service]\nReadWritePaths=/data/models\n' >/etc/systemd/system/gpupoold.service.d/override.conf
+systemctl daemon-reload
+systemctl restart gpupoold
+if gpupool doctor | grep -A 1 'fault: folder'; then fail "the remedy did not help"; fi
+setpriv --reuid=gpupool --regid=gpupool --clear-groups env HOME=/var/lib/gpupool gpupool doctor |
+    grep -E '^folder|^open files' || fail "the daemon's user sees no folders"
+gpupool add-model ada --source /home/ada/model 2>&1 | tee /tmp/said || true
+grep -q 'setfacl -m u:gpupool:x /home/ada' /tmp/said || fail "no remedy"
+rm -r /etc/systemd/system/gpupoold.service.d
+cp /tmp/right.toml /etc/gpupool/gpupool.toml
+systemctl daemon-reload
 systemctl stop gpupoold
 
 step "socket activation"

@@ -212,6 +212,7 @@ async def test_a_higher_rank_needs_another_engine_in_which_answers_go_on(
     await assert_all_as_alone(daemon, alone, (LLAMA, *RANKS))
 
 
+@pytest.mark.slow
 async def test_an_adapter_whose_folder_is_lost_fails_alone(
     daemon: PrivateDaemon, adapters: Path, alone: dict[str, list[int]]
 ) -> None:

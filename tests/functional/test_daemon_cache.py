@@ -278,6 +278,7 @@ async def test_a_model_that_cannot_be_warmed(
     assert await ask(api, QWEN3, PROMPT) == expected[QWEN3]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:

@@ -137,6 +137,7 @@ async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateD
     assert check(watched)
 
 
+@pytest.mark.slow
 async def test_an_idle_worker_that_hangs_is_replaced(watched: PrivateDaemon) -> None:
     await eventually(lambda: is_whole(watched) and not ps(watched).requests, BACK_S)
     hung = worker(watched)
@@ -209,6 +210,7 @@ async def test_out_of_memory_is_told(usual: PrivateDaemon, api: AsyncOpenAI) -> 
     assert answers == [await ask(api, *job) for job in jobs]
 
 
+@pytest.mark.slow
 async def test_a_request_whose_worker_always_crashes(
     usual: PrivateDaemon, api: AsyncOpenAI
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import snapshot_download
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import AddModelRequest, ModelInfo
@@ -32,6 +34,8 @@ def hub(tiny_models: dict[str, Path]) -> Iterator[FakeHub]:
         hub.add("org/good", files)
         hub.add("org/unknown", changed(architectures=["NoSuchForCausalLM"], model_type="no-such"))
         hub.add("org/method", changed(quantization_config={"quant_method": "no-such-method"}))
+        hub.add("org/cached", files)
+        hub.add("org/aside", files)
         yield hub
 
 
@@ -43,8 +47,40 @@ def daemon(
         for name in _ENDPOINT:
             patch.delenv(name, raising=False)
         patch.setenv("HF_ENDPOINT", hub.url)
+        shared = tmp_path_factory.mktemp("shared")
+        patch.setenv("HF_HUB_CACHE", str(shared))
+        patch.setenv("HF_XET_CACHE", str(shared / "xet"))
+        snapshot_download("org/cached", cache_dir=shared, endpoint=hub.url)
         with private_daemon(emulated_config(device_bytes), tmp_path_factory.mktemp("hub")) as made:
             yield made
+
+
+def test_a_snapshot_of_a_shared_cache_is_used_in_place(daemon: PrivateDaemon, hub: FakeHub) -> None:
+    hub.requests.clear()
+    model = added(daemon, "org/cached", check_only=True)
+    assert "/models--org--cached/snapshots/" in model.path
+    assert not hub.requests
+
+
+def test_detached_through_xet_storage(
+    daemon: PrivateDaemon, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "has_xet", True)
+    hub.requests.clear()
+    request = AddModelRequest(name="aside", source="org/aside", detach=True, **LOAD_OPTIONS)
+    with daemon.client() as client:
+        *_, last = client.add_model(request)
+        assert last.stage == "detached"
+        seen: set[str] = set()
+        deadline = time.monotonic() + 120
+        while [model.name for model in client.models() if model.state == "ready"] != ["aside"]:
+            seen |= {one.stage for one in client.ps().additions}
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        client.remove_model("aside", "force")
+    assert "load" in seen
+    assert hub.xet_downloads()
+    assert weight_bytes_sent(hub) <= _MAX_LOOK_BYTES
 
 
 def added(daemon: PrivateDaemon, source: str, *, check_only: bool = False) -> ModelInfo:

@@ -42,6 +42,7 @@ from tests.functional.daemon_tools import (
 )
 from tests.functional.terminal import Terminal
 
+STOP_GRACE_S = 6.0
 GRACE_S = 15.0
 
 
@@ -51,7 +52,7 @@ def restartable(
 ) -> Iterator[Restartable]:
     """Two models on a daemon that tests kill."""
     models = {name: tiny_models[name] for name in (LLAMA, QWEN2)}
-    config = emulated_config(device_bytes) + f'[limits]\nstop_grace = "{GRACE_S:g}s"\n'
+    config = emulated_config(device_bytes) + f'[limits]\nstop_grace = "{STOP_GRACE_S:g}s"\n'
     daemons = Restartable(config, tmp_path_factory.mktemp("restartable"), models)
     yield daemons
     daemons.close()
@@ -97,6 +98,7 @@ def listed_state(daemon: PrivateDaemon, model: str) -> str:
 
 
 class TestWorker:
+    @pytest.mark.slow
     async def test_killed(
         self, daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
     ) -> None:
@@ -182,7 +184,7 @@ class TestDaemon:
         processes = children(daemon)
         async with api_client(daemon.http_url) as api:
             expected = await ask(api, QWEN2, "interrupted", 100)
-            # More than the few seconds that open streams are given.
+            # More than the seconds that open streams are given.
             endless = [Background(api, LLAMA, f"endless {i}", LONG) for i in range(8)]
             for stream in endless:
                 await stream.started()

@@ -152,11 +152,13 @@ def totals(spans: list[SpanInfo]) -> tuple[int, int, int]:
 
 def test_the_doctor_finds_no_fault(box: PrivateDaemon, folder: Path) -> None:
     config = folder / "daemon" / "gpupool.toml"
-    done = cli(box, "doctor", "--config", str(config), "--json")
+    done = cli(box, "doctor", "--json")
     checks = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, done.stdout
     assert checks["daemon"]["verdict"] == checks["books"]["verdict"] == "ok"
     assert checks["open files"]["found"].endswith("(the daemon)")
+    assert checks["config"]["found"] == f"{config} is valid"
+    assert checks["folder log_dir"]["found"].startswith(str(folder))
 
 
 def test_history_outlives_the_daemon(box: PrivateDaemon, folder: Path) -> None:

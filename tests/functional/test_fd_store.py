@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -9,8 +10,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-
-import httpx
 
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.client import AdminClient
@@ -27,7 +26,6 @@ from tests.functional.daemon_tools import (
     child_env,
     children,
     emulated_config,
-    ps,
     until,
 )
 from tests.functional.test_daemon_restart import spoil
@@ -106,10 +104,10 @@ async def test_snapshots_and_sockets_outlive_a_daemon_that_is_killed(
         spoil(checkpoint)  # nobody is to read it
 
         with started(manager, tmp_path, sockets) as second:
-            # Nobody accepts yet, and nobody is refused.
-            assert httpx.get(f"{second.http_url}/v1/models", timeout=60).status_code in (200, 503)
+            # Nobody accepts yet, and nobody is refused: requests wait for their model.
+            waited = await asyncio.gather(*(answer(second, name) for name in expected))
+            assert waited == list(expected.values())
             until(lambda: is_answering(second), 60)
-            until(lambda: {row.state for row in ps(second).models} == {"ready"}, 60)
             assert kept in manager.stored
             assert {name: await answer(second, name) for name in expected} == expected
             assert f"{LLAMA}: the snapshot of" in second.log_path.read_text()

@@ -16,6 +16,12 @@ from tests.conftest import ROOT
 
 LIB = "usr/local/lib"
 UNITS = f"{LIB}/systemd/system"
+UNIT_NAMES = (
+    "gpupoold.service",
+    "gpupoold.socket",
+    "gpupoold-admin.socket",
+    "gpupoold-nvidia.service",
+)
 MAX_EXPOSURE = 3.0
 
 needs_analyze = pytest.mark.skipif(
@@ -72,7 +78,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 def test_everything_is_in_its_place(stage: Stage) -> None:
-    for name in ("gpupoold.service", "gpupoold.socket", "gpupoold-admin.socket"):
+    for name in UNIT_NAMES:
         assert (stage.root / UNITS / name).is_file()
     assert (
         "ExecStart=/usr/local/bin/gpupoold\n"
@@ -83,6 +89,8 @@ def test_everything_is_in_its_place(stage: Stage) -> None:
         f"{LIB}/sysusers.d/gpupool.conf",
         f"{LIB}/tmpfiles.d/gpupool.conf",
         "usr/local/share/doc/gpupool/service.md",
+        "usr/local/share/man/man1/gpupool-add-model.1",
+        "usr/local/share/man/man8/gpupoold.8",
     ):
         assert (stage.root / path).is_file()
     example = (ROOT / "examples/gpupool.toml").read_text()
@@ -195,6 +203,16 @@ def test_what_cannot_be_installed(stage: Stage, variables: dict[str, str], why: 
     assert why in done.stderr
 
 
+def test_a_disk_without_room_for_the_copy(stage: Stage, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "df").write_text("#!/bin/sh\necho Avail; echo 4\n")
+    (tools / "df").chmod(0o755)
+    done = stage.make("install", {"PATH": f"{tools}:{os.environ['PATH']}"})
+    assert done.returncode != 0
+    assert "has 0 MB free" in done.stderr
+
+
 BUILDER = 12345
 SYSTEM_PYTHON = "/usr/bin/python3"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who installs for others")
@@ -234,7 +252,7 @@ def builders_package(stage: Stage, umask: int) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("umask", [0o002, 0o077])
+@pytest.mark.parametrize("umask", [pytest.param(0o002, marks=pytest.mark.slow), 0o077])
 def test_nothing_installed_belongs_to_its_builder(tmp_path: Path, umask: int) -> None:
     stage = Stage(tmp_path, umask=umask)
     builders_package(stage, umask)

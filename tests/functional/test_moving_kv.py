@@ -23,8 +23,8 @@ _EXACT = ["--chunks", "--losses"]
 # round differently. vLLM's CPU kernels of MLA and of short convolutions give other tokens in
 # batches, and after a prefill of tokens that were decoded before.
 FAMILIES = [
-    pytest.param("gemma3", _EXACT, id="sliding-and-full"),
     pytest.param("granite4", _EXACT, id="mamba2-and-full"),
+    pytest.param("gemma3", _EXACT, id="sliding-and-full", marks=pytest.mark.slow),
     *(
         pytest.param(name, options, id=name, marks=pytest.mark.slow)
         for name, options in (

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import AddPresetRequest
+from gpupoold.api.schemas import AddPresetRequest, SetModelRequest
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -106,6 +106,16 @@ def test_a_wrong_preset_is_refused(
     request = AddPresetRequest.model_validate({"base": LLAMA, **fields})
     with daemon.client() as client, pytest.raises(error, match=message):
         client.add_preset(request)
+
+
+def test_a_preset_has_no_options_or_memory_of_its_own(daemon: PrivateDaemon, brief: str) -> None:
+    with daemon.client() as client:
+        before = client.model(LLAMA)
+        with pytest.raises(Refused, match=f"a preset of {LLAMA} and has no options"):
+            client.set_model(brief, SetModelRequest(ttft_s=1.0))
+        with pytest.raises(Refused, match=f"a preset of {LLAMA} and has no memory"):
+            client.unload(brief)
+        assert client.model(LLAMA).ttft_s == before.ttft_s
 
 
 def test_removing_a_preset_leaves_the_model(daemon: PrivateDaemon, http: httpx.Client) -> None:

@@ -96,6 +96,7 @@ def test_mutated_requests_do_no_harm(unharmed: PrivateDaemon) -> None:
     assert outcome.row()["requests"] == NUM_MALFORMED_REQUESTS
 
 
+@pytest.mark.slow
 def test_requests_near_the_limits_do_no_harm(unharmed: PrivateDaemon) -> None:
     outcome, felt = beside_a_neighbour(unharmed, NUM_NEAR_LIMITS, 7, MODELS)
     assert not _told(outcome)

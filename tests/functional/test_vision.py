@@ -124,6 +124,7 @@ async def test_migrated(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
     assert [await stream.finished() for stream in streams] == expected
 
 
+@pytest.mark.slow
 async def test_workers_killed_in_the_middle(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
     expected = await images.answers(api, ASKED, 200)
     streams = [ImageAnswer(api, *one, 200) for one in ASKED]

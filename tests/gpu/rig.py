@@ -225,11 +225,11 @@ class Box:
                     timeout_s=limit_s(90),
                 )
 
-    def ask(self, name: str, seed: int, num_tokens: int) -> str:
+    def ask(self, name: str, seed: int, num_tokens: int, **sampling: Any) -> str:
         """A request of its own: it finds nobody's prefix. Returns its name."""
         request_id = f"{name}-{seed}-{next(self._numbers)}"
-        text = prompt(seed)
-        self.peer.ask(name, request_id, text, max_tokens=num_tokens, cache_salt=request_id)
+        sampling |= {"max_tokens": num_tokens, "cache_salt": request_id}
+        self.peer.ask(name, request_id, prompt(seed), **sampling)
         return request_id
 
     def answer(self, request_id: str) -> list[int]:

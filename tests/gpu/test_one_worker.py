@@ -67,6 +67,15 @@ def test_a_model_is_loaded_and_answers(box: Box) -> None:
     assert ("unaccounted_bytes" in accounts) == IS_GPU
 
 
+def test_top_p_and_top_k_are_sampled(box: Box) -> None:
+    """As checkpoints ask for in generation_config.json; the self-check is greedy. The kernel of an
+    installed FlashInfer would be compiled at the first of these requests."""
+    box.load(LLAMA)
+    for chosen in ({"top_p": 0.8}, {"top_k": 20}, {"top_p": 0.8, "top_k": 20}):
+        request_id = box.ask(LLAMA, 1, NUM_TOKENS, temperature=1.0, **chosen)
+        assert len(box.answer(request_id)) == NUM_TOKENS
+
+
 def test_weights_and_kv_are_the_same_bytes_after_a_pause(box: Box) -> None:
     box.load(LLAMA)
     expected = box.alone(LLAMA, 2, 200)

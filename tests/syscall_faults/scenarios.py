@@ -24,8 +24,9 @@ from gpupool_state import (
     StateLock,
 )
 from gpupoold.access.peers import AdminGroups
-from gpupoold.checkpoints import download as downloads
-from gpupoold.checkpoints.download import PART_FOLDER, download
+from gpupoold.checkpoints import fetcher
+from gpupoold.checkpoints.download import download
+from gpupoold.checkpoints.fetcher import PART_FOLDER
 from gpupoold.checkpoints.manifest import HubFile, Manifest, read_manifest, write_manifest
 from gpupoold.config.file import read_config_file
 from gpupoold.config.schema import Settings
@@ -101,7 +102,7 @@ class Downloaded(Scenario):
     uncounted = frozenset({"socket"})  # connections to the hub, which is in this process
 
     async def prepare(self) -> None:
-        downloads.FIRST_RETRY_S = 0.001
+        fetcher.FIRST_RETRY_S = 0.001
         self._stack = ExitStack()
         hub = self._stack.enter_context(run_hub())
         hub.add("org/model", samples.sharded())
@@ -396,7 +397,7 @@ class ConfigurationRead(Scenario):
 
     async def act(self) -> None:
         file = await self._configuration.read()
-        self._configuration.take(file, file.settings)
+        self._configuration.take(file, await self._configuration.update_of(file))
 
     async def state(self) -> Any:
         return self._configuration.settings.limits.token_timeout_s

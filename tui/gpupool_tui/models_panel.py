@@ -12,6 +12,8 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.table import TableColumn, or_last, or_least
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
+from gpupoold.api.progress_text import amount_text
+from gpupoold.api.schemas import AdditionInfo
 from gpupoold.api.schemas_top import TopModel
 from gpupoold.printable import clean
 
@@ -33,6 +35,11 @@ def where(model: TopModel) -> str:
     if model.usage.weights_resident_bytes:
         return "part"
     return "host" if model.usage.cached_bytes else NOTHING
+
+
+def addition_notes(additions: Sequence[AdditionInfo]) -> list[str]:
+    """Return notes on models that are being added, with the progress of their downloads."""
+    return [f"adding {clean(one.name)}: {amount_text(one) or one.stage}" for one in additions]
 
 
 def _name(model: TopModel, view: View, width: int) -> Line:

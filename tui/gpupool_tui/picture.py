@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
-from gpupoold.api.schemas import DeviceInfo, EventInfo, RequestInfo, Status
+from gpupoold.api.schemas import AdditionInfo, DeviceInfo, EventInfo, RequestInfo, Status
 from gpupoold.api.schemas_top import Top, TopModel, TurnInfo
 
 NUM_EVENTS = 1000
@@ -28,6 +28,7 @@ class Picture:
     devices: list[DeviceInfo] = field(default_factory=list)
     models: list[TopModel] = field(default_factory=list)
     requests: list[RequestInfo] = field(default_factory=list)
+    additions: list[AdditionInfo] = field(default_factory=list)
     turns: dict[int, deque[TurnInfo]] = field(default_factory=dict)
     events: deque[EventInfo] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS))
     num_switches: int = 0
@@ -49,7 +50,7 @@ class Picture:
             self._lanes.clear()
         self.at, self.status = top.at, top.status
         self.devices, self.requests = top.devices, top.requests
-        self.models = top.models
+        self.models, self.additions = top.models, top.additions
         self.num_switches, self.switched_bytes = top.num_switches, top.switched_bytes
         self.last_turn_id, self.last_event_id = top.last_turn_id, top.last_event_id
         self.num_answers += 1

@@ -9,7 +9,7 @@ from gpupool_cli.bench.rig import device_config, make_checkpoints
 from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.api.schemas import BenchMemoryRequest
-from gpupoold.config.schema import MemorySettings
+from gpupoold.config.schema import LEAST_KV_HOST_BYTES
 from gpupoold.units import format_bytes
 
 # Long enough for requests that run while KV moves.
@@ -42,5 +42,5 @@ def run_memory_bench(folder: Path, size_bytes: int, kv_bytes: int, rounds: int) 
 def _config(size_bytes: int, kv_bytes: int) -> str:
     # The models, the KV, and the same amount for plain copies.
     device = device_config(int(2.3 * size_bytes) + int(2.5 * kv_bytes) + _SLACK_BYTES)
-    kv_host_bytes = max(MemorySettings().kv_host_bytes, 2 * kv_bytes + _SLACK_BYTES)
+    kv_host_bytes = max(LEAST_KV_HOST_BYTES, 2 * kv_bytes + _SLACK_BYTES)
     return device + f"[memory]\nkv_host = {kv_host_bytes}\n"

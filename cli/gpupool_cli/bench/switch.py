@@ -10,7 +10,7 @@ from gpupool_cli.bench.rig import device_config, make_checkpoints
 from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.api.schemas import BenchSwitchRequest
-from gpupoold.config.schema import MemorySettings
+from gpupoold.config.schema import LEAST_KV_HOST_BYTES
 from gpupoold.domain import WarmSource
 from gpupoold.units import format_bytes
 
@@ -60,7 +60,7 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
 
 
 def _config(size_bytes: int, kv_bytes: int) -> str:
-    kv_host_bytes = max(MemorySettings().kv_host_bytes, 8 * kv_bytes + _SLACK_BYTES)
+    kv_host_bytes = max(LEAST_KV_HOST_BYTES, 8 * kv_bytes + _SLACK_BYTES)
     memory = f"[memory]\nkv_host = {kv_host_bytes}\n"
     memory += f"snapshot_files = {3 * size_bytes + _SLACK_BYTES}\n"
     # A checkpoint may be 5 % larger than requested. Both models' KV grows by some tokens in

@@ -230,7 +230,8 @@ class Keyring:
         self._unsaved[use.key_id] = use
 
     async def _resolved(self, powers: KeyPowers) -> KeyPowers:
-        """Return ``powers`` with model names in place of aliases; adapters keep their names."""
+        """Return ``powers`` with model names in place of aliases; presets and adapters
+        keep their names."""
         if powers.models is None:
             return powers
         names = []
@@ -238,8 +239,7 @@ class Keyring:
             model = await self._registry.get(name)
             if model is None:
                 raise NoSuchModel(f"no model is named {name!r}", "see `gpupool list`")
-            is_further = any(one.name == name for one in model.spec.further)
-            names.append(name if is_further else model.spec.name)
+            names.append(name if model.spec.further_named(name) else model.spec.name)
         return dataclasses.replace(powers, models=tuple(dict.fromkeys(names)))
 
     def _note_change(self, row: KeyRow, kind: KeyEvent) -> None:

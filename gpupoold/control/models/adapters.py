@@ -17,10 +17,12 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
-from gpupoold.control.models.intake import fetched, folder_of
+from gpupoold.control.models.intake import fetched
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_names_free, find_model
+from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Adapter
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
@@ -103,9 +105,15 @@ class ModelAdapters:
         path, source = Path(), request.source or request.name
         if isinstance(found, HubSource):
             source = found.repo_id
-            path = folder_of(found, request.revision, self._settings)
-            async for line in fetched(found, request.revision, self._settings, "adapter"):
-                yield line
+            snapshot = await cached(found, request.revision, self._settings, "adapter")
+            if snapshot.note:
+                yield Progress(stage="resolve", note=snapshot.note)
+            if snapshot.path is not None:
+                path = snapshot.path
+            else:
+                path = folder_of(found, request.revision, self._settings)
+                async for line in fetched(found, request.revision, self._settings, "adapter"):
+                    yield line
         else:
             path = found.path
         yield Progress(stage="check")
@@ -134,7 +142,7 @@ class ModelAdapters:
             TimedOut: requests were left after the drain timeout.
         """
         row = await find_model(self._registry, name)
-        if row.spec.adapter(name) is None:
+        if not isinstance(row.spec.further_named(name), Adapter):
             raise NoSuchModel(f"no adapter is named {name!r}", "see `gpupool list`")
         with self._mounts.hiding(name):
             if mode == "refuse":
@@ -181,31 +189,30 @@ class ModelAdapters:
 
     async def _load(self, base: str, adapter: Adapter) -> None:
         """Make the adapter known to all engines of its base; later engines get it with the load."""
-        for worker in self._supervisor.workers:
-            if worker.is_ready and self._fleet.hosts.of(base, worker.number).is_ordered:
-                await self._supervisor.call(
-                    worker,
-                    "load_adapter",
-                    model=base,
-                    number=adapter.number,
-                    name=adapter.name,
-                    path=adapter.path,
-                )
+        number, name, path = adapter.number, adapter.name, adapter.path
+        for worker in self._ready_hosts(base):
+            await self._supervisor.call(
+                worker, "load_adapter", model=base, number=number, name=name, path=path
+            )
 
     async def _unload(self, base: str, adapter: Adapter) -> None:
-        for worker in self._supervisor.workers:
-            if worker.is_ready and self._fleet.hosts.of(base, worker.number).is_ordered:
-                try:
-                    await self._supervisor.call(
-                        worker, "unload_adapter", model=base, number=adapter.number
-                    )
-                except GpupoolError as error:  # the memory is free after the engine's end at last
-                    _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
+        for worker in self._ready_hosts(base):
+            try:
+                await self._supervisor.call(
+                    worker, "unload_adapter", model=base, number=adapter.number
+                )
+            except GpupoolError as error:  # the memory is free after the engine's end at last
+                _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
+
+    def _ready_hosts(self, base: str) -> list[Worker]:
+        """Return the workers with an engine of ``base``, also one that loads."""
+        ready = (one for one in self._supervisor.workers if one.is_ready)
+        return [one for one in ready if self._fleet.hosts.of(base, one.number).is_ordered]
 
     async def _forget(self, name: str) -> ModelRow:
         row = await find_model(self._registry, name)
-        adapter = row.spec.adapter(name)
-        if adapter is None:
+        adapter = row.spec.further_named(name)
+        if not isinstance(adapter, Adapter):
             return row  # another removal was faster
         self._dispatcher.fail_name(name, f"the adapter {name} was removed")
         row = await self._registry.remove_further(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,12 +32,9 @@ def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]
     Raises:
         UsageError: see :func:`check_options`.
     """
-    given = check_options({name: value or "" for name, value in changes.items()})
-    removed = {name for name, value in zip(given, changes.values(), strict=True) if value is None}
-    kept = {name: value for name, value in present.items() if name not in given}
-    return check_options(
-        kept | {name: value for name, value in given.items() if name not in removed}
-    )
+    names = check_options({name: value or "" for name, value in changes.items()})
+    merged = {**present, **dict(zip(names, changes.values(), strict=True))}
+    return check_options({name: value for name, value in merged.items() if value is not None})
 
 
 def _have_same_engine(old: ModelSpec, new: ModelSpec) -> bool:
@@ -122,7 +118,8 @@ class EngineChanges:
 
     async def _undo(self, old: ModelSpec, done: list[Worker]) -> None:
         for worker in done:
-            with contextlib.suppress(GpupoolError):
+            try:
                 await self._replace(old, worker)
-                continue
-            _logger.error("worker %d keeps the new options of %s", worker.number, old.name)
+            except GpupoolError as error:
+                number, name = worker.number, old.name
+                _logger.error("worker %d keeps the new options of %s: %s", number, name, error)

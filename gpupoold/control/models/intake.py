@@ -8,20 +8,23 @@ from pathlib import Path
 
 from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
-from gpupoold.checkpoints.download import Part, checkpoint_dir, download
-from gpupoold.checkpoints.fit import estimate_weight_bytes, fits
+from gpupoold.checkpoints.download import Part, download
+from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes
 from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.checkpoints.selection import Content
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options
 from gpupoold.errors import Refused
+from gpupoold.memory.memfd import available_bytes
+from gpupoold.units import format_bytes
 
 # Beside the weights, a device needs memory for the KV of a short request.
 _MIN_KV_SHARE = 0.02
@@ -30,7 +33,7 @@ _MIN_KV_SHARE = 0.02
 class Intake:
     """A request to add a model, up to the spec of the model to load. Changes no state.
 
-    ``spec`` and ``info`` are available after ``steps`` has been exhausted.
+    ``spec`` and ``weight_bytes`` are available after ``steps`` has been exhausted.
     """
 
     def __init__(
@@ -49,17 +52,13 @@ class Intake:
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
+        self.weight_bytes = 0
+        """Device bytes of the weights, estimated from the files."""
 
     @property
     def spec(self) -> ModelSpec:
         assert self._spec is not None
         return self._spec
-
-    @property
-    def weight_bytes(self) -> int:
-        """Device bytes of the weights, estimated from the files."""
-        assert self._info is not None
-        return estimate_weight_bytes(self._info, self._request.dtype, self._engine)
 
     async def steps(self) -> AsyncIterator[Progress]:
         """Resolve the source, check the checkpoint, and download the checkpoint if needed.
@@ -79,6 +78,13 @@ class Intake:
             async for line in self._checked(found.path, source, None):
                 yield line
             return
+        snapshot = await cached(found, request.revision, self._settings)
+        if snapshot.note:
+            yield Progress(stage="resolve", note=snapshot.note)
+        if snapshot.path is not None:
+            async for line in self._checked(snapshot.path, found.repo_id, None):
+                yield line
+            return
         path = folder_of(found, request.revision, self._settings)
         async for line in fetched(found, request.revision, self._settings, part="small files"):
             yield line
@@ -94,7 +100,7 @@ class Intake:
     async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
         assert self._info is not None
-        info = checked_info(self.spec, self._info, self._request.dtype, checked_at)
+        info = checked_info(self.spec, self._info, self.weight_bytes, checked_at)
         return info.model_copy(update=await asyncio.to_thread(chat_fields, self.spec))
 
     async def _checked(
@@ -118,22 +124,32 @@ class Intake:
 
     async def _check_sizes(self, info: CheckpointInfo) -> None:
         """Check that the model fits on a device, and its snapshot in host memory."""
-        dtype, engine = self._request.dtype, self._engine
-        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, engine)
+        dtype = self._request.dtype
+        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, self._engine)
+        self.weight_bytes = weight_bytes
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         try:
             sizes = await self._supervisor.device_sizes()
-            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
+            check_fits(info, dtype, weight_bytes, max(sizes), kv_bytes=least_kv_bytes)
         except Refused:  # the model may fit on the device of a worker that is not up yet
             sizes = await self._supervisor.device_sizes(of_all=True)
-            fits(info, dtype, max(sizes), kv_bytes=least_kv_bytes, engine=engine)
-        if any(device.kind != "sim" for device in self._settings.devices):
-            self._host_budget.check(self._request.name, weight_bytes)
+            check_fits(info, dtype, weight_bytes, max(sizes), kv_bytes=least_kv_bytes)
+        self._check_host_memory(weight_bytes)
 
-
-def folder_of(found: HubSource, revision: str | None, settings: Settings) -> Path:
-    """Return the folder for the download of a repository."""
-    return checkpoint_dir(settings.paths.download_dir, found.repo_id, revision)
+    def _check_host_memory(self, weight_bytes: int) -> None:
+        """Check that a snapshot fits in the model cache, and in the memory that is free now."""
+        name = self._request.name
+        if self._settings.simulated_host.memory_bytes is not None:
+            self._host_budget.check(name, weight_bytes)
+        elif any(device.kind != "sim" for device in self._settings.devices):
+            freed_bytes = self._host_budget.check(name, weight_bytes)
+            free_bytes = available_bytes() + freed_bytes
+            if weight_bytes > free_bytes:
+                raise Refused(
+                    f"{name}: a snapshot of {format_bytes(weight_bytes)} needs more than the "
+                    f"{format_bytes(free_bytes)} of host memory that are free now",
+                    "stop other programs, or free snapshots (`gpupool cache drop`)",
+                )
 
 
 async def fetched(
@@ -150,8 +166,15 @@ async def fetched(
     """
     lines: asyncio.Queue[Progress] = asyncio.Queue()
 
-    def report(done_bytes: int, total_bytes: int) -> None:
-        lines.put_nowait(Progress(stage="download", done_bytes=done_bytes, total_bytes=total_bytes))
+    def report(done_bytes: int, total_bytes: int, bytes_per_s: float | None) -> None:
+        lines.put_nowait(
+            Progress(
+                stage="download",
+                done_bytes=done_bytes,
+                total_bytes=total_bytes,
+                bytes_per_s=bytes_per_s,
+            )
+        )
 
     task = asyncio.create_task(
         download(

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import AddModelRequest, Progress, SetModelRequest
+from gpupoold.api.schemas import (
+    AddAdapterRequest,
+    AddModelRequest,
+    Progress,
+    SetModelRequest,
+)
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
@@ -19,7 +24,8 @@ from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import RemoveMode, find_model
+from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
+from gpupoold.control.models.ongoing import OngoingAdditions
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
 from gpupoold.control.models.reloads import Reloads
@@ -28,7 +34,7 @@ from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.errors import Refused
+from gpupoold.domain import Adapter, Preset
 
 
 class ModelLifecycle:
@@ -53,6 +59,7 @@ class ModelLifecycle:
         """Wire the parts together; each part gets only finished parts."""
         self._registry = registry
         self._fleet = fleet
+        self.ongoing = OngoingAdditions(history)
         self._snapshots = snapshots
         mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends)
         facts = LoadFacts(registry, history)
@@ -92,6 +99,7 @@ class ModelLifecycle:
 
     async def stop(self) -> None:
         """Undo unfinished additions, and end all other work; the workers have stopped before."""
+        await self.ongoing.stop()
         await self._additions.stop()
         await self.adapters.stop()
         await self.warmer.stop()
@@ -100,21 +108,26 @@ class ModelLifecycle:
         await self._snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
-        """Add a model, or only check; see :class:`Additions`."""
-        return (self._additions.check if request.check_only else self._additions.add)(request)
+        """Add a model, or only check; see :class:`Additions`.
+
+        With ``detach`` the addition goes on after the end of the iteration.
+        """
+        if request.check_only:
+            return self._additions.check(request)
+        follow = self.ongoing.detached if request.detach else self.ongoing.followed
+        return follow(request.name, self._additions.add(request))
+
+    def add_adapter(self, request: AddAdapterRequest) -> AsyncIterator[Progress]:
+        """Add an adapter, or only check; see :meth:`ModelAdapters.add`."""
+        return self.ongoing.followed(request.name, self.adapters.add(request))
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
         """See :meth:`Changes.set`.
 
         Raises:
-            Refused: the name is an adapter's.
+            Refused: the name is a preset's or adapter's.
         """
-        row = await self.find(name)
-        if row.spec.adapter(name) is not None:
-            raise Refused(
-                f"{name} is an adapter, with the options of {row.spec.name}",
-                f"change {row.spec.name}, or remove the adapter and add it with other targets",
-            )
+        check_own_model((await self.find(name)).spec, name, "options")
         return await self._changes.set(name, request)
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
@@ -122,11 +135,13 @@ class ModelLifecycle:
         :meth:`Presets.remove` and :meth:`ModelAdapters.remove`.
         """
         spec = (await self.find(name)).spec
-        if spec.adapter(name) is not None:
-            return await self.adapters.remove(name, mode)
-        if spec.preset(name) is not None:
-            return await self.presets.remove(name)
-        return await self._changes.remove(name, mode)
+        match spec.further_named(name):
+            case Adapter():
+                return await self.adapters.remove(name, mode)
+            case Preset():
+                return await self.presets.remove(name)
+            case None:
+                return await self._changes.remove(name, mode)
 
     async def find(self, name: str) -> ModelRow:
         """See :func:`find_model`."""

@@ -75,7 +75,8 @@ class Presets:
             NoSuchModel: no preset has this name.
         """
         async with self._fleet.changing.alone():
-            if (await find_model(self._registry, name)).spec.preset(name) is None:
+            spec = (await find_model(self._registry, name)).spec
+            if not isinstance(spec.further_named(name), Preset):
                 raise NoSuchModel(f"no preset is named {name!r}", "see `gpupool list`")
             row = await self._registry.remove_further(name)
             await self._mounts.remount(row.spec)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -17,7 +16,7 @@ from gpupoold.control.models.specs import to_load
 from gpupoold.control.models.startup import rows_in_start_order
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
 from gpupoold.control.weights.fd_store import StoredSnapshots
-from gpupoold.control.weights.host_budget import HostMemoryBudget
+from gpupoold.control.weights.host_budget import CacheSetting, HostMemoryBudget
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -40,9 +39,9 @@ class ModelSnapshots:
         cache: SnapshotCache,
         saved: SavedSnapshots,
         stored: StoredSnapshots,
-        config_file: Callable[[], Path | None] = lambda: None,
+        setting: Callable[[], CacheSetting] = CacheSetting,
     ) -> None:
-        """``config_file`` returns the path of the daemon's configuration, for hints."""
+        """``setting`` returns the origin of the model cache's size, for messages."""
         self._settings = settings
         self._history = history
         self._live = live
@@ -50,9 +49,7 @@ class ModelSnapshots:
         self._cache = cache
         self._saved = saved
         self._stored = stored
-        self.host_budget = HostMemoryBudget(
-            cache, self.is_in_use, self._drop_from_workers, config_file
-        )
+        self.host_budget = HostMemoryBudget(cache, self.is_in_use, self._drop_from_workers, setting)
 
     def is_in_use(self, model: str) -> bool:
         return self._live.num_of(model) > 0

@@ -7,7 +7,6 @@ from pathlib import Path
 from gpupool_state import ModelRow
 from gpupoold.api.schemas import AddModelRequest, ModelInfo
 from gpupoold.checkpoints.check import CheckpointInfo
-from gpupoold.checkpoints.fit import estimate_weight_bytes
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.info import model_info
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
@@ -30,14 +29,16 @@ def spec_of(request: AddModelRequest, source: str, path: Path, engine: dict[str,
     )
 
 
-def checked_info(spec: ModelSpec, info: CheckpointInfo, dtype: str, checked_at: float) -> ModelInfo:
+def checked_info(
+    spec: ModelSpec, info: CheckpointInfo, weight_bytes: int, checked_at: float
+) -> ModelInfo:
     """Return the body of a checked, unregistered model; ``checked_at`` is wall-clock seconds."""
     row = ModelRow(
         spec=spec,
         state=ModelState.REGISTERED,
         error="",
         architecture=info.architecture,
-        weight_bytes=estimate_weight_bytes(info, dtype, spec.engine),
+        weight_bytes=weight_bytes,
         kv_bytes_per_token=0,
         loaded_max_model_len=info.max_position_embeddings,
         created_at=checked_at,

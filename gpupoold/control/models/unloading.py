@@ -8,7 +8,7 @@ from gpupool_state import History, Registry
 from gpupoold.api.schemas_top import Unloaded, UnloadMode
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
-from gpupoold.control.models.names import find_model
+from gpupoold.control.models.names import check_own_model, find_model
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.host_budget import HostMemoryBudget
@@ -49,18 +49,14 @@ class ModelUnloader:
 
         Raises:
             NoSuchModel: the model is not registered.
-            Refused: the model has live requests and ``mode`` is "refuse", or its snapshot is
-                pinned.
+            Refused: the name is a preset's or adapter's; the model has live requests and ``mode``
+                is "refuse", or its snapshot is pinned.
             TimedOut: requests were left after the drain timeout.
             Failed: a worker does not answer.
         """
         spec = (await find_model(self._registry, name)).spec
         model = spec.name
-        if spec.adapter(name) is not None:
-            raise Refused(
-                f"{name} is an adapter and has no memory of its own",
-                f"unload {model}, or remove the adapter with `gpupool rm {name}`",
-            )
+        check_own_model(spec, name, "memory")
         if model in self._cache.pinned and not keep_host:
             raise Refused(
                 f"{model} is pinned",

@@ -102,7 +102,8 @@ class Supervised(ABC, Generic[M]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._child is not None:
-            await self._child.stop(m.Shutdown(), self._settings.limits.stop_grace_s)
+            grace_s = self._settings.limits.stop_grace_s
+            await self._child.stop(m.Shutdown(grace_s), grace_s)
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message, unless no process runs."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpupoold.config.schema import SYSTEM_CONFIG
@@ -23,6 +24,19 @@ class CacheFull(Refused):
     """Too few snapshots can be evicted for another snapshot."""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheSetting:
+    """The origin of the model cache's size, for messages.
+
+    ``file`` is the configuration, ``why`` the arithmetic of a size that was worked out, and
+    ``most_bytes`` the largest size that a reload of the configuration accepts, None for no limit.
+    """
+
+    file: Path | None = None
+    why: str = ""
+    most_bytes: int | None = None
+
+
 class HostMemoryBudget:
     """Frees memory in ``cache``, least recently used snapshots first.
 
@@ -35,11 +49,10 @@ class HostMemoryBudget:
         cache: SnapshotCache,
         is_in_use: Callable[[str], bool],
         release: Callable[[str], Awaitable[None]],
-        config_file: Callable[[], Path | None] = lambda: None,
+        setting: Callable[[], CacheSetting] = CacheSetting,
     ) -> None:
-        """``config_file`` returns the path of the daemon's configuration, for hints."""
         self._cache = cache
-        self._config_file = config_file
+        self._setting = setting
         self._is_in_use = is_in_use
         self._release = release
         self._holds: Counter[str] = Counter()
@@ -67,15 +80,19 @@ class HostMemoryBudget:
         self._change.set()
         self._change = asyncio.Event()
 
-    def check(self, model: str, num_bytes: int) -> None:
+    def check(self, model: str, num_bytes: int) -> int:
         """Check that a snapshot of ``num_bytes`` would fit after evictions.
+
+        Returns the bytes that the evictions would free.
 
         Raises:
             CacheFull: pinned and used snapshots leave too little.
         """
-        short_bytes = self._cache.short_bytes(model, num_bytes)
-        if choose_victims(self._candidates(model), short_bytes) is None:
+        others = self._candidates(model)
+        victims = choose_victims(others, self._cache.short_bytes(model, num_bytes))
+        if victims is None:
             raise self._refusal(model, num_bytes)
+        return sum(one.num_bytes for one in others if one.model in victims)
 
     async def reserve(self, model: str, num_bytes: int, wait_s: float = 0.0) -> None:
         """Reserve memory for the snapshot of a held model, evicting others.
@@ -214,6 +231,8 @@ class HostMemoryBudget:
             f"{model}: a snapshot of {format_bytes(num_bytes)} does not fit in the model cache "
             f"of {format_bytes(self._cache.budget_bytes)}"
         )
+        if why := self._setting().why:
+            text += f" ({why})"
         if pinned_bytes:
             text += f", where {format_bytes(pinned_bytes)} are pinned"
         if self._would_fit(model, num_bytes):
@@ -227,8 +246,14 @@ class HostMemoryBudget:
     def _raise_it(self, model: str, num_bytes: int) -> str:
         """Return how to make the cache large enough for a snapshot beside the pinned snapshots."""
         needed_bytes = num_bytes + self._bytes_of(model, pinned=True)
+        setting = self._setting()
+        if setting.most_bytes is not None and needed_bytes > setting.most_bytes:
+            return (
+                "use a smaller dtype or a quantised version: beside the other budgets "
+                f"memory.model_cache can have {format_bytes(setting.most_bytes)} at most"
+            )
         unit, name = (_GIB, "GiB") if needed_bytes > _GIB else (_MIB, "MiB")
         return (
             f"set memory.model_cache to {-(-needed_bytes // unit)}{name} or more in "
-            f"{self._config_file() or SYSTEM_CONFIG}, then run `gpupool reload`"
+            f"{setting.file or SYSTEM_CONFIG}, then run `gpupool reload`"
         )

@@ -24,6 +24,8 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
     }
     if device.kind == "sim":
         options["--gpu"] = device.gpu
+        if settings.simulated_host.memory_bytes is not None:
+            options["--kv-host-bytes"] = settings.memory.kv_host_bytes
     else:
         options |= {
             "--device-kind": device.kind,

@@ -17,6 +17,7 @@ from typing import Any
 
 import pynvml
 
+from gpupoold.config.device_names import visible_entry
 from gpupoold.config.schema import DeviceSettings
 
 _logger = logging.getLogger(__name__)
@@ -173,15 +174,3 @@ class GpuReadings:
             return float(read(handle))
         except self._nvml.NVMLError:
             return None
-
-
-def visible_entry(index: int, environment: Mapping[str, str]) -> str | None:
-    """Return NVML's index or (the beginning of) a UUID for the CUDA device ``index``. Pure.
-
-    Returns None if ``CUDA_VISIBLE_DEVICES`` has no such device.
-    """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return str(index)
-    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    return entries[index] if index < len(entries) else None

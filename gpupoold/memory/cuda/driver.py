@@ -26,6 +26,18 @@ _BUS_ID_BYTES = 32
 _BATCH_COPY_VERSION = 13000
 
 
+_NO_DEVICE_FILES = "device files may be missing: systemctl restart gpupoold-nvidia gpupoold"
+_OTHER_REMEDY = "see `gpupool doctor` and nvidia-smi"
+INIT_REMEDIES = {
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible: see CUDA_VISIBLE_DEVICES and nvidia-smi",
+    "CUDA_ERROR_OPERATING_SYSTEM": _NO_DEVICE_FILES,
+    "CUDA_ERROR_UNKNOWN": _NO_DEVICE_FILES,
+    "CUDA_ERROR_SYSTEM_NOT_READY": "the NVSwitch fabric is not up: systemctl start "
+    "nvidia-fabricmanager",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver was updated while loaded: restart the machine",
+}
+
+
 class CudaError(RuntimeError):
     """A driver call failed. The device's state is unknown, so the process should end."""
 
@@ -165,7 +177,11 @@ class BindingsDriver:
 
     def open(self, device_index: int) -> None:
         cuda = self._driver
-        self._call("cuInit", 0)
+        try:
+            self._call("cuInit", 0)
+        except CudaError as error:
+            error.add_note(INIT_REMEDIES.get(error.code, _OTHER_REMEDY))
+            raise
         self._device = self._call("cuDeviceGet", device_index)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self._call("cuCtxSetCurrent", self._context)

@@ -2,7 +2,8 @@
 
 It speaks what the hub library uses: model info by revision, the file tree, and
 ``resolve`` with HEAD, GET, ETag, X-Repo-Commit, Range and redirects of large files
-to another host. Nothing is stored with Xet, so the library stays on plain HTTP.
+to another host. With ``has_xet`` weights are in Xet storage too: HEAD names it, and
+the hub answers ``hf_xet`` itself as a storage of uncompressed objects of 1 MiB.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +22,13 @@ from urllib.parse import unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pth")
 CHUNK_BYTES = 64 * 1024
+CHUNKS_PER_OBJECT = 16
+_XET = "answer of the Xet storage"
 _API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?")
+_XET_TOKEN = re.compile(r"/api/models/([^/]+/[^/]+)/xet-read-token/([^/]+)")
+_XET_FILE = re.compile(r"/v1/reconstructions/([0-9a-f]{64})")
+_XET_OBJECT = re.compile(r"/xet/([0-9a-f]{64})/(\d+)")
+XET_TOKEN = "xet-right"
 _RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -60,7 +68,12 @@ class FakeHub:
 
     ``cuts[file]``: the next answers for this file end the connection after so many
     bytes. ``holds[file]``: they stop there until ``released`` is set.
-    ``statuses[file]``: they have this HTTP status instead.
+    ``statuses[file]``: they have this HTTP status instead. A hold of -1 and a status
+    of 0 leave an answer as it is.
+
+    The next answers of the Xet storage break after ``xet_cuts`` bytes, or wait there
+    (``xet_holds``) for ``released``; with ``breaks_xet`` it delivers wrong bytes.
+    ``xet_url`` is the address that the hub names for the storage, else its own.
     """
 
     url: str = ""
@@ -73,6 +86,12 @@ class FakeHub:
     ignores_range: bool = False
     redirects_large_files: bool = False
     broken_listing: bytes | None = None
+    has_sizes: bool = True
+    has_xet: bool = False
+    xet_url: str | None = None
+    breaks_xet: bool = False
+    xet_cuts: list[int] = field(default_factory=list)
+    xet_holds: list[int] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
     requests: list[Request] = field(default_factory=list)
@@ -81,6 +100,10 @@ class FakeHub:
         self.repos[repo_id] = repo = Repo(access=access)
         repo.commit(files)
         return repo
+
+    def xet_downloads(self) -> list[Request]:
+        """GET requests for objects of the Xet storage, in order."""
+        return [r for r in self.requests if r.path.startswith("/xet/")]
 
     def downloads(self, file: str) -> list[Request]:
         """GET requests for a file of any repository, in order."""
@@ -131,7 +154,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.state.requests.append(self.request_log)
         is_cdn = path.startswith("/cdn/")
         path = path.removeprefix("/cdn")
-        if match := _API.fullmatch(path):
+        if match := _XET_TOKEN.fullmatch(path):
+            self._xet_token(match[1], match[2])
+        elif match := _XET_FILE.fullmatch(path):
+            self._xet_file(match[1], token)
+        elif match := _XET_OBJECT.fullmatch(path):
+            self._xet_object(match[1], int(match[2]))
+        elif match := _API.fullmatch(path):
             self._api(match[1], match[2], match[3] and unquote(match[3]))
         elif match := _RESOLVE.fullmatch(path):
             self._resolve(match[1], unquote(match[2]), unquote(match[3]), is_cdn)
@@ -155,7 +184,10 @@ class _Handler(BaseHTTPRequestHandler):
                 for e in entries
             ]
         else:
-            siblings = [{k: v for k, v in e.items() if v is not None} for e in entries]
+            hidden = () if self.state.has_sizes else ("size", "lfs", "blobId")
+            siblings = [
+                {k: v for k, v in e.items() if v is not None and k not in hidden} for e in entries
+            ]
             answer = {"id": repo_id, "sha": commit, "siblings": siblings}
         self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
@@ -183,8 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return
         commit, files = found
-        if statuses := self.state.statuses.get(file):
-            self._fail(statuses.pop(0), "")
+        statuses = self.state.statuses.get(file) if self.command == "GET" else None
+        if statuses and (status := statuses.pop(0)):
+            self._fail(status, "")
         elif file not in files:
             self._fail(404, "EntryNotFound")
         elif self.state.redirects_large_files and file.endswith(LFS_SUFFIXES) and not is_cdn:
@@ -207,6 +240,8 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Repo-Commit": commit,
             "Accept-Ranges": "bytes",
         }
+        if self.state.has_xet and self.command == "HEAD" and file.endswith(LFS_SUFFIXES):
+            headers |= self._xet_headers(file, data)
         begin, status = 0, 200
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.request_log.range or "")
         end = len(data)
@@ -219,6 +254,83 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         self._send(status, headers, data[begin:end], file)
 
+    def _xet_headers(self, file: str, data: bytes) -> dict[str, str]:
+        repo_id, commit = _RESOLVE.fullmatch(unquote(urlsplit(self.path).path)).group(1, 2)  # type: ignore[union-attr]
+        route = f"{self.state.url}/api/models/{repo_id}/xet-read-token/{commit}"
+        return {"X-Xet-Hash": _digest(file, data), "Link": f'<{route}>; rel="xet-auth"'}
+
+    def _xet_token(self, repo_id: str, revision: str) -> None:
+        if self._find(repo_id, revision, gate=True) is None:
+            return
+        headers = {
+            "X-Xet-Cas-Url": self.state.xet_url or self.state.url,
+            "X-Xet-Access-Token": XET_TOKEN,
+            "X-Xet-Token-Expiration": str(int(time.time()) + 3600),
+        }
+        self._send(200, headers, b"{}")
+
+    def _xet_file(self, wanted: str, token: str | None) -> None:
+        """Tell which chunks of which object make up a range of a file."""
+        data = self._xet_data(wanted)
+        if data is None or token != XET_TOKEN:
+            self._fail(404 if data is None else 401, "")
+            return
+        begin, end = 0, len(data)
+        if match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_log.range or ""):
+            begin, end = int(match[1]), min(int(match[2]) + 1, len(data))
+        if begin >= len(data):
+            self._send(416, {}, b"")
+            return
+        first, last = begin // CHUNK_BYTES, (end - 1) // CHUNK_BYTES + 1
+        terms, sources = [], {}
+        for number in range(first // CHUNKS_PER_OBJECT, (last - 1) // CHUNKS_PER_OBJECT + 1):
+            base = number * CHUNKS_PER_OBJECT
+            span = max(first, base) - base, min(last, base + CHUNKS_PER_OBJECT) - base
+            name = f"{number:064x}"
+            num_bytes = min((base + span[1]) * CHUNK_BYTES, len(data))
+            num_bytes -= (base + span[0]) * CHUNK_BYTES
+            where = {"start": span[0], "end": span[1]}
+            terms.append({"hash": name, "unpacked_length": num_bytes, "range": where})
+            sources[name] = [self._xet_source(wanted, data, number, where)]
+        answer = {
+            "offset_into_first_range": begin - first * CHUNK_BYTES,
+            "terms": terms,
+            "fetch_info": sources,
+        }
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+
+    def _xet_source(
+        self, wanted: str, data: bytes, number: int, where: dict[str, int]
+    ) -> dict[str, Any]:
+        chunks = _xet_chunks(data, number)
+        first = sum(map(len, chunks[: where["start"]]))
+        last = sum(map(len, chunks[: where["end"]])) - 1
+        return {
+            "range": where,
+            "url": f"{self.state.url}/xet/{wanted}/{number}",
+            "url_range": {"start": first, "end": last},
+        }
+
+    def _xet_object(self, wanted: str, number: int) -> None:
+        data = self._xet_data(wanted)
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_log.range or "")
+        if data is None or match is None:
+            self._fail(404, "")
+            return
+        packed = b"".join(_xet_chunks(data[::-1] if self.state.breaks_xet else data, number))
+        begin, end = int(match[1]), int(match[2]) + 1
+        headers = {"Content-Range": f"bytes {begin}-{end - 1}/{len(packed)}"}
+        self._send(206, headers, packed[begin:end], _XET)
+
+    def _xet_data(self, wanted: str) -> bytes | None:
+        """Find a file by its hash. The real hash is another; ``hf_xet`` compares nothing."""
+        for repo in self.state.repos.values():
+            for files in repo.commits.values():
+                for name, data in files.items():
+                    if name.endswith(LFS_SUFFIXES) and _digest(name, data) == wanted:
+                        return data
+        return None
+
     def _fail(self, status: int, code: str) -> None:
         self._send(status, {"X-Error-Code": code} if code else {}, b'{"error": "refused"}')
 
@@ -229,9 +341,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        cuts, holds = self.state.cuts.get(file), self.state.holds.get(file)
+        if file == _XET:
+            cuts, holds = self.state.xet_cuts, self.state.xet_holds
+        else:
+            cuts, holds = self.state.cuts.get(file, []), self.state.holds.get(file, [])
         cut = cuts.pop(0) if cuts else None
         hold = holds.pop(0) if holds else None
+        hold = None if hold == -1 else hold
         try:
             self._send_body(body, cut, hold)
         except OSError:
@@ -261,6 +377,15 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
         lfs = {"size": len(data), "sha256": _digest(name, data), "pointerSize": 134}
     blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
     return {"rfilename": name, "size": len(data), "blobId": blob, "lfs": lfs}
+
+
+def _xet_chunks(data: bytes, number: int) -> list[bytes]:
+    """Pack an object of a file in chunks: version, packed size, no compression, size, bytes."""
+    num_bytes = CHUNKS_PER_OBJECT * CHUNK_BYTES
+    data = data[number * num_bytes : (number + 1) * num_bytes]
+    pieces = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+    sizes = [len(piece).to_bytes(3, "little") for piece in pieces]
+    return [b"\0" + n + b"\0" + n + piece for n, piece in zip(sizes, pieces, strict=True)]
 
 
 def _digest(name: str, data: bytes) -> str:

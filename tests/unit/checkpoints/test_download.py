@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -10,16 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from gpupoold.checkpoints import download as download_module, hub as hub_module
+from gpupoold.checkpoints import fetcher as fetcher_module, hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.download import PART_FOLDER, checkpoint_dir, download
-from gpupoold.checkpoints.manifest import MANIFEST_FILE, Manifest, read_manifest
+from gpupoold.checkpoints.disk_room import KEPT_FREE_BYTES
+from gpupoold.checkpoints.download import checkpoint_dir, download
+from gpupoold.checkpoints.fetcher import PART_FOLDER
+from gpupoold.checkpoints.manifest import MANIFEST_FILE, HubFile, Manifest, read_manifest
 from gpupoold.checkpoints.selection import Content
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from tests.unit.checkpoints import samples
@@ -33,7 +36,7 @@ BIG = 3_000_000
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download_module, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(fetcher_module, "FIRST_RETRY_S", 0.001)
 
 
 def fetch(
@@ -53,7 +56,7 @@ def fetch(
             repo_id,
             revision,
             target,
-            lambda done, total: reports.append((done, total)),
+            lambda done, total, _rate: reports.append((done, total)),
             allow_pickle=allow_pickle,
             allow_remote_code=allow_remote_code,
             model_dirs=model_dirs,
@@ -86,6 +89,14 @@ def visible(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.name.startswith(".")
     }
+
+
+def damaged_part(hub: FakeHub, target: Path) -> None:
+    """Begin a download and spoil what has arrived."""
+    hub.cuts[WEIGHTS] = [2_000_000] + [0] * 5
+    refusal(Failed, target)
+    (part,) = (target / PART_FOLDER).glob("model*")
+    part.write_bytes(b"\0" * part.stat().st_size)
 
 
 def wait_for_part(target: Path, num_bytes: int) -> None:
@@ -157,7 +168,7 @@ class TestWhole:
         threads: set[threading.Thread] = set()
         reports: list[tuple[int, int]] = []
 
-        def on_progress(done: int, total: int) -> None:
+        def on_progress(done: int, total: int, rate: float | None) -> None:
             threads.add(threading.current_thread())
             reports.append((done, total))
 
@@ -273,15 +284,33 @@ class TestResume:
         hub.statuses[WEIGHTS] = [status] * 3
         assert visible(fetch(tmp_path / "m")) == files
 
-    def test_damaged_part_is_found_and_dropped(self, hub: FakeHub, tmp_path: Path) -> None:
+    def test_damaged_part_is_fetched_again(self, hub: FakeHub, tmp_path: Path) -> None:
         files = big_checkpoint()
         hub.add(REPO, files)
-        hub.cuts[WEIGHTS] = [2_000_000] + [0] * 5
-        refusal(Failed, tmp_path / "m")
-        (part,) = (tmp_path / "m" / PART_FOLDER).glob("model*")
-        part.write_bytes(b"\0" * part.stat().st_size)
-        assert "checksum is wrong" in refusal(Failed, tmp_path / "m")
-        assert visible(fetch(tmp_path / "m")) == files
+        damaged_part(hub, tmp_path / "m")
+        reports: list[tuple[int, int]] = []
+        assert visible(fetch(tmp_path / "m", progress=reports)) == files
+        assert [one.range for one in hub.downloads(WEIGHTS)][-2:] == ["bytes=2000000-", None]
+        assert reports[-1][0] == reports[-1][1]
+
+    def test_damage_that_stays(
+        self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files = big_checkpoint()
+        hub.add(REPO, files)
+        listed = hub_module.Hub.list_files
+        wrong = "0" * 64
+
+        def changed(one: hub_module.Hub, revision: str | None) -> tuple[str, tuple[HubFile, ...]]:
+            commit, found = listed(one, revision)
+            return commit, tuple(
+                replace(file, digest=wrong) if file.path == WEIGHTS else file for file in found
+            )
+
+        monkeypatch.setattr(hub_module.Hub, "list_files", changed)
+        assert "damaged twice (its checksum is wrong)" in refusal(Failed, tmp_path / "m")
+        assert len(hub.downloads(WEIGHTS)) == 2
+        assert list((tmp_path / "m" / PART_FOLDER).glob("model*")) == []
 
     def test_part_that_is_too_long_is_dropped(self, hub: FakeHub, tmp_path: Path) -> None:
         files = big_checkpoint()
@@ -298,7 +327,7 @@ class TestResume:
         monkeypatch.setattr(hub_module, "READ_TIMEOUT_S", 0.3)
         files = big_checkpoint()
         hub.add(REPO, files)
-        hub.holds[WEIGHTS] = [2_000_000]
+        hub.holds[WEIGHTS] = [2_000_000] + [0] * 4  # the read timeout may end the first
 
         async def cancel_when_held() -> None:
             task = asyncio.create_task(download(REPO, None, tmp_path / "m", lambda *_: None))
@@ -338,7 +367,9 @@ class TestRefused:
 
     def test_private_repository(self, hub: FakeHub, tmp_path: Path) -> None:
         hub.add(REPO, samples.checkpoint(), access="private")
-        assert "needs HF_TOKEN" in refusal(Refused, tmp_path / "m")
+        told = refusal(Refused, tmp_path / "m")
+        assert "set HF_TOKEN of an account with access" in told
+        assert "/etc/gpupool/environment) and restart the daemon" in told
 
     def test_gated_repository(
         self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -411,7 +442,57 @@ class TestRefused:
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1_000_000))
         told = refusal(Refused, tmp_path / "m")
-        assert "needs 2.86 MiB more, but only 977 KiB is free" in told
+        assert "has 2.86 MiB, of which 2.86 MiB is missing; 977 KiB is free" in told
+        assert "256 MiB must stay free (free 258 MiB, or set paths.download_dir" in told
+        assert not hub.downloads("config.json")
+
+    def test_two_downloads_that_do_not_fit_together(
+        self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add(REPO, big_checkpoint())
+        hub.add("org/other", big_checkpoint())
+        hub.holds[WEIGHTS] = [1_000_000]
+        # 3 MB and what is missing of the first 3 MB are more, until the first is complete.
+        usage = shutil.disk_usage(tmp_path)._replace(free=4_900_000 + KEPT_FREE_BYTES)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+
+        async def both() -> None:
+            first = asyncio.create_task(download(REPO, None, tmp_path / "m", lambda *_: None))
+            await asyncio.to_thread(wait_for_part, tmp_path / "m", 1_000_000)
+            with pytest.raises(Refused, match=r"1\.91 MiB are for other downloads") as caught:
+                await download("org/other", None, tmp_path / "o", lambda *_: None)
+            assert caught.value.hint.startswith("free ")
+            hub.released.set()
+            await first
+            await download("org/other", None, tmp_path / "o", lambda *_: None)
+
+        asyncio.run(both())
+
+    def test_no_space_during_the_download(
+        self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add(REPO, samples.checkpoint())
+
+        def full(_draft: Path, path: Path) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        monkeypatch.setattr("gpupoold.system.durable.replace", full)
+        told = refusal(Failed, tmp_path / "m")
+        assert f"cannot write {tmp_path}/m/" in told
+        assert "No space left on device (the downloaded part is kept" in told
+
+    def test_listing_without_sizes(
+        self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files = big_checkpoint()
+        hub.add(REPO, files)
+        hub.has_sizes = False
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1_000_000))
+        assert "2.86 MiB is missing" in refusal(Refused, tmp_path / "m")
+        monkeypatch.undo()
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert visible(fetch(tmp_path / "m")) == files
 
     def test_unwritable_place(self, hub: FakeHub, tmp_path: Path) -> None:
         hub.add(REPO, samples.checkpoint())

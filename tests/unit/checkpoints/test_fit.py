@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gpupoold.checkpoints.check import CheckpointInfo
-from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes, fits
+from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, check_fits, estimate_weight_bytes
 from gpupoold.checkpoints.tensor_file import DTYPE_BITS
 from gpupoold.errors import Refused, UsageError
 
@@ -62,33 +62,36 @@ class TestEstimate:
             estimate_weight_bytes(BF16, "int4")
 
 
-class TestFits:
-    def test_tells_what_is_left(self) -> None:
-        assert fits(BF16, "auto", 20 * MIB) == 4 * MIB
-        assert fits(BF16, "auto", 20 * MIB, reserve_bytes=MIB, kv_bytes=3 * MIB) == 0
+def check(checkpoint: CheckpointInfo, dtype: str, device_bytes: int, kv_bytes: int = 0) -> None:
+    weight_bytes = estimate_weight_bytes(checkpoint, dtype)
+    check_fits(checkpoint, dtype, weight_bytes, device_bytes, kv_bytes=kv_bytes)
 
+
+class TestCheckFits:
     def test_one_byte_too_many(self) -> None:
-        assert fits(BF16, "auto", 16 * MIB) == 0
+        check(BF16, "auto", 20 * MIB, kv_bytes=4 * MIB)
         with pytest.raises(Refused):
-            fits(BF16, "auto", 16 * MIB - 1)
+            check(BF16, "auto", 20 * MIB - 1, kv_bytes=4 * MIB)
 
     def test_smaller_dtype_is_offered(self) -> None:
         with pytest.raises(Refused) as caught:
-            fits(BF16, "float32", 20 * MIB)
+            check(BF16, "float32", 20 * MIB)
         assert "32 MiB of weights (float32) do not fit on a device of 20 MiB" in str(caught.value)
         assert "with dtype bfloat16 the model takes 16 MiB and fits" in caught.value.hint
 
     def test_needed_bytes_are_told(self) -> None:
         with pytest.raises(Refused) as caught:
-            fits(BF16, "auto", 10 * MIB, reserve_bytes=2 * MIB, kv_bytes=MIB)
-        assert "and 1 MiB of KV do not fit on a device of 10 MiB less 2 MiB" in str(caught.value)
+            check(BF16, "auto", 10 * MIB, kv_bytes=MIB)
+        assert "16 MiB of weights (auto) and 1 MiB of KV do not fit on a device of 10 MiB" in str(
+            caught.value
+        )
         assert caught.value.hint == (
-            "use a device of at least 19 MiB, or a quantized version of the model"
+            "use a device of at least 17 MiB, or a quantized version of the model"
         )
 
     def test_quantized_one_is_not_offered_quantization(self) -> None:
         with pytest.raises(Refused) as caught:
-            fits(replace(BF16, quantization="awq"), "auto", MIB)
+            check(replace(BF16, quantization="awq"), "auto", MIB)
         assert "quantized" not in caught.value.hint
 
     @settings(deadline=None)
@@ -97,15 +100,14 @@ class TestFits:
         stored=st.sampled_from(["F32", "BF16", "I8", "F4"]),
         dtype=st.sampled_from(["auto", *MODEL_DTYPE_BITS]),
         device=st.integers(0, 2**42),
-        reserve=st.integers(0, 2**32),
+        kv=st.integers(0, 2**32),
     )
     def test_fits_exactly_when_there_is_room(
-        self, count: int, stored: str, dtype: str, device: int, reserve: int
+        self, count: int, stored: str, dtype: str, device: int, kv: int
     ) -> None:
         checkpoint = info((stored, count))
-        room = device - reserve - estimate_weight_bytes(checkpoint, dtype)
-        if room >= 0:
-            assert fits(checkpoint, dtype, device, reserve_bytes=reserve) == room
+        if estimate_weight_bytes(checkpoint, dtype) + kv <= device:
+            check(checkpoint, dtype, device, kv)
         else:
             with pytest.raises(Refused):
-                fits(checkpoint, dtype, device, reserve_bytes=reserve)
+                check(checkpoint, dtype, device, kv)

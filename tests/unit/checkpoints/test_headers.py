@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from gpupoold.checkpoints import headers
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
 from gpupoold.checkpoints.download import Part, download
-from gpupoold.checkpoints.fit import fits
+from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes
 from gpupoold.checkpoints.headers import HEADERS_FOLDER, remote_weights
 from gpupoold.errors import Failed, GpupoolError, Refused
 from tests.unit.checkpoints import samples
@@ -84,8 +84,10 @@ def test_a_refusal_costs_no_weights(hub: FakeHub, tmp_path: Path) -> None:
     hub.add(REPO, large_checkpoint("float32"))
     info = look(tmp_path / "m")
     with pytest.raises(Refused, match="do not fit on a device"):
-        fits(info, "float32", 30_000_000)
-    fits(info, "auto", 17_000_000)  # as 16-bit weights, as the engine loads them
+        check_fits(info, "float32", estimate_weight_bytes(info, "float32"), 30_000_000)
+    check_fits(
+        info, "auto", estimate_weight_bytes(info, "auto"), 17_000_000
+    )  # as 16-bit weights, as the engine loads them
     assert weight_bytes_sent(hub) <= 2 * FIRST_BYTES
 
 
@@ -191,7 +193,7 @@ def test_no_space_is_said_first(
     hub.add(REPO, large_checkpoint())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
-    with pytest.raises(Refused, match=r"needs 15\.3 MiB more"):
+    with pytest.raises(Refused, match=r"15\.3 MiB is missing"):
         fetch(tmp_path / "m")
     assert not hub.downloads("config.json")
 
@@ -229,7 +231,7 @@ class TestCommits:
 
 
 async def _interrupted(target: Path) -> None:
-    from gpupoold.checkpoints import download as module
+    from gpupoold.checkpoints import fetcher as module
 
     first, module.FIRST_RETRY_S = module.FIRST_RETRY_S, 0.001
     try:

@@ -47,8 +47,10 @@ class TestDefaults:
         settings = load_settings(None)
         assert (settings.server.host, settings.server.port) == ("127.0.0.1", 8000)
         assert settings.server.max_body_bytes == 10_000_000
-        assert settings.memory.model_cache_bytes == 8 * GIB
-        assert settings.memory.kv_host_bytes == 2 * GIB
+        memory, limits = settings.memory, settings.limits
+        assert (memory.model_cache_or_auto, memory.kv_host_or_auto) == (None, None)
+        assert (memory.reserve_or_auto, limits.max_bytes_in_flight_or_auto) == (None, None)
+        assert settings.simulated_host.memory_bytes is None
         assert settings.scheduling.quota_max_s == 4.0
         assert settings.limits.load_timeout_s == 600.0
         assert settings.limits.stop_grace_s == 10.0
@@ -121,6 +123,13 @@ class TestPaths:
         assert paths.model_dirs[1] == Path("/home/ann/.local/share/gpupool/models")
         monkeypatch.setenv("XDG_STATE_HOME", "/srv/state")
         assert load_settings(None).paths.state_dir == Path("/srv/state/gpupool")
+
+    def test_user_of_the_service_without_the_variables_of_the_unit(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("os.geteuid", lambda: 998)
+        monkeypatch.setenv("HOME", "/var/lib/gpupool")
+        assert load_settings(None).paths.state_dir == Path("/var/lib/gpupool")
 
     def test_runtime_variable_goes_before_the_default(
         self, monkeypatch: pytest.MonkeyPatch
@@ -303,10 +312,7 @@ class TestExampleAndDocs:
     def test_example_shows_the_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("os.geteuid", lambda: 0)
         shown = parse_settings(_example_values(), str(EXAMPLE))
-        defaults = load_settings(None)
-        assert shown.memory.reserve_bytes == defaults.memory.reserve_for("emulated")
-        memory = shown.memory.model_copy(update={"reserve_bytes": None})
-        assert shown.model_copy(update={"memory": memory}) == defaults
+        assert shown == load_settings(None)
 
     def test_example_has_every_key(self) -> None:
         text = EXAMPLE.read_text()

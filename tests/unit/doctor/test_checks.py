@@ -41,9 +41,11 @@ def memory(**changes: Any) -> MemoryFacts:
 
 
 def torch(version: str | None) -> Facts:
-    versions = healthy().versions
-    installed = versions.installed | {"torch": version}
-    return healthy(versions=replace(versions, installed=installed))
+    return versions(installed=healthy().versions.installed | {"torch": version})
+
+
+def versions(**changes: Any) -> Facts:
+    return healthy(versions=replace(healthy().versions, **changes))
 
 
 def state_dir(**changes: Any) -> Facts:
@@ -74,11 +76,10 @@ def test_a_simulated_device_needs_next_to_nothing() -> None:
 
 
 def test_another_checked_engine_comes_with_its_torch() -> None:
-    versions = healthy().versions
-    installed = versions.installed | {"vllm": "0.33.0", "torch": "2.14.0+cu130"}
-    assert bad(healthy(versions=replace(versions, installed=installed))) == {}
-    installed = versions.installed | {"vllm": "0.33.1", "torch": "2.14.0+cu130"}
-    assert bad(healthy(versions=replace(versions, installed=installed))).keys() == {"vllm", "torch"}
+    installed = healthy().versions.installed | {"vllm": "0.33.0", "torch": "2.14.0+cu130"}
+    assert bad(versions(installed=installed)) == {}
+    installed |= {"vllm": "0.33.1"}
+    assert bad(versions(installed=installed)).keys() == {"vllm", "torch"}
 
 
 FAULTS: list[tuple[str, Facts, str, str]] = [
@@ -95,18 +96,36 @@ FAULTS: list[tuple[str, Facts, str, str]] = [
     ),
     ("torch", torch(None), "not installed", "pip install torch==2.13.0"),
     ("torch", torch("2.12.0+cu130"), "2.13.0 is needed", "pip install torch==2.13.0"),
-    ("gpu driver", torch("2.13.0+cpu"), "CPUs only", "GPUPOOL_DEVICE=cuda"),
+    ("gpu driver", versions(cuda=None), "CPUs only", "GPUPOOL_DEVICE=cuda"),
+    (
+        "compilers",
+        versions(lacking=("g++", "Python.h"), python="3.11.2"),
+        "without g++, Python.h",
+        "apt install gcc g++ libc6-dev python3.11-dev",
+    ),
     (
         "gpu driver",
         healthy(gpu=replace(healthy().gpu, cuda=(12, 8))),
         "built for CUDA 13.0",
-        "newer NVIDIA driver",
+        "driver 580 or newer",
     ),
     ("gpu driver", healthy(gpu=GpuFacts(problem="not found")), "NVML", "nvidia-smi"),
+    (
+        "gpu",
+        emulated(missing_gpus=("no NVIDIA GPU was found", "modprobe")),
+        "no NVIDIA",
+        "modprobe",
+    ),
     ("gpu 1", healthy(gpu=replace(gpu(), gpus=gpu().gpus[:1])), "has 1", "[[device]]"),
     ("gpu 0", healthy(gpu=gpu(is_mig=True)), "MIG is on", "nvidia-smi -i 0 -mig 0"),
-    ("memory", healthy(memory=memory(total_bytes=8 * GIB)), "16 GiB of 8 GiB", "model_cache"),
-    ("memory", healthy(memory=memory(limit_bytes=8 * GIB)), "of 8 GiB", "MemoryMax="),
+    ("memory", healthy(memory=memory(total_bytes=8 * GIB)), "9.47 GiB are needed", "devices"),
+    ("memory", healthy(memory=memory(limit_bytes=8 * GIB)), "limit is 8 GiB", "MemoryMax="),
+    (
+        "memory",
+        healthy(settings=settings(memory={"model_cache": "300GiB"})),
+        "memory.model_cache 300 GiB",
+        "lower memory.model_cache",
+    ),
     ("overcommit", healthy(memory=memory(overcommit=2)), "is 2", "overcommit_memory=0"),
     ("open files", healthy(limits=LimitFacts("x", 256, None, None)), "256 (x)", "LimitNOFILE"),
     ("folder state_dir", state_dir(is_writable=False), "cannot be written", "daemon's user"),
@@ -156,7 +175,12 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
     ("history", healthy(daemon=replace(healthy().daemon, lost_rows=3)), "3 rows", "state_dir"),
     ("gpu 0", healthy(gpu=gpu(used_bytes=9 * GIB), daemon=NO_DAEMON), "9 GiB", "nvidia-smi"),
     ("gpu 1", healthy(gpu=gpu(is_persistent=False)), "persistence", "nvidia-smi -i 1 -pm 1"),
-    ("memory", healthy(memory=memory(total_bytes=17 * GIB)), "little is left", "lower"),
+    (
+        "memory",
+        healthy(settings=settings(memory={"model_cache": "236GiB"})),
+        "little is left",
+        "lower",
+    ),
     (
         "memory",
         healthy(memory=memory(available_bytes=GIB), daemon=NO_DAEMON),
@@ -165,18 +189,34 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
     ),
     (
         "model cache",
-        healthy(daemon=replace(healthy().daemon, weight_bytes=9 * GIB)),
+        healthy(
+            settings=settings(memory={"model_cache": "8GiB"}),
+            daemon=replace(healthy().daemon, weight_bytes=9 * GIB),
+        ),
         "9 GiB of 8 GiB",
         "raise memory.model_cache",
     ),
     ("huge pages", healthy(memory=memory(huge_bytes=GIB)), "1 GiB", "nr_hugepages=0"),
     ("numa", healthy(numa=NumaFacts(2, True)), "moves pages", "numa_balancing=0"),
+    (
+        "numa node 1",
+        healthy(
+            settings=settings(memory={"kv_host": "20GiB"}),
+            gpu=gpu(node=1),
+            numa=NumaFacts(2, node_bytes={0: 220 * GIB, 1: 36 * GIB}),
+        ),
+        "2 x 20 GiB of memory.kv_host exceed the 36 GiB",
+        "lower memory.kv_host",
+    ),
     ("numa", healthy(numa=NumaFacts(2, False, "not permitted")), "far from", "set_mempolicy"),
     ("open files", healthy(limits=LimitFacts("x", 4096, None, None)), "may need 5120", "LimitN"),
     ("processes", healthy(limits=LimitFacts("x", None, 100, None)), "at most 100", "LimitNPROC"),
     (
         "locked memory",
-        healthy(limits=LimitFacts("x", None, None, 8 << 20)),
+        healthy(
+            settings=settings(memory={"model_cache": "8GiB", "kv_host": "2GiB"}),
+            limits=LimitFacts("x", None, None, 8 << 20),
+        ),
         "10 GiB are to be pinned",
         "LimitMEMLOCK=infinity",
     ),
@@ -225,3 +265,14 @@ def test_without_a_configuration_the_rest_is_still_looked_at() -> None:
         kernel=KernelFacts("5.0", {"pidfd": "no"}),
     )  # fmt: skip
     assert list(bad(facts)) == ["config", "daemon", "kernel"]
+
+
+def test_the_budgets_are_shown_with_their_arithmetic() -> None:
+    shown = {one.name: one.found for one in check_all(healthy())}
+    assert shown["memory.model_cache"].startswith("172GiB: 256 GiB of host memory less: ")
+    assert shown["memory.kv_host"].startswith("28GiB: a quarter of what is left, ")
+    chosen = {
+        one.name: one.found
+        for one in check_all(healthy(settings=settings(memory={"kv_host": "3GiB"})))
+    }
+    assert chosen["memory.kv_host"] == "3GiB: set in the configuration"

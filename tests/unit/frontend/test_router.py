@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,6 +202,63 @@ def test_not_ready_is_503(served: Served) -> None:
     served.catalog.replace(MODELS, ready=False)
     assert served.send("GET", "/ready").status == 503
     assert served.send("GET", "/health").status == 200
+
+
+class TestStart:
+    """Requests of a server that has just been started."""
+
+    @pytest.fixture
+    def starting(self) -> Served:
+        served = Served()
+        served.bounds.hold.begin(30.0)
+        return served
+
+    def answer_meanwhile(self, served: Served, name: str, *events: Callable[[], None]) -> Answer:
+        async def both() -> Answer:
+            body = json.dumps({"model": name}).encode()
+            asked = asyncio.create_task(request(served.router, "POST", CHAT, (body,)))
+            for event in events:
+                await asyncio.sleep(0.1)
+                assert not asked.done()
+                event()
+            return await asked
+
+        return asyncio.run(both())
+
+    def test_they_wait_until_the_model_is_loaded_and_mounted(self, starting: Served) -> None:
+        loaded = (*MODELS[:2], model("late"))
+        answer = self.answer_meanwhile(
+            starting,
+            "late",
+            lambda: starting.catalog.replace(loaded, ready=True),
+            lambda: starting.mounts.mount("late", EchoApi("late")),
+        )
+        assert (answer.status, answer.body) == (200, b'late:{"model": "late"}')
+
+    def test_they_wait_for_the_list_of_models(self, starting: Served) -> None:
+        starting.catalog = Catalog()
+        starting.route()
+        answer = self.answer_meanwhile(
+            starting, "beta", lambda: starting.catalog.replace(MODELS, ready=True)
+        )
+        assert answer.status == 200
+
+    def test_a_model_that_fails_ends_the_wait(self, starting: Served) -> None:
+        failed = (model("late", "failed", reason="no such layer"),)
+        answer = self.answer_meanwhile(
+            starting, "late", lambda: starting.catalog.replace(failed, ready=True)
+        )
+        assert answer.status == 503
+        assert "no such layer" in answer.json()["error"]["message"]
+
+    def test_the_wait_ends_with_the_time_for_it(self, starting: Served) -> None:
+        answer = self.answer_meanwhile(starting, "late", lambda: starting.bounds.hold.begin(0.0))
+        assert (answer.status, answer.headers["retry-after"]) == (503, "3")
+
+    def test_nobody_waits_for_a_model_that_was_here_before(self, starting: Served) -> None:
+        starting.catalog.replace((model("beta", "loading"),), ready=True)
+        assert starting.ask({"model": "beta"}).status == 503
+        assert starting.ask({"model": "gamma"}).status == 404
 
 
 def test_a_model_that_has_failed_says_when_to_come_again(served: Served) -> None:

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from gpupoold.api.schemas import (
+    AdditionInfo,
     AddModelRequest,
     CachedModel,
     CacheInfo,
@@ -122,12 +123,14 @@ class FakeDaemon:
         self.queries: list[dict[str, str]] = []
         self.turns: list[TurnInfo] = []
         self.live_requests: list[RequestInfo] = []
+        self.additions: list[AdditionInfo] = []
         self.unloads: list[tuple[str, str, bool]] = []
         self.delay_s = 0.0
         self.download_pause_s = 0.0
         self.state: Any = "ready"
         self.raw_answer: Response | None = None
         self.config = samples.config()
+        self.machine = samples.machine()
         self.changes: list[ChangeInfo] = []
         self.device: dict[str, Any] = {}
         self.pid = 4321
@@ -178,7 +181,8 @@ class FakeDaemon:
     def ps(self) -> Ps:
         """What runs."""
         ps = samples.ps(list(self.models.values()))
-        return ps.model_copy(update={"devices": [ps.devices[0].model_copy(update=self.device)]})
+        devices = [ps.devices[0].model_copy(update=self.device)]
+        return ps.model_copy(update={"devices": devices, "additions": self.additions})
 
     def change_device(self, number: int, **changes: Any) -> DeviceInfo:
         """The device, with changes from now on."""
@@ -326,14 +330,21 @@ async def _adding(daemon: FakeDaemon, body: AddModelRequest) -> AsyncIterator[st
     yield line_of(Progress(stage="resolve"))
     if body.source == "breaks-off":
         return
+    if body.source == "cached/repo":
+        yield line_of(Progress(stage="resolve", note="used in place: /cache/[bold]"))
     if body.source == "missing/repo":
         error = ErrorBody(code="failed", message="no such repository", hint="check --source")
         yield line_of(Progress(stage="resolve", error=error))
         return
     for done in range(0, _WEIGHT_BYTES + 1, _WEIGHT_BYTES // 3):
-        yield line_of(Progress(stage="download", done_bytes=done, total_bytes=_WEIGHT_BYTES))
+        step = Progress(stage="download", done_bytes=done, total_bytes=_WEIGHT_BYTES)
+        yield line_of(step.model_copy(update={"bytes_per_s": float(1 << 26)}))
         await asyncio.sleep(daemon.download_pause_s)
-    changes = body.model_dump(exclude={"name", "check_only", "source"})
+    changes = body.model_dump(exclude={"name", "check_only", "detach", "source"})
+    if body.detach:
+        yield line_of(Progress(stage="check"))
+        yield line_of(Progress(stage="detached"))
+        return
     if body.check_only:
         yield line_of(Progress(stage="check", model=samples.model(body.name)))
         return

@@ -26,6 +26,7 @@ from gpupoold.api.schemas_config import (
     ReloadInfo,
 )
 from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.domain import Switch
 from gpupoold.errors import (
@@ -193,6 +194,10 @@ def _add_config_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.get("/config")
     async def config() -> ConfigInfo:
         return daemon.config
+
+    @app.get("/machine")
+    async def machine() -> MachineInfo:
+        return daemon.machine
 
     @app.post("/config/diff")
     async def diff(body: DiffRequest) -> DiffInfo:

@@ -17,6 +17,7 @@ from gpupoold.api.schemas import (
     Status,
 )
 from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
+from gpupoold.api.schemas_machine import FolderInfo, MachineInfo
 from gpupoold.api.schemas_top import TopModel, TurnInfo
 from gpupoold.domain import Switch
 from gpupoold.latency.stored import StoredFit, StoredLatency
@@ -222,6 +223,29 @@ def chat_chunks(*pieces: str) -> list[str]:
     usage_chunk = {"choices": [], "usage": {"completion_tokens": len(pieces)}}
     chunks = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}, *deltas, usage_chunk]
     return [*(json.dumps(chunk, ensure_ascii=False) for chunk in chunks), "[DONE]"]
+
+
+def machine() -> MachineInfo:
+    """Of a service whose downloads go to a disk that the unit hides."""
+    folder = FolderInfo(
+        key="download_dir",
+        path="/data/models",
+        exists=True,
+        is_writable=False,
+        owner=998,
+        filesystem="ext4",
+        free_bytes=1 << 40,
+        num_bytes=0,
+        hint="`systemctl edit gpupoold` with ReadWritePaths=/data/models",
+    )
+    return MachineInfo(
+        config_path="/nowhere/gpupool.toml",
+        folders=[folder],
+        open_files=65536,
+        processes=None,
+        locked_bytes=None,
+        memory_limit_bytes=1 << 30,
+    )
 
 
 def config() -> ConfigInfo:

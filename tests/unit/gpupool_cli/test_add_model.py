@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpupoold.api.schemas import AddModelRequest
-from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
+from gpupool_cli.progress import ProgressView
+from gpupoold.api.schemas import AddModelRequest, Progress
+from tests.unit.gpupool_cli.conftest import Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+from tests.unit.gpupool_cli.terminal import run_on_terminal
 
 
 def _asked(daemon: FakeDaemon) -> AddModelRequest:
@@ -59,6 +63,63 @@ def test_stages_are_told_on_stderr_and_stdout_stays_empty(daemon: FakeDaemon, cl
         "q: checking",
         "q: loading",
         "q: ready, 15 GiB of weights",
+    ]
+
+
+def test_detached_the_daemon_goes_on(daemon: FakeDaemon, cli: Cli) -> None:
+    result = cli("add-model", "q", "--detach")
+    assert result.exit_code == 0
+    assert _asked(daemon).detach
+    assert result.stderr.splitlines()[-1] == (
+        "q: accepted; `gpupool ps` shows the progress, `gpupool events` the result"
+    )
+
+
+def test_detached_and_check(cli: Cli) -> None:
+    assert cli("add-model", "q", "--detach", "--check").exit_code == 2
+
+
+def test_a_remark_of_the_daemon_is_told(
+    daemon: FakeDaemon, cli: Cli, environment: dict[str, str]
+) -> None:
+    arguments = ("add-model", "q", "--source", "cached/repo")
+    assert "\nq: used in place: /cache/[bold]\n" in cli(*arguments).stderr
+    daemon.models.clear()
+    _, shown = run_on_terminal(environment, "stderr", *arguments)
+    assert "q: used in place: /cache/[bold]" in shown
+
+
+def test_an_interrupted_download_can_be_continued(
+    daemon: FakeDaemon, environment: dict[str, str]
+) -> None:
+    daemon.download_pause_s = 20
+    with subprocess.Popen(
+        command("add-model", "q"), env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while "downloading" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.read()
+    assert process.returncode == 130
+    assert "q: not added; the downloaded part is kept: repeat the command to go on\n" in told
+
+
+def _download(done_gib: int) -> Progress:
+    return Progress(
+        stage="download", done_bytes=done_gib << 30, total_bytes=9 << 30, bytes_per_s=2.0**30
+    )
+
+
+def test_a_long_download_is_told_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 50.0
+    with ProgressView("q", clock=lambda: now_s) as view:
+        for second in range(10):
+            now_s += 1.0
+            view.show(_download(second))
+    assert capsys.readouterr().err.splitlines() == [
+        "q: downloading 9 GiB",
+        "q: 5 GiB of 9 GiB, 55 %, 1 GiB/s, 4s left",
     ]
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from gpupoold.api.schemas_config import ChangeInfo, DiffRequest, EffectName
 from gpupoold.config import schema as config
+from gpupoold.config.fitting import fitted
 from gpupoold.config.schema import parse_settings
+from gpupoold.doctor.machine import find_machine
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
@@ -65,6 +67,15 @@ class TestCheck:
         assert (told.exit_code, told.stdout) == (0, "")
         assert told.stderr == f"{path}: no errors\n"
 
+    def test_a_sum_that_this_machine_cannot_have(self, cli: Cli, tmp_path: Path) -> None:
+        path = tmp_path / "greedy.toml"
+        path.write_text('[server]\nport = 1\n[memory]\nmodel_cache = "900TiB"\n')
+        told = cli("config", "check", str(path))
+        assert told.exit_code == 1
+        needed = "900 TiB are needed (memory.model_cache 900 TiB, "
+        assert f"{path}:4: memory.model_cache: {needed}" in told.stdout
+        assert "    lower memory.model_cache" in told.stdout
+
     def test_the_file_that_is_used(
         self, cli: Cli, wrong: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -103,14 +114,18 @@ class TestShow:
             "is_hidden": False,
             "origin": "default",
             "effect": "restart",
+            "reason": "",
         }
 
     def test_defaults_need_no_daemon_and_are_the_defaults(self, cli: Cli) -> None:
         told = cli("config", "show", "--defaults")
         assert told.exit_code == 0
         shown = parse_settings(tomllib.loads(told.stdout), "shown")
-        assert shown == parse_settings({}, "defaults")
+        defaults = parse_settings({}, "defaults")
+        assert shown == fitted(defaults, find_machine(defaults)).settings
         assert "# default" not in told.stdout
+        [line] = [one for one in told.stdout.splitlines() if one.startswith("model_cache = ")]
+        assert " of host memory less: " in line or "the control group's limit less: " in line
 
     def test_without_a_daemon(self, cli: Cli) -> None:
         assert cli("config", "show").exit_code == 3

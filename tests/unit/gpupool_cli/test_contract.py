@@ -150,6 +150,7 @@ def test_progress_on_a_terminal_shows_downloaded_bytes(
     shown = _on_a_terminal(["add-model", "q"], environment)
     assert "q: downloading" in shown
     assert "5.0/15.0 GiB" in shown
+    assert "64 MiB/s, 2.67m left" in shown
     assert "q: ready, 15 GiB of weights" in shown
 
 

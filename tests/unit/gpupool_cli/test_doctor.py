@@ -46,3 +46,29 @@ def test_with_a_daemon(daemon: FakeDaemon, cli: Cli, config: str) -> None:
     assert "pid 4321 is ready" in checks["daemon"]["found"]
     assert checks["books"]["verdict"] == "ok"
     assert "database" not in checks
+
+
+def test_folders_and_limits_are_those_that_the_daemon_finds(
+    daemon: FakeDaemon, cli: Cli, config: str
+) -> None:
+    """Its user, its namespace and its control group are not those of the shell."""
+    daemon.machine.config_path = config
+    result = cli("doctor", "--json")
+    checks = {one["name"]: one for one in json.loads(result.stdout)["checks"]}
+    assert checks["config"]["found"] == f"{config} is valid"
+    assert [name for name in checks if name.startswith("folder ")] == ["folder download_dir"]
+    folder = checks["folder download_dir"]
+    assert folder["verdict"] == "fault"
+    assert "/data/models on ext4" in folder["found"]
+    assert "ReadWritePaths=/data/models" in folder["fix"]
+    assert "65536 (the daemon)" in checks["open files"]["found"]
+    assert "of 1 GiB may be used" in checks["memory"]["found"]
+    assert daemon.machine.config_path in checks["config"]["found"]
+
+
+def test_another_configuration_is_judged_from_here(
+    daemon: FakeDaemon, cli: Cli, config: str
+) -> None:
+    checks = json.loads(cli("doctor", "--config", config, "--json").stdout)["checks"]
+    found = {one["name"]: one["found"] for one in checks}
+    assert "/data/models" not in found["folder download_dir"]

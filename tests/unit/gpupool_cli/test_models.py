@@ -59,6 +59,14 @@ def test_show_by_name_and_alias(daemon: FakeDaemon, cli: Cli, name: str) -> None
     assert ModelInfo.model_validate_json(cli("show", name, "--json").stdout) == model
 
 
+def test_show_tells_of_a_shared_cache(daemon: FakeDaemon, cli: Cli) -> None:
+    snapshot = "/home/me/hub/models--org--a/snapshots/0123"
+    daemon.add("a", source="org/a", path=snapshot)
+    assert f"path          {snapshot} (shared Hugging Face cache)\n" in cli("show", "a").stdout
+    daemon.add("b", source=snapshot, path=snapshot)
+    assert "shared" not in cli("show", "b").stdout
+
+
 def test_show_tells_parsers_and_template_with_reasons(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add(
         "a",

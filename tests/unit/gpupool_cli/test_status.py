@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gpupoold import __version__
-from gpupoold.api.schemas import Ps, Status
+from gpupoold.api.schemas import AdditionInfo, Ps, Status
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
@@ -51,6 +51,19 @@ def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:
         "b ready 2 1 0 15 GiB 15 GiB 1 GiB 1 GiB - - -".split(),
     ]
     assert Ps.model_validate_json(cli("ps", "--json").stdout).num_switches == 3
+
+
+def test_ps_shows_what_is_being_added(daemon: FakeDaemon, cli: Cli) -> None:
+    step = AdditionInfo(name="r", stage="check")
+    download = {"done_bytes": 2**30, "total_bytes": 2**32, "bytes_per_s": 2.0**26}
+    changes = {"name": "q", "stage": "download", **download}
+    daemon.additions = [step.model_copy(update=changes), step]
+    assert cli("ps").stdout.splitlines()[-4:] == [
+        "",
+        "ADDING  STAGE     PROGRESS",
+        "q       download  1 GiB of 4 GiB, 25 %, 64 MiB/s, 48s left",
+        "r       check     -",
+    ]
 
 
 def test_version_with_and_without_a_daemon(daemon: FakeDaemon, cli: Cli) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from gpupool_state import Database
 from gpupool_state.migrations import MIGRATIONS, SchemaMigration, applied, pending
+from gpupoold import __version__
 from gpupoold.errors import Failed, Refused
 
 pytestmark = pytest.mark.asyncio
@@ -22,6 +23,12 @@ BROKEN = SchemaMigration(2, "two", ("CREATE TABLE second (value TEXT)", "CREATE 
 def tables(path: Path) -> set[str]:
     with closing(sqlite3.connect(path)) as connection:
         return {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+
+
+def execute(path: Path, sql: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(sql)
+        connection.commit()
 
 
 async def test_the_released_steps_are_numbered_without_gaps() -> None:
@@ -85,10 +92,25 @@ async def test_steps_before_the_failing_one_stay(path: Path) -> None:
 
 async def test_a_newer_schema_is_refused_with_both_versions(path: Path) -> None:
     await (await Database.open(path, migrations=[ONE, TWO])).close()
-    with pytest.raises(Refused, match=r"schema version 2.*up to 1") as caught:
+    execute(path, "UPDATE schema_migrations SET gpupool_version = '7.8.9' WHERE number = 2")
+    versions = rf"schema version 2.*gpupool 7\.8\.9.*gpupool {__version__}.*up to 1"
+    with pytest.raises(Refused, match=versions) as caught:
         await Database.open(path, migrations=[ONE])
+    assert "install gpupool 7.8.9" in caught.value.hint
     assert "bak-1" in caught.value.hint
     assert "second" in tables(path)
+
+
+async def test_versions_of_before_did_not_record_themselves(path: Path) -> None:
+    await (await Database.open(path, migrations=[ONE])).close()
+    execute(path, "ALTER TABLE schema_migrations DROP COLUMN gpupool_version")
+    async with await Database.open(path, migrations=[ONE]) as db:
+        assert [step.gpupool_version for step in await applied(db)] == [None]
+    async with await Database.open(path, migrations=[ONE, TWO]) as db:
+        assert [step.gpupool_version for step in await applied(db)] == [None, __version__]
+    execute(path, "UPDATE schema_migrations SET gpupool_version = NULL")
+    with pytest.raises(Refused, match=r"schema version 2, written by a newer gpupool;"):
+        await Database.open(path, migrations=[ONE])
 
 
 async def test_another_history_of_steps_is_refused(path: Path) -> None:

@@ -19,6 +19,7 @@ from gpupool_tui.once import screen_text
 from gpupool_tui.picture import Picture
 from gpupool_tui.text import plain, width_of
 from gpupool_tui.view import Panel, Sorting, View
+from gpupoold.api.schemas import AdditionInfo
 from tests.unit.gpupool_tui.pictures import device, picture, top
 
 SCREENS = Path(__file__).parent / "screens"
@@ -107,3 +108,14 @@ def test_any_size_can_be_drawn(width: int, height: int) -> None:
     screen = compose(picture(), view(), width, height)
     assert len(screen.lines) == height
     assert all(width_of(line) == width for line in screen.lines)
+
+
+def test_the_title_of_the_models_tells_what_is_being_added() -> None:
+    shown = picture()
+    download = AdditionInfo(name="llama\x1b[2J", stage="download", done_bytes=1, total_bytes=4)
+    shown.additions = [download, AdditionInfo(name="q", stage="check")]
+    lines = [plain(line) for line in compose(shown, view(), 160, 50).lines]
+    (title,) = [line for line in lines if "adding" in line]
+    assert "adding llama\ufffd[2J: 1 B of 4 B, 25 % " in title
+    assert "adding q: check" in title
+    assert "\x1b" not in title

@@ -29,3 +29,12 @@ def test_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(memfd, "_MEMINFO", meminfo)
     with pytest.raises(OSError, match="test needs 8 KiB, 4 KiB is available"):
         memfd.create_memfd("test", SIZE)
+
+
+def test_more_than_the_control_group_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container: the machine has memory, and the kernel would kill the worker."""
+    monkeypatch.setattr(memfd, "memory_room_bytes", lambda: SIZE // 2)
+    with pytest.raises(OSError, match="test needs 8 KiB, 4 KiB is available"):
+        memfd.create_memfd("test", SIZE)
+    monkeypatch.setattr(memfd, "memory_room_bytes", lambda: None)
+    os.close(memfd.create_memfd("test", SIZE))

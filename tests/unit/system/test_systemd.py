@@ -99,10 +99,22 @@ def test_sockets_and_others_are_taken_by_name(caplog: pytest.LogCaptureFixture) 
         assert inherited.socket("admin") is None
         assert inherited.named("snapshot-") == [NamedFd(kept, "snapshot-1")]
         assert inherited.named("snapshot-") == []
+        inherited.close()
     assert "a descriptor with the unknown name 'what'" in caplog.text
     os.close(kept)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(stranger)
+
+
+def test_a_start_that_fails_does_not_call_its_descriptors_unknown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    admin = os.memfd_create("admin")
+    with pytest.raises(RuntimeError), Inherited([NamedFd(admin, "admin")]):
+        raise RuntimeError
+    assert not caplog.text
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(admin)
 
 
 def test_what_is_sent(manager: FakeManager) -> None:

@@ -176,10 +176,13 @@ class ModelsBox:
         self.device_bytes = 1 << 30
         self.broken: set[int] = set()
         self.replies: list[m.Message] = []
+        (folder / "hf").mkdir(exist_ok=True)
+        paths = {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")}
         settings = parse_settings(
             {
                 "devices": ["cuda:0", "cuda:1"],
-                "paths": {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")},
+                "memory": {"kv_host": "1GiB"},
+                "paths": {**paths, "hf_cache": [str(folder / "hf")]},
                 "limits": {"stop_grace": 0.05, "load_timeout": 0.5, "drain_timeout": 0.2},
             },
             "test",

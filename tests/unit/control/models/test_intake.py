@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from huggingface_hub import snapshot_download
 from safetensors.numpy import save
 
 from gpupool_state import History, Registry
 from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.control.models import intake
 from gpupoold.control.workers import workers as workers_module
 from gpupoold.domain import ModelState
-from gpupoold.errors import GpupoolError, Refused, Unavailable
+from gpupoold.errors import Failed, GpupoolError, Refused, Unavailable
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub, run_hub
 from tests.unit.control.models.models_box import PAGE, ModelsBox, running
@@ -55,6 +58,12 @@ async def refusal(box: ModelsBox) -> GpupoolError:
     assert not box.fleet.knows("new")
     assert await box.registry.list() == []
     return caught.value
+
+
+def fill_cache(hub: FakeHub, folder: Path) -> None:
+    """Fill the shared cache as another program does."""
+    snapshot_download(REPO, cache_dir=folder / "hf", endpoint=hub.url)
+    hub.requests.clear()
 
 
 def weight_bytes_sent(hub: FakeHub) -> int:
@@ -112,6 +121,38 @@ async def test_a_model_cache_that_is_too_small(box: ModelsBox, hub: FakeHub) -> 
     assert weight_bytes_sent(hub) <= 1 << 16
 
 
+async def test_a_hub_without_ranges_is_checked_before_the_weights_too(
+    box: ModelsBox, hub: FakeHub
+) -> None:
+    hub.ignores_range = True
+    box.cache.budget_bytes = 1024 * PAGE
+    error = await refusal(box)
+    assert "a snapshot of 15.3 MiB does not fit in the model cache of 4 MiB" in error.message
+    assert (
+        weight_bytes_sent(hub) < NUM_ELEMENTS
+    )  # some pieces of the 16 MB, until the connection closes
+    assert len(hub.downloads("model.safetensors")) == 1
+
+
+async def test_host_memory_that_others_use(
+    box: ModelsBox, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "available_bytes", lambda: 9 << 20)
+    error = await refusal(box)
+    assert "a snapshot of 15.3 MiB needs more than the 9 MiB of host memory" in error.message
+    assert weight_bytes_sent(hub) <= 1 << 16
+
+
+async def test_a_disk_that_is_too_small(
+    box: ModelsBox, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=12 << 20)
+    monkeypatch.setattr("gpupoold.checkpoints.download.shutil.disk_usage", lambda _: free)
+    error = await refusal(box)
+    assert "needs 15.3 MiB more, but only 12 MiB is free" in error.message
+    assert hub.downloads("model.safetensors") == hub.downloads("tokenizer.json") == []
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors"])
 async def test_a_client_that_leaves_during_a_download(
     box: ModelsBox, hub: FakeHub, file: str
@@ -133,6 +174,91 @@ async def test_a_client_that_leaves_during_a_download(
                 if "is being downloaded" not in error.message:
                     raise
                 await asyncio.sleep(0.02)
+
+
+class TestCaches:
+    async def test_a_complete_snapshot_costs_no_download(
+        self, box: ModelsBox, hub: FakeHub, tmp_path: Path
+    ) -> None:
+        fill_cache(hub, tmp_path)
+        found = await lines(box)
+        stages = list(dict.fromkeys(one.stage for one in found))
+        assert stages == ["resolve", "check", "load", "ready"]
+        model = found[-1].model
+        assert model is not None
+        assert (model.source, Path(model.path).parent.name) == (REPO, "snapshots")
+        assert found[1].note == f"used in place, without a download: {model.path}"
+        assert not hub.requests
+        assert not (tmp_path / "models").exists()
+
+    async def test_an_incomplete_snapshot_is_not_used(
+        self, box: ModelsBox, hub: FakeHub, tmp_path: Path
+    ) -> None:
+        fill_cache(hub, tmp_path)
+        for weights in (tmp_path / "hf").rglob("model.safetensors"):
+            weights.unlink()
+        found = await lines(box)
+        assert "incomplete or unreadable: model.safetensors" in found[1].note
+        model = found[-1].model
+        assert model is not None
+        assert Path(model.path) == tmp_path / "models" / "org--model"
+
+    async def test_a_finished_download_comes_first(
+        self, box: ModelsBox, hub: FakeHub, tmp_path: Path
+    ) -> None:
+        await lines(box)
+        await box.lifecycle.remove("new", "force")
+        fill_cache(hub, tmp_path)
+        model = (await lines(box))[-1].model
+        assert model is not None
+        assert Path(model.path) == tmp_path / "models" / "org--model"
+
+
+class TestWithoutAReader:
+    async def test_the_daemon_goes_on(self, box: ModelsBox, hub: FakeHub) -> None:
+        found = await lines(box, detach=True)
+        stages = list(dict.fromkeys(one.stage for one in found))
+        assert stages == ["resolve", "download", "check", "detached"]
+        await box.until_ready("new")
+        await box.until(lambda: not box.lifecycle.ongoing.infos())
+        assert "model_added" in await box.events()
+
+    async def test_refusals_come_before_the_reader_leaves(
+        self, box: ModelsBox, hub: FakeHub
+    ) -> None:
+        box.cache.budget_bytes = 1024 * PAGE
+        with pytest.raises(Refused, match="does not fit in the model cache"):
+            await lines(box, detach=True)
+        assert box.lifecycle.ongoing.infos() == []
+
+    async def test_the_share_of_a_download_is_known_meanwhile(
+        self, box: ModelsBox, hub: FakeHub
+    ) -> None:
+        hub.holds["model.safetensors"] = [-1, 8_000_000]
+        await lines(box, detach=True)
+        assert await asyncio.to_thread(hub.held.wait, 10)
+        (info,) = box.lifecycle.ongoing.infos()
+        assert (info.name, info.stage) == ("new", "download")
+        assert info.total_bytes is not None
+        assert info.total_bytes > 2 * NUM_ELEMENTS
+        with pytest.raises(Refused, match="being added already"):
+            await lines(box)
+        assert len(box.lifecycle.ongoing.infos()) == 1
+        hub.released.set()
+        await box.until_ready("new")
+
+    @pytest.mark.parametrize("stage", ["download", "load"])
+    async def test_a_later_failure_is_one_event(
+        self, stage: str, box: ModelsBox, hub: FakeHub
+    ) -> None:
+        if stage == "download":
+            hub.statuses["model.safetensors"] = [0, 403]
+        else:
+            box.errors["new"] = Failed("out of memory")
+        await lines(box, detach=True)
+        await box.until(lambda: not box.lifecycle.ongoing.infos())
+        await box.until(lambda: not box.fleet.knows("new"))
+        assert (await box.events()).count("model_refused") == 1
 
 
 class TestWorkersThatAreDown:

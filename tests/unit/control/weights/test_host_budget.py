@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.weights.host_budget import HostMemoryBudget
+from gpupoold.control.weights.host_budget import CacheFull, CacheSetting, HostMemoryBudget
 from gpupoold.errors import Refused, TimedOut
 
 MIB = 1 << 20
@@ -115,6 +116,32 @@ async def test_an_snapshot_larger_than_the_cache(bench: Bench) -> None:
         Refused, match="c: a snapshot of 5 MiB does not fit in the model cache of 4"
     ):
         await bench.bring("c", 5, wait_s=60.0)
+    assert bench.gone == []
+
+
+async def test_a_worked_out_cache_is_refused_with_the_arithmetic(bench: Bench) -> None:
+    file, why = Path("/etc/g.toml"), "9 MiB of host memory less: system 5 MiB"
+    setting = CacheSetting(file, why, most_bytes=6 * MIB)
+    budget = HostMemoryBudget(
+        bench.cache, bench.in_use.__contains__, bench._release, lambda: setting
+    )
+    with pytest.raises(CacheFull) as caught:
+        budget.check("c", 5 * MIB)
+    assert caught.value.message == (
+        f"c: a snapshot of 5 MiB does not fit in the model cache of 4 MiB ({why})"
+    )
+    assert "set memory.model_cache to 5MiB or more in /etc/g.toml" in caught.value.hint
+    with pytest.raises(CacheFull) as caught:
+        budget.check("c", 7 * MIB)
+    assert "memory.model_cache can have 6 MiB at most" in caught.value.hint
+
+
+async def test_a_check_tells_what_evictions_would_free(bench: Bench) -> None:
+    bench.put("a", 1, at=1.0)
+    bench.put("b", 2, at=2.0)
+    assert bench.host_budget.check("c", MIB) == 0
+    assert bench.host_budget.check("c", 2 * MIB) == MIB
+    assert bench.host_budget.check("c", 4 * MIB) == 3 * MIB
     assert bench.gone == []
 
 

@@ -14,14 +14,15 @@ def option(arguments: list[str], name: str) -> str:
 
 def test_a_worker_knows_how_many_share_its_gpu() -> None:
     devices = [SHARED, SHARED, {"kind": "cuda"}, {"kind": "emulated"}, {"kind": "emulated"}]
-    settings = parse_settings({"device": devices}, "test")
+    settings = parse_settings({"device": devices, "memory": {"kv_host": "1GiB"}}, "test")
     told = [arguments_of(settings, number) for number in range(len(devices))]
     assert [option(one, "--num-sharing") for one in told] == ["2", "2", "1", "1", "1"]
     assert [option(one, "--device-index") for one in told] == ["0", "0", "1", "0", "0"]
 
 
 def test_what_stays_free_is_part_of_a_share() -> None:
-    settings = parse_settings({"device": [SHARED, SHARED], "memory": {"reserve": "2GiB"}}, "test")
+    memory = {"reserve": "2GiB", "kv_host": "1GiB"}
+    settings = parse_settings({"device": [SHARED, SHARED], "memory": memory}, "test")
     for number in range(2):
         arguments = arguments_of(settings, number)
         assert option(arguments, "--device-bytes") == str(4 << 30)

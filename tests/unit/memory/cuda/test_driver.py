@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,8 +29,22 @@ class TestBindings:
     def test_without_a_gpu_the_call_and_the_reason_are_named(self) -> None:
         if has_nvidia_gpu():
             pytest.skip("this machine has a GPU")
-        with pytest.raises(CudaError, match=r"^cuInit failed: "):
+        with pytest.raises(CudaError, match=r"^cuInit failed: ") as caught:
             BindingsDriver().open(0)
+        assert "gpupool doctor" in caught.value.__notes__[0]
+
+    @pytest.mark.parametrize("name", cuda_driver.INIT_REMEDIES)
+    def test_a_driver_that_does_not_begin_names_the_remedy(self, name: str) -> None:
+        from cuda.bindings import driver
+
+        bindings = BindingsDriver()
+        bindings._driver = SimpleNamespace(
+            cuInit=lambda flags: (getattr(driver.CUresult, name),),
+            cuGetErrorString=lambda status: (0, b"no"),
+        )
+        with pytest.raises(CudaError, match=f"^cuInit failed: {name}: no") as caught:
+            bindings.open(0)
+        assert caught.value.__notes__ == [cuda_driver.INIT_REMEDIES[name]]
 
     def test_the_pinned_version_has_every_call(self) -> None:
         from cuda.bindings import driver

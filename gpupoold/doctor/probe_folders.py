@@ -1,0 +1,54 @@
+"""Facts about the folders of a configuration."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from gpupoold.config.schema import Settings
+from gpupoold.doctor.facts import Folder
+
+
+def folder_facts(settings: Settings) -> tuple[Folder, ...]:
+    """Return the facts of the folders that the daemon writes to, as this process finds them."""
+    paths = settings.paths
+    folders = [
+        _folder("state_dir", paths.state_dir),
+        _folder("log_dir", paths.log_dir),
+        _folder("download_dir", paths.download_dir),
+        _folder("runtime_dir", paths.runtime_dir),
+    ]
+    if settings.memory.snapshot_files_bytes:
+        folders.append(_folder("snapshots", paths.state_dir / "snapshots"))
+    return tuple(folders)
+
+
+def _folder(key: str, path: Path) -> Folder:
+    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    free_bytes = num_bytes = 0
+    owner = -1
+    with suppress(OSError):
+        disk = os.statvfs(there)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        owner = there.stat().st_uid
+    if key == "snapshots" and there == path:
+        with suppress(OSError):
+            num_bytes = sum(one.stat().st_size for one in path.iterdir())
+    is_writable = os.access(there, os.W_OK | os.X_OK)
+    filesystem = _filesystem(there)
+    return Folder(key, path, there == path, is_writable, owner, filesystem, free_bytes, num_bytes)
+
+
+def _filesystem(path: Path) -> str:
+    """Return the file system type of a path."""
+    real = os.path.realpath(path)
+    inside = [
+        one
+        for one in psutil.disk_partitions(all=True)
+        if os.path.commonpath([one.mountpoint, real]) == one.mountpoint
+    ]
+    # A later mount hides an earlier mount at the same place.
+    return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else "unknown"

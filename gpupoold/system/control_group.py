@@ -1,0 +1,87 @@
+"""The memory of a process's control group, of both versions of control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# Version 1 shows "no limit" as the largest multiple of a page below 2**63.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Files of a group, and keys of ``memory.stat`` with all groups below."""
+
+    limit: str
+    usage: str
+    file_cache: tuple[str, str]
+
+
+_VERSION_1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_VERSION_2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def memory_limit_bytes(pid: int | None = None, root: Path = Path("/")) -> int | None:
+    """Return the lowest limit of the process's control group and its ancestors.
+
+    ``pid`` None is this process; ``root`` is the folder with ``proc`` and ``sys``. Returns None
+    without a limit. In a container, the groups outside are not visible and their limits unknown.
+    """
+    limits = [limit for _, _, limit in _limited_groups(pid, root)]
+    return min(limits, default=None)
+
+
+def memory_room_bytes(root: Path = Path("/")) -> int | None:
+    """Return how much more memory this process may use before a group reaches its limit.
+
+    The kernel drops cached files before a group exceeds its limit; shared memory counts as used.
+    Returns None without a limit; ``root`` as for :func:`memory_limit_bytes`.
+    """
+    rooms = []
+    for folder, names, limit in _limited_groups(None, root):
+        usage = _read(folder / names.usage)
+        used = int(usage) - _file_cache_bytes(folder, names) if usage.isdecimal() else 0
+        rooms.append(max(0, limit - used))
+    return min(rooms, default=None)
+
+
+def _limited_groups(pid: int | None, root: Path) -> Iterator[tuple[Path, _Names, int]]:
+    """Yield the groups of a process that have a limit, with the limit in bytes."""
+    for line in _read(root / "proc" / str(pid or "self") / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        top = root / "sys/fs/cgroup"
+        if not controllers:
+            yield from _limited(top, group, _VERSION_2)
+        elif "memory" in controllers.split(","):
+            yield from _limited(top / "memory", group, _VERSION_1)
+
+
+def _limited(top: Path, group: str, names: _Names) -> Iterator[tuple[Path, _Names, int]]:
+    """Yield a group and its ancestors, up to the mount point ``top``, that have a limit."""
+    folder = top / group.lstrip("/")
+    for one in (folder, *folder.parents):
+        text = _read(one / names.limit)
+        if text.isdecimal() and int(text) < _NO_LIMIT_BYTES:
+            yield one, names, int(text)
+        if one == top:
+            return
+
+
+def _file_cache_bytes(folder: Path, names: _Names) -> int:
+    pairs = [line.split() for line in _read(folder / "memory.stat").splitlines()]
+    values = [int(one[1]) for one in pairs if len(one) == 2 and one[0] in names.file_cache]
+    return sum(values)
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""

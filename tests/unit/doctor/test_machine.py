@@ -1,0 +1,84 @@
+"""The facts about a machine for the devices of a configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.config.machine import DeviceFacts, Machine
+from gpupoold.config.schema import Settings, parse_settings
+from gpupoold.doctor.facts import Gpu, GpuFacts, MemoryFacts
+from gpupoold.doctor.machine import find_machine, machine_of
+from gpupoold.errors import ConfigError
+from gpupoold.latency.hardware import hardware
+
+GIB = 2**30
+MEMORY = MemoryFacts(256 * GIB, 200 * GIB, limit_bytes=128 * GIB, huge_bytes=16 * GIB)
+GPUS = GpuFacts(
+    gpus=(
+        Gpu("A10", 22 * GIB, 0, uuid="GPU-aa-1", node=0),
+        Gpu("H100", 80 * GIB, 0, uuid="GPU-bb-2", node=1),
+    )
+)
+NODES = {0: 128 * GIB, 1: 128 * GIB}
+
+
+def settings(**raw: object) -> Settings:
+    return parse_settings(raw, "test")
+
+
+def devices(*names: str, visible: str | None = None) -> tuple[DeviceFacts, ...]:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return machine_of(settings(devices=list(names)), MEMORY, GPUS, NODES, environment).devices
+
+
+def test_host_memory_without_reserved_huge_pages() -> None:
+    found = machine_of(settings(devices=["emulated"]), MEMORY, GpuFacts(), NODES)
+    assert found == Machine(240 * GIB, (DeviceFacts("emulated", 2 * GIB),), 128 * GIB, NODES)
+    assert found.usable_bytes == 128 * GIB
+
+
+def test_gpus_by_index() -> None:
+    assert devices("cuda:1", "cuda:0") == (
+        DeviceFacts("cuda", 80 * GIB, 1),
+        DeviceFacts("cuda", 22 * GIB, 0),
+    )
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-bb-2", "GPU-bb"])
+def test_gpus_as_cuda_numbers_them(visible: str) -> None:
+    assert devices("cuda:0", visible=visible) == (DeviceFacts("cuda", 80 * GIB, 1),)
+
+
+@pytest.mark.parametrize("visible", ["7", "GPU-cc", ""])
+def test_a_gpu_that_is_not_there_has_no_known_size(visible: str) -> None:
+    assert devices("cuda:0", visible=visible) == (DeviceFacts("cuda", None),)
+
+
+def test_a_device_uses_at_most_its_memory() -> None:
+    raw = [{"kind": "cuda", "index": 1, "memory": "30GiB"}, {"kind": "sim", "gpu": "H800"}]
+    found = machine_of(settings(device=raw), MEMORY, GPUS, NODES, {})
+    assert found.devices == (
+        DeviceFacts("cuda", 30 * GIB, 1),
+        DeviceFacts("sim", hardware("H800").memory_bytes),
+    )
+
+
+def test_a_simulated_host_replaces_this_one() -> None:
+    host = {"memory": "256GB", "numa_nodes": 2}
+    found = machine_of(settings(devices=["sim:4xA10"], simulated_host=host), MEMORY, GPUS, NODES)
+    assert (found.memory_bytes, found.limit_bytes) == (256 * 10**9, None)
+    assert found.is_simulated
+    assert found.node_bytes == {0: 128 * 10**9, 1: 128 * 10**9}
+    assert [one.node for one in found.devices] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("names", [["emulated"], ["cuda:0"], ["sim:A10", "emulated"]])
+def test_only_simulated_devices_have_a_simulated_host(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"simulated_host.memory: needs devices of kind"):
+        settings(devices=names, simulated_host={"memory": "1TiB"})
+
+
+def test_this_machine() -> None:
+    found = find_machine(settings(devices=["emulated"]))
+    assert found.memory_bytes > GIB
+    assert not found.is_simulated

@@ -59,14 +59,18 @@ _PREFILLS: tuple[PrefillBatch, ...] = (
     (1024,) * 4,
     (8192,),
 )
+# Beside streams only small prompts can be timed: more points of these.
+_SMALL_PREFILLS: tuple[PrefillBatch, ...] = tuple(
+    sorted((*_PREFILLS, (8,), (24,), (48,), (96,), (16,) * 4), key=sum)
+)
 _CONTEXTS = (32, 256, 1024, 4096)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 # Tokens that a decoding request may add while the batch grows.
 _DECODE_ROOM = 64
 _MAX_CLEARING_STEPS = 8
 _MIN_CHUNK_TOKENS = 16
-# How much longer the first step of a new size may take than later steps.
-_WARM_UP_FACTOR = 2
+# By how much the first steps of a new size may exceed the limit of a slice.
+_TOLERANCE = 2
 # Limits on the KV of a run. If less than the minimum is free, other models' pages are evicted.
 _MAX_KV_TOKENS = 8_192
 _MIN_KV_TOKENS = 2_048
@@ -205,7 +209,8 @@ class _ProfilingRun:
         kv_tokens = self._kv_tokens()
         step_tokens = min(kv_tokens, self._engine.max_batched_tokens)
         longest = self._engine.info.max_model_len - 1
-        for batch in _PREFILLS:
+        is_limited = math.isfinite(self._slice_limit_s())
+        for batch in _SMALL_PREFILLS if is_limited else _PREFILLS:
             if max(batch) > longest or sum(batch) > step_tokens:
                 continue
             if not (yield from self._measure_prefill(batch, prefill_s)):
@@ -229,7 +234,7 @@ class _ProfilingRun:
             last = self.prefills[-1]
             growth = max(1.0, sum(batch) / sum(last.batch))
             expected_s = _MARGIN * self._warm_up_s * growth
-            if growth * last.duration_s > self._slice_limit_s():
+            if self._next_prefill_s(sum(batch)) > self._slice_limit_s():
                 self.num_left_out += 1
                 return False
         times_s: list[float] = []
@@ -243,16 +248,25 @@ class _ProfilingRun:
                 self._clear()
                 break
             self._generated.clear()
-            if duration_s > (1 if times_s else _WARM_UP_FACTOR) * self._slice_limit_s():
+            times_s.append(duration_s)
+            # The first step of a size takes longer, and any step may be disturbed.
+            if min(times_s) > (1 if len(times_s) > 2 else _TOLERANCE) * self._slice_limit_s():
                 self.num_left_out += 1
                 return False
-            times_s.append(duration_s)
             expected_s = duration_s
         if len(times_s) < 2:
             return False
         self._warm_up_s = times_s[0]
         self.prefills.append(PrefillSample(batch, min(times_s[1:])))
         return True
+
+    def _next_prefill_s(self, num_tokens: int) -> float:
+        """Return the expected seconds of a prefill, on the line through the last two points."""
+        last = self.prefills[-1]
+        before = self.prefills[-2] if len(self.prefills) > 1 else last
+        num_more = sum(last.batch) - sum(before.batch)
+        slope = max(0.0, last.duration_s - before.duration_s) / num_more if num_more else 0.0
+        return last.duration_s + slope * (num_tokens - sum(last.batch))
 
     def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> Slices:
         """Measure points of one context length: the batch grows until time or memory runs out."""

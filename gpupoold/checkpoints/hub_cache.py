@@ -17,6 +17,7 @@ from gpupoold.checkpoints.hub import Hub
 from gpupoold.checkpoints.manifest import HubFile
 from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import GpupoolError
+from gpupoold.system.folders import hint_to_read
 
 Choice = Callable[[Sequence[str]], Sequence[str]]
 """Returns the wanted files of a repository among its files."""
@@ -68,7 +69,7 @@ def find_snapshot(
                 return FoundSnapshot(snapshot, f"used in place, without a download: {snapshot}")
             notes.append(f"not used: {snapshot}: {problem}")
         elif caches is not None and not os.access(cache, os.R_OK | os.X_OK):
-            notes.append(f"not used: {cache}: missing, or the daemon's user has no access")
+            notes.append(f"not used: {cache}: {hint_to_read(cache) or 'no such folder'}")
     return FoundSnapshot(None, "; ".join(notes))
 
 

@@ -64,7 +64,6 @@ def test_the_daemon_starts_after_it_and_without_it() -> None:
     assert "\nAfter=gpupoold-nvidia.service nvidia-persistenced.service" in text
     assert "nvidia-fabricmanager.service\n" in text
     assert files["Service"]["Type"] == "oneshot"
-    assert "gpupoold-nvidia.service" in (ROOT / "scripts" / "install.sh").read_text()
     # A command of a unit with DevicePolicy= cannot create device files, not even as root.
     assert daemon["Service"]["DevicePolicy"] == "closed"
     assert "nvidia-modprobe" not in text

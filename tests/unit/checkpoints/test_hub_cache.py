@@ -144,9 +144,7 @@ def test_a_forged_listing_is_not_believed(listing: bytes, hub: FakeHub, cache: P
 
 def test_a_configured_cache_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     result = found(tmp_path / "nowhere")
-    assert result.note == (
-        f"not used: {tmp_path}/nowhere: missing, or the daemon's user has no access"
-    )
+    assert result.note == f"not used: {tmp_path}/nowhere: no such folder"
 
 
 def test_an_adapter(hub: FakeHub, tmp_path: Path) -> None:

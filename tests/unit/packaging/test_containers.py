@@ -87,6 +87,16 @@ def test_both_ask_for_the_health_of_the_port_that_is_open(service: dict[str, Any
     assert f"EXPOSE {port}" in text
 
 
+def test_the_image_has_the_environment_of_the_service() -> None:
+    unit = (ROOT / "systemd/gpupoold.service").read_text()
+    for specifier, folder in (("%t", "/run"), ("%S", "/var/lib"), ("%C", "/var/cache")):
+        unit = unit.replace(specifier, folder)
+    variables = " ".join(re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)).split()
+    assert len(variables) > 3
+    text = CONTAINERFILE.read_text()
+    assert [one for one in variables if not re.search(rf"\s{re.escape(one)}\s", text)] == []
+
+
 def test_the_time_for_stopping_is_enough(service: dict[str, Any]) -> None:
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
     unit = (ROOT / "systemd/gpupoold.service").read_text()

@@ -149,7 +149,7 @@ async def test_a_disk_that_is_too_small(
     free = SimpleNamespace(free=12 << 20)
     monkeypatch.setattr("gpupoold.checkpoints.download.shutil.disk_usage", lambda _: free)
     error = await refusal(box)
-    assert "needs 15.3 MiB more, but only 12 MiB is free" in error.message
+    assert "15.3 MiB is missing; 12 MiB is free" in error.message
     assert hub.downloads("model.safetensors") == hub.downloads("tokenizer.json") == []
 
 

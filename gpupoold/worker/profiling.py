@@ -8,33 +8,25 @@ would exceed the budget, so a slow model gets fewer points instead of a longer w
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Generator
+from typing import Protocol
 
 from gpupoold.errors import Failed
-from gpupoold.latency.errors import FitError, LatencyError, ShapeError
-from gpupoold.latency.fit import DecodeSample, Fit, FitQuality, PrefillSample
+from gpupoold.latency.fit import DecodeSample, PrefillSample
 from gpupoold.latency.models import (
     DecodeBatch,
-    Law,
-    LinearDecode,
-    LinearPrefill,
     PrefillBatch,
-    PrefillModel,
 )
-from gpupoold.latency.shape import ModelShape, from_hf_config
-from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.engine.load_errors import failure
-from gpupoold.worker.fitting import fit_decode, fit_prefill
 from gpupoold.worker.kv.page_eviction import PooledModel
+from gpupoold.worker.profile_fits import TimedPoints, fit_profile, model_shape
 
 _logger = logging.getLogger(__name__)
 
@@ -74,10 +66,6 @@ _TOLERANCE = 2
 # Limits on the KV of a run. If less than the minimum is free, other models' pages are evicted.
 _MAX_KV_TOKENS = 8_192
 _MIN_KV_TOKENS = 2_048
-# A pooling model has no decode steps: the phase takes no time.
-_NO_DECODE = Fit(LinearDecode(), FitQuality(1.0, 0.0, 0.0, 0))
-# Points required beyond the number of constants: without spare points, noise would fit perfectly.
-_SPARE_POINTS = 2
 
 
 Slices = Generator[None, None, None]
@@ -163,7 +151,9 @@ def profile(
         run.leave()
     except Exception as error:
         raise failure(engine.info.name, "while its steps were timed", error) from error
-    measured = _fits(run, _shape(path), run.spent_s, problem, generates=engine.info.generates)
+    measured = fit_profile(
+        run.timed, model_shape(path), run.spent_s, problem, generates=engine.info.generates
+    )
     if measured.problem and run.num_left_out:
         text = f"larger steps were left out beside running streams: {measured.problem}"
         measured = dataclasses.replace(measured, problem=text)
@@ -195,9 +185,7 @@ class _ProfilingRun:
         self._generated: dict[str, int] = {}
         self._warm_up_s = 0.0  # the first step of the last prefill point
         self.num_left_out = 0
-        self.prefills: list[PrefillSample] = []
-        self.decodes: list[DecodeSample] = []
-        self.decode_contexts: set[int] = set()
+        self.timed = TimedPoints()
 
     @property
     def spent_s(self) -> float:
@@ -217,7 +205,7 @@ class _ProfilingRun:
                 break
         if not self._engine.info.generates:
             return
-        contexts = _contexts(self._engine) if self.prefills else []
+        contexts = _contexts(self._engine) if self.timed.prefills else []
         for index, context in enumerate(contexts):
             share_s = (self._budget_s - self.spent_s) / (len(contexts) - index)
             yield from self._measure_decodes(context, kv_tokens, self.spent_s + share_s)
@@ -230,8 +218,8 @@ class _ProfilingRun:
     def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> Generator[None, None, bool]:
         """Measure one point of the prefill series; return False without time or memory."""
         expected_s = 0.0
-        if self.prefills:
-            last = self.prefills[-1]
+        if self.timed.prefills:
+            last = self.timed.prefills[-1]
             growth = max(1.0, sum(batch) / sum(last.batch))
             expected_s = _MARGIN * self._warm_up_s * growth
             if self._next_prefill_s(sum(batch)) > self._slice_limit_s():
@@ -257,13 +245,13 @@ class _ProfilingRun:
         if len(times_s) < 2:
             return False
         self._warm_up_s = times_s[0]
-        self.prefills.append(PrefillSample(batch, min(times_s[1:])))
+        self.timed.prefills.append(PrefillSample(batch, min(times_s[1:])))
         return True
 
     def _next_prefill_s(self, num_tokens: int) -> float:
         """Return the expected seconds of a prefill, on the line through the last two points."""
-        last = self.prefills[-1]
-        before = self.prefills[-2] if len(self.prefills) > 1 else last
+        last = self.timed.prefills[-1]
+        before = self.timed.prefills[-2] if len(self.timed.prefills) > 1 else last
         num_more = sum(last.batch) - sum(before.batch)
         slope = max(0.0, last.duration_s - before.duration_s) / num_more if num_more else 0.0
         return last.duration_s + slope * (num_tokens - sum(last.batch))
@@ -285,8 +273,8 @@ class _ProfilingRun:
             sample = yield from self._time_decode(context)
             if sample is None:
                 break
-            self.decodes.append(sample)
-            self.decode_contexts.add(context)
+            self.timed.decodes.append(sample)
+            self.timed.decode_contexts.add(context)
             if _MARGIN * sample.duration_s > self._slice_limit_s():
                 self.num_left_out += 1
                 break
@@ -295,10 +283,10 @@ class _ProfilingRun:
     def _decode_cost_s(self, num_new: int, context: int) -> float:
         """Return the expected seconds until the next decode point is measured, with a margin."""
         # New prompts run in steps of new sizes, which may need a warm-up.
-        prefill_s = num_new * context * self._warm_up_s / sum(self.prefills[-1].batch)
+        prefill_s = num_new * context * self._warm_up_s / sum(self.timed.prefills[-1].batch)
         step_s = max(
-            self.prefills[0].duration_s,
-            max((sample.duration_s for sample in self.decodes), default=0.0),
+            self.timed.prefills[0].duration_s,
+            max((sample.duration_s for sample in self.timed.decodes), default=0.0),
         )
         return _MARGIN * (prefill_s + (2 + _DECODE_REPETITIONS) * step_s)
 
@@ -315,7 +303,7 @@ class _ProfilingRun:
 
     def _chunk_tokens(self) -> int | None:
         """Return the tokens of a step that takes ``slice_limit_s``; None without a limit."""
-        limit_s, last = self._slice_limit_s(), self.prefills[-1]
+        limit_s, last = self._slice_limit_s(), self.timed.prefills[-1]
         if not math.isfinite(limit_s):
             return None
         num_tokens = int(sum(last.batch) * limit_s / last.duration_s)
@@ -394,67 +382,6 @@ def _contexts(engine: ProfiledModel) -> list[int]:
 
 def _room(engine: ProfiledModel) -> int:
     return min(_DECODE_ROOM * engine.max_tokens_each, engine.info.max_model_len // 2)
-
-
-def _shape(path: str) -> ModelShape | None:
-    """Return the model's dimensions, None for an architecture that equation 5 does not cover."""
-    try:
-        return from_hf_config(json.loads((Path(path) / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, ShapeError) as error:
-        _logger.info("%s: %s; the prefill model is fitted without dimensions", path, error)
-        return None
-
-
-def _fits(
-    run: _ProfilingRun,
-    shape: ModelShape | None,
-    duration_s: float,
-    problem: str,
-    *,
-    generates: bool,
-) -> Profile:
-    problems = [problem] if problem else []
-    prefill = decode = None
-    try:
-        prefill = StoredFit.of(_fit_prefill(run.prefills, shape))
-    except LatencyError as error:
-        problems.append(f"prefill: {error}")
-    try:
-        decode = StoredFit.of(_fit_decode(run) if generates else _NO_DECODE)
-    except LatencyError as error:
-        problems.append(f"decode: {error}")
-    return Profile(prefill, decode, duration_s, "; ".join(problems))
-
-
-def _fit_decode(run: _ProfilingRun) -> Fit[LinearDecode]:
-    if len(run.decode_contexts) < 2:
-        raise FitError("steps were timed at fewer than two context lengths")
-    _check_enough(LinearDecode(), run.decodes)
-    return fit_decode(LinearDecode(), run.decodes)
-
-
-def _fit_prefill(
-    samples: list[PrefillSample], shape: ModelShape | None
-) -> Fit[PrefillModel] | Fit[LinearPrefill]:
-    """Fit equation 5 if the points determine it, else a straight line."""
-    if shape is not None:
-        try:
-            law = PrefillModel.of(shape)
-            _check_enough(law, samples)
-            return fit_prefill(law, samples)
-        except FitError as error:
-            _logger.info("equation 5 cannot be fitted: %s", error)
-    _check_enough(LinearPrefill(), samples)
-    return fit_prefill(LinearPrefill(), samples)
-
-
-def _check_enough(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> None:
-    wanted = len(law.constants) + _SPARE_POINTS
-    if len(samples) < wanted:
-        raise FitError(
-            f"only {len(samples)} points were measured within the time budget, "
-            f"{type(law).__name__} needs {wanted}"
-        )
 
 
 def _log(name: str, measured: Profile) -> None:

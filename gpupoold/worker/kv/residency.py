@@ -199,17 +199,14 @@ class Residency:
             other.kv.stop_leaving()
 
     def load_piece(self, name: str, current: str | None) -> bool:
-        """Load a piece of a model's weights between two steps of ``current``.
-
-        Takes no page of the current model. Returns whether further pieces can be loaded.
-        """
+        """Load a piece of weights, without pages of ``current``; return whether more can follow."""
         weights = self._models[name].weights
-        wanted = min(weights.num_missing_pages, self._pages_per_load)
-        if wanted > self.pool.num_free:
+        missing = weights.num_missing_pages
+        if (wanted := min(missing, self._pages_per_load)) > self.pool.num_free:
             self._eviction.free_pages(wanted, {name}, untouched=current)
             self._eviction.wait_for(wanted)
-        weights.load(count := min(wanted, self.pool.num_free))
-        return bool(count and weights.num_missing_pages)
+        weights.load(min(wanted, self.pool.num_free))
+        return 0 < weights.num_missing_pages < missing
 
     def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""

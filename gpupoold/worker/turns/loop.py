@@ -105,10 +105,8 @@ class TurnLoop:
         self._missing = MissingBytes(self.residency, self.engines)
         self.previous: str | None = None
         self._prefetching_for: str | None = None
-        self._status_at_s = 0.0
-        self._interrupted = False
-        self._stopping = False
-        self._last_jobs_s = 0.0
+        self._status_at_s = self._last_jobs_s = 0.0
+        self._interrupted = self._stopping = False
 
     def run(self) -> None:
         """Serve until ``Shutdown`` arrives.
@@ -235,12 +233,8 @@ class TurnLoop:
             wrong = self._self_checks.check(engine, self.residency)
         if wrong is None:
             return True
-        _logger.error(
-            "%s: the self-check returned %s instead of %s",
-            engine.name,
-            wrong.answered,
-            wrong.expected,
-        )
+        text = "%s: the self-check returned %s instead of %s"
+        _logger.error(text, engine.name, wrong.answered, wrong.expected)
         self._requests.fail_all(
             engine.name, f"the weights of {engine.name} are damaged and are reloaded"
         )

@@ -197,8 +197,7 @@ class _ProfilingRun:
         kv_tokens = self._kv_tokens()
         step_tokens = min(kv_tokens, self._engine.max_batched_tokens)
         longest = self._engine.info.max_model_len - 1
-        is_limited = math.isfinite(self._slice_limit_s())
-        for batch in _SMALL_PREFILLS if is_limited else _PREFILLS:
+        for batch in _SMALL_PREFILLS if math.isfinite(self._slice_limit_s()) else _PREFILLS:
             if max(batch) > longest or sum(batch) > step_tokens:
                 continue
             if not (yield from self._measure_prefill(batch, prefill_s)):

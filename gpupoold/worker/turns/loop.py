@@ -38,8 +38,7 @@ _logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 0.25
 # Time between two steps for jobs of other threads, and without a resident model on turn.
-_JOBS_S = 0.02
-_JOBS_ALONE_S = 0.1
+_JOBS_S, _JOBS_ALONE_S = 0.02, 0.1
 _SLICE_LIMIT_S = 0.06
 # Jobs wait at most so long for streams that are behind their deadlines.
 _MAX_PUT_OFF_S = 0.25

@@ -145,7 +145,7 @@ class PoolSide:
         )
         loop._last_used_s[name] = 0.0
         loop.ledger.add_model(name, Targets(1.0, 1.0))
-        loader = EngineLoader(device, host, loop.residency)
+        loader = EngineLoader(device, host, loop.residency, loop.turns)
         order = m.LoadModel(model, profiling_budget_s=0.0)
         loop.engines[name] = loader.load(order, None, name).engine
 

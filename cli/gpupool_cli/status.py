@@ -15,7 +15,14 @@ from gpupool_cli.session import open_client
 from gpupool_cli.workers import role_text
 from gpupoold import __version__
 from gpupoold.api.progress_text import amount_text
-from gpupoold.api.schemas import AdditionInfo, DeviceInfo, FrontendInfo, ModelUsage, Status
+from gpupoold.api.schemas import (
+    AdditionInfo,
+    DeviceInfo,
+    FrontendInfo,
+    LoadingInfo,
+    ModelUsage,
+    Status,
+)
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 
@@ -75,11 +82,21 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
         output.print_json(answer)
         return
     output.print_table(_DEVICE_COLUMNS, [_device_row(device) for device in answer.devices])
+    for device in answer.devices:
+        if device.loading is not None:
+            output.print_line(loading_text(device.device, device.loading))
     output.print_line("")
     output.print_table(_MODEL_COLUMNS, [_model_row(model) for model in answer.models])
     if answer.additions:
         output.print_line("")
         output.print_table(_ADDITION_COLUMNS, [_addition_row(one) for one in answer.additions])
+
+
+def loading_text(number: int, load: LoadingInfo) -> str:
+    """Return the present load on a device in words."""
+    text = f"device {number}: loading {load.model} for {format_duration(load.since_s)}"
+    waiting = f"; {load.num_waiting} more to load" if load.num_waiting else ""
+    return f"{text} beside the turns: the worker {load.stage}{waiting}"
 
 
 def version(ctx: typer.Context, as_json: JsonOption = False) -> None:

@@ -10,6 +10,7 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, model_name
 from gpupool_cli.output import Column, duration_text
 from gpupool_cli.session import open_client
+from gpupool_cli.status import loading_text
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
     FinishedWhy,
@@ -90,6 +91,8 @@ def _show_device(device: DeviceTurns) -> None:
         output.print_line(
             f"device {device.device}: {device.on_turn} on turn for {used}, {left}{because}"
         )
+    if device.loading is not None:
+        output.print_line(loading_text(device.device, device.loading))
     if device.num_waiting_for_kv:
         output.print_line(f"{device.num_waiting_for_kv} requests wait for KV memory")
     if device.line:

@@ -175,6 +175,18 @@ class Progress(Body):
     error: ErrorBody | None = None
 
 
+class LoadingInfo(Body):
+    """A model that is being loaded on a device beside the turns.
+
+    ``stage`` completes "the worker ..."; ``num_waiting`` loads follow.
+    """
+
+    model: str
+    stage: str
+    since_s: float
+    num_waiting: int = 0
+
+
 class DeviceInfo(Body):
     """A device and its worker.
 
@@ -225,6 +237,7 @@ class DeviceInfo(Body):
     num_engines: int = 0
     engine_bytes: int = 0
     engine_limit_bytes: int | None = None
+    loading: LoadingInfo | None = None
 
 
 class SetDeviceRequest(Body):

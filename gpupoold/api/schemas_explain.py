@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpupoold.api.schemas import Body, EventInfo, RequestRecord
+from gpupoold.api.schemas import Body, EventInfo, LoadingInfo, RequestRecord
 from gpupoold.domain import Lateness, RequestCounts
 
 
@@ -45,7 +45,8 @@ class WaitingTurn(Body):
 class DeviceTurns(Body):
     """The present turn on a device and the queue behind the turn.
 
-    ``left_s`` is None for a turn without an end: no other model waits.
+    ``left_s`` is None for a turn without an end: no other model waits. ``loading`` is a model that
+    is being loaded beside the turns.
     """
 
     device: int
@@ -56,6 +57,7 @@ class DeviceTurns(Body):
     left_s: float | None
     line: list[WaitingTurn]
     num_waiting_for_kv: int
+    loading: LoadingInfo | None = None
 
 
 class RequestWhy(Body):

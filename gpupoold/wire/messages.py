@@ -80,6 +80,7 @@ from gpupoold.wire.records import (
     EngineMemory as EngineMemory,
     KvTransfer as KvTransfer,
     LoadedModel as LoadedModel,
+    LoadProgress as LoadProgress,
     ModelMemory as ModelMemory,
     ModelToLoad as ModelToLoad,
     RequestProgress as RequestProgress,

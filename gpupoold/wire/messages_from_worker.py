@@ -9,6 +9,7 @@ from gpupoold.wire.records import (
     EngineMemory,
     KvTransfer,
     LoadedModel,
+    LoadProgress,
     ModelMemory,
     RequestProgress,
     SwitchRecord,
@@ -182,7 +183,8 @@ class WorkerStatus(Message):
     """The worker's status several times a second, which shows that the worker is alive.
 
     ``turn_began_s`` is the time when the present model could run, None while the model is loaded.
-    ``prefetched_bytes`` counts weights loaded for a coming turn.
+    ``prefetched_bytes`` counts weights loaded for a coming turn. ``loading`` is the present load of
+    a model, if there is one.
     """
 
     device: int
@@ -196,3 +198,4 @@ class WorkerStatus(Message):
     num_recomputed: int = 0
     turn_began_s: float | None = None
     prefetched_bytes: int = 0
+    loading: LoadProgress | None = None

@@ -135,6 +135,20 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: int
 
 
+class LoadProgress(msgspec.Struct, frozen=True):
+    """The load of a model on a worker, beside the turns, since ``began_s``.
+
+    ``stage`` completes "the worker ..."; ``num_waiting`` loads follow. While ``holds_turns``, steps
+    wait for the load.
+    """
+
+    model: str
+    began_s: float
+    stage: str
+    num_waiting: int = 0
+    holds_turns: bool = False
+
+
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A model's memory on one worker, in bytes.
 

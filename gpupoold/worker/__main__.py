@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from typing import NoReturn
 
 from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
@@ -57,10 +58,19 @@ def main() -> None:
         _logger.info("the daemon has closed the connection (%s); exiting", closed)
     except Exception as error:
         _leave_if_out_of_memory(error)
-        raise
+        _logger.exception("the worker ends")
+        _leave(1)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process at once.
+
+    A normal exit would spend seconds on engines whose memory the kernel frees anyway, and wait for
+    a load beside the turns.
+    """
     logging.shutdown()
-    # A normal exit would spend seconds on engines whose memory the kernel frees anyway.
-    os._exit(0)
+    os._exit(status)
 
 
 def _leave_if_out_of_memory(error: Exception) -> None:

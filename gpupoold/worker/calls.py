@@ -16,10 +16,19 @@ from gpupoold.worker.kv.digests import kv_digest, live_blocks, weights_digest
 from gpupoold.worker.turns.loop import TurnLoop
 
 
-def answer(loop: TurnLoop, call: Call) -> CallResult:
-    """Run ``call`` between two steps; errors become part of the answer."""
+def answer(loop: TurnLoop, call: Call) -> CallResult | None:
+    """Run ``call`` between two steps; errors become part of the answer.
+
+    Returns None if the loop sends the answer later, because the call reads files.
+    """
+    if call.method in _BESIDE:
+        loop.run_beside(lambda: _answer_of(loop, call, _BESIDE.get(call.method)))
+        return None
+    return _answer_of(loop, call, _OPERATIONS.get(call.method))
+
+
+def _answer_of(loop: TurnLoop, call: Call, operation: _Operation | None) -> CallResult:
     try:
-        operation = _OPERATIONS.get(call.method)
         if operation is None:
             raise UsageError(f"workers have no operation {call.method!r}")
         return CallResult(call.call_id, operation(loop, **call.args))
@@ -63,8 +72,10 @@ def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
 
 
 def _load_adapter(loop: TurnLoop, model: str, number: int, name: str, path: str) -> dict[str, Any]:
-    """Make an adapter of a loaded model known to its engine."""
-    loop.engine(model).adapters.add(number, name, path)
+    """Make an adapter of a loaded model known to its engine; runs beside steps."""
+    adapters = loop.turns.call(loop.engine, model).adapters
+    if (adapter := adapters.read(number, name, path)) is not None:
+        loop.turns.call(adapters.add, adapter)
     return {}
 
 
@@ -74,14 +85,16 @@ def _unload_adapter(loop: TurnLoop, model: str, number: int) -> dict[str, Any]:
     return {}
 
 
-_OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+_Operation = Callable[..., dict[str, Any]]
+
+_OPERATIONS: dict[str, _Operation] = {
     "check_integrity": _check_integrity,
     "checksum": _checksum,
     "page_out": _page_out,
-    "load_adapter": _load_adapter,
     "unload_adapter": _unload_adapter,
     "leftovers": leftovers,
     "bench_device": bench_device,
     "bench_kv": bench_kv,
     "bench_switch": bench_switch,
 }
+_BESIDE: dict[str, _Operation] = {"load_adapter": _load_adapter}

@@ -7,32 +7,26 @@ would exceed the budget, so a slow model gets fewer points instead of a longer w
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Generator
+from typing import Protocol
 
 from gpupoold.errors import Failed
-from gpupoold.latency.errors import FitError, LatencyError, ShapeError
-from gpupoold.latency.fit import DecodeSample, Fit, FitQuality, PrefillSample
+from gpupoold.latency.fit import DecodeSample, PrefillSample
 from gpupoold.latency.models import (
     DecodeBatch,
-    Law,
-    LinearDecode,
-    LinearPrefill,
     PrefillBatch,
-    PrefillModel,
 )
-from gpupoold.latency.shape import ModelShape, from_hf_config
-from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.engine.load_errors import failure
-from gpupoold.worker.fitting import fit_decode, fit_prefill
 from gpupoold.worker.kv.page_eviction import PooledModel
+from gpupoold.worker.profile_fits import TimedPoints, fit_profile, model_shape
 
 _logger = logging.getLogger(__name__)
 
@@ -57,18 +51,25 @@ _PREFILLS: tuple[PrefillBatch, ...] = (
     (1024,) * 4,
     (8192,),
 )
+# Beside streams only small prompts can be timed: more points of these.
+_SMALL_PREFILLS: tuple[PrefillBatch, ...] = tuple(
+    sorted((*_PREFILLS, (8,), (24,), (48,), (96,), (16,) * 4), key=sum)
+)
 _CONTEXTS = (32, 256, 1024, 4096)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 # Tokens that a decoding request may add while the batch grows.
 _DECODE_ROOM = 64
 _MAX_CLEARING_STEPS = 8
+_MIN_CHUNK_TOKENS = 16
+# By how much the first steps of a new size may exceed the limit of a slice.
+_TOLERANCE = 2
 # Limits on the KV of a run. If less than the minimum is free, other models' pages are evicted.
 _MAX_KV_TOKENS = 8_192
 _MIN_KV_TOKENS = 2_048
-# A pooling model has no decode steps: the phase takes no time.
-_NO_DECODE = Fit(LinearDecode(), FitQuality(1.0, 0.0, 0.0, 0))
-# Points required beyond the number of constants: without spare points, noise would fit perfectly.
-_SPARE_POINTS = 2
+
+
+Slices = Generator[None, None, None]
+"""A run of steps; ``yield`` ends a slice."""
 
 
 class ProfiledModel(PooledModel, Protocol):
@@ -97,8 +98,8 @@ class ProfiledModel(PooledModel, Protocol):
     def has_requests(self) -> bool:
         """Return whether a step would do work."""
 
-    def step(self) -> list[RequestProgress]:
-        """Run one engine step; return the requests' progress."""
+    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
+        """Run one engine step of at most ``chunk_tokens``; return the requests' progress."""
 
 
 class Pages(Protocol):
@@ -119,17 +120,19 @@ def profile(
     budget_s: float,
     path: str,
     clock: Callable[[], float] = time.perf_counter,
-) -> Profile | None:
+    slice_limit_s: Callable[[], float] = lambda: math.inf,
+) -> Generator[None, None, Profile | None]:
     """Time steps of a model without requests, and fit its latency.
 
-    A pooling model has prefill steps only.
+    A slice has one step, which is expected to take at most ``slice_limit_s()``: larger steps are
+    left out. A pooling model has prefill steps only.
 
     Makes the model resident, so the present turn's model must be switched in again. Afterwards the
     engine has no request, no cached prefix and no KV. Too little time or memory, or points that fit
     no model, raise no error: ``Profile.problem`` states the reason.
 
-    ``residency`` provides pages. The run ends within ``budget_s``, as far as can be foreseen; 0
-    means no run. ``path`` is the checkpoint's folder, whose ``config.json`` has the dimensions.
+    ``residency`` provides pages. The slices take ``budget_s`` together, as far as can be foreseen;
+    0 means no run. ``path`` is the checkpoint's folder, whose ``config.json`` has the dimensions.
     ``clock`` returns seconds.
 
     Raises:
@@ -137,12 +140,10 @@ def profile(
     """
     if budget_s <= 0:
         return None
-    started_s = clock()
-    run = _ProfilingRun(engine, residency, started_s + budget_s, clock)
+    run = _ProfilingRun(engine, residency, budget_s, clock, slice_limit_s)
     problem = ""
     try:
-        residency.switch_in(engine.name)
-        run.measure(started_s + (_PREFILL_SHARE if engine.info.generates else 1) * budget_s)
+        yield from run.measure((_PREFILL_SHARE if engine.info.generates else 1) * budget_s)
         run.leave()
     except OutOfPages as error:  # other models hold the memory: not an error of this model
         _logger.warning("profiling %s ended early: %s", engine.info.name, error)
@@ -150,78 +151,111 @@ def profile(
         run.leave()
     except Exception as error:
         raise failure(engine.info.name, "while its steps were timed", error) from error
-    measured = _fits(
-        run, _shape(path), clock() - started_s, problem, generates=engine.info.generates
+    measured = fit_profile(
+        run.timed, model_shape(path), run.spent_s, problem, generates=engine.info.generates
     )
+    if measured.problem and run.num_left_out:
+        text = f"larger steps were left out beside running streams: {measured.problem}"
+        measured = dataclasses.replace(measured, problem=text)
     _log(engine.info.name, measured)
     return measured
 
 
 class _ProfilingRun:
-    """The synthetic requests of one profiling run, and the times of their steps."""
+    """The synthetic requests of one profiling run, and the times of their steps.
+
+    The run's time does not pass between two slices.
+    """
 
     def __init__(
-        self, engine: ProfiledModel, pages: Pages, end_s: float, clock: Callable[[], float]
+        self,
+        engine: ProfiledModel,
+        pages: Pages,
+        budget_s: float,
+        clock: Callable[[], float],
+        slice_limit_s: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._pages = pages
-        self._end_s = end_s
+        self._budget_s = budget_s
         self._clock = clock
+        self._slice_limit_s = slice_limit_s
+        self._began_s = clock()
         self._num_requests = 0
         self._generated: dict[str, int] = {}
         self._warm_up_s = 0.0  # the first step of the last prefill point
-        self.prefills: list[PrefillSample] = []
-        self.decodes: list[DecodeSample] = []
-        self.decode_contexts: set[int] = set()
+        self.num_left_out = 0
+        self.timed = TimedPoints()
 
-    def measure(self, prefill_end_s: float) -> None:
+    @property
+    def spent_s(self) -> float:
+        """Seconds in slices so far."""
+        return self._clock() - self._began_s
+
+    def measure(self, prefill_s: float) -> Slices:
+        yield from self._new_slice()
         kv_tokens = self._kv_tokens()
         step_tokens = min(kv_tokens, self._engine.max_batched_tokens)
         longest = self._engine.info.max_model_len - 1
-        for batch in _PREFILLS:
+        for batch in _SMALL_PREFILLS if math.isfinite(self._slice_limit_s()) else _PREFILLS:
             if max(batch) > longest or sum(batch) > step_tokens:
                 continue
-            if not self._measure_prefill(batch, prefill_end_s):
+            if not (yield from self._measure_prefill(batch, prefill_s)):
                 break
         if not self._engine.info.generates:
             return
-        contexts = _contexts(self._engine) if self.prefills else []
+        contexts = _contexts(self._engine) if self.timed.prefills else []
         for index, context in enumerate(contexts):
-            now_s = self._clock()
-            share_s = (self._end_s - now_s) / (len(contexts) - index)
-            self._measure_decodes(context, kv_tokens, now_s + share_s)
+            share_s = (self._budget_s - self.spent_s) / (len(contexts) - index)
+            yield from self._measure_decodes(context, kv_tokens, self.spent_s + share_s)
 
     def leave(self) -> None:
         """End all requests and free their KV and cached prefixes."""
         self._clear()
         self._engine.kv.unmap(self._engine.kv.free_extents())
 
-    def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> bool:
+    def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> Generator[None, None, bool]:
         """Measure one point of the prefill series; return False without time or memory."""
         expected_s = 0.0
-        if self.prefills:
-            last = self.prefills[-1]
-            expected_s = _MARGIN * self._warm_up_s * max(1.0, sum(batch) / sum(last.batch))
+        if self.timed.prefills:
+            last = self.timed.prefills[-1]
+            growth = max(1.0, sum(batch) / sum(last.batch))
+            expected_s = _MARGIN * self._warm_up_s * growth
+            if self._next_prefill_s(sum(batch)) > self._slice_limit_s():
+                self.num_left_out += 1
+                return False
         times_s: list[float] = []
         while len(times_s) < 1 + _PREFILL_REPETITIONS:
             num_needed = max(1, 2 - len(times_s))  # the warm-up needs a timed step after it
-            if self._clock() + num_needed * expected_s > end_s:
+            if self.spent_s + num_needed * expected_s > end_s:
                 break
             ids = self._add(batch, max_tokens=1)
-            duration_s, progressed = self._step()
+            duration_s, progressed = yield from self._step()
             if progressed != ids:  # chunked, or out of pages: not one step
                 self._clear()
                 break
             self._generated.clear()
             times_s.append(duration_s)
+            # The first step of a size takes longer, and any step may be disturbed.
+            if min(times_s) > (1 if len(times_s) > 2 else _TOLERANCE) * self._slice_limit_s():
+                self.num_left_out += 1
+                return False
             expected_s = duration_s
         if len(times_s) < 2:
             return False
         self._warm_up_s = times_s[0]
-        self.prefills.append(PrefillSample(batch, min(times_s[1:])))
+        self.timed.prefills.append(PrefillSample(batch, min(times_s[1:])))
         return True
 
-    def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> None:
+    def _next_prefill_s(self, num_tokens: int) -> float:
+        """Return the expected seconds of a prefill, on the line through the last two points."""
+        last = self.timed.prefills[-1]
+        before = self.timed.prefills[-2] if len(self.timed.prefills) > 1 else last
+        num_more = sum(last.batch) - sum(before.batch)
+        slope = max(0.0, last.duration_s - before.duration_s) / num_more if num_more else 0.0
+        return last.duration_s + slope * (num_tokens - sum(last.batch))
+
+    def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> Slices:
         """Measure points of one context length: the batch grows until time or memory runs out."""
         max_tokens = _room(self._engine)
         for batch_size in _BATCH_SIZES:
@@ -230,46 +264,58 @@ class _ProfilingRun:
                 break
             if batch_size * (context + max_tokens) > kv_tokens and batch_size > 1:
                 break
-            if self._clock() + self._decode_cost_s(num_new, context) > end_s:
+            if self.spent_s + self._decode_cost_s(num_new, context) > end_s:
                 break
             self._add((context,) * num_new, max_tokens)
-            if not self._start_all(num_new * context):
+            if not (yield from self._start_all(num_new * context)):
                 break
-            sample = self._time_decode(context)
+            sample = yield from self._time_decode(context)
             if sample is None:
                 break
-            self.decodes.append(sample)
-            self.decode_contexts.add(context)
+            self.timed.decodes.append(sample)
+            self.timed.decode_contexts.add(context)
+            if _MARGIN * sample.duration_s > self._slice_limit_s():
+                self.num_left_out += 1
+                break
         self._clear()
 
     def _decode_cost_s(self, num_new: int, context: int) -> float:
         """Return the expected seconds until the next decode point is measured, with a margin."""
         # New prompts run in steps of new sizes, which may need a warm-up.
-        prefill_s = num_new * context * self._warm_up_s / sum(self.prefills[-1].batch)
+        prefill_s = num_new * context * self._warm_up_s / sum(self.timed.prefills[-1].batch)
         step_s = max(
-            self.prefills[0].duration_s,
-            max((sample.duration_s for sample in self.decodes), default=0.0),
+            self.timed.prefills[0].duration_s,
+            max((sample.duration_s for sample in self.timed.decodes), default=0.0),
         )
         return _MARGIN * (prefill_s + (2 + _DECODE_REPETITIONS) * step_s)
 
-    def _start_all(self, num_prompt_tokens: int) -> bool:
+    def _start_all(self, num_prompt_tokens: int) -> Generator[None, None, bool]:
         """Step until every request has its first token; return False if some cannot start."""
-        max_steps = 2 + len(self._generated)
-        max_steps += 2 * num_prompt_tokens // self._engine.max_batched_tokens
+        chunk_tokens = self._chunk_tokens()
+        step_tokens = min(self._engine.max_batched_tokens, chunk_tokens or math.inf)
+        max_steps = 2 + len(self._generated) + int(2 * num_prompt_tokens / step_tokens)
         for _ in range(max_steps):
             if all(self._generated.values()):
                 return True
-            self._step()
+            yield from self._step(chunk_tokens)
         return all(self._generated.values())
 
-    def _time_decode(self, context: int) -> DecodeSample | None:
+    def _chunk_tokens(self) -> int | None:
+        """Return the tokens of a step that takes ``slice_limit_s``; None without a limit."""
+        limit_s, last = self._slice_limit_s(), self.timed.prefills[-1]
+        if not math.isfinite(limit_s):
+            return None
+        num_tokens = int(sum(last.batch) * limit_s / last.duration_s)
+        return len(self._generated) + max(_MIN_CHUNK_TOKENS, num_tokens)
+
+    def _time_decode(self, context: int) -> Generator[None, None, DecodeSample | None]:
         best: DecodeSample | None = None
         for repetition in range(1 + _DECODE_REPETITIONS):
             batch = DecodeBatch(
                 len(self._generated),
                 len(self._generated) * context + sum(self._generated.values()),
             )
-            duration_s, progressed = self._step()
+            duration_s, progressed = yield from self._step()
             if progressed != set(self._generated):  # a request was preempted or has ended
                 return None
             if repetition and (best is None or duration_s < best.duration_s):
@@ -286,16 +332,26 @@ class _ProfilingRun:
             added.add(request_id)
         return added
 
-    def _step(self) -> tuple[float, set[str]]:
-        """Return the seconds of one step, and the requests that gained a token."""
+    def _step(
+        self, chunk_tokens: int | None = None
+    ) -> Generator[None, None, tuple[float, set[str]]]:
+        """Return the seconds of one step in a new slice, and the requests that gained a token."""
+        yield from self._new_slice()
         self._pages.ensure_kv(self._engine.name)
         started_s = self._clock()
-        progress = self._engine.step()
+        progress = self._engine.step(chunk_tokens)
         duration_s = self._clock() - started_s
         for item in progress:
             if item.request_id in self._generated:
                 self._generated[item.request_id] += item.num_tokens
         return duration_s, {item.request_id for item in progress if item.num_tokens}
+
+    def _new_slice(self) -> Slices:
+        """End the slice; other models may be on the device until the next."""
+        left_s = self._clock()
+        yield
+        self._began_s += self._clock() - left_s
+        self._pages.switch_in(self._engine.name)
 
     def _clear(self) -> None:
         self._engine.abort(list(self._generated))
@@ -325,67 +381,6 @@ def _contexts(engine: ProfiledModel) -> list[int]:
 
 def _room(engine: ProfiledModel) -> int:
     return min(_DECODE_ROOM * engine.max_tokens_each, engine.info.max_model_len // 2)
-
-
-def _shape(path: str) -> ModelShape | None:
-    """Return the model's dimensions, None for an architecture that equation 5 does not cover."""
-    try:
-        return from_hf_config(json.loads((Path(path) / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, ShapeError) as error:
-        _logger.info("%s: %s; the prefill model is fitted without dimensions", path, error)
-        return None
-
-
-def _fits(
-    run: _ProfilingRun,
-    shape: ModelShape | None,
-    duration_s: float,
-    problem: str,
-    *,
-    generates: bool,
-) -> Profile:
-    problems = [problem] if problem else []
-    prefill = decode = None
-    try:
-        prefill = StoredFit.of(_fit_prefill(run.prefills, shape))
-    except LatencyError as error:
-        problems.append(f"prefill: {error}")
-    try:
-        decode = StoredFit.of(_fit_decode(run) if generates else _NO_DECODE)
-    except LatencyError as error:
-        problems.append(f"decode: {error}")
-    return Profile(prefill, decode, duration_s, "; ".join(problems))
-
-
-def _fit_decode(run: _ProfilingRun) -> Fit[LinearDecode]:
-    if len(run.decode_contexts) < 2:
-        raise FitError("steps were timed at fewer than two context lengths")
-    _check_enough(LinearDecode(), run.decodes)
-    return fit_decode(LinearDecode(), run.decodes)
-
-
-def _fit_prefill(
-    samples: list[PrefillSample], shape: ModelShape | None
-) -> Fit[PrefillModel] | Fit[LinearPrefill]:
-    """Fit equation 5 if the points determine it, else a straight line."""
-    if shape is not None:
-        try:
-            law = PrefillModel.of(shape)
-            _check_enough(law, samples)
-            return fit_prefill(law, samples)
-        except FitError as error:
-            _logger.info("equation 5 cannot be fitted: %s", error)
-    _check_enough(LinearPrefill(), samples)
-    return fit_prefill(LinearPrefill(), samples)
-
-
-def _check_enough(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> None:
-    wanted = len(law.constants) + _SPARE_POINTS
-    if len(samples) < wanted:
-        raise FitError(
-            f"only {len(samples)} points were measured within the time budget, "
-            f"{type(law).__name__} needs {wanted}"
-        )
 
 
 def _log(name: str, measured: Profile) -> None:

@@ -26,6 +26,7 @@ from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.model_loads import EngineLoader
 from tests.functional.worker_peer import encode_request
 
@@ -79,7 +80,7 @@ class MovingEngines:
         self.requests: dict[str, Moving] = {}
         self._rng = random.Random(seed)
         self._scheduled: defaultdict[str, int] = defaultdict(int)  # tokens since the arrival
-        loader = EngineLoader(self._device, self.host, self.residency)
+        loader = EngineLoader(self._device, self.host, self.residency, TurnThread())
         self._engines: dict[str, ModelEngine] = {}
         for name in NAMES:
             model = m.ModelToLoad(

@@ -50,6 +50,16 @@ def test_memory(project_env: dict[str, str]) -> None:
     assert overlap["hidden_share"] <= 1
 
 
+def test_load(project_env: dict[str, str]) -> None:
+    """A stream goes on while a model is added; the longest pause depends on the machine."""
+    result = bench(project_env, "load", "--size", "100MB", "--rounds", "1")
+    assert result["rounds"] == 1
+    assert result["tokens_while_loading"] > 5
+    assert result["undisturbed_p50_s"] <= result["undisturbed_pause_s"] <= result["limit_s"]
+    assert result["load_alone_s"] > 0
+    assert result["reached"] == (result["pause_s"] <= result["limit_s"])
+
+
 def test_switch(project_env: dict[str, str]) -> None:
     rounds = 2
     result = bench(project_env, "switch", "--size", "10MB", "--rounds", str(rounds))

@@ -25,22 +25,28 @@ def test_profiling_leaves_no_trace(tiny_models: dict[str, Path]) -> None:
         peer.ask("busy", "beside", PROMPT, max_tokens=NUM_TOKENS)
         while len(peer.tokens["beside"]) < 20:
             peer.pump(1.0)
+        num_before = len(peer.tokens["beside"])
         measured = load_and_profile(peer, "new", tiny_models["tiny-qwen3"])
-        assert len(peer.tokens["beside"]) < NUM_TOKENS, "it ended too early to be disturbed"
+        assert len(peer.tokens["beside"]) > num_before, "it waited for the whole load"
         peer.run_until_ended("beside")
         assert peer.tokens["beside"] == peer.tokens["alone"]
         assert set(peer.tokens) == {"alone", "beside"}, "synthetic requests must not be heard of"
 
-        assert measured.problem == ""
+        # Steps that are too long for the stream are left out.
+        assert measured.problem == "" or "beside running streams" in measured.problem
         assert measured.duration_s < 3 * BUDGET_S
-        assert measured.prefill is not None
-        assert measured.decode is not None
-        assert measured.prefill.prefill_law().predict_s([500]) > 0
         peer.status = None
         while peer.status is None:
             peer.pump(1.0)
         [memory] = [row for row in peer.status.models if row.model == "new"]
         assert (memory.kv_resident_bytes, memory.kv_host_bytes, memory.num_live) == (0, 0, 0)
+        peer.call("check_integrity")
+
+        measured = load_and_profile(peer, "later", tiny_models["tiny-qwen3"])
+        assert measured.problem == ""
+        assert measured.prefill is not None
+        assert measured.decode is not None
+        assert measured.prefill.prefill_law().predict_s([500]) > 0
         peer.call("check_integrity")
 
         peer.ask("new", "first", PROMPT, max_tokens=20)

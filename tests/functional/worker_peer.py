@@ -107,7 +107,7 @@ class WorkerPeer:
             self._note(message)
             if isinstance(message, kind):
                 return message
-        raise TimeoutError(f"no {kind.__name__} within {timeout_s} s")
+        raise TimeoutError(f"no {kind} within {timeout_s} s")
 
     def load(
         self,

@@ -36,9 +36,12 @@ def _role(device: DeviceInfo, view: View, width: int) -> Line:
 def _on_turn(device: DeviceInfo, view: View, width: int) -> Line:
     if device.state != "ready":
         return (Span(device.state, _STATE_STYLES.get(device.state, "bad")),)
+    loading: Line = ()
+    if device.loading is not None:
+        loading = (Span(f" +{clean(device.loading.model)}", "warn"),)
     if device.on_turn is None:
-        return (Span("idle", "dim"),)
-    return (Span(clean(device.on_turn), f"bold {colour_of(device.on_turn)}"),)
+        return (Span("idle", "dim"), *loading)
+    return (Span(clean(device.on_turn), f"bold {colour_of(device.on_turn)}"), *loading)
 
 
 def _quota(device: DeviceInfo, view: View, width: int) -> Line:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gpupool_cli.bench.loads import run_load_bench
 from gpupool_cli.bench.memory import run_memory_bench
 from gpupool_cli.bench.overhead import KV_BYTES, OverheadPlan, measure_overhead
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints
@@ -56,6 +57,21 @@ def memory(
         print_json(result)
     else:
         show_memory(result)
+
+
+@app.command("load")
+def load(
+    size: SizeOption = "400MB",
+    rounds: Annotated[int, typer.Option(min=1, help="Loads with and without a stream.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a model beside a stream of another: the stream's longest pause, with and without."""
+    with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
+        result = run_load_bench(Path(folder), parse_size_bytes(size), rounds)
+    if as_json:
+        print_json(result)
+    else:
+        show_fields(result)
 
 
 @app.command("overhead")

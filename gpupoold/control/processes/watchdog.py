@@ -1,7 +1,8 @@
 """Detection of hung processes. Pure.
 
 A worker reports its number of steps several times a second. A hung worker stops reporting. A
-livelocked worker has a turn and requests, but its step counter does not advance.
+livelocked worker has a turn and requests, but its step counter does not advance. Loads run beside
+the steps: a load without an end is a reason of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Watch:
         self._started_s = self._seen_s = self._moved_s = now_s
         self._is_up = False
         self._num_steps = -1
+        self._load: tuple[str, float] | None = None  # the model, and the start of the load
 
     def came_up(self, now_s: float) -> None:
         """Record that the process is ready for work."""
@@ -35,6 +37,10 @@ class Watch:
         if num_steps != self._num_steps or not has_work:
             self._num_steps, self._moved_s = num_steps, now_s
 
+    def loads(self, model: str, began_s: float) -> None:
+        """Record the present load of a model; an empty ``model`` means no load."""
+        self._load = (model, began_s) if model else None
+
     def excuse(self, now_s: float) -> None:
         """Excuse the silence of the process until now."""
         self._seen_s = self._moved_s = now_s
@@ -48,6 +54,9 @@ class Watch:
             return f"hung: no message for {hang_timeout_s:g} s"
         if now_s - self._moved_s > hang_timeout_s:
             return f"hung: no step in the present turn for {hang_timeout_s:g} s"
+        # After the daemon has given up, the worker has time to cancel the load.
+        if self._load is not None and now_s - self._load[1] > start_timeout_s + hang_timeout_s:
+            return f"hung: the load of {self._load[0]} does not end"
         return ""
 
 
@@ -60,7 +69,7 @@ class Watched(Protocol):
 
     @property
     def is_excused(self) -> bool:
-        """True during work with a separate time limit: a load, a benchmark."""
+        """True during work with a separate time limit, such as a benchmark."""
 
 
 W = TypeVar("W", bound=Watched)
@@ -69,7 +78,8 @@ W = TypeVar("W", bound=Watched)
 class Watchdog(Generic[W]):
     """Ends hung processes by ``end``, which takes the process and the reason.
 
-    ``limits_s`` returns the longest silence and the longest start-up time, read at each check.
+    ``limits_s`` returns the longest silence, and the longest time of a start or load, read at each
+    check.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from gpupoold.api.schemas import (
     DeviceInfo,
     EventInfo,
     FrontendInfo,
+    LoadingInfo,
     ModelUsage,
     RequestRecord,
 )
@@ -161,6 +162,21 @@ def _device(
         num_engines=len(engines),
         engine_bytes=fleet.hosts.kept_bytes(number) + sum(one.device_bytes for one in engines),
         engine_limit_bytes=engine_limit_bytes,
+        loading=loading(worker),
+    )
+
+
+def loading(worker: Worker) -> LoadingInfo | None:
+    """Return the present load on a worker, if there is one, as of the latest report."""
+    status = worker.status
+    if status is None or status.loading is None:
+        return None
+    load = status.loading
+    return LoadingInfo(
+        model=load.model,
+        stage=load.stage,
+        since_s=status.at_s - load.began_s,
+        num_waiting=load.num_waiting,
     )
 
 

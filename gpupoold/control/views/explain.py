@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from gpupool_state import History, ModelRow, Registry, RequestRow
+from gpupoold.api.schemas import LoadingInfo
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
     FinishedWhy,
@@ -176,7 +177,8 @@ class Explainer:
         core = self._dispatcher.scheduler.core
         device = core.state.devices[number]
         turns = turns_of(core.policy, core.state, device, now_s)
-        return _turns_body(turns, device.num_waiting_for_kv)
+        loading = views.loading(self._workers[number])
+        return _turns_body(turns, device.num_waiting_for_kv, loading)
 
     def _text(self, request: LiveRequest, standing: str, number: int | None) -> str:
         text = _STANDINGS[standing].format(model=request.model, device=number)
@@ -234,6 +236,9 @@ class Explainer:
         if now.state is ModelState.FAILED:
             reason = now.reason or "see `gpupool events`"
             return f"failed: {reason}; try `gpupool cache warm {name}`"
+        loads = [one for one in map(views.loading, self._workers) if one and one.model == name]
+        if loads:
+            return f"loading for {format_duration(loads[0].since_s)}: the worker {loads[0].stage}"
         if now.phase is ModelPhase.LOADING and self._fleet.loaded(name) and not now.devices:
             return "no device has the model now"
         if now.phase is ModelPhase.READY:
@@ -284,7 +289,7 @@ def _memory_of(worker: Worker, model: str) -> ModelMemory | None:
     return next((one for one in models if one.model == model), None)
 
 
-def _turns_body(turns: Turns, num_waiting_for_kv: int) -> DeviceTurns:
+def _turns_body(turns: Turns, num_waiting_for_kv: int, loading: LoadingInfo | None) -> DeviceTurns:
     return DeviceTurns(
         device=turns.device,
         on_turn=turns.model,
@@ -304,4 +309,5 @@ def _turns_body(turns: Turns, num_waiting_for_kv: int) -> DeviceTurns:
             for one in turns.line
         ],
         num_waiting_for_kv=num_waiting_for_kv,
+        loading=loading,
     )

@@ -44,8 +44,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
 
     @property
     def is_excused(self) -> bool:
-        worker = self._worker
-        return worker.loading.oldest is not None or worker.calls.oldest is not None
+        return self._worker.calls.oldest is not None
 
     async def stop(self) -> None:
         await super().stop()
@@ -115,7 +114,13 @@ class WorkerProcess(Supervised[m.FromWorker]):
                 has_work = any(
                     one.num_live for one in message.models if one.model == message.on_turn
                 )
-                watch.stepped(now_s, message.num_steps, has_work=has_work)
+                loading = message.loading
+                is_held = loading is not None and loading.holds_turns
+                watch.stepped(now_s, message.num_steps, has_work=has_work and not is_held)
+                if loading is None:
+                    watch.loads("", 0.0)
+                else:
+                    watch.loads(loading.model, loading.began_s)
             case _:
                 self._handlers.on_message(worker, message)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpupoold.errors import Refused
+from gpupoold.worker.heap import HEAP
 
 if TYPE_CHECKING:
     from gpupoold.worker.turns.loop import TurnLoop
@@ -24,6 +25,7 @@ def empty_device(loop: TurnLoop) -> None:
     if not loop.ledger.is_idle():
         raise Refused("the device is serving requests", "run the benchmark on an idle daemon")
     loop.interrupt_turn()
+    HEAP.collect()
     for name in loop.engines:
         loop.residency.page_out(name)
 

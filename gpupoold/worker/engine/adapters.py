@@ -8,7 +8,7 @@ copy of the slots is made equal, so that a switch moves the slots like weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.ops.triton_ops import fused_moe_lora_op, utils
@@ -27,6 +27,14 @@ _TABLES: tuple[dict[tuple[int, ...], Any], ...] = (
 )
 
 
+class ReadAdapter(NamedTuple):
+    """An adapter in host memory."""
+
+    name: str
+    request: LoRARequest
+    loaded: LoRAModel
+
+
 class EngineAdapters:
     """The adapters of the engine with model runner ``runner``; none without LoRA support."""
 
@@ -40,10 +48,11 @@ class EngineAdapters:
             self._activate = self._manager.set_active_adapters
             self._manager.set_active_adapters = self._set_active_adapters
 
-    def add(self, number: int, name: str, path: str) -> None:
-        """Read the adapter in folder ``path`` into host memory; no effect if present.
+    def read(self, number: int, name: str, path: str) -> ReadAdapter | None:
+        """Read the adapter in folder ``path`` into host memory; return None if present.
 
-        ``number`` identifies the adapter on all workers; ``name`` is for messages.
+        May run beside steps, in another thread. ``number`` identifies the adapter on all workers;
+        ``name`` is for messages.
 
         Raises:
             Refused: the engine does not support adapters, or cannot use this adapter.
@@ -51,7 +60,7 @@ class EngineAdapters:
         if self._manager is None:
             raise Refused(f"the engine of {self._model} was built without adapters")
         if number in self._requests:
-            return
+            return None
         if len(self._requests) >= self._manager.lora_config.max_cpu_loras:
             raise Refused(
                 f"the engine of {self._model} keeps at most {len(self._requests)} adapters",
@@ -61,20 +70,36 @@ class EngineAdapters:
         # with its name.
         request = LoRARequest(str(number), number, path)
         try:
-            loaded = self._manager._load_adapter(request)
-            self._manager._adapter_manager.add_adapter(loaded)
-            self._check_fits(loaded)
+            return ReadAdapter(name, request, self._manager._load_adapter(request))
+        except Exception as error:
+            raise _unusable(name, error) from error
+
+    def add(self, adapter: ReadAdapter) -> None:
+        """Make an adapter usable by requests; no effect if present.
+
+        Raises:
+            Refused: the engine cannot use this adapter, or was closed.
+        """
+        number = adapter.request.lora_int_id
+        if self._manager is None:
+            raise Refused(f"the engine of {self._model} was closed")
+        if number in self._requests:
+            return
+        try:
+            self._manager._adapter_manager.add_adapter(adapter.loaded)
+            self._check_fits(adapter.loaded)
         except Exception as error:
             self._manager.remove_adapter(number)
-            raise Refused(f"{name}: vLLM cannot use the adapter: {error}") from error
-        self._requests[number] = request
+            raise _unusable(adapter.name, error) from error
+        self._requests[number] = adapter.request
 
     def add_all(self, adapters: Iterable[Adapter]) -> dict[str, str]:
         """Add the adapters of a new engine; return the reasons for those left out, by name."""
         problems: dict[str, str] = {}
         for one in adapters:
             try:
-                self.add(one.number, one.name, one.path)
+                if (adapter := self.read(one.number, one.name, one.path)) is not None:
+                    self.add(adapter)
             except Refused as error:
                 problems[one.name] = error.message
         return problems
@@ -140,3 +165,7 @@ class EngineAdapters:
         self._activate(requests, mapping)
         if self._manager._adapter_manager.lora_index_to_id != before:  # type: ignore[union-attr]
             self._weights.write_back()
+
+
+def _unusable(name: str, error: Exception) -> Refused:
+    return Refused(f"{name}: vLLM cannot use the adapter: {error}")

@@ -7,17 +7,15 @@ Seams used (``scripts/vllm_seams``): ``worker_cls``, ``scheduler_cls``, ``Engine
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-import torch
 from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest, core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
@@ -42,6 +40,7 @@ from gpupoold.worker.engine.pooled_memory import whole_model
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
+from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader
 from gpupoold.worker.weights.loading import ModelLoad
 
@@ -250,13 +249,13 @@ class ModelEngine:
         """Wait for launched steps, see :meth:`EngineSteps.settle`."""
         return self._steps.settle()
 
-    def step(self) -> list[RequestProgress]:
+    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
         """Run one step to its end, after all launched steps; return the requests' progress."""
-        return [item for step in self.whole_steps() for item in step.progress]
+        return [item for step in self.whole_steps(chunk_tokens) for item in step.progress]
 
-    def whole_steps(self) -> list[Step]:
+    def whole_steps(self, chunk_tokens: int | None = None) -> list[Step]:
         """Run one step to its end, after all launched steps; return the results."""
-        return [*self._steps.begin(), *self._steps.settle()]
+        return [*self._steps.begin(chunk_tokens), *self._steps.settle()]
 
     def num_missing_blocks(self) -> tuple[int, int]:
         """Return an upper bound of the blocks that the next step may need beyond free blocks.
@@ -312,11 +311,7 @@ class ModelEngine:
         self._steps.close()
         self.adapters.close()
         del core, runner
-        # vLLM freezes the heap after each engine start; a frozen engine would never be freed.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        torch.cuda.empty_cache()  # no-op without a GPU
+        HEAP.engine_closed()
         self.kv.close()
         self.weights.close()
 
@@ -330,6 +325,7 @@ def load_engine(
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
     """
     started_s = time.monotonic()
+    HEAP.freeze()
     # vLLM shares rotary modules through this cache. A relocated buffer of one model must not appear
     # in another model.
     rotary_embedding._ROPE_DICT.clear()
@@ -363,6 +359,8 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
         scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works
     scheduler = _SCHEDULERS[bool(scheduling.async_scheduling)]
     scheduling.scheduler_cls = f"gpupoold.worker.engine.{scheduler}"
+    # vLLM's engine collects all garbage at the end of its start, while other engines wait.
+    engine_core.freeze_gc_heap = HEAP.freeze
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
     use_engine_grammars(core, model.name)
     return core

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_worker import Worker
 
 from gpupoold.worker.engine.pooled_memory import PooledMemory
+from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.weights.loading import current_load
 
 
@@ -35,19 +39,61 @@ class CudaWorker(PooledMemory, Worker):
         return sorted(names, key=lambda name: not KVCacheLayout[name].is_block_outermost)
 
     def determine_available_memory(self) -> int:
-        """Return the KV budget after vLLM's profiling run.
+        """Return the KV budget after vLLM's profiling run, during which steps wait.
 
         The run compiles, and fails if activations exceed the reserve. vLLM takes the budget as
         given and measures nothing.
         """
         self.cache_config.kv_cache_memory_bytes = super().determine_available_memory()
-        return int(Worker.determine_available_memory(self))
+        with self._running_alone():
+            return int(Worker.determine_available_memory(self))
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up and capture graphs with every KV block readable and writable."""
-        with current_load().kv_scratch():
+        """Warm up and capture graphs with every KV block readable and writable.
+
+        Steps run between two runs of the model, and between the captures of two sizes.
+        """
+        with current_load().kv_scratch(), self._running_alone():
             times = super().compile_or_warm_up_model()
             # vLLM captures graphs, and runs code between two graphs, on separate streams. The
             # device does not wait for these streams before it unmaps pages.
             torch.cuda.synchronize()
         return times
+
+    @contextlib.contextmanager
+    def _running_alone(self) -> Iterator[None]:
+        """Keep other engines from stepping, except between two runs of this worker's model."""
+        turns, runner = current_load().turns, self.model_runner
+        # Names of both model runners; the manager of graphs is the second runner's.
+        run, manager = runner._dummy_run, getattr(runner, "cudagraph_manager", None)
+        capture = getattr(manager, "capture", None)
+
+        def run_after_steps(*arguments: Any, **options: Any) -> Any:
+            _let_steps_run(turns)
+            return run(*arguments, **options)
+
+        def capture_between_steps(create_forward: Any, *arguments: Any, **options: Any) -> Any:
+            def create_after_steps(*given: Any, **named: Any) -> Any:
+                _let_steps_run(turns)
+                return create_forward(*given, **named)
+
+            assert capture is not None
+            return capture(create_after_steps, *arguments, **options)
+
+        runner._dummy_run = run_after_steps
+        if manager is not None and capture is not None:
+            manager.capture = capture_between_steps
+        try:
+            with turns.held():
+                yield
+        finally:
+            del runner._dummy_run
+            if manager is not None and capture is not None:
+                del manager.capture
+
+
+def _let_steps_run(turns: TurnThread) -> None:
+    """Let other engines step now; restore the state of vLLM that steps change."""
+    own_workspace = workspace._manager  # one per process, and in the addresses of graphs
+    turns.give_way()
+    workspace._manager = own_workspace

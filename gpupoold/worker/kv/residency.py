@@ -145,6 +145,11 @@ class Residency:
             kv_in_bytes=model.kv.arrived_bytes - arrived_bytes,
         )
 
+    def can_step(self, name: str) -> bool:
+        """Return whether a model could step now, if some of its KV were on the device."""
+        model = self._models[name]
+        return model.weights.is_resident and not self._first_extent(model)
+
     def advance(self, name: str) -> None:
         """Start to load more of a model's KV, then of the prefetched model; call between steps."""
         self._eviction.settle()
@@ -198,6 +203,16 @@ class Residency:
         model.weights.stop()
         model.kv.stop_arriving()
         self._eviction.stop_leaving()
+
+    def load_piece(self, name: str, current: str | None) -> bool:
+        """Load a piece of weights, without pages of ``current``; return whether more can follow."""
+        weights = self._models[name].weights
+        missing = weights.num_missing_pages
+        if (wanted := min(missing, self._pages_per_load)) > self.pool.num_free:
+            self._eviction.free_pages(wanted, {name}, untouched=current)
+            self._eviction.wait_for(wanted)
+        weights.load(min(wanted, self.pool.num_free))
+        return 0 < weights.num_missing_pages < missing
 
     def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""

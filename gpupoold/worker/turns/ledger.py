@@ -80,6 +80,10 @@ class RequestLedger:
     def ttft_s(self, model: str) -> float:
         return self._pages[model].targets.ttft_s
 
+    def next_deadline_of_all_s(self) -> float:
+        """Return the earliest deadline of all requests; infinity without requests."""
+        return min(map(self.next_deadline_s, self._pages), default=math.inf)
+
     def next_deadline_s(self, model: str) -> float:
         """Return the earliest deadline among the model's requests; infinity without requests."""
         page = self._pages[model]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
+import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.domain import Targets
-from gpupoold.errors import GpupoolError, NoSuchModel, Refused
+from gpupoold.errors import NoSuchModel
 from gpupoold.memory.contracts import Device, OutOfPages
-from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
+from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv_transfers import Arrival
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
@@ -18,24 +19,30 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
-from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
+from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.ledger import RequestLedger
+from gpupoold.worker.turns.load_queue import LoadEnd, LoadOrder, LoadQueue
 from gpupoold.worker.turns.model_loads import EngineLoader
+from gpupoold.worker.turns.models import DeviceModels
 from gpupoold.worker.turns.orders import Orders
-from gpupoold.worker.turns.reports import status
+from gpupoold.worker.turns.reports import MissingBytes, status
+from gpupoold.worker.turns.requests import TurnRequests
 from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
-from gpupoold.worker.weights.snapshots import Snapshots
 
 _logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 0.25
+# Time between two steps for jobs of other threads, and without a resident model on turn.
+_JOBS_S, _JOBS_ALONE_S = 0.02, 0.1
+_SLICE_LIMIT_S = 0.06
+# Jobs wait at most so long for streams that are behind their deadlines.
+_MAX_PUT_OFF_S = 0.25
 _SNAPSHOTS_POLL_S = 0.005
-# The end of the name of an engine that is built beside the model's present engine.
-_NEW = "~new"
 
 
 class TurnLoop:
@@ -48,7 +55,7 @@ class TurnLoop:
         host: KvHostCache,
         residency_of: Callable[[Callable[[str], Use]], Residency],
         channel: BlockingChannel[m.ToWorker],
-        answer_call: Callable[[TurnLoop, m.Call], m.CallResult],
+        answer_call: Callable[[TurnLoop, m.Call], m.CallResult | None],
         self_check_interval: int = 0,
         *,
         has_gpu_alone: bool = True,
@@ -62,21 +69,45 @@ class TurnLoop:
         self.steps = TurnSteps(self.ledger, channel.send, clock)
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
-        self._loader = EngineLoader(device, host, self.residency)
+        self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
+        loader = EngineLoader(device, host, self.residency, self.turns, self._model_on_turn)
         self._self_checks = SelfChecks(self_check_interval)
-        self._snapshots = Snapshots(device)
+        self._readers = ThreadPoolExecutor(1, "files")
         self.migrations = KvMigrations(device_number, device, host, channel.send)
+        self._requests = TurnRequests(
+            device_number,
+            self.engines,
+            self.ledger,
+            self.migrations,
+            self.residency,
+            channel.send,
+            lambda: bool(self._loads.is_busy),
+        )
+        self._last_used_s: dict[str, float] = {}
+        self._models = DeviceModels(
+            device_number,
+            device,
+            self.engines,
+            self.ledger,
+            self.residency,
+            self._self_checks,
+            channel.send,
+            self._requests.abort,
+            self._last_used_s,
+            clock,
+        )
         self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
+        self._loads = LoadQueue(
+            loader, self.turns, device, self.driver_memory, self._begin_load, self._end_load
+        )
         self._channel = channel
         self._answer_call = answer_call
-        self._last_used_s: dict[str, float] = {}
         self.orders = Orders()
-        self._reported_missing: dict[str, int] = {}
+        self._missing = MissingBytes(self.residency, self.engines)
         self.previous: str | None = None
         self._prefetching_for: str | None = None
-        self._status_at_s = 0.0
-        self._interrupted = False
-        self._stopping = False
+        self._status_at_s = self._last_jobs_s = 0.0
+        self._interrupted = self._stopping = False
 
     def run(self) -> None:
         """Serve until ``Shutdown`` arrives.
@@ -85,9 +116,13 @@ class TurnLoop:
             ChannelClosed: the daemon has closed the connection.
         """
         while not self._stopping:
-            self._receive(block=self.orders.turn is None)
+            self._receive(block=self.orders.turn is None and not self.turns.has_jobs)
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
+            else:
+                is_idle = self.ledger.is_idle()
+                self.turns.run(_JOBS_ALONE_S if is_idle else _JOBS_S)
+                HEAP.collect_if_idle(self._clock(), is_idle=is_idle and not self._loads.is_busy)
 
     def switch_to(self, name: str) -> m.SwitchRecord | None:
         """Make a model resident and report the switch, unless the model is resident."""
@@ -115,6 +150,10 @@ class TurnLoop:
             raise NoSuchModel(f"{name} is not loaded on worker {self.device_number}")
         return self.engines[name]
 
+    def run_beside(self, answer: Callable[[], m.CallResult]) -> None:
+        """Run ``answer`` on another thread, after earlier ones, and send its result."""
+        self._readers.submit(lambda: self.turns.call(self._channel.send, answer()))
+
     def interrupt_turn(self) -> None:
         """Make the present turn's model resident again, because residency has changed."""
         self._interrupted = True
@@ -129,7 +168,7 @@ class TurnLoop:
         try:
             self.switch_to(model)
         except OutOfPages as error:
-            self._fail_all(model, f"{model} does not fit on the device: {error}")
+            self._requests.fail_all(model, f"{model} does not fit on the device: {error}")
             self._end_turn()
             return
         if self._self_checks.is_due(model) and not self._is_right(engine):
@@ -155,6 +194,7 @@ class TurnLoop:
                 self.residency.wait_ready(engine.name)
             self._step(engine)
             self._receive(block=False)
+            self._run_jobs(engine.name)
             turn = self.orders.turn
             if turn is None or turn.turn_id != turn_id:
                 break
@@ -164,19 +204,41 @@ class TurnLoop:
                 break
         return True
 
+    def _run_jobs(self, model: str) -> None:
+        """Run jobs of other threads between two steps of a model, for a limited time."""
+        if not self.turns.has_jobs:
+            return
+        now_s = self._clock()
+        slack_s = self.ledger.next_deadline_of_all_s() - now_s
+        if slack_s < _SLICE_LIMIT_S and now_s - self._last_jobs_s < _MAX_PUT_OFF_S:
+            return
+        self.steps.settle()
+        self.turns.run(_JOBS_S)
+        if model not in self.engines or not self.residency.can_step(model):
+            self.turns.run(_JOBS_ALONE_S)  # further slices need no further eviction
+            self.interrupt_turn()
+        self._last_jobs_s = self._clock()
+
+    def _slice_limit_s(self) -> float:
+        """Return the longest time that other models may be kept from their steps, in seconds."""
+        return math.inf if self.ledger.is_idle() else _SLICE_LIMIT_S
+
+    def _model_on_turn(self) -> str | None:
+        """Return the model of the present turn, if loaded."""
+        turn = self.orders.turn
+        return turn.model if turn is not None and turn.model in self.engines else None
+
     def _is_right(self, engine: ModelEngine) -> bool:
         """Return whether a model passes its self-check; otherwise its requests end."""
         with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.name):
             wrong = self._self_checks.check(engine, self.residency)
         if wrong is None:
             return True
-        _logger.error(
-            "%s: the self-check returned %s instead of %s",
-            engine.name,
-            wrong.answered,
-            wrong.expected,
+        text = "%s: the self-check returned %s instead of %s"
+        _logger.error(text, engine.name, wrong.answered, wrong.expected)
+        self._requests.fail_all(
+            engine.name, f"the weights of {engine.name} are damaged and are reloaded"
         )
-        self._fail_all(engine.name, f"the weights of {engine.name} are damaged and are reloaded")
         self._channel.send(m.WrongAnswer(engine.name, wrong.expected, wrong.answered))
         return False
 
@@ -197,7 +259,7 @@ class TurnLoop:
         assert self.orders.turn is not None
         model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
-        ended = m.TurnReport(turn_id, model, began_s, self._clock(), self._changed_missing())
+        ended = m.TurnReport(turn_id, model, began_s, self._clock(), self._missing.changed())
         self._channel.send(ended)
         if then is None or not self._can_run(then):
             return
@@ -214,15 +276,17 @@ class TurnLoop:
         self.residency.ensure_kv(engine.name)
         turn = self.orders.turn
         if not self.steps.begin(engine, turn.chunk_tokens if turn is not None else None):
-            self._fail_all(engine.name, f"the engine of {engine.name} lost the request")
+            self._requests.fail_all(engine.name, f"the engine of {engine.name} lost the request")
 
     def _receive(self, *, block: bool) -> None:
         """Handle all available messages; with ``block``, wait up to the status interval."""
         WORKER.main.clear()  # an earlier error has been handled
         self._maybe_report()
-        self._report_snapshots()
-        wait_s = _SNAPSHOTS_POLL_S if self._snapshots.is_busy else _STATUS_INTERVAL_S
-        message = self._channel.receive(wait_s if block else 0.0, self.migrations.wake_fds)
+        for report in self._models.finished():
+            self._channel.send(report)
+        wait_s = _SNAPSHOTS_POLL_S if self._models.is_mapping else _STATUS_INTERVAL_S
+        wake_fds = (*self.migrations.wake_fds, self.turns.wake_fd)
+        message = self._channel.receive(wait_s if block else 0.0, wake_fds)
         while message is not None and not self._stopping:
             if not may_come_between(message):
                 self.steps.settle()
@@ -231,7 +295,7 @@ class TurnLoop:
             message = self._channel.receive(0.0)
         for failed in self.steps.take_unsendable():
             self.steps.settle()
-            self._abort(failed.model, failed.request_ids)
+            self._requests.abort(failed.model, failed.request_ids)
             self._channel.send(failed)
         self.residency.settle_exports()
         for arrived, slot in self.migrations.arrived():
@@ -245,7 +309,7 @@ class TurnLoop:
             case m.AddRequest():
                 self._add_request(message)
             case m.MigrateOut():
-                self._migrate_out(message)
+                self._requests.migrate_out(message)
             case m.PeerHost():
                 self.migrations.peer_up(message.device, self._channel.take_fd(), message.num_bytes)
             case m.PeerDown():
@@ -253,15 +317,22 @@ class TurnLoop:
             case m.ReleaseKvTransfer():
                 self.migrations.free(message.transfer_id)
             case m.AbortRequests():
-                self._abort(message.model, message.request_ids)
+                self._requests.abort(message.model, message.request_ids)
             case m.LoadModel():
-                self._load(message)
+                fd = self._channel.take_fd() if message.has_snapshot else -1
+                self._loads.add(message, fd)
             case m.UnloadModel():
-                self._unload(message.name)
+                before = self.driver_memory.outside_pages()
+                self._models.close(message.name)
+                ended = m.ModelUnloaded(message.name, self.driver_memory.freed_since(before))
+                self._loads.cancel(message.name, lambda: self._channel.send(ended))
             case m.DropSnapshot():
-                self._drop_snapshot(message.model)
+                if message.model == self._prefetching_for:
+                    self.residency.stop_prefetch()
+                self._models.drop_snapshot(message.model)
+                self._report_memory()
             case m.TakeSnapshot():
-                self._take_snapshot(message.model)
+                self._models.take_snapshot(message.model, self._channel.take_fd())
             case m.SetTargets():
                 if message.name in self.engines:
                     targets = Targets(message.ttft_s, message.tbt_s)
@@ -277,160 +348,27 @@ class TurnLoop:
                 set_log_level(message.log_level)
                 self._self_checks.interval = message.self_check_interval
             case m.Call():
-                self._channel.send(self._answer_call(self, message))
+                if (result := self._answer_call(self, message)) is not None:
+                    self._channel.send(result)
             case m.Shutdown():
                 self._stopping = True
 
     def _add_request(self, message: m.AddRequest, slot: Slot | None = None) -> None:
-        """Add a request; ``slot`` has its KV, if any."""
-        engine = self.engines.get(message.model)
-        kv = (slot, message.kv_transfer) if slot is not None and message.kv_transfer else None
-        try:
-            if engine is None or not engine.weights.has_snapshot:
-                if slot is not None:
-                    slot.free()
-                lacks = "is not loaded" if engine is None else "has no snapshot"
-                raise Refused(f"{message.model} {lacks} on worker {self.device_number}")
-            with WORKER.main.doing(ThreadPhase.ADD_REQUEST, message.model, [message.request_id]):
-                self._add_to(engine, message, kv)
-        except GpupoolError as error:
-            failed = m.RequestsFailed(message.model, [message.request_id], str(error))
-            self._channel.send(failed)
-            return
-        self.ledger.arrive(message.model, message.request_id, message.arrival_s)
-        self.ledger.progress(message.model, message.request_id, len(message.output_token_ids))
-        if message.is_moving:
+        if self._requests.add(message, slot) and message.is_moving:
             self._report_memory()
             self._channel.send(m.RequestAttached(message.model, message.request_id))
 
-    def _add_to(
-        self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, m.KvTransfer] | None
-    ) -> None:
-        """Add a request to its engine; wait for idle threads before an isolated request."""
-        if not message.is_isolated:
-            engine.add(message.frames, message.output_token_ids, kv, message.frontend)
-            return
-        wait_until(lambda: WORKER.is_alone, ALONE_S)
-        engine.isolate(message.request_id)
-        engine.add(message.frames, message.output_token_ids, kv, message.frontend)
-        wait_until(lambda: engine.has_grammar(message.request_id), GRAMMAR_S)
+    def _begin_load(self, order: LoadOrder) -> str:
+        self._status_at_s = 0.0  # the next status shows the load
+        return self._models.begin_load(order)
 
-    def _migrate_out(self, message: m.MigrateOut) -> None:
-        engine = self.engines.get(message.model)
-        if engine is None:
-            self._channel.send(m.Migrated(message.model, message.request_id, is_known=False))
-            return
-        self.migrations.migrate_out(engine, self.residency, message.request_id)
-        self.ledger.finish(message.model, message.request_id)
-        engine.kv.discard_dead()
-
-    def _abort(self, model: str, request_ids: list[str]) -> None:
-        self.migrations.abort(request_ids)
-        engine = self.engines.get(model)
-        if engine is None:
-            return
-        engine.abort(request_ids)
-        for request_id in request_ids:
-            self.ledger.finish(model, request_id)
-        engine.kv.discard_dead()
-
-    def _load(self, message: m.LoadModel) -> None:
-        fd = self._channel.take_fd() if message.has_snapshot else -1
-        model = message.model
-        # A loaded model's present engine serves until the new engine has been loaded.
-        name = f"{model.name}{_NEW}" if model.name in self.engines else model.name
-        self.interrupt_turn()  # a load takes pages
-        # The residency reads both as soon as the model is added.
-        self._last_used_s[name] = self._clock()
-        self.ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
-        before = self.driver_memory.outside_pages()
-        try:
-            snapshot = HostBuffer(fd, os.fstat(fd).st_size) if message.has_snapshot else None
-            with WORKER.main.doing(ThreadPhase.LOAD, model.name):
-                loaded = self._loader.load(message, snapshot, name)
-        except (GpupoolError, OSError) as error:
-            _logger.exception("loading %s failed", model.name)
-            self.ledger.remove_model(name)
-            self._channel.send(_failure(model.name, error))
-            return
-        engine = loaded.engine
-        dropped = self._replace(engine, model) if name != model.name else []
-        self.engines[model.name] = engine
-        self._self_checks.expect(model.name, loaded.self_check)
-        answer = m.ModelLoaded(
-            engine.info,
-            engine.layout_digest,
-            True,
-            loaded.profile,
-            loaded.self_check,
-            loaded.snapshot_problem,
-            dropped,
-            self.driver_memory.taken_since(before),
-        )
-        self._channel.send(answer, (engine.weights.snapshot.fd,))
+    def _end_load(self, order: LoadOrder, end: LoadEnd) -> None:
+        self._models.end_load(order, end)
+        self.interrupt_turn()
         self._report_memory()
-
-    def _replace(self, engine: ModelEngine, model: m.ModelToLoad) -> list[str]:
-        """Close the model's present engine, whose place ``engine`` takes.
-
-        Returns the requests that the present engine had.
-        """
-        dropped = self.ledger.live_requests(model.name)
-        self._abort(model.name, dropped)
-        self._close(model.name)
-        self.residency.remove(engine.name)
-        self.ledger.remove_model(engine.name)
-        del self._last_used_s[engine.name]
-        engine.name = model.name
-        self.residency.add(engine)
-        self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
-        return dropped
-
-    def _unload(self, name: str) -> None:
-        before = self.driver_memory.outside_pages()
-        self._close(name)
-        self._channel.send(m.ModelUnloaded(name, self.driver_memory.freed_since(before)))
-
-    def _close(self, name: str) -> None:
-        """Free the memory of a model without requests, if loaded."""
-        self._snapshots.forget(name)
-        engine = self.engines.pop(name, None)
-        if engine is not None:
-            self.ledger.remove_model(name)
-            self._self_checks.forget(name)
-            self.residency.remove(name)
-            engine.close()
-
-    def _drop_snapshot(self, model: str) -> None:
-        if model == self._prefetching_for:
-            self.residency.stop_prefetch()
-        engine = self.engines.get(model)
-        self._snapshots.drop(model, engine.weights if engine is not None else None)
-        self._report_memory()
-
-    def _take_snapshot(self, model: str) -> None:
-        fd = self._channel.take_fd()
-        engine = self.engines.get(model)
-        if engine is None:
-            os.close(fd)
-            problem = f"{model} is not loaded on worker {self.device_number}"
-            self._channel.send(m.SnapshotTaken(model, problem))
-        else:
-            self._snapshots.take(model, engine.weights, fd)
-
-    def _report_snapshots(self) -> None:
-        for message in self._snapshots.finished():
-            self._channel.send(message)
 
     def _can_run(self, model: str) -> bool:
-        engine = self.engines.get(model)
-        return engine is not None and engine.weights.has_snapshot
-
-    def _fail_all(self, model: str, reason: str) -> None:
-        request_ids = self.ledger.live_requests(model)
-        self._abort(model, request_ids)
-        if request_ids:
-            self._channel.send(m.RequestsFailed(model, request_ids, reason))
+        return model in self.engines and self.engines[model].weights.has_snapshot
 
     def _use(self, name: str) -> Use:
         return Use(
@@ -440,14 +378,8 @@ class TurnLoop:
             next_deadline_s=self.ledger.next_deadline_s(name),
         )
 
-    def _changed_missing(self) -> dict[str, int]:
-        """Return each model's missing bytes, if changed since the last report."""
-        now = {name: self.residency.missing_bytes(name) for name in self.engines}
-        reported, self._reported_missing = self._reported_missing, now
-        return {name: missing for name, missing in now.items() if reported.get(name) != missing}
-
     def _report_memory(self) -> None:
-        changed = self._changed_missing()
+        changed = self._missing.changed()
         if changed:
             self._channel.send(m.MemoryReport(changed))
 
@@ -465,11 +397,6 @@ class TurnLoop:
                 num_steps=self.steps.num_begun,
                 free_bytes=self.residency.pool.num_free * self.device.page_bytes,
                 now_s=now_s,
+                loading=self._loads.progress(),
             )
             self._channel.send(report)
-
-
-def _failure(name: str, error: GpupoolError | OSError) -> m.ModelFailed:
-    if isinstance(error, GpupoolError):
-        return m.ModelFailed(name, error.code, error.message, error.hint)
-    return m.ModelFailed(name, "failed", f"{name}: {error}", "free host memory and try again")

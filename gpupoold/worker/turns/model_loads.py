@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
 
 from gpupoold.errors import GpupoolError
 from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.system.activity import ThreadPhase
 from gpupoold.wire.messages import LoadModel
 from gpupoold.worker.engine.engine import ModelEngine, load_engine
 from gpupoold.worker.engine.load_errors import failure
+from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
+from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.self_check import is_same_answer, run_self_check
 from gpupoold.worker.weights.loading import ModelLoad
 from gpupoold.worker.weights.torch_release import pages_for_torch
 
 _logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class LoadStage(StrEnum):
+    """The stages of a load."""
+
+    BUILD = "builds the engine"
+    SELF_CHECK = "runs the self-check"
+    PROFILE = "times steps"
 
 
 class Loaded(NamedTuple):
@@ -33,28 +47,61 @@ class Loaded(NamedTuple):
 
 
 class EngineLoader:
-    """Loads models onto one device."""
+    """Loads models onto one device, for one thread.
 
-    def __init__(self, device: Device, host: KvHostCache, residency: Residency) -> None:
+    ``turns`` is the thread that steps the device's engines. ``current`` returns the model of the
+    present turn, if any, whose pages are left alone where possible.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: KvHostCache,
+        residency: Residency,
+        turns: TurnThread,
+        current: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._device = device
         self._host = host
         self._residency = residency
+        self._turns = turns
+        self._current = current
+        self._check: Callable[[], None] = lambda: None
+        self.stage = LoadStage.BUILD
+        """The stage of the present load."""
 
-    def load(self, message: LoadModel, snapshot: HostBuffer | None, name: str) -> Loaded:
+    def load(
+        self,
+        message: LoadModel,
+        snapshot: HostBuffer | None,
+        name: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> Loaded:
         """Load a model and add its engine as ``name`` to the residency; take ``snapshot`` over.
 
-        With a snapshot the checkpoint is not read, unless the snapshot has another layout or the
+        Everything that steps the engine, or changes pages, runs on the turn thread in slices.
+
+        ``check`` is called often, and may end the load by an error. With a snapshot the checkpoint
+        is not read, unless the snapshot has another layout or the
         model fails its self-check with the snapshot.
 
         Raises:
             GpupoolError: the checkpoint cannot be served here.
             OSError: there is no host memory for a snapshot.
         """
+        self._check = check
         loaded = self._load(message, snapshot, name)
         engine, budget_s = loaded.engine, message.profiling_budget_s
+        self.stage = LoadStage.PROFILE
+        run = profile(
+            engine,
+            self._residency,
+            budget_s,
+            message.model.path,
+            slice_limit_s=self._turns.slice_limit_s,
+        )
         try:
-            with WORKER.main.doing(ThreadPhase.PROFILE, engine.info.name):
-                measured = profile(engine, self._residency, budget_s, message.model.path)
+            measured = self._in_slices(run, ThreadPhase.PROFILE, engine)
         except BaseException:
             self._give_up(engine)
             raise
@@ -100,10 +147,12 @@ class EngineLoader:
         self, message: LoadModel, snapshot: HostBuffer | None, name: str, *, skips_checkpoint: bool
     ) -> ModelEngine:
         model = message.model
+        self.stage = LoadStage.BUILD
         try:
             num_released = pages_for_torch(model, self._device)
             if num_released:
-                self._residency.free_pages(num_released)
+                self._turns.call(HEAP.collect)  # closed engines may hold torch's memory
+                self._turns.call(self._residency.free_pages, num_released)
         except BaseException:
             if snapshot is not None:
                 snapshot.close()
@@ -116,24 +165,49 @@ class EngineLoader:
             message.layout_digest,
             num_released,
             skips_checkpoint=skips_checkpoint,
+            turns=self._turns,
         )
         engine = load_engine(model, load, self._device, self._host, name)
-        self._residency.add(engine)
+        self._turns.call(self._residency.add, engine)
         return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
         """Run the self-check; unload the model if the self-check fails with an error."""
+        self.stage = LoadStage.SELF_CHECK
         try:
-            with WORKER.main.doing(ThreadPhase.SELF_CHECK, engine.info.name):
-                self_check = run_self_check(engine, self._residency)
-            engine.kv.unmap(engine.kv.free_extents())
-            return self_check
+            return self._in_slices(self._checked(engine), ThreadPhase.SELF_CHECK, engine)
         except Exception as error:
             self._give_up(engine)
             if isinstance(error, GpupoolError):
                 raise
             raise failure(engine.info.name, "in its self-check", error) from error
 
+    def _checked(self, engine: ModelEngine) -> Generator[None, None, tuple[int, ...]]:
+        """Bring the weights onto the device beside the turns, then run the self-check."""
+        while self._residency.load_piece(engine.name, self._current()):
+            yield
+        self_check = yield from run_self_check(engine, self._residency)
+        engine.kv.unmap(engine.kv.free_extents())
+        return self_check
+
+    def _in_slices(
+        self, slices: Generator[None, None, _T], phase: ThreadPhase, engine: ModelEngine
+    ) -> _T:
+        def checked() -> Generator[None, None, _T]:
+            while True:
+                self._check()
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    result: _T = end.value
+                    return result
+                yield
+
+        return self._turns.run_slices(checked(), phase, engine.info.name)
+
     def _give_up(self, engine: ModelEngine) -> None:
+        self._turns.call(self._close, engine)
+
+    def _close(self, engine: ModelEngine) -> None:
         self._residency.remove(engine.name)
         engine.close()

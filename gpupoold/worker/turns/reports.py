@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpupoold.memory.host import KvHostCache
@@ -26,6 +26,7 @@ def status(
     num_steps: int,
     free_bytes: int,
     now_s: float,
+    loading: m.LoadProgress | None,
 ) -> m.WorkerStatus:
     """Return the worker's status, which also shows the daemon that the worker is alive."""
     turn = orders.turn
@@ -41,7 +42,23 @@ def status(
         num_recomputed=residency.num_recomputed,
         turn_began_s=orders.began_s,
         prefetched_bytes=residency.prefetched_bytes,
+        loading=loading,
     )
+
+
+class MissingBytes:
+    """The bytes that models lack on the device to run, as last reported to the daemon."""
+
+    def __init__(self, residency: Residency, engines: Mapping[str, ModelEngine]) -> None:
+        self._residency = residency
+        self._engines = engines
+        self._reported: dict[str, int] = {}
+
+    def changed(self) -> dict[str, int]:
+        """Return each model's missing bytes, if changed since the last call."""
+        now = {name: self._residency.missing_bytes(name) for name in self._engines}
+        reported, self._reported = self._reported, now
+        return {name: missing for name, missing in now.items() if reported.get(name) != missing}
 
 
 def _memory_of(engine: ModelEngine, ledger: RequestLedger) -> m.ModelMemory:

@@ -5,11 +5,13 @@ A pooling model answers with a sample of the numbers of its result, in millionth
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpupoold.errors import Failed
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.turn_thread import finish
 
 # The request's name seeds the prompt, so all workers use the same prompt.
 _SELF_CHECK = "self-check"
@@ -30,18 +32,18 @@ class NoAnswer(Failed):
     """The self-check ended without an answer, which proves nothing about the weights."""
 
 
-def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]:
+def run_self_check(
+    engine: ModelEngine, residency: Residency
+) -> Generator[None, None, tuple[int, ...]]:
     """Return a model's greedy tokens, or its sampled result, for a fixed prompt.
 
-    The model's other requests pause meanwhile: in a batch the last bits of a sum may differ. Makes
-    the model resident, so the present turn's model must be switched in again.
+    A slice has one step. The model's other requests pause meanwhile: in a batch the last bits of a
+    sum may differ. Makes the model resident, so the present turn's model must be switched in again.
 
     Raises:
         NoAnswer: running requests leave no memory, or the answer does not end.
         OutOfPages: the model does not fit even alone.
     """
-    residency.switch_in(engine.name)
-    residency.bring_all(engine.name)
     room = engine.info.max_model_len - 1
     num_prompt_tokens = max(1, min(_NUM_PROMPT_TOKENS, room - _NUM_TOKENS))
     num_tokens = max(1, min(_NUM_TOKENS, room - num_prompt_tokens))
@@ -49,6 +51,9 @@ def run_self_check(engine: ModelEngine, residency: Residency) -> tuple[int, ...]
     with engine.only(_SELF_CHECK):
         engine.add_synthetic(_SELF_CHECK, num_prompt_tokens, num_tokens)
         for _ in range(_MAX_STEPS):
+            yield
+            residency.switch_in(engine.name)
+            residency.bring_all(engine.name)
             residency.ensure_kv(engine.name)
             for step in engine.whole_steps():
                 if _SELF_CHECK in step.pooled:
@@ -125,7 +130,7 @@ class SelfChecks:
         """
         expected = self._expected[engine.name]
         try:
-            answered = run_self_check(engine, residency)
+            answered = finish(run_self_check(engine, residency))
         except NoAnswer:
             return None
         self._num_migrations[engine.name] = 0

@@ -1,7 +1,7 @@
 """Memory of a model that is being loaded: address ranges for weights and KV.
 
 vLLM creates its worker itself, so the worker finds the present load in this module. Loads never
-overlap, because the turn loop is one thread.
+overlap, because one thread makes all loads of a process. Pages are changed by the turn thread only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gpupoold.memory.numa import prefer_node
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.units import format_bytes
+from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.relocation import (
     WeightLayout,
@@ -33,6 +34,9 @@ from gpupoold.worker.weights.torch_release import TorchRelease
 
 if TYPE_CHECKING:
     import torch
+
+# Bytes that the turn thread copies between two steps.
+_PIECE_BYTES = 32 << 20
 
 _current: list[ModelLoad] = []
 
@@ -69,7 +73,9 @@ class ModelLoad:
         num_lent_pages: int = 0,
         *,
         skips_checkpoint: bool = False,
+        turns: TurnThread | None = None,
     ) -> None:
+        """``turns`` is the owner of the pages; None if that is the calling thread."""
         self._name = name
         self._device = device
         self._pool = pool
@@ -77,6 +83,7 @@ class ModelLoad:
         self._snapshot_digest = digest
         self._num_released_pages = num_lent_pages
         self.skips_checkpoint = skips_checkpoint
+        self.turns = turns or TurnThread()
         self._release = TorchRelease(device, pool)
         self.weights: WeightMemory | None = None
         self.kv_address_range: AddressRange | None = None
@@ -88,11 +95,11 @@ class ModelLoad:
         """Make this load the present load inside the context; free its memory after an error."""
         _current.append(self)
         try:
-            self._release.release(self._num_released_pages)
+            self.turns.call(self._release.release, self._num_released_pages)
             yield
         except BaseException as error:
-            self._give_back()
-            self._release.reclaim(error)
+            self.turns.call(self._give_back)
+            self._reclaim(error)
             raise
         finally:
             _current.pop()
@@ -127,7 +134,7 @@ class ModelLoad:
         if own is not None:
             copy_out(slots, own.address, self._device)
             relocate(slots, address_range.address + num_pages * page_bytes, self._device)
-        self._release.reclaim()
+        self._reclaim()
 
     def bring_weights(self) -> None:
         """Make the weights resident, for phases of the load that compute.
@@ -136,7 +143,9 @@ class ModelLoad:
             OutOfPages: other models have the memory.
         """
         assert self.weights is not None
-        self.weights.load()
+        num_pages = max(1, _PIECE_BYTES // self._device.page_bytes)
+        while self.weights.num_missing_pages:
+            self.turns.call(self.weights.load, num_pages)
 
     @contextlib.contextmanager
     def kv_scratch(self) -> Iterator[None]:
@@ -149,7 +158,7 @@ class ModelLoad:
         if address_range is None:
             yield
             return
-        [page] = self._pool.allocate(1)
+        [page] = self.turns.call(self._pool.allocate, 1)
         runs = [page] * address_range.num_pages
         try:
             self._device.map_and_fill(address_range.address, [page], None)
@@ -160,7 +169,7 @@ class ModelLoad:
             finally:
                 self._device.unmap(address_range.address, runs)
         finally:
-            self._pool.free([page])
+            self.turns.call(self._pool.free, [page])
 
     def kv_budget_bytes(self, strides: Collection[int]) -> int:
         """Return the bytes of KV of a model alone on the device.
@@ -208,6 +217,11 @@ class ModelLoad:
                 f"on a device of {format_bytes(device_bytes)}",
                 "use a smaller dtype or a larger device",
             )
+
+    def _reclaim(self, failure: BaseException | None = None) -> None:
+        if self._release.has_pages:
+            self._release.drop_garbage(failure)
+            self.turns.call(self._release.reclaim)
 
     def _give_back(self) -> None:
         if self.kv_address_range is not None:

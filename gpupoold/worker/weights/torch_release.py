@@ -54,6 +54,11 @@ class TorchRelease:
         self._pool = pool
         self._runs: list[PageRun] = []
 
+    @property
+    def has_pages(self) -> bool:
+        """True if torch has pages."""
+        return bool(self._runs)
+
     def release(self, num_pages: int) -> None:
         """Release ``num_pages`` to torch, or all free pages if fewer."""
         assert not self._runs, "the pages released before have not been reclaimed"
@@ -61,21 +66,24 @@ class TorchRelease:
         self._device.release_memory(runs)
         self._runs = runs
 
-    def reclaim(self, failure: BaseException | None = None) -> None:
-        """Reclaim the pages.
+    def drop_garbage(self, failure: BaseException | None = None) -> None:
+        """Free the garbage of the load in torch's memory, before ``reclaim``.
 
         The frames of ``failure`` keep a failed load's tensors alive and are cleared.
+        """
+        if failure is not None:
+            _clear_frames(failure)
+        gc.collect()  # without the objects from before the load, which are frozen
+        torch.cuda.empty_cache()
+
+    def reclaim(self) -> None:
+        """Reclaim the pages.
 
         Raises:
             CudaError: torch still has the memory; the worker should be restarted.
         """
         if not self._runs:
             return
-        if failure is not None:
-            _clear_frames(failure)
-        gc.unfreeze()  # vLLM freezes the heap after loading a model
-        gc.collect()
-        torch.cuda.empty_cache()
         self._device.reclaim(self._runs)
         self._pool.free(self._runs)
         self._runs = []

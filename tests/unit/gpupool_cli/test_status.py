@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from gpupool_cli.status import loading_text
 from gpupoold import __version__
-from gpupoold.api.schemas import AdditionInfo, Ps, Status
+from gpupoold.api.schemas import AdditionInfo, LoadingInfo, Ps, Status
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
@@ -54,6 +55,13 @@ def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:
         "b ready 0 2 1 0 15 GiB 15 GiB 1 GiB 1 GiB - - -".split(),
     ]
     assert Ps.model_validate_json(cli("ps", "--json").stdout).num_switches == 3
+
+
+def test_a_load_is_told_in_words() -> None:
+    load = LoadingInfo(model="q", stage="times steps", since_s=3.24)
+    text = "device 1: loading q for 3.24s beside the turns: the worker times steps"
+    assert loading_text(1, load) == text
+    assert loading_text(1, load.model_copy(update={"num_waiting": 2})) == f"{text}; 2 more to load"
 
 
 def test_ps_shows_what_is_being_added(daemon: FakeDaemon, cli: Cli) -> None:

@@ -18,6 +18,7 @@ from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
+from gpupoold.worker.turn_thread import finish
 from tests.unit.memory.rig import PAGE, Rig
 
 BLOCK_TOKENS = 32
@@ -96,11 +97,13 @@ class KnownEngine:
         wanted = sum(2 + tokens // BLOCK_TOKENS for tokens, _ in self._waiting.values())
         return max(0, wanted + 2 * len(self._running) - self.ledger.num_free), 0
 
-    def step(self) -> list[RequestProgress]:
+    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
         self.num_steps += 1
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("kernel panic")
-        decoding, starting = list(self._running), self._start()
+        decoding = list(self._running)
+        limit = self.max_batched_tokens if chunk_tokens is None else chunk_tokens - len(decoding)
+        starting = self._start(limit)
         prompts = [self._running[request_id][0] for request_id in starting]
         context = sum(self._running[request_id][0] for request_id in decoding)
         duration_s = PREFILL.predict_s(prompts)
@@ -111,8 +114,8 @@ class KnownEngine:
         many = [self._advance(request_id, self.max_tokens_each) for request_id in decoding]
         return many + [self._advance(request_id, 1) for request_id in starting]
 
-    def _start(self) -> list[str]:
-        budget, started = self.max_batched_tokens, []
+    def _start(self, budget: int) -> list[str]:
+        started = []
         for request_id, (tokens, max_tokens) in list(self._waiting.items()):
             num_blocks = 1 + (tokens + max_tokens) // BLOCK_TOKENS
             if tokens > budget or num_blocks > self.ledger.num_free:
@@ -159,7 +162,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def run(residency: Residency, checkpoint: Path) -> Callable[[KnownEngine, float], Profile | None]:
     def measure(engine: KnownEngine, budget_s: float = 3.0) -> Profile | None:
         residency.add(engine)
-        return profile(engine, residency, budget_s, str(checkpoint), lambda: engine.now_s)
+        return finish(profile(engine, residency, budget_s, str(checkpoint), lambda: engine.now_s))
 
     return measure
 
@@ -296,4 +299,36 @@ def test_small_limits_are_kept(
     # What is missing is named, and nothing else.
     assert (found.prefill is None) == ("prefill:" in found.problem)
     assert (found.decode is None) == ("decode:" in found.problem)
+    assert_no_trace(engine)
+
+
+def test_slices_beside_streams_leave_long_steps_out(
+    residency: Residency, rig: Rig, checkpoint: Path
+) -> None:
+    """A slice is one step of at most the limit; time between two slices does not count."""
+    engine, limit_s = KnownEngine(rig), 0.006
+    residency.add(engine)
+    slices = profile(
+        engine,
+        residency,
+        3.0,
+        str(checkpoint),
+        lambda: engine.now_s,
+        slice_limit_s=lambda: limit_s,
+    )
+    longest_s = 0.0
+    while True:
+        before_s = engine.now_s
+        try:
+            next(slices)
+        except StopIteration as end:
+            measured = end.value
+            break
+        longest_s = max(longest_s, engine.now_s - before_s)
+        engine.now_s += 10.0  # steps of other models
+    assert measured is not None
+    assert measured.duration_s < 3.0
+    assert longest_s < 4 * limit_s, "a new kind of step takes three times as long"
+    assert measured.prefill is not None
+    assert measured.prefill.num_points >= 5
     assert_no_trace(engine)

@@ -84,7 +84,38 @@ def test_who_has_nothing_to_do_need_not_step() -> None:
     assert [reason for _, _, reason in post.ended] == ["hung: no step in the present turn for 60 s"]
 
 
-def test_a_load_takes_its_time_and_then_the_clock_begins() -> None:
+def test_a_worker_that_loads_has_to_step_all_the_same() -> None:
+    worker = Worker()
+    post = Post(worker)
+    for second in range(100):
+        post.look_until(float(second))
+        if worker.watch is not None:
+            worker.watch.loads("new", 5.0)
+            worker.watch.stepped(float(second), min(second, 30), has_work=True)
+    assert post.ended == [(91.0, worker, "hung: no step in the present turn for 60 s")]
+
+
+def test_a_load_that_does_not_end_is_hung() -> None:
+    """Later than the daemon's own limit, so that the worker has time to cancel."""
+    worker = Worker()
+    post = Post(worker)
+    for second in range(800):
+        post.look_until(float(second))
+        if worker.watch is not None:
+            worker.watch.loads("endless" if second < 70 or second > 80 else "", second // 90 * 90.0)
+            worker.watch.stepped(float(second), second, has_work=True)
+    assert post.ended == []
+    for second in range(800, 1600):
+        post.look_until(float(second))
+        if worker.watch is not None:
+            worker.watch.loads("endless", 810.0)
+            worker.watch.stepped(float(second), second, has_work=True)
+    assert [(at, reason) for at, _, reason in post.ended] == [
+        (1471.0, "hung: the load of endless does not end")
+    ]
+
+
+def test_a_benchmark_takes_its_time_and_then_the_clock_begins() -> None:
     worker = Worker(is_excused=True)
     post = Post(worker)
     post.look_until(500.0)

@@ -138,6 +138,24 @@ async def test_models_that_do_not_serve(
     assert (model.devices, model.first_token_in_s) == ([], None)
 
 
+async def test_the_load_beside_the_turns_is_told(told: Told) -> None:
+    told.bench.cold.warm.add(NAME)
+    told.bench.ask("cmpl-1")
+    loading = m.LoadProgress("other", 95.0, "runs the self-check", 1)
+    told.bench.worker.status = m.WorkerStatus(0, 99.0, None, 0.0, 0, 0, 0, [], loading=loading)
+    request = (await told.explainer.why("cmpl-1")).request
+    assert request is not None
+    assert request.turns is not None
+    assert request.turns.loading is not None
+    told_of = request.turns.loading
+    assert (told_of.model, told_of.stage) == ("other", "runs the self-check")
+    assert (told_of.since_s, told_of.num_waiting) == (4.0, 1)
+    await told.registry.add(ModelSpec(ModelName("other"), "s", "/q", targets=Targets()))
+    model = (await told.explainer.why("other")).model
+    assert model is not None
+    assert model.text == "loading for 4s: the worker runs the self-check"
+
+
 async def test_a_model_whose_devices_are_drained(told: Told) -> None:
     told.bench.cold.warm.add(NAME)
     told.bench.dispatcher.set_draining(0, is_draining=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpupool_cli.bench.cold import ColdStart, summary
+from gpupool_cli.bench.loads import LoadRound, gaps_between, summary as load_summary
 from gpupool_cli.bench.rig import device_config, make_checkpoints
 from gpupool_cli.bench.view import show_memory, show_switches
 from gpupoold.config.schema import CUDA_RESERVE_BYTES, parse_settings
@@ -35,6 +36,28 @@ class TestColdStart:
         assert row["p99_s"] == pytest.approx(3.2)
         assert row["limit_s"] == pytest.approx(0.7)
         assert (row["samples"], row["bytes"], row["reached"]) == (3, 1000, False)
+
+
+class TestLoads:
+    def test_gaps_of_a_load_include_the_gap_in_which_it_begins(self) -> None:
+        times_s = [0.0, 1.0, 2.5, 3.0, 4.0]
+        assert gaps_between(times_s, 2.0, 3.0) == [1.5, 0.5]
+        assert gaps_between(times_s, 0.0, 1.0) == [1.0]
+
+    @pytest.mark.parametrize(("pause_s", "reached"), [(0.149, True), (0.16, False)])
+    def test_the_limit_is_the_longest_pause_without_a_load_and_100_ms(
+        self, pause_s: float, reached: bool
+    ) -> None:
+        rounds = [
+            LoadRound([0.02, 0.05], [0.03, 0.1], alone_s=2.0, beside_s=4.0),
+            LoadRound([0.02, 0.03], [0.03, pause_s], alone_s=1.0, beside_s=2.0),
+        ]
+        result = load_summary(rounds, 1000)
+        assert result["undisturbed_pause_s"] == 0.05
+        assert result["limit_s"] == pytest.approx(0.15)
+        assert (result["pause_s"], result["reached"]) == (pause_s, reached)
+        assert (result["load_alone_s"], result["load_beside_stream_s"]) == (1.5, 3.0)
+        assert result["tokens_while_loading"] == 4
 
 
 class TestRig:

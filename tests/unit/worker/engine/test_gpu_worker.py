@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from gpupoold.worker.engine import gpu_worker as worker  # noqa: E402
+from gpupoold.worker.turn_thread import TurnThread  # noqa: E402
 
 
 def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +22,8 @@ def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.M
 
     class Load:
         """A load whose KV is readable and writable for a while."""
+
+        turns = TurnThread()
 
         @contextlib.contextmanager
         def kv_scratch(self) -> Iterator[None]:
@@ -35,8 +39,72 @@ def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.M
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", warm_up)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("device idle"))
     made = worker.CudaWorker.__new__(worker.CudaWorker)
+    made.model_runner = Runner([])
     assert made.compile_or_warm_up_model() == "times"
     assert done == ["mapped", "warm-up", "device idle", "unmapped"]
+
+
+def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the turn thread, while the load waits; and each size is captured without a step."""
+    order: list[str] = []
+    runner, turns = Runner(order), TurnThread()
+
+    class Load:
+        kv_scratch = contextlib.nullcontext
+
+    load = Load()
+    load.turns = turns  # type: ignore[attr-defined]
+    monkeypatch.setattr(worker, "current_load", lambda: load)
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _: runner.capture_model())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    made = worker.CudaWorker.__new__(worker.CudaWorker)
+    made.model_runner = runner
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(made.compile_or_warm_up_model)
+        while not loading.done():
+            if turns.has_jobs:
+                order.append("step")
+                turns.run(0.0)
+        loading.result()
+    while order[-1] == "step":
+        order.pop()
+    text = " ".join(order)
+    for part in ("warm-up", "prepare 1", "prepare 2"):
+        assert f"step {part}" in text
+    assert "prepare 1 capture 1" in text
+    assert "prepare 2 capture 2" in text
+    assert "_dummy_run" not in vars(runner)
+    assert "capture" not in vars(runner.cudagraph_manager)
+
+
+class Graphs:
+    """Captures as vLLM's manager does: prepares each size, then records it."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+
+    def capture(self, create_forward: Callable[[int], Callable[[], None]]) -> None:
+        for size in (1, 2):
+            create_forward(size)()
+
+
+class Runner:
+    """The parts of a model runner that run the model while it is loaded."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+        self.cudagraph_manager = Graphs(order)
+
+    def _dummy_run(self) -> None:
+        self._order.append("warm-up")
+
+    def capture_model(self) -> None:
+        self._dummy_run()
+        self.cudagraph_manager.capture(self._create)
+
+    def _create(self, size: int) -> Callable[[], None]:
+        self._order.append(f"prepare {size}")
+        return lambda: self._order.append(f"capture {size}")
 
 
 @pytest.mark.parametrize(

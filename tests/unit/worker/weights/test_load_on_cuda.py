@@ -105,7 +105,8 @@ class TestTorchRelease:
                 build()
             except ValueError as error:
                 assert driver.free_bytes == 0
-                released.reclaim(error)
+                released.drop_garbage(error)
+                released.reclaim()
                 raise
 
         released = TorchRelease(device, pool)

@@ -1,0 +1,100 @@
+"""The requests of a worker: arrival, end and migration, for the turn thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gpupoold.errors import GpupoolError, Refused
+from gpupoold.memory.host import Slot
+from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.wire import messages as m
+from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.kv.migrations import KvMigrations
+from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
+from gpupoold.worker.turns.ledger import RequestLedger
+
+
+class TurnRequests:
+    """Adds requests to ``engines`` and ends requests, between two steps.
+
+    ``send`` sends a message to the daemon; ``is_loading`` returns whether a model is being loaded.
+    """
+
+    def __init__(
+        self,
+        device_number: int,
+        engines: Mapping[str, ModelEngine],
+        ledger: RequestLedger,
+        migrations: KvMigrations,
+        residency: Residency,
+        send: Callable[[m.FromWorker], None],
+        is_loading: Callable[[], bool],
+    ) -> None:
+        self._device_number = device_number
+        self._engines = engines
+        self._ledger = ledger
+        self._migrations = migrations
+        self._residency = residency
+        self._send = send
+        self._is_loading = is_loading
+
+    def add(self, message: m.AddRequest, slot: Slot | None = None) -> bool:
+        """Add a request, or report the reason why not; ``slot`` has its KV, if any."""
+        engine = self._engines.get(message.model)
+        kv = (slot, message.kv_transfer) if slot is not None and message.kv_transfer else None
+        try:
+            if engine is None or not engine.weights.has_snapshot:
+                if slot is not None:
+                    slot.free()
+                lacks = "is not loaded" if engine is None else "has no snapshot"
+                raise Refused(f"{message.model} {lacks} on worker {self._device_number}")
+            with WORKER.main.doing(ThreadPhase.ADD_REQUEST, message.model, [message.request_id]):
+                self._add_to(engine, message, kv)
+        except GpupoolError as error:
+            failed = m.RequestsFailed(message.model, [message.request_id], str(error))
+            self._send(failed)
+            return False
+        self._ledger.arrive(message.model, message.request_id, message.arrival_s)
+        self._ledger.progress(message.model, message.request_id, len(message.output_token_ids))
+        return True
+
+    def _add_to(
+        self, engine: ModelEngine, message: m.AddRequest, kv: tuple[Slot, m.KvTransfer] | None
+    ) -> None:
+        """Add a request to its engine; wait for idle threads before an isolated request."""
+        if not message.is_isolated:
+            engine.add(message.frames, message.output_token_ids, kv, message.frontend)
+            return
+        wait_until(lambda: WORKER.is_alone or self._is_loading(), ALONE_S)
+        engine.isolate(message.request_id)
+        engine.add(message.frames, message.output_token_ids, kv, message.frontend)
+        wait_until(lambda: engine.has_grammar(message.request_id), GRAMMAR_S)
+
+    def migrate_out(self, message: m.MigrateOut) -> None:
+        """Send a request to another worker, with its KV if possible."""
+        engine = self._engines.get(message.model)
+        if engine is None:
+            self._send(m.Migrated(message.model, message.request_id, is_known=False))
+            return
+        self._migrations.migrate_out(engine, self._residency, message.request_id)
+        self._ledger.finish(message.model, message.request_id)
+        engine.kv.discard_dead()
+
+    def abort(self, model: str, request_ids: list[str]) -> None:
+        """End requests, with their KV transfers."""
+        self._migrations.abort(request_ids)
+        engine = self._engines.get(model)
+        if engine is None:
+            return
+        engine.abort(request_ids)
+        for request_id in request_ids:
+            self._ledger.finish(model, request_id)
+        engine.kv.discard_dead()
+
+    def fail_all(self, model: str, reason: str) -> None:
+        """End all requests of a model and report the reason."""
+        request_ids = self._ledger.live_requests(model)
+        self.abort(model, request_ids)
+        if request_ids:
+            self._send(m.RequestsFailed(model, request_ids, reason))

@@ -1,0 +1,167 @@
+"""Models are added, replaced and removed while another model's streams run, on a real engine."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpupoold.wire import messages as m
+from tests.functional.daemon_tools import weight_bytes
+from tests.functional.engine_peer import MAX_MODEL_LEN, EngineSet
+from tests.functional.worker_peer import WorkerPeer, encode_request
+
+PROMPTS = {"one": list(range(5, 95)), "two": list(range(40, 61))}
+NUM_TOKENS = 400
+SHORT_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_models: dict[str, Path]) -> dict[str, list[int]]:
+    """The tokens of the requests in vLLM without gpupool; of ``other`` from the other model."""
+    paths = {"streams": tiny_models["tiny-llama"], "other": tiny_models["tiny-qwen3"]}
+    engines = EngineSet(paths)
+    asked = {name: ("streams", prompt, NUM_TOKENS) for name, prompt in PROMPTS.items()}
+    asked["other"] = ("other", PROMPTS["two"], SHORT_TOKENS)
+    tokens: dict[str, list[int]] = {}
+    for request_id, (model, prompt, num_tokens) in asked.items():
+        frames = encode_request(request_id, prompt, max_tokens=num_tokens, ignore_eos=True)
+        engines.add(m.AddRequest(model, request_id, 0.0, len(prompt), 0, frames))
+        tokens[request_id] = []
+        while engines.open_requests(model):
+            for step in engines.step(model):
+                for item in step.progress:
+                    tokens[request_id] += item.new_token_ids
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
+    """A device for about two models, with the first of them."""
+    made = WorkerPeer(int(2.5 * max(map(weight_bytes, tiny_models.values()))))
+    try:
+        made.load("streams", tiny_models["tiny-llama"], max_model_len=MAX_MODEL_LEN)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def streams(peer: WorkerPeer, alone: dict[str, list[int]]) -> Iterator[list[str]]:
+    """Two streams of the first model, exact to the end whatever the test has done meanwhile."""
+    ids = [f"{name}-{uuid.uuid4()}" for name in PROMPTS]
+    for request_id, prompt in zip(ids, PROMPTS.values(), strict=True):
+        peer.ask("streams", request_id, prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+    while not all(peer.tokens[request_id] for request_id in ids):
+        peer.pump(1.0)
+    yield ids
+    peer.run_until_ended(*ids)
+    assert [peer.tokens[request_id] for request_id in ids] == [alone[name] for name in PROMPTS]
+    peer.call("check_integrity")
+
+
+def test_a_model_is_added_beside_streams(
+    peer: WorkerPeer,
+    streams: list[str],
+    alone: dict[str, list[int]],
+    tiny_models: dict[str, Path],
+) -> None:
+    before = num_tokens(peer, streams)
+    peer.load("other", tiny_models["tiny-qwen3"], max_model_len=MAX_MODEL_LEN)
+    assert num_tokens(peer, streams) > before + 2, "the streams waited for the load"
+    peer.call("check_integrity")
+    assert ask_other(peer) == alone["other"]
+
+
+def test_a_model_is_replaced_beside_streams(
+    peer: WorkerPeer,
+    streams: list[str],
+    alone: dict[str, list[int]],
+    tiny_models: dict[str, Path],
+) -> None:
+    send_load(peer, "other", tiny_models["tiny-qwen3"], profiling_budget_s=0.5)
+    answer = peer.wait(m.ModelLoaded)
+    os.close(peer.channel.take_fd())
+    assert (answer.dropped, answer.profile is None) == ([], False)
+    assert ask_other(peer) == alone["other"]
+
+
+def test_a_failed_load_disturbs_nobody(
+    peer: WorkerPeer, streams: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": -1}')
+    send_load(peer, "broken", tmp_path)
+    assert peer.wait(m.ModelFailed).name == "broken"
+
+
+def test_a_model_is_removed_beside_streams(peer: WorkerPeer, streams: list[str]) -> None:
+    unload(peer, "other")
+
+
+def test_a_load_is_cancelled_by_the_order_to_unload(
+    peer: WorkerPeer, streams: list[str], tiny_models: dict[str, Path]
+) -> None:
+    """While it is under way, and while it waits; the next load of the name is another one."""
+    path = tiny_models["tiny-qwen3"]
+    for name in ("first", "second"):
+        send_load(peer, name, path)
+    wait_loading(peer)
+    assert peer.status is not None
+    assert peer.status.loading is not None
+    assert (peer.status.loading.model, peer.status.loading.num_waiting) == ("first", 1)
+    for name in ("first", "second"):
+        peer.channel.send(m.UnloadModel(name))
+    send_load(peer, "second", path)
+    kinds: Any = m.ModelFailed | m.ModelLoaded | m.ModelUnloaded
+    ends = [peer.wait(kinds) for _ in range(5)]
+    expected = [m.ModelFailed, m.ModelUnloaded, m.ModelFailed, m.ModelUnloaded, m.ModelLoaded]
+    assert [type(end) for end in ends] == expected
+    assert "was unloaded while being loaded" in ends[0].message
+    os.close(peer.channel.take_fd())
+    peer.call("check_integrity")
+    unload(peer, "second")
+
+
+def test_a_worker_ends_during_a_load(peer: WorkerPeer, tiny_models: dict[str, Path]) -> None:
+    """The last test: the module's fixture waits for the end."""
+    send_load(peer, "late", tiny_models["tiny-qwen3"])
+    wait_loading(peer)
+
+
+def num_tokens(peer: WorkerPeer, ids: list[str]) -> int:
+    return sum(len(peer.tokens[request_id]) for request_id in ids)
+
+
+def ask_other(peer: WorkerPeer) -> list[int]:
+    request_id = f"other-{uuid.uuid4()}"
+    peer.ask("other", request_id, PROMPTS["two"], max_tokens=SHORT_TOKENS, ignore_eos=True)
+    peer.run_until_ended(request_id)
+    return peer.tokens[request_id]
+
+
+def wait_loading(peer: WorkerPeer) -> None:
+    peer.status = None
+    while peer.status is None or peer.status.loading is None:
+        peer.pump(1.0)
+
+
+def send_load(peer: WorkerPeer, name: str, path: Path, profiling_budget_s: float = 0.0) -> None:
+    """Order a load without a change of the scheduler's accounts."""
+    model = m.ModelToLoad(
+        name=name,
+        path=str(path),
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        ttft_s=10.0,
+        tbt_s=0.1,
+    )
+    peer.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
+
+
+def unload(peer: WorkerPeer, name: str) -> None:
+    peer.channel.send(m.UnloadModel(name))
+    assert peer.wait(m.ModelUnloaded).name == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from statistics import median_low
 
 from gpupoold.control.fleet.transitions import HOST_TRANSITIONS, HostEvent, HostPhase, Life
 from gpupoold.wire.messages import EngineMemory
@@ -90,12 +91,16 @@ class Hosts:
         """Record the memory outside the pages that a worker gave back at the end of an engine.
 
         The first engine's load also takes memory of the process that all engines share, such as
-        libraries and kernels, which stays.
+        libraries and kernels, which stays. A busy worker frees an engine only later: then the
+        median of the other engines counts as given back.
         """
         if self._firsts.get(number) == model:
             self._firsts[number] = ""
+            engines = self.engines_on(number)
+            others = [one.device_bytes for name, one in engines.items() if name != model]
+            freed_bytes = max(num_bytes, median_low(others) if others else 0)
             taken_bytes = self.of(model, number).memory.device_bytes
-            self._kept_bytes[number] = max(0, taken_bytes - num_bytes)
+            self._kept_bytes[number] = max(0, taken_bytes - freed_bytes)
 
     def first_on(self, number: int) -> str:
         """Return the model that a worker loaded first, empty if none or unloaded meanwhile."""

@@ -324,6 +324,8 @@ class TurnLoop:
             case m.UnloadModel():
                 before = self.driver_memory.outside_pages()
                 self._models.close(message.name)
+                if self.ledger.is_idle():  # else at the next idle moment: streams would stop
+                    HEAP.collect()
                 ended = m.ModelUnloaded(message.name, self.driver_memory.freed_since(before))
                 self._loads.cancel(message.name, lambda: self._channel.send(ended))
             case m.DropSnapshot():

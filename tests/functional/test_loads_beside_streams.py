@@ -15,6 +15,9 @@ from tests.functional.daemon_tools import weight_bytes
 from tests.functional.engine_peer import MAX_MODEL_LEN, EngineSet
 from tests.functional.worker_peer import WorkerPeer, encode_request
 
+# vLLM's own warnings while an engine is built in this process.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 PROMPTS = {"one": list(range(5, 95)), "two": list(range(40, 61))}
 NUM_TOKENS = 400
 SHORT_TOKENS = 24

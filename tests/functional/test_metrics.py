@@ -40,6 +40,7 @@ NO_SAMPLES = {
     "gpupool_device_utilisation_ratio",
     "gpupool_device_temperature_celsius",
     "gpupool_device_power_watts",
+    "gpupool_device_engine_limit_bytes",
     "gpupool_device_kv_host_limit_bytes",
     "gpupool_drafts_total",
     "gpupool_draft_tokens_total",

@@ -488,10 +488,9 @@ class TestRefused:
         hub.add(REPO, files)
         hub.has_sizes = False
         usage = shutil.disk_usage(tmp_path)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1_000_000))
-        assert "2.86 MiB is missing" in refusal(Refused, tmp_path / "m")
-        monkeypatch.undo()
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1_000_000))
+            assert "2.86 MiB is missing" in refusal(Refused, tmp_path / "m")
         assert visible(fetch(tmp_path / "m")) == files
 
     def test_unwritable_place(self, hub: FakeHub, tmp_path: Path) -> None:

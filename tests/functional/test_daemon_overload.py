@@ -147,6 +147,7 @@ def test_official_client_without_retries_is_told(box: PrivateDaemon) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_refusals_are_counted_and_recorded_once_a_minute(box: PrivateDaemon) -> None:
     before, began_s = len(refused_events(box)), time.monotonic()
     num_refused = usage(box, ONE).refused

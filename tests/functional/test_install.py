@@ -274,6 +274,7 @@ def test_nothing_installed_belongs_to_its_builder(tmp_path: Path, umask: int) ->
 
 
 @needs_root
+@pytest.mark.slow
 def test_root_runs_nothing_out_of_the_builders_folders(tmp_path: Path) -> None:
     stage = Stage(tmp_path, python=system_python())
     named, mapped, linked = (tmp_path / name for name in ("named", "mapped", "linked"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from examples.rag.__main__ import QUESTIONS, TINY, passages_of
 from examples.rag.pipeline import nearest
 from tests.conftest import ROOT
@@ -23,6 +25,7 @@ def test_passages_are_paragraphs_of_moderate_length() -> None:
     assert all(80 <= len(one) <= 240 for one in passages)
 
 
+@pytest.mark.slow
 def test_answers_at_once_equal_answers_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.rag"],

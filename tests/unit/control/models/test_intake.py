@@ -302,6 +302,7 @@ class TestWorkersThatAreDown:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(workers_module, "_READY_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(workers_module, "_RESTART_TIMEOUT_S", 0.2)
         box = ModelsBox(tmp_path, registry, history, num_snapshots=8192)
         box.broken |= {0, 1}
         async with running(box):

@@ -146,6 +146,7 @@ async def test_an_idle_worker_that_hangs_is_replaced(watched: PrivateDaemon) -> 
     assert told(watched, "model_quarantined") == []
 
 
+@pytest.mark.slow
 async def test_no_request_waits_longer_than_the_bound(patient: PrivateDaemon) -> None:
     async with api_client(patient.http_url) as api:
         alone = await ask(api, LLAMA, PROMPT)

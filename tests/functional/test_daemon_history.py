@@ -90,6 +90,7 @@ async def test_requests_are_bounded(
     await eventually(lambda: len(rows(database, "requests")) <= MAX_REQUEST_ROWS)
 
 
+@pytest.mark.slow
 async def test_a_locked_database_does_not_stop_serving(
     pool: PrivateDaemon, api: AsyncOpenAI, database: sqlite3.Connection
 ) -> None:

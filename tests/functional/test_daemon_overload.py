@@ -91,6 +91,7 @@ def test_samples_count_one_by_one(box: PrivateDaemon) -> None:
     assert "7 answers" in never.text
 
 
+@pytest.mark.slow
 def test_all_models_share_the_bound_of_all(box: PrivateDaemon) -> None:
     async def run() -> list[int]:
         async with httpx.AsyncClient(base_url=box.http_url, timeout=120) as http:

@@ -69,6 +69,9 @@ def test_pitfall_25_many_parallel_requests_say_what_each_says_alone(peer: Worker
     for request_id, (name, index) in asked.items():
         peer.ask(name, request_id, prompt(index), max_tokens=24)
     for name in 4 * MODELS:  # KV of all of them goes out and comes back meanwhile
+        num_tokens = sum(map(len, peer.tokens.values()))
+        while sum(map(len, peer.tokens.values())) == num_tokens:
+            peer.pump(0.5)
         peer.call("page_out", model=name)
     peer.run_until_ended(*asked)
     assert {i: peer.tokens[i] for i in asked} == {i: alone[key] for i, key in asked.items()}

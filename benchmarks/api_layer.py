@@ -8,7 +8,6 @@ once. The report is ``build/bench-api.json``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from benchmarks.admin_latency import run_admin_latency
 from benchmarks.connections import NUM_ACTIVE, NUM_IDLE, run_connections
 from benchmarks.frontend_rate import run_frontend_rate
 from benchmarks.memory import at_least, at_most
-from benchmarks.recovery import table
+from benchmarks.report import finish
 from benchmarks.stream_client import PATHS
 from gpupool_cli.bench.rig import make_checkpoints
 
@@ -53,15 +52,8 @@ def main() -> int:
             # Other work of the machine affects the figures, so the report has the load average.
             load = os.getloadavg()[0]
             details[name] = parts[name](Path(folder)) | {"load_average_before": load}
-    figures = dict(make_figures(details))
-    reached = all(figure["reached"] for figure in figures.values())
-    report = {"figures": figures, "reached": reached, "details": details}
-    report["wall_s"] = time.perf_counter() - started_s
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    for line in table(figures):
-        print(line)
-    return 0 if reached else 1
+    figures, wall_s = dict(make_figures(details)), time.perf_counter() - started_s
+    return finish(arguments.out, figures, details=details, wall_s=wall_s)
 
 
 def make_figures(details: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,6 @@ replaced.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -20,9 +19,9 @@ from benchmarks.faults import run_faults
 from benchmarks.memory import at_least, at_most
 from benchmarks.migration import run_migrate
 from benchmarks.recovery_sim import run_recovery_sim
+from benchmarks.report import finish
 from benchmarks.restarts import run_restarts
 from benchmarks.role_changes import run_role_changes
-from benchmarks.values import value_text
 from gpupool_cli.bench.rig import make_checkpoints
 from gpupoold.units import format_duration
 
@@ -48,23 +47,11 @@ def main() -> int:
             "simulated_box": run_recovery_sim(arguments.rps),
             "restarts": run_restarts([checkpoints[0], checkpoints[2]], RESTART_ROUNDS),
         }
-    figures = dict(make_figures(details))
-    totals = counts(details)
-    reached = all(figure["reached"] for figure in figures.values())
-    report = {
-        **totals,
-        "figures": figures,
-        "reached": reached,
-        "wall_s": time.perf_counter() - started_s,
-        "details": details,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    for line in table(figures):
-        print(line)
+    figures, wall_s = dict(make_figures(details)), time.perf_counter() - started_s
+    code = finish(arguments.out, figures, **counts(details), wall_s=wall_s, details=details)
     for name, seconds in details["restarts"]["p50_s"].items():
         print(f"{name}: {format_duration(seconds)} after it was killed")
-    return 0 if reached else 1
+    return code
 
 
 def counts(details: Mapping[str, Any]) -> dict[str, int]:
@@ -96,15 +83,6 @@ def make_figures(details: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
     wanted = (box["attainment_before"] or 0.0) - ALLOWED_LOSS
     yield "attainment_ten_seconds_later", at_least(box["attainment_after_10_s"] or 0.0, wanted)
     yield "simulated_box_errors", at_most(sum(box["errors"].values()), 0)
-
-
-def table(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line per figure."""
-    width = max(map(len, figures))
-    yield f"{'figure':<{width}}{'measured':>12}{'limit':>12}"
-    for name, figure in figures.items():
-        values = "".join(f"{value_text(name, figure[key]):>12}" for key in ("measured", "limit"))
-        yield f"{name:<{width}}{values}  {'' if figure['reached'] else 'MISSED'}".rstrip()
 
 
 def _parse() -> argparse.Namespace:

@@ -9,7 +9,6 @@ another thread of the process, so that its figure has that thread's time too.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 from benchmarks import kv_books
 from benchmarks.memory import at_most
-from benchmarks.recovery import table
+from benchmarks.report import finish
 from gpupool_cli.bench.rig import make_checkpoints
 from gpupoold.worker.environment import set_engine_environment
 
@@ -39,15 +38,8 @@ def main() -> int:
     details: dict[str, Any] = {"load_average_before": os.getloadavg()[0]}
     details["books"] = kv_books.measure(arguments.models, arguments.extents)
     details["engines"] = _engines(arguments.idle, arguments.steps)
-    figures = dict(make_figures(details))
-    reached = all(figure["reached"] for figure in figures.values())
-    report = {"figures": figures, "reached": reached, "details": details}
-    report["wall_s"] = time.perf_counter() - started_s
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    for line in table(figures):
-        print(line)
-    return 0 if reached else 1
+    figures, wall_s = dict(make_figures(details)), time.perf_counter() - started_s
+    return finish(arguments.out, figures, details=details, wall_s=wall_s)
 
 
 def make_figures(details: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.fetcher import has_size
 from gpupoold.checkpoints.hub import Hub
 from gpupoold.checkpoints.manifest import HubFile
 from gpupoold.checkpoints.selection import Content, choose_files
@@ -146,6 +147,5 @@ def _present(snapshot: Path) -> Iterable[str]:
 
 
 def _is_whole(path: Path, num_bytes: int) -> bool:
-    if not os.path.isfile(path) or not os.access(path, os.R_OK):
-        return False
-    return num_bytes < 0 or path.stat().st_size == num_bytes
+    is_there = has_size(path, num_bytes) if num_bytes >= 0 else os.path.isfile(path)
+    return is_there and os.access(path, os.R_OK)

@@ -96,11 +96,15 @@ class Hosts:
         """
         if self._firsts.get(number) == model:
             self._firsts[number] = ""
-            engines = self.engines_on(number)
-            others = [one.device_bytes for name, one in engines.items() if name != model]
-            freed_bytes = max(num_bytes, median_low(others) if others else 0)
+            freed_bytes = max(num_bytes, self.usual_bytes(number, besides=model) or 0)
             taken_bytes = self.of(model, number).memory.device_bytes
             self._kept_bytes[number] = max(0, taken_bytes - freed_bytes)
+
+    def usual_bytes(self, number: int, besides: str = "") -> int | None:
+        """Return the median memory of a worker's engines without one model's, None without any."""
+        engines = self.engines_on(number)
+        others = [one.device_bytes for name, one in engines.items() if name != besides]
+        return median_low(others) if others else None
 
     def first_on(self, number: int) -> str:
         """Return the model that a worker loaded first, empty if none or unloaded meanwhile."""

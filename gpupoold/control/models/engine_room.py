@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from statistics import median_low
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
@@ -145,16 +144,15 @@ class EngineRoom:
         kind = "" if worker.ready is None else worker.ready.device_name
         if kind in row.engine_bytes:
             return row.engine_bytes[kind]
-        others = self._fleet.hosts.engines_on(worker.number).values()
-        return median_low(one.device_bytes for one in others) if others else 0
+        return self._fleet.hosts.usual_bytes(worker.number) or 0
 
     def _engine(
         self, name: str, number: int, engines: Mapping[str, EngineMemory], *, has_requests: bool
     ) -> HostedEngine:
         num_bytes, freed_bytes = engines[name].device_bytes, None
         if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
-            others = [one.device_bytes for other, one in engines.items() if other != name]
-            freed_bytes = min(num_bytes, median_low(others)) if others else None
+            usual_bytes = self._fleet.hosts.usual_bytes(number, besides=name)
+            freed_bytes = None if usual_bytes is None else min(num_bytes, usual_bytes)
         now = self._fleet.availability(name)
         others = [one for one in now.devices if one != number]
         is_only = all(self._fleet.is_device_draining(one) for one in others)

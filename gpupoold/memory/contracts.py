@@ -123,9 +123,17 @@ class Device(ABC):
     """Bytes that a copy stream copies at a time, enough to keep the link busy."""
     numa_node: int = -1
     """NUMA node with the nearest host memory, -1 if all nodes are equal."""
+    num_ranks: int = 1
+    """Number of GPUs that hold each model together. Pages and bytes are those of one rank."""
 
     def __init__(self) -> None:
         self.spent = FillTime()
+
+    def share_host(self, address: int, num_bytes: int, fd: int) -> None:
+        """Let the other ranks map and pin their parts of the memory behind ``fd``.
+
+        Part ``r`` begins at ``r * num_bytes``; the caller has mapped and pinned part 0.
+        """
 
     @abstractmethod
     def reserve(self, num_pages: int) -> int:

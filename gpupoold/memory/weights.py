@@ -65,6 +65,11 @@ class WeightMemory:
         return self._snapshot
 
     @property
+    def own(self) -> HostBuffer | None:
+        """The host copy of the slots."""
+        return self._own
+
+    @property
     def num_pages(self) -> int:
         """Pages of the whole snapshot and of the slots."""
         return self._address_range.num_pages

@@ -24,8 +24,10 @@ _LIBRARIES_BYTES = 1 << 30
 _NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
-def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
-    """Open the device; a GPU is the only one visible to this process.
+def open_device(
+    kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int, rank: int = 0
+) -> Device:
+    """Open the device: of the visible GPUs, the one of this rank.
 
     Raises:
         Failed: the kind of device is missing, or vLLM was built for another kind.
@@ -39,7 +41,7 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
     if _NO_STREAMS in sys.modules:
         raise Failed(f"{_NO_STREAMS} is imported: torch has no CUDA streams", "this is a bug")
     return CudaDevice(
-        0, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
+        rank, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
     )
 
 

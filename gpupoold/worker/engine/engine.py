@@ -30,14 +30,14 @@ from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger
-from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
-from gpupoold.worker.engine.pooled_memory import whole_model
+from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
+from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.heap import HEAP
@@ -299,18 +299,14 @@ class ModelEngine:
         core = self._core
         core.structured_output_manager.clear_backend()
         core.scheduler.shutdown()
-        runner = _runner(core)
-        runner.compilation_config.static_forward_context.clear()
-        forget_compiled(whole_model(runner))
-        for holder in ("model", "drafter", "speculator"):  # the drafter's holder by model runner
-            if hasattr(runner, holder):
-                setattr(runner, holder, None)
-        runner.kv_caches.clear()
+        if isinstance(core.model_executor, RankExecutor):
+            core.model_executor.close_engine()
+        drop_runner(_runner(core))
         self._scheduler = self._core = None
         del self._encoder_outputs
         self._steps.close()
         self.adapters.close()
-        del core, runner
+        del core
         HEAP.engine_closed()
         self.kv.close()
         self.weights.close()
@@ -353,7 +349,12 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
     if skips_checkpoint:
         snapshot_loader.register()
         load_format = snapshot_loader.LOAD_FORMAT
-    config = engine_config(model, is_emulated=device.is_host_addressable, load_format=load_format)
+    config = engine_config(
+        model,
+        is_emulated=device.is_host_addressable,
+        load_format=load_format,
+        num_ranks=device.num_ranks,
+    )
     scheduling = config.scheduler_config
     if engine_arguments().get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from gpupoold.worker.engine.process_groups import ensure_process_groups
 from gpupoold.worker.weights.loading import current_load
 
 
@@ -24,7 +21,7 @@ class PooledMemory:
 
     def init_device(self) -> None:
         """Create the process groups that all models share, then initialise as vLLM does."""
-        _ensure_process_groups(self.distributed_init_method, self.local_rank)
+        ensure_process_groups(self.distributed_init_method, self.local_rank)
         super().init_device()  # type: ignore[misc]
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -64,24 +61,3 @@ def whole_model(runner: Any) -> nn.Module:
     model: nn.Module = runner.get_model()
     draft: nn.Module | None = runner.get_draft_model()
     return model if draft is None else nn.ModuleList([model, draft])
-
-
-def _ensure_process_groups(init_method: str, local_rank: int) -> None:
-    """Create groups of one rank for every kind of model.
-
-    vLLM creates the groups for the first model of a process, without the expert group if that model
-    is dense; without any model vLLM creates all groups.
-    """
-    if parallel_state.model_parallel_is_initialized():
-        return
-    if current_platform.is_cuda():
-        current_platform.set_device(torch.device(f"cuda:{local_rank}"))
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(
-            world_size=1,
-            rank=0,
-            distributed_init_method=init_method,
-            local_rank=local_rank,
-            backend=current_platform.dist_backend,
-        )
-        parallel_state.initialize_model_parallel()

@@ -33,6 +33,7 @@ from gpupoold.worker.turns.reports import MissingBytes, status
 from gpupoold.worker.turns.requests import TurnRequests
 from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
+from gpupoold.worker.weights.rank_loads import LoadLinks
 
 _logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class TurnLoop:
         self_check_interval: int = 0,
         *,
         has_gpu_alone: bool = True,
+        links: LoadLinks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -70,7 +72,7 @@ class TurnLoop:
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
-        loader = EngineLoader(device, host, self.residency, self.turns, self._model_on_turn)
+        loader = EngineLoader(device, host, self.residency, self.turns, self._model_on_turn, links)
         self._self_checks = SelfChecks(self_check_interval)
         self._readers = ThreadPoolExecutor(1, "files")
         self.migrations = KvMigrations(device_number, device, host, channel.send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Generator
@@ -22,6 +23,7 @@ from gpupoold.worker.profiling import profile
 from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.self_check import is_same_answer, run_self_check
 from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
 from gpupoold.worker.weights.torch_release import pages_for_torch
 
 _logger = logging.getLogger(__name__)
@@ -60,12 +62,17 @@ class EngineLoader:
         residency: Residency,
         turns: TurnThread,
         current: Callable[[], str | None] = lambda: None,
+        links: LoadLinks | None = None,
     ) -> None:
+        """``links`` lead to the other ranks of the device's group."""
         self._device = device
         self._host = host
         self._residency = residency
         self._turns = turns
         self._current = current
+        self._new_load: Callable[..., ModelLoad] = ModelLoad
+        if links is not None:
+            self._new_load = functools.partial(LeaderLoad, links=links)
         self._check: Callable[[], None] = lambda: None
         self.stage = LoadStage.BUILD
         """The stage of the present load."""
@@ -157,7 +164,7 @@ class EngineLoader:
             if snapshot is not None:
                 snapshot.close()
             raise
-        load = ModelLoad(
+        load = self._new_load(
             model.name,
             self._device,
             self._residency.pool,

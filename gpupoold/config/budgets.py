@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gpupoold.config.machine import DeviceFacts, Machine
+from gpupoold.config.machine import DeviceFacts, Machine, MachineError
 from gpupoold.config.sections import (
     CUDA_RESERVE_BYTES,
     GIB,
     LEAST_BYTES_IN_FLIGHT,
     LEAST_KV_HOST_BYTES,
 )
-from gpupoold.errors import ConfigError
 from gpupoold.units import format_bytes
 
 MIB = 2**20
@@ -41,15 +40,6 @@ _MOST_KV_HOST_BYTES = 64 * GIB
 _LEAST_MODEL_CACHE_BYTES = 256 * MIB
 _NOT_USED = "simulated devices use no host memory"
 _RESERVE_BASE_BYTES, _RESERVE_SHARE, _RESERVE_STEP_BYTES = 2 * GIB, 1 / 64, GIB // 4
-
-
-class BudgetError(ConfigError):
-    """Budgets that the machine cannot have; ``key`` is the key to change."""
-
-    def __init__(self, key: str, what: str, hint: str) -> None:
-        super().__init__(f"{key}: {what}", hint)
-        self.key = key
-        self.what = what
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +113,7 @@ def work_out(wishes: Wishes, machine: Machine) -> Budgets:
     """Return the budgets for a machine; the ``wishes`` are kept.
 
     Raises:
-        BudgetError: the machine has too little memory for the wishes.
+        MachineError: the machine has too little memory for the wishes.
     """
     in_flight, why_in_flight = _bytes_in_flight(machine.usable_bytes)
     reserve, why_reserve = _reserve(machine.devices)
@@ -162,7 +152,7 @@ class _HostMemory:
         """Check that the wishes and the fixed uses fit together.
 
         Raises:
-            BudgetError: the uses exceed the memory.
+            MachineError: the uses exceed the memory.
         """
         self._wishes = wishes
         self._machine = machine
@@ -191,7 +181,7 @@ class _HostMemory:
             yield from (one for one in (*caches, *self._fixed) if one.num_bytes)
 
     def kv_host(self) -> tuple[int, str]:
-        """Return the KV host cache of a device, and the arithmetic."""
+        """Return the KV host cache of a GPU, and the arithmetic."""
         if self._wishes.kv_host_bytes is not None:
             return self._wishes.kv_host_bytes, ""
         if not self._engines:
@@ -200,10 +190,10 @@ class _HostMemory:
         return _rounded(num_bytes), why
 
     def model_cache(self, kv_host: int) -> tuple[int, str]:
-        """Return the model cache beside a KV host cache of each device, and the arithmetic.
+        """Return the model cache beside a KV host cache of each GPU, and the arithmetic.
 
         Raises:
-            BudgetError: too little is left.
+            MachineError: too little is left.
         """
         if self._wishes.model_cache_bytes is not None:
             return self._wishes.model_cache_bytes, ""
@@ -231,7 +221,7 @@ class _HostMemory:
         return max(0, self._left_bytes - self.system_bytes)
 
     def _kv_bounds(self) -> Iterator[tuple[int, str]]:
-        """Yield the bounds of a device's KV host cache."""
+        """Yield the bounds of a GPU's KV host cache."""
         count = len(self._engines)
         known = [one.memory_bytes for one in self._engines if one.memory_bytes is not None]
         device_bytes = max(known, default=0)
@@ -244,12 +234,17 @@ class _HostMemory:
         rest_bytes, what = self._free_bytes, "all that memory.model_cache leaves"
         if self._wishes.model_cache_bytes is None:
             rest_bytes, what = int(rest_bytes * _KV_SHARE_OF_REST), "a quarter of what is left"
-        yield rest_bytes // count, f"{what}, {format_bytes(rest_bytes)}, over {_devices(count)}"
+        yield rest_bytes // count, f"{what}, {format_bytes(rest_bytes)}, over {self._count(count)}"
         for node, num_gpus in Counter(one.node for one in self._engines).items():
             if node is not None and (node_bytes := self._machine.node_bytes.get(node)):
                 share_bytes = int(node_bytes * _KV_SHARE_OF_NODE)
                 what = f"half of the {format_bytes(node_bytes)} of NUMA node {node}"
-                yield share_bytes // num_gpus, f"{what}, over {_devices(num_gpus)}"
+                yield share_bytes // num_gpus, f"{what}, over {self._count(num_gpus)}"
+
+    def _count(self, count: int) -> str:
+        """Name a number of devices, which are GPUs where there are groups."""
+        has_groups = len({one.device for one in self._engines}) < len(self._engines)
+        return f"{count} {'GPU' if has_groups else 'device'}{'' if count == 1 else 's'}"
 
     def _why_model_cache(self, kv_host: int) -> str:
         parts = self.parts(0, kv_host)
@@ -264,7 +259,7 @@ class _HostMemory:
         emulated = [one.memory_bytes or 0 for one in self._engines if one.kind == "emulated"]
         yield Part("emulated devices", sum(emulated))
 
-    def _too_much(self, parts: Iterable[Part]) -> BudgetError:
+    def _too_much(self, parts: Iterable[Part]) -> MachineError:
         """Return the refusal; its key is the larger budget that the configuration sets."""
         shown = sorted(parts, key=lambda one: -one.num_bytes)
         cache_bytes = self._wishes.model_cache_bytes or 0
@@ -281,7 +276,7 @@ class _HostMemory:
             f"({', '.join(map(str, shown))}), but {self.usable_name} is "
             f"{format_bytes(self._machine.usable_bytes)}"
         )
-        return BudgetError(key, what, hint)
+        return MachineError(key, what, hint)
 
 
 def _reserve(devices: Iterable[DeviceFacts]) -> tuple[int | None, str]:
@@ -304,15 +299,15 @@ def _check_reserve(devices: Iterable[DeviceFacts], reserve: int | None) -> None:
     """Check that devices of a known size keep memory.
 
     Raises:
-        BudgetError: the reserve takes all memory of a device.
+        MachineError: the reserve takes all memory of a device.
     """
-    for number, device in enumerate(devices):
+    for device in devices:
         has_default = reserve is None and device.kind == "cuda"
         kept_bytes = CUDA_RESERVE_BYTES if has_default else reserve or 0
         if device.memory_bytes is not None and device.memory_bytes <= kept_bytes:
-            raise BudgetError(
+            raise MachineError(
                 RESERVE,
-                f"{format_bytes(kept_bytes)} leaves no memory of device {number}, which has "
+                f"{format_bytes(kept_bytes)} leaves no memory of device {device.device}, which has "
                 f"{format_bytes(device.memory_bytes)}",
                 "set a lower memory.reserve, or raise device.memory",
             )
@@ -325,10 +320,6 @@ def _bytes_in_flight(usable_bytes: int) -> tuple[int, str]:
         max(1, num_bytes // 10**6) * 10**6,
         "1/256 of host memory, from 256 MB to 4 GB, but at most 1/32",
     )
-
-
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
 
 
 def _rounded(num_bytes: int) -> int:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.access.tls import TlsError, check_files
-from gpupoold.config.budgets import BudgetError
 from gpupoold.config.fitting import fitted
 from gpupoold.config.lines import line_of, line_of_error, lines_of
-from gpupoold.config.machine import Machine
-from gpupoold.config.problems import Problem
+from gpupoold.config.machine import Machine, MachineError
+from gpupoold.config.problems import Problem, place_of
 from gpupoold.config.renamed import renamed_keys
 from gpupoold.config.schema import (
     Settings,
@@ -112,8 +111,8 @@ def check_named_files(text: str) -> list[PlacedProblem]:
     return []
 
 
-def check_budgets(text: str, machine: Callable[[Settings], Machine]) -> list[PlacedProblem]:
-    """Return the problem with the budgets of a text without problems on a ``machine``.
+def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[PlacedProblem]:
+    """Return the problem with groups or budgets of a text without problems on a ``machine``.
 
     Raises:
         ConfigError: the text has problems.
@@ -121,8 +120,8 @@ def check_budgets(text: str, machine: Callable[[Settings], Machine]) -> list[Pla
     settings = parsed_file(text, None).settings
     try:
         fitted(settings, machine(settings))
-    except BudgetError as error:
-        problem = Problem(tuple(error.key.split(".")), error.what, error.hint)
+    except MachineError as error:
+        problem = Problem(place_of(error.key), error.what, error.hint)
         return [PlacedProblem(problem, _line(problem, lines_of(text)))]
     return []
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpupoold.config.budgets import BudgetError, Budgets, Wishes, work_out
+from gpupoold.config.budgets import Budgets, Wishes, work_out
+from gpupoold.config.groups import check_groups
 from gpupoold.config.keys import KeyChange, changes_between, with_changes
-from gpupoold.config.machine import Machine
+from gpupoold.config.machine import Machine, MachineError
 from gpupoold.config.schema import Settings
 
 
@@ -35,8 +36,10 @@ def fitted(settings: Settings, machine: Machine) -> Fitted:
     """Return the settings with all budgets.
 
     Raises:
-        BudgetError: the machine has too little memory for budgets that the settings have.
+        MachineError: a group has unlike GPUs, or one that is not there; or the machine has too
+            little memory for budgets that the settings have.
     """
+    check_groups(machine.devices)
     memory, limits = settings.memory, settings.limits
     wishes = Wishes(
         memory.model_cache_or_auto,
@@ -57,16 +60,16 @@ def update_of(now: Settings, file: Settings, machine_now: Machine, machine_then:
     a restart.
 
     Raises:
-        BudgetError: the machine has too little memory for the file, or for the budgets in force
+        MachineError: the machine has too little memory for the file, or for the budgets in force
             together with the new ones.
     """
     wanted = fitted(file, machine_then)
     in_force = with_changes(now, wanted.settings, changes_between(now, wanted.settings))
     try:
         live = fitted(_live_wishes(in_force, wanted.settings, file), machine_now)
-    except BudgetError as error:
+    except MachineError as error:
         hint = f"{error.hint}; or restart gpupoold, which applies all keys together"
-        raise BudgetError(error.key, error.what, hint) from None
+        raise MachineError(error.key, error.what, hint) from None
     target = _with_live(wanted.settings, live.settings)
     changes = changes_between(now, target)
     return Update(

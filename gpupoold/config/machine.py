@@ -5,23 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpupoold.errors import ConfigError
+
+
+class MachineError(ConfigError):
+    """Settings that the machine cannot have; ``key`` is the key to change."""
+
+    def __init__(self, key: str, what: str, hint: str) -> None:
+        super().__init__(f"{key}: {what}", hint)
+        self.key = key
+        self.what = what
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A configured device.
+    """A GPU, real or not, of the configured device with number ``device``.
 
     ``memory_bytes`` is None if unknown. ``node`` is the NUMA node of a GPU, None if the
-    kernel names none, and for other devices.
+    kernel names none, and for other devices. ``name`` is the kind of GPU as the driver spells it,
+    empty if unknown. ``ordinal`` is the GPU of a CUDA device; ``is_missing`` is true if the driver
+    has no such GPU.
     """
 
     kind: str
     memory_bytes: int | None
     node: int | None = None
+    device: int = 0
+    name: str = ""
+    ordinal: int | None = None
+    is_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Host memory and devices, in the order of the configuration.
+    """Host memory, and the GPUs of all devices in the order of the configuration.
 
     ``memory_bytes`` excludes reserved huge pages. ``limit_bytes`` is the limit of the daemon's
     control group, None without a limit. ``node_bytes`` is the memory of NUMA nodes by number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,12 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.what}" if self.where else self.what
+
+
+def place_of(key: str) -> tuple[int | str, ...]:
+    """Return the parts of a dotted key, the reverse of ``Problem.key``."""
+    parts = re.split(r"\.|(?=\[)", key)
+    return tuple(int(one[1:-1]) if one.startswith("[") else one for one in parts)
 
 
 def config_error(origin: str, problems: Sequence[Problem]) -> ConfigError:
@@ -65,7 +72,7 @@ def _problem(problem: ErrorDetails, known: KnownKeys, hidden: Collection[str]) -
         case "value_error" if parts == ("device",) and isinstance(problem["input"], dict):
             return Problem(parts, "must be a list of tables", "write [[device]], with two brackets")
         case "at_key":
-            return Problem(tuple(problem["ctx"]["key"].split(".")), problem["msg"])
+            return Problem(place_of(problem["ctx"]["key"]), problem["msg"])
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     is_shown = problem["type"] != "value_error" and ".".join(map(str, parts[:2])) not in hidden
     return Problem(parts, f"{message}, got {problem['input']!r}" if is_shown else message)

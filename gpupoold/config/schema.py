@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gpupoold.api.paths import SYSTEM_RUNTIME_DIR, default_socket_path
 from gpupoold.config.access import AccessSettings
-from gpupoold.config.device_names import named_devices
+from gpupoold.config.device_names import named_devices, numbered
 from gpupoold.config.problems import Problem, config_error, problems_of
 from gpupoold.config.renamed import with_new_names
 from gpupoold.config.sections import (
@@ -88,26 +88,23 @@ class Settings(Section):
     @field_validator("devices")
     @classmethod
     def _number_cuda(cls, devices: tuple[DeviceSettings, ...]) -> tuple[DeviceSettings, ...]:
-        """Give each CUDA device without an index the lowest free index.
+        """Give each CUDA device without GPUs the lowest free index.
 
-        Devices may share a GPU if each states its memory.
+        Single GPUs may be shared by devices that state their memory.
         """
         if not devices:
             raise ValueError("an empty list; without [[device]] all GPUs of the machine are used")
-        named = [device.index for device in devices if device.index is not None]
-        for device in devices:
-            is_shared = device.index is not None and named.count(device.index) > 1
-            if is_shared and device.memory_bytes is None:
-                raise ValueError(
-                    "two devices have the same index: give each device memory to share it"
-                )
-        free = (index for index in range(len(devices) + len(named)) if index not in named)
-        return tuple(
-            device.model_copy(update={"index": next(free)})
-            if device.kind == "cuda" and device.index is None
-            else device
-            for device in devices
-        )
+        cuda = [device for device in devices if device.kind == "cuda"]
+        has_memory = [device.memory_bytes is not None for device in cuda]
+        free = iter(numbered([device.gpus or None for device in cuda], has_memory))
+
+        def numbered_device(device: DeviceSettings) -> DeviceSettings:
+            if device.kind != "cuda" or device.num_gpus > 1:
+                return device
+            index = device.gpus[0] if device.gpus else next(free)
+            return device.model_copy(update={"index": index, "gpus_as_written": None})
+
+        return tuple(numbered_device(device) for device in devices)
 
     @model_validator(mode="after")
     def _a_role_for_each_device(self) -> Self:

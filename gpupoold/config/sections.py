@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gpupoold.config.device_names import check_gpu
+from gpupoold.config.device_names import check_gpu, check_group, group_value
 from gpupoold.config.values import (
     AbsolutePath,
     AutoPositiveSize,
@@ -86,16 +86,21 @@ class PathSettings(Section):
 
 
 class DeviceSettings(Section):
-    """A ``[[device]]``.
+    """A ``[[device]]``: a GPU, or a group of GPUs that run each model together.
 
-    ``memory_bytes`` is the memory of an emulated device, and an upper limit for other devices (None
-    for all memory). ``index`` is the CUDA ordinal, None for other kinds. ``gpu`` is the GPU
-    simulated by a ``sim`` device. With ``page_bytes`` None the worker chooses.
+    ``memory_bytes`` is the memory of each GPU of an emulated device, and an upper limit for each
+    GPU of other devices (None for all memory). ``index`` is the CUDA ordinal of a single GPU, None
+    for groups and other kinds. ``gpus_as_written`` has the ordinals of a group, or the number of
+    GPUs of other kinds; read ``gpus`` and ``num_gpus`` instead. ``gpu`` is the GPU simulated by a
+    ``sim`` device. With ``page_bytes`` None the worker chooses.
     """
 
     kind: Literal["emulated", "cuda", "sim"]
     memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
     index: int | None = Field(default=None, ge=0)
+    gpus_as_written: Annotated[tuple[int, ...] | int | None, BeforeValidator(group_value)] = Field(
+        default=None, alias="gpus"
+    )
     gpu: str | None = None
     page_bytes: PositiveSize | None = None
 
@@ -111,6 +116,7 @@ class DeviceSettings(Section):
         if self.kind != "cuda" and self.index is not None:
             raise ValueError('index is for kind = "cuda" only')
         check_gpu(self.kind, self.gpu)
+        check_group(self.kind, self.gpus_as_written, self.index)
         if self.kind == "sim" and self.page_bytes is not None:
             raise ValueError('page_bytes is not for kind = "sim", which has no pages')
         step = CUDA_GRANULARITY_BYTES if self.kind == "cuda" else HOST_PAGE_BYTES
@@ -119,6 +125,19 @@ class DeviceSettings(Section):
                 f"page_bytes must be a multiple of {format_bytes(step)} on a {self.kind} device"
             )
         return self
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The CUDA ordinals in the order of the ranks; empty for devices that are not CUDA's."""
+        if isinstance(self.gpus_as_written, tuple):
+            return self.gpus_as_written
+        return () if self.index is None else (self.index,)
+
+    @property
+    def num_gpus(self) -> int:
+        """The number of GPUs, which is the degree of tensor parallelism; 1 for a single GPU."""
+        written = self.gpus_as_written
+        return written if isinstance(written, int) else len(self.gpus) or 1
 
 
 class MemorySettings(Section):

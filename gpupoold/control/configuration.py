@@ -39,7 +39,7 @@ class Configuration:
         returns the facts about the machine.
 
         Raises:
-            BudgetError: the machine has too little memory for the file's budgets.
+            MachineError: the machine has too little memory for the file's budgets.
         """
         self._named = named
         self._machine = machine
@@ -83,7 +83,7 @@ class Configuration:
         """Return the effect of a file on the running daemon.
 
         Raises:
-            BudgetError: the machine has too little memory for the file's budgets.
+            MachineError: the machine has too little memory for the file's budgets.
         """
         now = await asyncio.to_thread(self._machine, self.settings)
         then = await asyncio.to_thread(self._machine, file.settings)

@@ -10,11 +10,10 @@ from gpupoold.config.budgets import (
     KV_HOST,
     MODEL_CACHE,
     RESERVE,
-    BudgetError,
     Budgets,
 )
 from gpupoold.config.fitting import fitted
-from gpupoold.config.machine import Machine
+from gpupoold.config.machine import Machine, MachineError
 from gpupoold.config.schema import Settings
 from gpupoold.doctor.check import Check, fault, ok, warning
 from gpupoold.doctor.facts import DaemonFacts, Facts, MemoryFacts
@@ -22,21 +21,22 @@ from gpupoold.doctor.machine import machine_of
 from gpupoold.units import exact_size, format_bytes
 
 
-def budgets_of(facts: Facts, settings: Settings) -> Budgets | BudgetError:
+def budgets_of(facts: Facts, settings: Settings) -> Budgets | MachineError:
     """Return the budgets that the daemon has, or the refusal of its start."""
     machine = machine_of(settings, facts.memory, facts.gpu, facts.numa.node_bytes)
     try:
         return fitted(settings, machine).budgets
-    except BudgetError as error:
+    except MachineError as error:
         return error
 
 
 def check_budgets(
-    facts: Facts, settings: Settings, budgets: Budgets | BudgetError
+    facts: Facts, settings: Settings, budgets: Budgets | MachineError
 ) -> Iterator[Check]:
     """Check that host memory holds the budgets, and show the budgets with their arithmetic."""
-    if isinstance(budgets, BudgetError):
-        yield fault("memory", budgets.message, budgets.hint)
+    if isinstance(budgets, MachineError):
+        name = "groups" if budgets.key.startswith("device[") else "memory"
+        yield fault(name, budgets.message, budgets.hint)
         return
     is_simulated = settings.simulated_host.memory_bytes is not None
     yield _check_use(budgets, None if is_simulated else facts.memory, facts.daemon)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from gpupoold.config.device_names import visible_entry
 from gpupoold.config.machine import DeviceFacts, Machine
@@ -43,39 +44,54 @@ def machine_of(
     """
     host = settings.simulated_host
     if host.memory_bytes is not None:
-        num_nodes, count = host.numa_nodes, len(settings.devices)
+        num_nodes, found = host.numa_nodes, tuple(_gpus_of(settings, gpu, environment))
         return Machine(
             host.memory_bytes,
             tuple(
-                _device(one, gpu, environment, number * num_nodes // count)
-                for number, one in enumerate(settings.devices)
+                replace(one, node=place * num_nodes // len(found))
+                for place, one in enumerate(found)
             ),
             node_bytes=dict.fromkeys(range(num_nodes), host.memory_bytes // num_nodes),
             is_simulated=True,
         )
     return Machine(
         memory.total_bytes - memory.huge_bytes,
-        tuple(_device(one, gpu, environment) for one in settings.devices),
+        tuple(_gpus_of(settings, gpu, environment)),
         memory.limit_bytes,
         node_bytes,
     )
 
 
-def _device(
+def _gpus_of(
+    settings: Settings, gpu: GpuFacts, environment: Mapping[str, str]
+) -> Iterator[DeviceFacts]:
+    for number, device in enumerate(settings.devices):
+        if device.kind == "cuda":
+            for ordinal in device.gpus:
+                yield _cuda(number, device, ordinal, gpu, environment)
+            continue
+        has_bytes = hardware(device.gpu).memory_bytes if device.gpu is not None else None
+        facts = DeviceFacts(device.kind, _least(has_bytes, device.memory_bytes), device=number)
+        yield from [facts] * device.num_gpus
+
+
+def _cuda(
+    number: int,
     device: DeviceSettings,
+    ordinal: int,
     gpu: GpuFacts,
     environment: Mapping[str, str],
-    node: int | None = None,
 ) -> DeviceFacts:
-    if device.kind == "emulated":
-        return DeviceFacts("emulated", device.memory_bytes)
-    if device.kind == "sim":
-        has_bytes: int | None = hardware(device.gpu or "").memory_bytes
-    else:
-        found = _gpu(gpu, visible_entry(device.index or 0, environment))
-        has_bytes, node = (found.memory_bytes, found.node) if found else (None, None)
-    sizes = [one for one in (has_bytes, device.memory_bytes) if one is not None]
-    return DeviceFacts(device.kind, min(sizes, default=None), node)
+    found = _gpu(gpu, visible_entry(ordinal, environment))
+    if found is None:
+        is_missing = bool(gpu.gpus)
+        return DeviceFacts("cuda", device.memory_bytes, None, number, "", ordinal, is_missing)
+    size_bytes = _least(found.memory_bytes, device.memory_bytes)
+    return DeviceFacts("cuda", size_bytes, found.node, number, found.name, ordinal)
+
+
+def _least(*sizes: int | None) -> int | None:
+    return min((one for one in sizes if one is not None), default=None)
 
 
 def _gpu(gpu: GpuFacts, entry: str | None) -> Gpu | None:

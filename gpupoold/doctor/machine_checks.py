@@ -41,7 +41,7 @@ def check_gpus(
     gpu: GpuFacts, settings: Settings, versions: VersionFacts, daemon: DaemonFacts
 ) -> Iterator[Check]:
     """Check the driver, and each GPU that the configuration names."""
-    indices = [one.index or 0 for one in settings.devices if one.kind == "cuda"]
+    indices = [index for one in settings.devices for index in one.gpus]
     if not indices:
         kinds = sorted({one.kind for one in settings.devices})
         text = f"no GPU is configured; devices: {len(settings.devices)} {' and '.join(kinds)}"

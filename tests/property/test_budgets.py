@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hypothesis import assume, given, strategies as st
 
-from gpupoold.config.budgets import BudgetError, Budgets, Wishes, work_out
-from gpupoold.config.machine import DeviceFacts, Machine
+from gpupoold.config.budgets import Budgets, Wishes, work_out
+from gpupoold.config.machine import DeviceFacts, Machine, MachineError
 
 GIB, MIB = 2**30, 2**20
 SIZES = st.integers(0, 4096 * GIB)
@@ -49,7 +49,7 @@ WISHES = st.builds(
 def worked_out(wishes: Wishes, machine: Machine) -> Budgets | None:
     try:
         return work_out(wishes, machine)
-    except BudgetError:
+    except MachineError:
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,11 @@ from gpupoold.config.budgets import (
     KV_HOST,
     MODEL_CACHE,
     RESERVE,
-    BudgetError,
     Budgets,
     Wishes,
     work_out,
 )
-from gpupoold.config.machine import DeviceFacts, Machine
+from gpupoold.config.machine import DeviceFacts, Machine, MachineError
 from gpupoold.latency.hardware import hardware
 from gpupoold.units import parse_size_bytes
 
@@ -30,7 +30,8 @@ EMULATED = DeviceFacts("emulated", 2 * GIB)
 def box(num_gpus: int, gpu: str, memory_bytes: int, num_nodes: int = 1) -> Machine:
     gpu_bytes = hardware(gpu).memory_bytes
     devices = (
-        DeviceFacts("cuda", gpu_bytes, number * num_nodes // num_gpus) for number in range(num_gpus)
+        DeviceFacts("cuda", gpu_bytes, number * num_nodes // num_gpus, number)
+        for number in range(num_gpus)
     )
     nodes = dict.fromkeys(range(num_nodes), memory_bytes // num_nodes)
     return Machine(memory_bytes, tuple(devices), None, nodes)
@@ -97,6 +98,19 @@ def test_a_small_node_bounds_the_kv_pinned_there() -> None:
     found = work_out(Wishes(), Machine(256 * 10**9, MEDIUM.devices, None, nodes))
     assert found.reasons[KV_HOST] == "half of the 14.9 GiB of NUMA node 1, over 2 devices"
     assert 2 * found.kv_host_bytes <= nodes[1] / 2
+
+
+def test_groups_take_host_memory_for_each_gpu() -> None:
+    grouped = tuple(replace(one, device=one.device // 2) for one in MEDIUM.devices)
+    nodes = {0: 240 * 10**9, 1: 16 * 10**9}
+    found = work_out(Wishes(), Machine(256 * 10**9, grouped, None, nodes))
+    singles = work_out(Wishes(), Machine(256 * 10**9, MEDIUM.devices, None, nodes))
+    assert found.reasons[KV_HOST] == "half of the 14.9 GiB of NUMA node 1, over 2 GPUs"
+    assert (found.kv_host_bytes, found.model_cache_bytes, found.parts) == (
+        singles.kv_host_bytes,
+        singles.model_cache_bytes,
+        singles.parts,
+    )
 
 
 def test_little_memory_bounds_kv_by_a_quarter() -> None:
@@ -203,7 +217,7 @@ REFUSED = [
 def test_sums_that_cannot_be_had(
     machine: Machine, wishes: Wishes, key: str, what: str, hint: str
 ) -> None:
-    with pytest.raises(BudgetError) as caught:
+    with pytest.raises(MachineError) as caught:
         work_out(wishes, machine)
     error = caught.value
     assert (error.key, error.exit_code) == (key, 2)
@@ -216,5 +230,5 @@ def test_the_largest_model_cache_is_accepted_and_no_larger_one() -> None:
     found: Budgets = work_out(Wishes(kv_host_bytes=8 * GIB), MEDIUM)
     most_bytes = found.most_model_cache_bytes
     work_out(Wishes(model_cache_bytes=most_bytes, kv_host_bytes=8 * GIB), MEDIUM)
-    with pytest.raises(BudgetError):
+    with pytest.raises(MachineError):
         work_out(Wishes(model_cache_bytes=most_bytes + 1, kv_host_bytes=8 * GIB), MEDIUM)

@@ -235,6 +235,53 @@ class TestDevices:
         said = "two devices have the same index: give each device memory to share it"
         assert said in refusal(shared + '[[device]]\nkind = "cuda"\nindex = 0')
 
+    def test_groups_and_single_devices_mix(self) -> None:
+        devices = parse(
+            '[[device]]\nkind = "cuda"\ngpus = [3, 0]\n[[device]]\nkind = "cuda"\n'
+            '[[device]]\nkind = "emulated"\ngpus = 2\nmemory = "1GiB"\n'
+            '[[device]]\nkind = "cuda"\ngpus = [4]\n[[device]]\nkind = "emulated"'
+        ).devices
+        assert [device.gpus for device in devices] == [(3, 0), (1,), (), (4,), ()]
+        assert [device.num_gpus for device in devices] == [2, 1, 2, 1, 1]
+        assert [device.index for device in devices] == [None, 1, None, 4, None]
+        assert devices[2].memory_bytes == GIB
+
+    def test_names_of_groups(self) -> None:
+        devices = parse('devices = ["cuda:4-7", "cuda", "sim:2x4xH800", "sim:1x8xA10"]').devices
+        assert [(device.kind, device.gpus, device.num_gpus) for device in devices] == [
+            ("cuda", (4, 5, 6, 7), 4),
+            ("cuda", (0,), 1),
+            ("sim", (), 4),
+            ("sim", (), 4),
+            ("sim", (), 8),
+        ]
+        assert devices[2] == parse('[[device]]\nkind="sim"\ngpu="H800"\ngpus=4').devices[0]
+
+    @pytest.mark.parametrize(
+        ("table", "said"),
+        [
+            ('devices = ["cuda:0-3", "cuda:3"]', "GPU 3 is in two devices: a group has its GPUs"),
+            ('devices = ["cuda:0-1", "cuda:1-2"]', "GPU 1 is in two devices"),
+            ('devices = ["cuda:0-8"]', "devices: 'cuda:0-8': write the first and the last GPU of"),
+            ('devices = ["cuda:3-0"]', "write the first and the last GPU of 2 to 8"),
+            ('devices = ["cuda:2-2"]', "write the first and the last GPU of 2 to 8"),
+            ('devices = ["cuda:0-99999"]', "is not a device"),
+            ('devices = ["sim:2x9xH800"]', "device[0].gpus: a group has 1 to 8 GPUs, not 9"),
+            ('devices = ["sim:2x0xH800"]', "is not a device"),
+            ('[[device]]\nkind="cuda"\ngpus=[0, 0]', "device[0].gpus: names a GPU twice"),
+            ('[[device]]\nkind="cuda"\ngpus=[]', "a group has 1 to 8 GPUs, not 0"),
+            ('[[device]]\nkind="cuda"\ngpus=[0, -1]', "write ordinals from 0 to 1023"),
+            ('[[device]]\nkind="cuda"\ngpus=[0, true]', "write ordinals from 0 to 1023"),
+            ('[[device]]\nkind="cuda"\ngpus="0-3"', "write a list of GPUs such as [0, 1, 2, 3]"),
+            ('[[device]]\nkind="cuda"\ngpus=2', "is a list of ordinals, such as [0, 1]"),
+            ('[[device]]\nkind="cuda"\nindex=0\ngpus=[0, 1]', "exclude each other"),
+            ('[[device]]\nkind="emulated"\ngpus=[0, 1]', "is a number of GPUs, such as 2"),
+            ('[[device]]\nkind="emulated"\ngpus=100', "a group has 1 to 8 GPUs, not 100"),
+        ],
+    )
+    def test_wrong_groups_are_refused(self, table: str, said: str) -> None:
+        assert said in refusal(table)
+
     @pytest.mark.parametrize(
         ("table", "said"),
         [

@@ -39,27 +39,49 @@ def test_host_memory_without_reserved_huge_pages() -> None:
 
 def test_gpus_by_index() -> None:
     assert devices("cuda:1", "cuda:0") == (
-        DeviceFacts("cuda", 80 * GIB, 1),
-        DeviceFacts("cuda", 22 * GIB, 0),
+        DeviceFacts("cuda", 80 * GIB, 1, 0, "H100", 1),
+        DeviceFacts("cuda", 22 * GIB, 0, 1, "A10", 0),
     )
+
+
+def test_a_group_has_the_facts_of_each_gpu() -> None:
+    group, single = DeviceFacts("emulated", 2 * GIB), DeviceFacts("emulated", GIB, device=1)
+    raw = [
+        {"kind": "emulated", "gpus": 2},
+        {"kind": "emulated", "memory": "1GiB"},
+        {"kind": "cuda", "gpus": [1, 0]},
+    ]
+    found = machine_of(settings(device=raw), MEMORY, GPUS, NODES, {}).devices
+    assert found[:3] == (group, group, single)
+    assert [(one.device, one.ordinal, one.node) for one in found[3:]] == [(2, 1, 1), (2, 0, 0)]
+
+
+def test_simulated_groups_are_spread_over_the_nodes() -> None:
+    host = {"memory": "256GB", "numa_nodes": 2}
+    found = machine_of(settings(devices=["sim:2x4xA10"], simulated_host=host), MEMORY, GPUS, NODES)
+    assert [(one.device, one.node) for one in found.devices] == [(0, 0)] * 4 + [(1, 1)] * 4
 
 
 @pytest.mark.parametrize("visible", ["1", "GPU-bb-2", "GPU-bb"])
 def test_gpus_as_cuda_numbers_them(visible: str) -> None:
-    assert devices("cuda:0", visible=visible) == (DeviceFacts("cuda", 80 * GIB, 1),)
+    assert devices("cuda:0", visible=visible) == (DeviceFacts("cuda", 80 * GIB, 1, 0, "H100", 0),)
 
 
 @pytest.mark.parametrize("visible", ["7", "GPU-cc", ""])
 def test_a_gpu_that_is_not_there_has_no_known_size(visible: str) -> None:
-    assert devices("cuda:0", visible=visible) == (DeviceFacts("cuda", None),)
+    assert devices("cuda:0", visible=visible) == (
+        DeviceFacts("cuda", None, ordinal=0, is_missing=True),
+    )
+    without_driver = machine_of(settings(devices=["cuda:0"]), MEMORY, GpuFacts(), NODES, {})
+    assert without_driver.devices == (DeviceFacts("cuda", None, ordinal=0),)
 
 
 def test_a_device_uses_at_most_its_memory() -> None:
     raw = [{"kind": "cuda", "index": 1, "memory": "30GiB"}, {"kind": "sim", "gpu": "H800"}]
     found = machine_of(settings(device=raw), MEMORY, GPUS, NODES, {})
     assert found.devices == (
-        DeviceFacts("cuda", 30 * GIB, 1),
-        DeviceFacts("sim", hardware("H800").memory_bytes),
+        DeviceFacts("cuda", 30 * GIB, 1, 0, "H100", 1),
+        DeviceFacts("sim", hardware("H800").memory_bytes, device=1),
     )
 
 

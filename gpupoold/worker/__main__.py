@@ -24,11 +24,12 @@ from gpupoold.system.process import (
     lower_priority,
     raise_oom_score,
 )
-from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+from gpupoold.wire.channel import ChannelClosed
 from gpupoold.wire.messages import ToWorker, WorkerReady
 from gpupoold.worker.environment import set_engine_environment
 from gpupoold.worker.out_of_memory import is_out_of_memory
-from gpupoold.worker.ranks import Rank, end_with, fork_ranks, kill
+from gpupoold.worker.ranks import Rank, fork_ranks
+from gpupoold.worker.turns.group_totals import GroupChannel
 
 _logger = logging.getLogger("gpupoold.worker")
 
@@ -46,7 +47,7 @@ def main() -> None:
         begin_child(f"worker rank {rank.rank}", arguments.log_level)
     else:
         begin_child("worker", arguments.log_level, arguments.parent_pid)
-        end_with(rank.pids)
+        rank.followers.watch()
     raise_oom_score(WORKER_OOM_SCORE_ADJ)
     if arguments.device_kind == "emulated":
         lower_priority(EMULATED_DEVICE_NICENESS)
@@ -56,12 +57,11 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(arguments.compute_threads))
     set_engine_environment(arguments.log_level)
     if arguments.device_kind == "cuda":
-        _show_gpus(arguments.device_index)
+        _show_gpus([int(index) for index in arguments.gpus.split(",")])
     if rank.rank:
         _follow(arguments, rank)
-    channel: BlockingChannel[ToWorker] = BlockingChannel(
-        socket.socket(fileno=arguments.wire_fd), ToWorker
-    )
+    channel = GroupChannel(socket.socket(fileno=arguments.wire_fd), ToWorker)
+    channel.num_ranks = rank.num_ranks
     try:
         _serve(arguments, rank, channel)
     except ChannelClosed as closed:
@@ -100,7 +100,7 @@ def _leave(status: int, rank: Rank) -> NoReturn:
     a load beside the turns.
     """
     logging.shutdown()
-    kill(rank.pids)
+    rank.followers.kill()
     os._exit(status)
 
 
@@ -110,14 +110,12 @@ def _leave_if_out_of_memory(error: Exception, rank: Rank) -> None:
     try:
         _logger.exception("out of memory")
         logging.shutdown()
-        kill(rank.pids)
+        rank.followers.kill()
     finally:
         os._exit(OUT_OF_MEMORY_STATUS)  # also if there was no memory for logging
 
 
-def _serve(
-    arguments: argparse.Namespace, rank: Rank, channel: BlockingChannel[ToWorker]
-) -> None:
+def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> None:
     with importing():
         from gpupoold.worker.calls import answer
         from gpupoold.worker.device import device_name
@@ -137,8 +135,7 @@ def _serve(
 
         device, links = lead(rank, device)
     pool = PagePool(device.num_pages, device.table_pages)
-    kv_host_bytes = arguments.kv_host_bytes // rank.num_ranks
-    host = KvHostCache(kv_host_bytes, num_ranks=rank.num_ranks)
+    host = KvHostCache(arguments.kv_host_bytes, num_ranks=rank.num_ranks)
     with prefer_node(device.numa_node):
         host.pin(device)
         link = measure_link(device, pool)
@@ -162,7 +159,7 @@ def _serve(
             device.page_bytes,
             bandwidth,
             version,
-            device_name(arguments.device_kind),
+            device_name(arguments.device_kind, rank.num_ranks),
             arguments.kv_host_bytes,
             link.in_bytes_per_s,
             link.out_bytes_per_s,
@@ -226,7 +223,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
     parser.add_argument("--device-kind", choices=["emulated", "cuda"], default="emulated")
-    parser.add_argument("--device-index", type=int, nargs="+", default=[0], help="one per rank")
+    parser.add_argument("--gpus", default="0", help="CUDA ordinals in the order of the ranks")
     parser.add_argument("--num-gpus", type=int, default=1, help="ranks of the group")
     parser.add_argument("--num-sharing", type=int, default=1, help="workers on the GPU")
     parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")

@@ -132,11 +132,14 @@ def _private_bytes() -> int:
     return 0
 
 
-def device_name(kind: str) -> str:
-    """Return a name that equally fast devices share: the GPU's name, or the number of cores."""
-    if kind == "emulated":
-        return f"CPU x {torch.get_num_threads()}"
-    return str(torch.cuda.get_device_name(0))
+def device_name(kind: str, num_ranks: int = 1) -> str:
+    """Return a name that equally fast devices share: the GPU's name, or the number of cores.
+
+    A group's name begins with the number of its GPUs.
+    """
+    is_emulated = kind == "emulated"
+    name = f"CPU x {torch.get_num_threads()}" if is_emulated else torch.cuda.get_device_name(0)
+    return f"{num_ranks} x {name}" if num_ranks > 1 else str(name)
 
 
 def compute_streams() -> Iterable[int]:

@@ -68,4 +68,3 @@ class RankExecutor(UniProcExecutor):
         [own] = super().collective_rpc(method, timeout, args, kwargs)
         others = self._load.links.receive()
         return own if single_value else [own, *others]
-

@@ -124,7 +124,7 @@ class FollowerEngines:
             self._done.wait_for(num_orders)
             methods[method](*arguments)
 
-    def _begin(self, engine: int, name: str, skips_checkpoint: bool) -> None:  # noqa: FBT001
+    def _begin(self, engine: int, name: str, skips_checkpoint: bool) -> None:
         if skips_checkpoint:
             snapshot_loader.register()
         rotary_embedding._ROPE_DICT.clear()
@@ -154,7 +154,7 @@ class FollowerEngines:
         assert self._shard is not None
         self._answer(run_method, self._shard.worker, method, args, kwargs)
 
-    def _end(self, engine: int, is_loaded: bool) -> None:  # noqa: FBT001
+    def _end(self, engine: int, is_loaded: bool) -> None:
         shard, self._shard, self._load = self._shard, None, None
         assert shard is not None
         if is_loaded:

@@ -19,7 +19,10 @@ PlacedCopy = tuple[Place, Place, int]
 
 
 class Fences:
-    """Fences of the group's copy streams by number, with each stream's own fence."""
+    """Fences of all copy streams of a rank by the group's number.
+
+    A fence applies to all copy streams of a direction, so that streams share this object.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,6 +53,7 @@ class LeaderCopyStream:
         links: Sequence[Link],
         orders: OrderBook,
         regions: LeaderRegions,
+        fences: Fences,
         next_fence: Callable[[], int],
     ) -> None:
         self._number = number
@@ -58,7 +62,7 @@ class LeaderCopyStream:
         self._orders = orders
         self._regions = regions
         self._next_fence = next_fence
-        self._fences = Fences()
+        self._fences = fences
         self._begun: deque[tuple[int, int, bool]] = deque()  # number, own number, with followers
         self._num_begun = 0
 
@@ -105,13 +109,18 @@ class FollowerCopyStream:
     """A follower's end, with a thread that makes the batches and acknowledges each."""
 
     def __init__(
-        self, link: Link, own: CopyStream, regions: FollowerRegions, done: OrderCount
+        self,
+        link: Link,
+        own: CopyStream,
+        regions: FollowerRegions,
+        fences: Fences,
+        done: OrderCount,
     ) -> None:
         self._link = link
         self._own = own
         self._regions = regions
         self._done = done
-        self._fences = Fences()
+        self._fences = fences
 
     def record_fence(self, number: int) -> None:
         """Record a fence after all kernels launched so far, for the thread of orders."""

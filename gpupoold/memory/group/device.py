@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpupoold.memory.contracts import CopyStream, Device, Direction, Fence, PageRun
-from gpupoold.memory.group.copy_stream import LeaderCopyStream
+from gpupoold.memory.group.copy_stream import Fences, LeaderCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderBook
 from gpupoold.memory.group.regions import LeaderRegions
@@ -46,6 +46,7 @@ class GroupDevice(Device):
         self.regions = LeaderRegions()
         self._sending, self._sharing = threading.Lock(), threading.Lock()
         self._fences = itertools.count(1)
+        self._copy_fences = Fences()
         self._streams = itertools.count(1)
         self.spent = own.spent
         self.page_bytes = own.page_bytes
@@ -186,7 +187,13 @@ class GroupDevice(Device):
             theirs.close()
         links = [ours for ours, _ in ends]
         return LeaderCopyStream(
-            number, own, links, self._orders, self.regions, self._fences.__next__
+            number,
+            own,
+            links,
+            self._orders,
+            self.regions,
+            self._copy_fences,
+            self._fences.__next__,
         )
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
-from gpupoold.memory.group.copy_stream import FollowerCopyStream
+from gpupoold.memory.group.copy_stream import Fences, FollowerCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
 from gpupoold.memory.group.regions import FollowerRegions, Place
@@ -24,6 +24,7 @@ class FollowerMemory:
         self._rank = rank
         self._done = done
         self._fences: dict[int, Fence] = {}
+        self._copy_fences = Fences()
         self._copy_streams: dict[int, FollowerCopyStream] = {}
         self.regions = FollowerRegions()
 
@@ -71,7 +72,9 @@ class FollowerMemory:
 
     def open_copy_stream(self, number: int, direction: Direction, fd: int) -> None:
         own = self._device.open_copy_stream(direction)
-        stream = FollowerCopyStream(Link.of(fd), own, self.regions, self._done)
+        stream = FollowerCopyStream(
+            Link.of(fd), own, self.regions, self._copy_fences, self._done
+        )
         self._copy_streams[number] = stream
         threading.Thread(target=stream.run, name="copy", daemon=True).start()
 

@@ -9,6 +9,7 @@ from torch import nn
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from gpupoold.worker.engine.process_groups import ensure_process_groups
+from gpupoold.worker.engine.request_records import ResumedRequest, new_record
 from gpupoold.worker.weights.loading import current_load
 
 
@@ -46,6 +47,14 @@ class PooledMemory:
             if states is not None:
                 states.clean()
         return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def add_record(self, request: ResumedRequest) -> None:
+        """Record a request that continues here after tokens."""
+        self.model_runner.requests[request.request_id] = new_record(self.model_runner, request)
+
+    def drop_record(self, request_id: str) -> None:
+        """Drop the record of a request that is not queued after all."""
+        del self.model_runner.requests[request_id]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         if tag == "kv_cache":

@@ -129,7 +129,7 @@ class Device(ABC):
     def __init__(self) -> None:
         self.spent = FillTime()
 
-    def share_host(self, address: int, num_bytes: int, fd: int) -> None:
+    def share_host(self, address: int, num_bytes: int, fd: int) -> None:  # noqa: B027
         """Let the other ranks map and pin their parts of the memory behind ``fd``.
 
         Part ``r`` begins at ``r * num_bytes``; the caller has mapped and pinned part 0.

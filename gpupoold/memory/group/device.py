@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gpupoold.errors import Failed
 from gpupoold.memory.contracts import CopyStream, Device, Direction, Fence, PageRun
 from gpupoold.memory.group.copy_stream import Fences, LeaderCopyStream
 from gpupoold.memory.group.link import Link
@@ -44,7 +45,7 @@ class GroupDevice(Device):
         self._orders = orders
         self._files = files
         self.regions = LeaderRegions()
-        self._sending, self._sharing = threading.Lock(), threading.Lock()
+        self._sending, self._calling = threading.Lock(), threading.Lock()
         self._fences = itertools.count(1)
         self._copy_fences = Fences()
         self._streams = itertools.count(1)
@@ -59,11 +60,20 @@ class GroupDevice(Device):
 
     def share_host(self, address: int, num_bytes: int, fd: int) -> None:
         number = self.regions.new_number()
-        with self._sharing:
-            self._send_files("map_host", number, num_bytes, fds=[fd])
-            for link in self._files:
-                link.receive()
+        self.call_files("map_host", number, num_bytes, fds=[fd])
         self.regions.add(number, address, num_bytes)
+
+    def call_files(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
+        """Call a method on the followers' threads for files, and wait for its end.
+
+        Raises:
+            Failed: the text of a follower's error.
+        """
+        with self._calling:
+            self._send_files(method, *arguments, fds=fds)
+            problems = [problem for link in self._files if (problem := link.receive()[0])]
+        if problems:
+            raise Failed(problems[0])
 
     def reserve(self, num_pages: int) -> int:
         return self._own.reserve(num_pages)

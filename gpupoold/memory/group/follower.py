@@ -72,9 +72,7 @@ class FollowerMemory:
 
     def open_copy_stream(self, number: int, direction: Direction, fd: int) -> None:
         own = self._device.open_copy_stream(direction)
-        stream = FollowerCopyStream(
-            Link.of(fd), own, self.regions, self._copy_fences, self._done
-        )
+        stream = FollowerCopyStream(Link.of(fd), own, self.regions, self._copy_fences, self._done)
         self._copy_streams[number] = stream
         threading.Thread(target=stream.run, name="copy", daemon=True).start()
 

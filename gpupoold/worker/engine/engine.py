@@ -24,11 +24,12 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
-from gpupoold.worker.engine.adapters import EngineAdapters
+from gpupoold.worker.engine.adapters import EngineAdapters, OtherRanks
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
@@ -55,8 +56,15 @@ class ModelEngine:
     """
 
     def __init__(
-        self, name: str, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel
+        self,
+        name: str,
+        core: EngineCore,
+        load: ModelLoad,
+        kv: KvMemory,
+        info: LoadedModel,
+        ranks: OtherRanks | None = None,
     ) -> None:
+        """``ranks`` has the adapters of the other ranks of a group."""
         assert load.weights is not None and load.layout is not None
         self._core: Any = core
         self.name = name
@@ -71,7 +79,7 @@ class ModelEngine:
         self._scheduler.kv = kv
         self._scheduler.name = info.name
         self._steps = EngineSteps(core, info.name)
-        self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
+        self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder_outputs = EncoderOutputs(core)
 
@@ -334,7 +342,10 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            engine = ModelEngine(name, core, load, kv, info)
+            ranks = (
+                core.model_executor.adapters(device) if isinstance(device, GroupDevice) else None
+            )
+            engine = ModelEngine(name, core, load, kv, info, ranks)
             problems = engine.adapters.add_all(model.adapters)
             engine.info = msgspec.structs.replace(info, adapter_problems=problems)
             return engine

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.group.orders import OrderBook
 from gpupoold.worker.engine.process_groups import distributed_init_method
 from gpupoold.worker.engine.sampling_seeds import seed_sampling
@@ -16,6 +17,24 @@ from gpupoold.worker.weights.loading import current_load
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 
 _SEED_BITS = 62
+
+
+class FollowerAdapters:
+    """The adapters of an engine on the followers; implements ``OtherRanks``."""
+
+    def __init__(self, engine: int, device: GroupDevice, orders: OrderBook) -> None:
+        self._engine = engine
+        self._device = device
+        self._orders = orders
+
+    def read(self, number: int, name: str, path: str) -> None:
+        self._device.call_files("read_adapter", self._engine, number, name, path)
+
+    def add(self, number: int) -> None:
+        self._orders.send("add_adapter", self._engine, number)
+
+    def remove(self, number: int) -> None:
+        self._orders.send("remove_adapter", self._engine, number)
 
 
 class RankExecutor(UniProcExecutor):
@@ -41,6 +60,10 @@ class RankExecutor(UniProcExecutor):
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         super().initialize_from_config(kv_cache_configs)
         self._load.share_kv()
+
+    def adapters(self, device: GroupDevice) -> FollowerAdapters:
+        """Return the engine's adapters on the followers of ``device``."""
+        return FollowerAdapters(self._engine, device, self._orders)
 
     def close_engine(self) -> None:
         """Order the followers to free their shards."""

@@ -20,6 +20,7 @@ from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
 from gpupoold.memory.pages import PagePool
+from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
 from gpupoold.worker.engine.process_groups import distributed_init_method
 from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.sampling_seeds import seed_sampling
@@ -33,8 +34,11 @@ _logger = logging.getLogger(__name__)
 class Shard:
     """A follower's part of an engine."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, load: FollowerLoad) -> None:
         self.worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
+        self.load = load
+        self._adapters: EngineAdapters | None = None
+        self._read: dict[int, ReadAdapter | None] = {}
         self._rank = rank
         self._workspace: Any = None
 
@@ -56,6 +60,10 @@ class Shard:
         """Keep the workspace manager, of which vLLM has one per process."""
         self._workspace = workspace._manager
 
+    @property
+    def _runner(self) -> Any:
+        return getattr(getattr(self.worker, "worker", None), "model_runner", None)
+
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the worker between two orders."""
         workspace._manager = self._workspace
@@ -63,11 +71,29 @@ class Shard:
         if isinstance(result, AsyncModelRunnerOutput):
             result.get_output()
 
+    @property
+    def adapters(self) -> EngineAdapters:
+        """The adapters of the loaded engine."""
+        if self._adapters is None:
+            self._adapters = EngineAdapters("the model", self._runner, None)
+        return self._adapters
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        """Read an adapter into host memory, beside steps."""
+        self._read[number] = self.adapters.read(number, name, path)
+
+    def add_adapter(self, number: int) -> None:
+        """Make an adapter that was read usable by steps."""
+        if (adapter := self._read.pop(number)) is not None:
+            self.adapters.add(adapter)
+
     def close(self) -> None:
         """Free the shard; its regions are closed by orders."""
-        runner = getattr(getattr(self.worker, "worker", None), "model_runner", None)
-        if runner is not None:
-            drop_runner(runner)
+        if self._runner is not None:
+            drop_runner(self._runner)
+        if self._adapters is not None:
+            self._adapters.close()
+            forget_slots(self.load.weights_address, self.load.weights_bytes)
         self._workspace = None
         self.worker = None
         HEAP.engine_closed()
@@ -86,8 +112,7 @@ class FollowerEngines:
         self._rank = rank
         self._done = done
         self._shards: dict[int, Shard] = {}
-        self._shard: Shard | None = None
-        self._load: FollowerLoad | None = None
+        self._loading: Shard | None = None
         self._undo = contextlib.ExitStack()
 
     def call(
@@ -106,6 +131,18 @@ class FollowerEngines:
     def close_engine(self, engine: int) -> None:
         """Free a shard, for the thread of orders."""
         self._shards.pop(engine).close()
+
+    def read_adapter(self, engine: int, number: int, name: str, path: str) -> None:
+        """Read an adapter, for the thread of files."""
+        self._shards[engine].read_adapter(number, name, path)
+
+    def add_adapter(self, engine: int, number: int) -> None:
+        """Make an adapter usable, for the thread of orders."""
+        self._shards[engine].add_adapter(number)
+
+    def remove_adapter(self, engine: int, number: int) -> None:
+        """Forget an adapter, for the thread of orders."""
+        self._shards[engine].adapters.remove(number)
 
     def run_loads(self) -> None:
         """Carry out the leader's messages about loads until the leader ends.
@@ -129,8 +166,7 @@ class FollowerEngines:
             snapshot_loader.register()
         rotary_embedding._ROPE_DICT.clear()
         HEAP.freeze()
-        self._shard = Shard(self._rank)
-        self._load = FollowerLoad(
+        load = FollowerLoad(
             name,
             self._device,
             self._pool,
@@ -142,26 +178,24 @@ class FollowerEngines:
             done=self._done,
             rank=self._rank,
         )
-        self._undo.enter_context(self._load.active())
+        self._loading = self._shards[engine] = Shard(self._rank, load)
+        self._undo.enter_context(load.active())
 
     def _build(self, engine: int, config: VllmConfig) -> None:
-        assert self._shard is not None
-        self._answer(self._shard.build, config)
+        self._answer(self._shards[engine].build, config)
 
     def _call(
         self, engine: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        assert self._shard is not None
-        self._answer(run_method, self._shard.worker, method, args, kwargs)
+        self._answer(run_method, self._shards[engine].worker, method, args, kwargs)
 
     def _end(self, engine: int, is_loaded: bool) -> None:
-        shard, self._shard, self._load = self._shard, None, None
-        assert shard is not None
+        self._loading = None
         if is_loaded:
             self._undo.close()
-            shard.is_loaded()
-            self._shards[engine] = shard
+            self._shards[engine].is_loaded()
         else:
+            shard = self._shards.pop(engine)
             failure = RankFailed("the leader has given the load up")
             self._undo.__exit__(RankFailed, failure, None)
             shard.close()
@@ -175,8 +209,7 @@ class FollowerEngines:
             _logger.exception("a call of a load failed")
             answer = Answer(AnswerKind.ERROR, f"{type(error).__name__}: {error}")
         self._link.send(answer)
-        unexpected = self._load.unexpected if self._load is not None else None
-        if unexpected is not None:
-            method, given = unexpected
+        if self._loading is not None and self._loading.load.unexpected is not None:
+            method, given = self._loading.load.unexpected
             assert method == "end_load", f"the leader sent {method} in the middle of a call"
             self._end(*given)

@@ -30,7 +30,7 @@ def follow(rank: Rank, device: Device) -> None:
     memory = FollowerMemory(device, rank.rank, done)
     engines = FollowerEngines(device, memory, links.loads, rank.rank, done)
     links.orders.send(device.num_pages)
-    for run in (engines.run_loads, lambda: _serve_files(links.files, memory, done)):
+    for run in (engines.run_loads, lambda: _serve_files(links.files, memory, engines, done)):
         threading.Thread(target=_until_lost, args=(run,), daemon=True).start()
     methods: dict[str, Callable[..., None]] = {}
     while True:
@@ -41,14 +41,26 @@ def follow(rank: Rank, device: Device) -> None:
         done.add()
 
 
-def _serve_files(link: Link, memory: FollowerMemory, done: OrderCount) -> None:
-    """Map, pin and free host memory for the leader's threads."""
+def _serve_files(
+    link: Link, memory: FollowerMemory, engines: FollowerEngines, done: OrderCount
+) -> None:
+    """Map, pin and free host memory, and read adapters, for the leader's threads."""
+    answered: dict[str, Callable[..., None]] = {
+        "map_host": memory.map_host,
+        "read_adapter": engines.read_adapter,
+    }
     while True:
         (num_orders, method, arguments), fds = link.receive()
         done.wait_for(num_orders)
-        getattr(memory, method)(*arguments, *fds)
-        if method == "map_host":
-            link.send(None)
+        if method not in answered:
+            memory.close_region(*arguments)
+            continue
+        try:
+            answered[method](*arguments, *fds)
+            link.send("")
+        except Exception as error:
+            _logger.exception("%s failed", method)
+            link.send(str(error) or type(error).__name__)
 
 
 def _until_lost(run: Callable[[], Any]) -> None:

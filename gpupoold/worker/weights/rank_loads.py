@@ -229,6 +229,7 @@ class FollowerLoad(ModelLoad):
         self._numbers: RegionNumbers | None = None
         self.unexpected: tuple[str, Any] | None = None
         """A message that came instead of an expected one."""
+        self.weights_address = self.weights_bytes = 0
 
     def bring_weights(self) -> None:
         self.receive("go_on")
@@ -293,6 +294,8 @@ class FollowerLoad(ModelLoad):
         self._memory.pin_host(self._numbers.snapshot, snapshot)
         if own is not None:
             self._memory.pin_host(self._numbers.slots, own)
+        self.weights_address = address_range.address
+        self.weights_bytes = address_range.num_pages * self._device.page_bytes
         regions = self._memory.regions
         regions.add(self._numbers.weights, address_range.address, address_range.close)
 

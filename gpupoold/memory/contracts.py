@@ -203,6 +203,9 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Return when all copies started earlier have finished."""
 
+    def wait_for_ranks(self) -> None:  # noqa: B027
+        """Return when all ranks have made the copies and mappings of the calls above."""
+
     @abstractmethod
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin host memory for full-speed copies.

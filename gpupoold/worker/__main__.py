@@ -183,7 +183,8 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
         from gpupoold.worker.engine.process_groups import join_group
         from gpupoold.worker.engine.sampling_seeds import keep_generators
 
-        join_group(rank.store, rank.rank, rank.num_ranks)
+        may_spin = not arguments.are_cores_shared
+        join_group(rank.store, rank.rank, rank.num_ranks, may_spin=may_spin)
         keep_generators()
     return open_device(
         arguments.device_kind,
@@ -224,6 +225,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
     parser.add_argument("--device-kind", choices=["emulated", "cuda"], default="emulated")
     parser.add_argument("--gpus", default="0", help="CUDA ordinals in the order of the ranks")
+    parser.add_argument("--are-cores-shared", type=int, default=0, help="1: more ranks than cores")
     parser.add_argument("--num-gpus", type=int, default=1, help="ranks of the group")
     parser.add_argument("--num-sharing", type=int, default=1, help="workers on the GPU")
     parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")

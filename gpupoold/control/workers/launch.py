@@ -30,6 +30,7 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
         options |= {
             "--device-kind": device.kind,
             "--num-gpus": device.num_gpus,
+            "--are-cores-shared": int(_num_computing(settings) > len(os.sched_getaffinity(0))),
             "--gpus": ",".join(map(str, device.gpus)) or "0",
             "--reserve-bytes": reserve_bytes,
             "--page-bytes": device.page_bytes or 0,
@@ -64,5 +65,9 @@ def compute_threads(settings: Settings) -> int:
     One core stays free for the daemon and the frontend, as in vLLM's API server: compute threads
     spin, and a spinning thread without a core stalls all compute threads.
     """
-    num_computing = sum(one.num_gpus for one in settings.devices if one.kind != "sim")
-    return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, num_computing))
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, _num_computing(settings)))
+
+
+def _num_computing(settings: Settings) -> int:
+    """Return the number of processes that compute."""
+    return sum(one.num_gpus for one in settings.devices if one.kind != "sim")

@@ -144,6 +144,7 @@ class FollowerCopyStream:
                 under_way.append(self._own.begin(copies, self._fences.own(after)))
         except RankLost:
             self._own.close()
+            self._link.close()
 
 
 def _is_readable(link: Link) -> bool:

@@ -135,6 +135,10 @@ class GroupDevice(Device):
         """Wait for the leader's copies; orders sent later follow the followers' copies."""
         self._own.synchronize()
 
+    def wait_for_ranks(self) -> None:
+        self._orders.send("synchronize")
+        self._orders.wait()
+
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin the leader's memory; followers pin their own in ``map_host`` and in a load."""
         self._own.pin(address, num_bytes)

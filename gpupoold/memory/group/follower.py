@@ -61,6 +61,9 @@ class FollowerMemory:
         target_address = self.regions.address(target)
         self._device.copy_out(target_address, self.regions.address(source), num_bytes)
 
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
     def release_memory(self, runs: list[PageRun]) -> None:
         self._device.release_memory(runs)
 

@@ -8,12 +8,19 @@ link says how many orders were sent before, and the follower carries out these f
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpupoold.memory.group.link import Link
+
+_logger = logging.getLogger(__name__)
+
+_CONFIRM = "confirm"
+# Messages on the links for files that have no answer.
+_UNANSWERED = frozenset({"close_region"})
 
 
 class OrderBook:
@@ -45,6 +52,16 @@ class OrderBook:
             for link in self._links:
                 link.send_bytes(pickled, fds)
 
+    def wait(self) -> None:
+        """Return when all followers have carried out the orders sent before."""
+        with self._lock:
+            self._num_sent += 1
+            pickled = pickle.dumps((_CONFIRM, ()), pickle.HIGHEST_PROTOCOL)
+            for link in self._links:
+                link.send_bytes(pickled)
+            for link in self._links:
+                link.receive()
+
     def send_each(self, method: str, fds: Sequence[int], *arguments: Any) -> None:
         """Order each follower to call a method, with a descriptor of its own."""
         pickled = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
@@ -73,3 +90,45 @@ class OrderCount:
             return
         with self._condition:
             self._condition.wait_for(lambda: self._num_done >= num_orders)
+
+
+def run_orders(link: Link, receivers: Sequence[object], done: OrderCount) -> None:
+    """Call the ordered methods of ``receivers``; count the orders in ``done``.
+
+    Raises:
+        RankLost: the leader has ended.
+        Exception: an order failed.
+    """
+    while True:
+        (method, arguments), fds = link.receive()
+        if method == _CONFIRM:
+            link.send(None)
+        else:
+            _method_of(receivers, method)(*arguments, *fds)
+        done.add()
+
+
+def run_files(link: Link, receivers: Sequence[object], done: OrderCount) -> None:
+    """Call methods of ``receivers`` after the orders sent before; answer with errors or "".
+
+    Raises:
+        RankLost: the leader has ended.
+    """
+    while True:
+        (num_orders, method, arguments), fds = link.receive()
+        done.wait_for(num_orders)
+        problem = ""
+        try:
+            _method_of(receivers, method)(*arguments, *fds)
+        except Exception as error:
+            _logger.exception("%s failed", method)
+            problem = str(error) or type(error).__name__
+        if method not in _UNANSWERED:
+            link.send(problem)
+
+
+def _method_of(receivers: Sequence[object], name: str) -> Callable[..., None]:
+    """Return the method of the first receiver that has one of this name."""
+    methods = (getattr(receiver, name, None) for receiver in receivers)
+    method: Callable[..., None] = next(found for found in methods if found is not None)
+    return method

@@ -226,8 +226,9 @@ class _SwitchBench:
         started_s = time.perf_counter()
         device.copy_in(weights.address, weights.snapshot.address, weights.num_bytes)
         device.synchronize()
+        device.wait_for_ranks()
         self._copies_s.append(time.perf_counter() - started_s)
-        if device.is_host_addressable:
+        if device.is_host_addressable and device.num_ranks == 1:
             started_s = time.perf_counter()
             libc.memcpy(weights.address, weights.snapshot.address, weights.num_bytes)
         self._memcpys_s.append(time.perf_counter() - started_s)

@@ -18,15 +18,17 @@ def distributed_init_method() -> str:
     return _init_method
 
 
-def join_group(store: Path, rank: int, num_ranks: int) -> None:
+def join_group(store: Path, rank: int, num_ranks: int, *, may_spin: bool = True) -> None:
     """Make the process groups of a group; ``store`` is an empty file that all ranks open.
 
-    Returns when all ranks have called.
+    Returns when all ranks have called. Ranks on the CPU wait for each other in shared memory if
+    they ``may_spin``, else in sockets: a rank that spins keeps another rank from its core.
     """
     global _init_method
     _init_method = f"file://{store}"
-    # Part of the name of shared memory, which vLLM's CPU worker derives from the store's.
-    os.environ["VLLM_DIST_IDENT"] = f"gpupool-{os.getppid() if rank else os.getpid()}"
+    # Part of the name of the shared memory; ranks with different names use sockets.
+    leader = os.getppid() if rank else os.getpid()
+    os.environ["VLLM_DIST_IDENT"] = f"gpupool-{leader}" + ("" if may_spin else f"-{rank}")
     _ensure(_init_method, rank, num_ranks, local_rank=rank)
 
 

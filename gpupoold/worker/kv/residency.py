@@ -285,6 +285,8 @@ class Residency:
                 raise OutOfPages(short)
             before, started_s = replace(self._device.spent), self._clock()
             num_bytes += model.weights.load(min(missing, self.pool.num_free))
+            if not model.weights.num_missing_pages:
+                self._device.wait_for_ranks()
             took_s = self._clock() - started_s
             mapping_s = took_s * self._device.spent.map_share_since(before)
             evict_s += started_s - waited_from_s

@@ -164,15 +164,20 @@ class EngineAdapters:
             without.pop(id(layer), None)
             if layer is None or not isinstance(module.lora_a_stacked, tuple):
                 continue
-            for slots, weights, axis in (
-                (module.lora_a_stacked, layer.lora_a, -1),
-                (module.lora_b_stacked, layer.lora_b, -2),
+            degree = getattr(module, "tp_size", 1)
+            for slots, weights, shard_of, axis in (
+                (module.lora_a_stacked, layer.lora_a, "slice_lora_a", -1),
+                (module.lora_b_stacked, layer.lora_b, "slice_lora_b", -2),
             ):
-                parts = weights if isinstance(weights, list) else [weights]
-                for slot, part in zip(slots, parts, strict=False):
-                    if part is not None and part.shape[axis] != slot.shape[axis]:
-                        width, given = slot.shape[axis], part.shape[axis]
-                        raise ValueError(f"{name} has the width {width}, not {given}")
+                shards = getattr(module, shard_of)(weights) if degree > 1 else weights
+                for slot, part, shard in zip(slots, _parts(weights), _parts(shards), strict=False):
+                    width = slot.shape[axis]
+                    if part is not None and (
+                        shard.shape[axis] != width or part.shape[axis] > width * degree
+                    ):
+                        raise ValueError(
+                            f"{name} has the width {width * degree}, not {part.shape[axis]}"
+                        )
         if without:
             raise ValueError(f"the engine has no slots for {next(iter(without.values()))}")
 
@@ -201,6 +206,11 @@ def forget_slots(address: int, num_bytes: int) -> None:
     for table in _TABLES:
         for key in [one for one in table if any(0 <= at - address < num_bytes for at in one)]:
             del table[key]
+
+
+def _parts(weights: Any) -> list[Any]:
+    """Return the weights of a layer's parts, which vLLM computes together."""
+    return weights if isinstance(weights, list) else [weights]
 
 
 def _unusable(name: str, error: Exception) -> Refused:

@@ -18,11 +18,13 @@ from gpupoold.system.process import (
     EMULATED_DEVICE_NICENESS,
     OUT_OF_MEMORY_STATUS,
     WORKER_OOM_SCORE_ADJ,
+    as_words,
     begin_child,
     end_at_faults,
     importing,
     lower_priority,
     raise_oom_score,
+    show_as,
 )
 from gpupoold.wire.channel import ChannelClosed
 from gpupoold.wire.messages import ToWorker, WorkerReady
@@ -45,6 +47,8 @@ def main() -> None:
     rank = fork_ranks(arguments.num_gpus, _fds_of_leader(arguments))
     if rank.rank:
         begin_child(f"worker rank {rank.rank}", arguments.log_level)
+        place = {"--device": arguments.device, "--rank": rank.rank}
+        show_as("gpupoold.worker.follower", as_words(place))
     else:
         begin_child("worker", arguments.log_level, arguments.parent_pid)
         rank.followers.watch()

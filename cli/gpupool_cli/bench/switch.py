@@ -25,7 +25,9 @@ _OLD_COPY_SHARE = 1.3
 _OLD_EXTRA_S = 0.005
 
 
-def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, Any]:
+def run_switch_bench(
+    folder: Path, size_bytes: int, rounds: int, num_gpus: int = 1
+) -> dict[str, Any]:
     """Return switch times of all modes, on a device with space for two equal models.
 
     The keys besides ``modes`` concern a device with space for one model: all bytes of one model
@@ -37,7 +39,7 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
     say(f"making two checkpoints of {format_bytes(size_bytes)}")
     checkpoints = make_checkpoints(folder, ["llama", "qwen3"], size_bytes)
     kv_bytes = max(_MIN_KV_BYTES, int(_KV_SHARE * size_bytes))
-    with private_daemon(_config(size_bytes, kv_bytes)) as daemon:
+    with private_daemon(_config(size_bytes, kv_bytes, num_gpus)) as daemon:
         names = [path.name for path in checkpoints]
         for path in checkpoints:
             say(f"loading {path.name}")
@@ -59,13 +61,14 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
     return _headline(measured) | measured
 
 
-def _config(size_bytes: int, kv_bytes: int) -> str:
+def _config(size_bytes: int, kv_bytes: int, num_gpus: int) -> str:
     kv_host_bytes = max(LEAST_KV_HOST_BYTES, 8 * kv_bytes + _SLACK_BYTES)
     memory = f"[memory]\nkv_host = {kv_host_bytes}\n"
     memory += f"snapshot_files = {3 * size_bytes + _SLACK_BYTES}\n"
     # A checkpoint may be 5 % larger than requested. Both models' KV grows by some tokens in
     # every round, and prefetching leaves room for a turn's KV.
-    return device_config(int(2.3 * size_bytes) + 8 * kv_bytes + _SLACK_BYTES) + memory
+    num_bytes = int(2.3 * size_bytes) + 8 * kv_bytes + _SLACK_BYTES
+    return device_config(num_bytes, num_gpus) + memory
 
 
 def _headline(measured: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import threading
@@ -80,8 +81,8 @@ def pair() -> Iterator[Pair]:
 
 def content(address: int, num_bytes: int = PAGE_BYTES) -> bytes:
     buffer = bytearray(num_bytes)
-    view = (libc.ctypes.c_char * num_bytes).from_buffer(buffer)
-    libc.memcpy(libc.ctypes.addressof(view), address, num_bytes)
+    view = (ctypes.c_char * num_bytes).from_buffer(buffer)
+    libc.memcpy(ctypes.addressof(view), address, num_bytes)
     return bytes(buffer)
 
 
@@ -123,7 +124,7 @@ def test_new_pages_have_zeros_on_all_ranks(pair: Pair) -> None:
 
 
 def test_a_copy_stream_follows_the_orders_before_its_fence(pair: Pair) -> None:
-    mine, theirs = pair.range(4)
+    mine, _theirs = pair.range(4)
     target, their_target = host(pair, 4)
     out = pair.device.open_copy_stream(Direction.OUT)
     mine.retain(range(4))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpupoold.memory.group.link import Link
-from gpupoold.system.process import OUT_OF_MEMORY_STATUS
 
 _logger = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ class Followers:
     def watch(self) -> None:
         """End this process when a follower ends, from a thread.
 
-        The rest of the group cannot go on. The exit status is the follower's if it was short of
-        memory, so that the daemon counts the group as such.
+        The rest of the group cannot go on. This process ends with the follower's status, or by
+        SIGKILL as the follower did, so that the daemon finds the reason.
         """
         if self.pids:
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
@@ -61,7 +60,9 @@ class Followers:
         _logger.error("rank %d of the group has ended (%s); the group ends", rank, text)
         self.kill()
         logging.shutdown()
-        os._exit(OUT_OF_MEMORY_STATUS if code == OUT_OF_MEMORY_STATUS else 1)
+        if code == -signal.SIGKILL:  # perhaps by the kernel, short of memory
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(code if code > 0 else 1)
 
 
 class Rank(NamedTuple):

@@ -10,6 +10,8 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
+_SHARED_MEMORY = Path("/dev/shm")
+
 _init_method = ""
 
 
@@ -30,6 +32,9 @@ def join_group(store: Path, rank: int, num_ranks: int, *, may_spin: bool = True)
     leader = os.getppid() if rank else os.getpid()
     os.environ["VLLM_DIST_IDENT"] = f"gpupool-{leader}" + ("" if may_spin else f"-{rank}")
     _ensure(_init_method, rank, num_ranks, local_rank=rank)
+    if rank == 0:  # vLLM removes the names at an orderly end only
+        for file in _SHARED_MEMORY.glob(f"gpupool-{leader}-*"):
+            file.unlink()
 
 
 def ensure_process_groups(init_method: str, local_rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A leader's device and a follower's, both emulated, which must have the same bytes at all times."""
+"""A leader's device and a follower's, both emulated: each order reaches both."""
 
 from __future__ import annotations
 

@@ -133,6 +133,7 @@ def _check(args: argparse.Namespace, rows: dict[str, Row], results: Path) -> dic
     chosen = [family_named(name) for name in args.only] if args.only else list(FAMILIES)
     if args.missing:
         chosen = [family for family in chosen if family.name not in rows]
+    args.folder.mkdir(parents=True, exist_ok=True)
     today = datetime.now(UTC).date().isoformat()
     for name, cells, wall_s in check_families(chosen, args.folder, args.gpus):
         cells["parsers"] = _parsers(family_named(name))

@@ -29,7 +29,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
-from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, groups_text, parse_box
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import Lengths, sharegpt_lengths
 from gpupoold.sim.metrics import summarise
@@ -74,24 +74,26 @@ def main() -> int:
     """Run it; see the module."""
     args = _parse()
     box = parse_box(args.devices)
-    models = box_models(box, args.models, Targets(args.ttft, args.tbt))
+    models = box_models(box, args.models, Targets(args.ttft, args.tbt), args.shapes)
     lengths = CappedLengths(args.max_prompt, args.max_output)
     rates = equal_rates(list(models), args.rps / args.models)
     requests = poisson_workload(rates, args.duration, lengths, args.seed)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpupool-")))
         daemon = stack.enter_context(
-            private_daemon(sim_config(box), args.folder or folder / "pool")
+            private_daemon(sim_config(box, args.policy), args.folder or folder / "pool")
         )
-        load_s = add_models(daemon, list(models), folder, Targets(args.ttft, args.tbt))
+        targets = Targets(args.ttft, args.tbt)
+        load_s = add_models(daemon, list(models), folder, targets, args.shapes)
         before = dict(_cpu_seconds(daemon))
         started_s = time.monotonic()
         sent = asyncio.run(send_all(daemon.http_url, requests, args.seed, args.streamed))
         wall_s = time.monotonic() - started_s
         cpu = {name: (now_s - before[name]) / wall_s for name, now_s in _cpu_seconds(daemon)}
         served = _served(daemon)
-    row = {"devices": box.name, "models": args.models, "rps": args.rps} | _seen(sent, requests)
-    row |= served | {"simulated": _simulated(models, box, requests)}
+    row = {"devices": box.name, "groups": groups_text(box.groups), "policy": args.policy}
+    row |= {"models": args.models, "rps": args.rps} | _seen(sent, requests)
+    row |= served | {"simulated": _simulated(models, box, requests, args.policy)}
     row |= {"tokens_per_s": sent.num_tokens / wall_s, "load_models_s": load_s, "wall_s": wall_s}
     row |= {"cpu_share": {name: round(share, 3) for name, share in cpu.items()}}
     difference = served["attainment"] - row["simulated"]["attainment"]
@@ -100,16 +102,23 @@ def main() -> int:
     return 0 if is_good else 1
 
 
-def sim_config(box: Box) -> str:
+def sim_config(box: Box, policy: str = "gpupool") -> str:
     """Configuration of a daemon with simulated devices only."""
-    return f'devices = ["sim:{box.num_devices}x{box.gpu}"]\n\n[log]\nlevel = "warning"\n'
+    group = "" if box.tensor_parallel_size == 1 else f"{box.tensor_parallel_size}x"
+    device = f"sim:{box.num_devices}x{group}{box.gpu}"
+    scheduling = f'[scheduling]\npolicy = "{policy}"\n'
+    return f'devices = ["{device}"]\n\n{scheduling}\n[log]\nlevel = "warning"\n'
 
 
 def add_models(
-    daemon: PrivateDaemon, names: Sequence[str], folder: Path, targets: Targets
+    daemon: PrivateDaemon,
+    names: Sequence[str],
+    folder: Path,
+    targets: Targets,
+    shapes: Sequence[str] = DEFAULT_SHAPES,
 ) -> float:
     """Register all; seconds it took. The first waits for the frontend to load vLLM."""
-    paths = [make_dummy_checkpoint(folder, shape) for shape in DEFAULT_SHAPES]
+    paths = [make_dummy_checkpoint(folder, shape) for shape in shapes]
     started_s = time.monotonic()
     for index, name in enumerate(names):
         daemon.add_model(
@@ -162,11 +171,11 @@ def _seen(sent: Sent, requests: Sequence[SimRequest]) -> dict[str, Any]:
 
 
 def _simulated(
-    models: Mapping[str, SimModel], box: Box, requests: Sequence[SimRequest]
+    models: Mapping[str, SimModel], box: Box, requests: Sequence[SimRequest], policy: str
 ) -> dict[str, Any]:
     """The simulator's word for the same arrivals."""
     end_s = requests[-1].arrival_s + _ANSWER_TIMEOUT_S
-    simulation = Simulation(models, make_policy("gpupool"), box.num_devices, box.device_bytes)
+    simulation = Simulation(models, make_policy(policy), box.num_devices, box.device_bytes)
     outcome = simulation.run(requests, end_s)
     overall = summarise(outcome.results, end_s).overall
     return {
@@ -261,6 +270,10 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", default="16xH800")
     parser.add_argument("--models", type=int, default=100)
+    parser.add_argument(
+        "--shapes", nargs="+", default=DEFAULT_SHAPES, help="dimensions of the models, in turn"
+    )
+    parser.add_argument("--policy", default="gpupool", help="of the daemon and the simulator")
     parser.add_argument("--rps", type=float, default=50.0, help="of all models together")
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals")
     parser.add_argument("--max-prompt", type=int, default=4096, help="cap on prompt tokens")

@@ -8,6 +8,7 @@ from gpupoold.config.budgets import Budgets
 from gpupoold.doctor.budget_checks import budgets_of, check_budgets
 from gpupoold.doctor.check import Check, fault, ok, warning
 from gpupoold.doctor.facts import DaemonFacts, DatabaseFacts, Facts, NetworkFacts, VersionFacts
+from gpupoold.doctor.group_checks import check_groups
 from gpupoold.doctor.machine_checks import (
     check_compilers,
     check_folder,
@@ -52,6 +53,7 @@ def _checks(facts: Facts) -> Iterator[Check]:
         yield fault("gpu", *facts.missing_gpus)
     else:
         yield from check_gpus(facts.gpu, settings, facts.versions, facts.daemon)
+        yield from check_groups(facts.gpu, settings)
     budgets = budgets_of(facts, settings)
     yield from check_budgets(facts, settings, budgets)
     yield from check_kernel_memory(facts.memory, kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 
 from gpupoold.config.schema import Settings
@@ -24,18 +25,50 @@ class Gpu:
     node: int | None = None
 
 
+class PciPath(IntEnum):
+    """The way between two GPUs over PCIe, the longest last; the values are NVML's."""
+
+    BOARD = 0
+    SWITCH = 10
+    SWITCHES = 20
+    HOST_BRIDGE = 30
+    NODE = 40
+    SOCKETS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLink:
+    """The connection of the GPUs ``first`` and ``second``, NVML's indexes with the smaller first.
+
+    ``num_nvlinks`` counts active NVLinks between both, or of the GPU with fewer links to NVSwitches
+    (``is_switched``). ``path`` is None if NVML does not tell.
+    """
+
+    first: int
+    second: int
+    num_nvlinks: int = 0
+    is_switched: bool = False
+    path: PciPath | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     """The driver and the GPUs.
 
     ``problem`` is the reason why NVML cannot be used, empty if NVML works. ``cuda`` is the newest
-    CUDA version supported by the driver.
+    CUDA version supported by the driver. ``links`` connect each two GPUs.
     """
 
     problem: str = ""
     driver: str = ""
     cuda: tuple[int, int] = (0, 0)
     gpus: tuple[Gpu, ...] = ()
+    links: tuple[GpuLink, ...] = ()
+
+    def link(self, one: int, other: int) -> GpuLink | None:
+        """Return the connection of two GPUs, None if unknown."""
+        wanted = min(one, other), max(one, other)
+        return next((link for link in self.links if (link.first, link.second) == wanted), None)
 
 
 @dataclass(frozen=True, slots=True)

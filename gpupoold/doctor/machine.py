@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from gpupoold.config.device_names import visible_entry
 from gpupoold.config.machine import DeviceFacts, Machine
 from gpupoold.config.schema import DeviceSettings, Settings
-from gpupoold.doctor.facts import Gpu, GpuFacts, MemoryFacts
+from gpupoold.doctor.facts import GpuFacts, MemoryFacts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_memory import memory_facts
 from gpupoold.latency.hardware import hardware
@@ -82,10 +81,11 @@ def _cuda(
     gpu: GpuFacts,
     environment: Mapping[str, str],
 ) -> DeviceFacts:
-    found = _gpu(gpu, visible_entry(ordinal, environment))
-    if found is None:
+    index = index_of(gpu, ordinal, environment)
+    if index is None:
         is_missing = bool(gpu.gpus)
         return DeviceFacts("cuda", device.memory_bytes, None, number, "", ordinal, is_missing)
+    found = gpu.gpus[index]
     size_bytes = _least(found.memory_bytes, device.memory_bytes)
     return DeviceFacts("cuda", size_bytes, found.node, number, found.name, ordinal)
 
@@ -94,9 +94,15 @@ def _least(*sizes: int | None) -> int | None:
     return min((one for one in sizes if one is not None), default=None)
 
 
-def _gpu(gpu: GpuFacts, entry: str | None) -> Gpu | None:
-    """Return the GPU of an entry of ``CUDA_VISIBLE_DEVICES``."""
+def index_of(
+    gpu: GpuFacts, ordinal: int, environment: Mapping[str, str] = os.environ
+) -> int | None:
+    """Return NVML's index of a CUDA ordinal, None without such a GPU.
+
+    ``environment`` determines the visible GPUs.
+    """
+    entry = visible_entry(ordinal, environment)
     if entry is not None and entry.isdecimal():
-        with suppress(IndexError):
-            return gpu.gpus[int(entry)]
-    return next((one for one in gpu.gpus if entry and one.uuid.startswith(entry)), None)
+        return int(entry) if int(entry) < len(gpu.gpus) else None
+    uuids = enumerate(one.uuid for one in gpu.gpus)
+    return next((index for index, uuid in uuids if entry and uuid.startswith(entry)), None)

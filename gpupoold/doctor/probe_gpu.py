@@ -7,6 +7,7 @@ from typing import Any
 import pynvml
 
 from gpupoold.doctor.facts import Gpu, GpuFacts
+from gpupoold.doctor.probe_links import gpu_links
 from gpupoold.memory import numa
 
 
@@ -19,10 +20,12 @@ def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
     try:
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
         count = nvml.nvmlDeviceGetCount()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         return GpuFacts(
             driver=nvml.nvmlSystemGetDriverVersion(),
             cuda=(number // 1000, number % 1000 // 10),
-            gpus=tuple(_gpu(nvml, index) for index in range(count)),
+            gpus=tuple(_gpu(nvml, handle) for handle in handles),
+            links=gpu_links(nvml, handles),
         )
     except nvml.NVMLError as error:
         return GpuFacts(problem=str(error))
@@ -30,8 +33,7 @@ def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
         nvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def _gpu(nvml: Any, handle: object) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         name=nvml.nvmlDeviceGetName(handle),

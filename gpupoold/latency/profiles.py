@@ -122,7 +122,7 @@ def _carried_over(
         return LatencyModel(fit.prefill.law, fit.decode.law, switch, source=fit.source)
     return LatencyModel(
         scale_prefill(fit.prefill.law, fit.shape, from_gpu, shape, gpu),
-        scale_decode(fit.decode.law, fit.shape, from_gpu, shape, gpu),
+        scale_decode(fit.decode.law, fit.shape, from_gpu, shape, gpu, fit.num_gpus),
         switch,
         is_scaled=True,
         source=f"scaled from {fit.model} on {fit.gpu}: {fit.source}",

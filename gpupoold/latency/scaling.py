@@ -9,11 +9,14 @@ Each constant scales with the quantities behind its term:
     k2 (context)         KV bytes per token             memory bandwidth
     c2 (per sequence)    nothing                        nothing: work of the host
     c3 (weights)         layers * (4h^2 + 2hm) * dtype  root of memory bandwidth
+    c3 of a group        layers                         root of memory bandwidth
 
 Equation 6 counts a token's KV as 3h; KV bytes are the same for plain attention and right
 for grouped-query attention too. The root stands for a fixed part that is half reading weights,
 half launching kernels: with the full ratio, and c2 scaled like compute, each packaged pair was
-predicted worse from the other pairs (``docs/latency.md`` has the errors).
+predicted worse from the other pairs (``docs/latency.md`` has the errors). The GPUs of a group have
+little to read each; their steps are launches and exchanges, a number per layer. A group never takes
+less than the read of its weights.
 """
 
 from __future__ import annotations
@@ -67,16 +70,30 @@ def scale_decode(
     from_gpu: HardwareProfile,
     to_shape: ModelShape,
     to_gpu: HardwareProfile,
+    num_gpus: int = 1,
 ) -> LinearDecode:
-    """Scale the decode model of one pair to another pair."""
-    weights = _work(to_shape) * to_shape.dtype_bytes / (_work(from_shape) * from_shape.dtype_bytes)
-    kv = to_shape.kv_bytes_per_token / from_shape.kv_bytes_per_token
+    """Scale the decode model of one pair to another pair, both on groups of ``num_gpus``."""
+    kv = to_shape.kv_bytes_on(num_gpus) / from_shape.kv_bytes_on(num_gpus)
     memory = from_gpu.memory_bandwidth_bytes_per_s / to_gpu.memory_bandwidth_bytes_per_s
     return LinearDecode(
         context_s=law.context_s * kv * memory,
         sequence_s=law.sequence_s,
-        base_s=law.base_s * weights * math.sqrt(memory),
+        base_s=_base_s(law.base_s * math.sqrt(memory), from_shape, to_shape, to_gpu, num_gpus),
     )
+
+
+def _base_s(
+    base_s: float,
+    from_shape: ModelShape,
+    to_shape: ModelShape,
+    to_gpu: HardwareProfile,
+    num_gpus: int,
+) -> float:
+    if num_gpus == 1:
+        read = _work(to_shape) * to_shape.dtype_bytes
+        return base_s * read / (_work(from_shape) * from_shape.dtype_bytes)
+    read_s = to_shape.weight_bytes / (num_gpus * to_gpu.memory_bandwidth_bytes_per_s)
+    return max(read_s, base_s * to_shape.num_layers / from_shape.num_layers)
 
 
 def _work(shape: ModelShape) -> int:

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from gpupoold.latency.division import held_kv_heads, why_undivided
 from gpupoold.latency.errors import DataError, ShapeError
 
 # Other families' names for the common fields of configurations.
@@ -72,6 +73,20 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype_bytes
+
+    def kv_bytes_on(self, num_gpus: int) -> int:
+        """Return the bytes of one token's KV on all GPUs of a group: few KV heads are copied."""
+        heads = held_kv_heads(self.num_kv_heads, num_gpus)
+        return self.kv_bytes_per_token // self.num_kv_heads * heads
+
+    def why_undivided(self, num_gpus: int) -> str:
+        """Return why the GPUs of a group cannot share the model equally; empty if they can."""
+        return why_undivided(
+            num_gpus,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            width=self.intermediate_size,
+        )
 
     @property
     def matmul_term(self) -> int:

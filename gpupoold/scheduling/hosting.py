@@ -95,7 +95,8 @@ class HostingModel:
     """A model that may need devices; ``fixed`` are the devices chosen by hand, empty for none.
 
     ``need_bytes`` is the expected memory of its engine by device. ``is_wanted`` is false while the
-    model was evicted and has no requests.
+    model was evicted and has no requests. The GPUs of the ``undivided`` devices cannot share the
+    model equally.
     """
 
     name: str
@@ -103,13 +104,14 @@ class HostingModel:
     need_bytes: Mapping[int, int] | None = None
     is_wanted: bool = True
     is_late: bool = False
+    undivided: frozenset[int] = frozenset()
 
     def need(self, device: int) -> int:
         return (self.need_bytes or {}).get(device, 0)
 
     def allows(self, device: int) -> bool:
         """Return whether the device may host the model."""
-        return not self.fixed or device in self.fixed
+        return device not in self.undivided and (not self.fixed or device in self.fixed)
 
 
 class HostingChoice(NamedTuple):

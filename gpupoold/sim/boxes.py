@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gpupoold.config.device_names import MAX_GROUP_GPUS
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.latency.errors import LatencyError
@@ -19,56 +20,119 @@ from gpupoold.sim.workloads import model_names
 USABLE_SHARE = 0.9
 DEFAULT_SHAPES = ("Qwen2.5-7B", "Yi-1.5-9B", "Llama-2-13B")
 _MAX_GPUS = 4096
-_DEVICES = re.compile(r"(?:(\d+)\s*x\s*)?([A-Za-z][\w .-]*)")
+_DEVICES = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z][\w .-]*)")
+_GROUPS = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
     """``num_devices`` devices of one kind of GPU.
 
-    With ``tensor_parallel_size`` above 1 a device is a group of GPUs, each with a part of every
-    model: memory and links to the host add up.
+    ``degrees`` are the numbers of GPUs of the devices, in turn: all devices with one entry. With
+    more than one GPU a device is a group, in which each GPU has a part of every model: memory and
+    links to the host add up.
     """
 
     num_devices: int
     gpu: str
-    tensor_parallel_size: int = 1
+    degrees: tuple[int, ...] = (1,)
 
     @property
     def name(self) -> str:
         """Number and kind of GPUs, in the form of ``parse_box``."""
-        return f"{self.num_devices * self.tensor_parallel_size}x{self.gpu}"
+        return f"{sum(self.groups)}x{self.gpu}"
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The number of GPUs of each device."""
+        return tuple(self.degrees[number % len(self.degrees)] for number in range(self.num_devices))
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The GPUs of the largest device."""
+        return max(self.groups, default=1)
 
     @property
     def device_bytes(self) -> int:
-        """Memory of one device for weights and KV."""
-        return int(hardware(self.gpu).memory_bytes * USABLE_SHARE) * self.tensor_parallel_size
+        """Memory of the largest device for weights and KV."""
+        return self.bytes_of(self.tensor_parallel_size)
+
+    def bytes_of(self, degree: int) -> int:
+        """Return the memory of a device of ``degree`` GPUs for weights and KV."""
+        return int(hardware(self.gpu).memory_bytes * USABLE_SHARE) * degree
 
     def grouped(self, tensor_parallel_size: int) -> Box:
         """Return the same GPUs in groups of another size. Raises UsageError for a remainder."""
-        num_gpus = self.num_devices * self.tensor_parallel_size
+        num_gpus = sum(self.groups)
         if tensor_parallel_size < 1 or num_gpus % tensor_parallel_size:
             raise UsageError(f"{self.name} cannot be split into groups of {tensor_parallel_size}")
-        return Box(num_gpus // tensor_parallel_size, self.gpu, tensor_parallel_size)
+        _check_group(tensor_parallel_size)
+        return Box(num_gpus // tensor_parallel_size, self.gpu, (tensor_parallel_size,))
+
+    def split(self, groups: Sequence[int]) -> Box:
+        """Return the same GPUs in ``groups``, the largest first.
+
+        Raises:
+            UsageError: the groups have more or fewer GPUs together, or a group is too large.
+        """
+        num_gpus = sum(self.groups)
+        if sum(groups) != num_gpus:
+            raise UsageError(
+                f"the groups {groups_text(groups)} have {sum(groups)} GPUs, {self.name} has "
+                f"{num_gpus}",
+                "write groups such as 2x4, or 1x4+4x1 for a group of four and four single GPUs",
+            )
+        for degree in groups:
+            _check_group(degree)
+        ordered = tuple(sorted(groups, reverse=True))
+        is_uniform = len(set(ordered)) == 1
+        return Box(len(ordered), self.gpu, ordered[:1] if is_uniform else ordered)
 
 
-def parse_box(text: str, tensor_parallel_size: int = 1) -> Box:
-    """Parse ``16xH800`` or ``A10``, in groups of ``tensor_parallel_size``.
+def parse_box(text: str, tensor_parallel_size: int | None = None) -> Box:
+    """Parse ``16xH800``, ``A10`` or ``2x4xH800`` (two groups of four), as in a configuration.
+
+    With ``tensor_parallel_size`` the GPUs are grouped anew.
 
     Raises:
         UsageError: the form is wrong, there are no devices, the GPU is unknown, or GPUs are left
             over.
     """
     match = _DEVICES.fullmatch(text.strip())
-    if match is None or (match[1] is not None and int(match[1]) < 1):
-        raise UsageError(f"{text!r} is not a box of devices", "write it like 16xH800 or 4xA10")
-    if match[1] is not None and int(match[1]) > _MAX_GPUS:
+    count, degree = (int(match[1] or 1), int(match[2] or 1)) if match is not None else (0, 0)
+    if match is None or count < 1 or degree < 1:
+        raise UsageError(
+            f"{text!r} is not a box of devices", "write it like 16xH800, 4xA10 or 2x4xH800"
+        )
+    if count * degree > _MAX_GPUS:
         raise UsageError(f"{text!r}: at most {_MAX_GPUS} GPUs fit in a box")
+    _check_group(degree)
     try:
-        box = Box(int(match[1] or 1), hardware(match[2]).name)
+        box = Box(count, hardware(match[3]).name, (degree,))
     except LatencyError as error:
         raise UsageError(str(error)) from error
-    return box.grouped(tensor_parallel_size)
+    return box if tensor_parallel_size is None else box.grouped(tensor_parallel_size)
+
+
+def parse_groups(text: str) -> tuple[int, ...]:
+    """Parse groups of GPUs, such as ``2x4`` or ``1x4+4x1``; the result has a size per group.
+
+    Raises:
+        UsageError: the form is wrong.
+    """
+    sizes: list[int] = []
+    for part in text.split("+"):
+        match = _GROUPS.fullmatch(part.strip())
+        if match is None or not 1 <= int(match[1] or 1) <= _MAX_GPUS or int(match[2]) < 1:
+            raise UsageError(f"{text!r} names no groups of GPUs", 'write 2x4, 1x4+4x1, or "auto"')
+        sizes += [int(match[2])] * int(match[1] or 1)
+    return tuple(sizes)
+
+
+def groups_text(groups: Sequence[int]) -> str:
+    """Return the form of :func:`parse_groups`, the largest groups first."""
+    sizes = sorted(set(groups), reverse=True)
+    return "+".join(f"{list(groups).count(size)}x{size}" for size in sizes)
 
 
 def box_models(
@@ -87,23 +151,35 @@ def models_on(box: Box, shapes: Mapping[str, str], targets: Targets) -> dict[str
     """Return models for ``shapes``, a mapping of model names to names of packaged dimensions.
 
     Raises:
-        UsageError: a model is unknown on this GPU, or larger than a device.
+        UsageError: a model is unknown on this GPU, larger than a device, or cannot be divided.
     """
     by_shape = {shape: _model_on(box, shape, targets) for shape in sorted(set(shapes.values()))}
     return {name: replace(by_shape[shape], name=name) for name, shape in shapes.items()}
 
 
 def _model_on(box: Box, shape_name: str, targets: Targets) -> SimModel:
+    degree = box.tensor_parallel_size
     try:
         shape = builtin_shape(shape_name)
-        latency = latency_for(box.gpu, shape, num_gpus=box.tensor_parallel_size)
+        latency = latency_for(box.gpu, shape, num_gpus=degree)
     except LatencyError as error:
         raise UsageError(str(error)) from error
     if shape.weight_bytes >= box.device_bytes:
-        gpus = "one GPU" if box.tensor_parallel_size == 1 else f"{box.tensor_parallel_size} GPUs"
+        gpus = "one GPU" if degree == 1 else f"{degree} GPUs"
         raise UsageError(
             f"{shape_name} weighs {shape.weight_bytes / 1e9:.3g} GB, {gpus} of {box.name} "
             f"can hold {box.device_bytes / 1e9:.3g} GB",
-            "split the model over several GPUs (--tensor-parallel), or use larger GPUs",
+            "use groups of GPUs (such as 2x4xH800), or larger GPUs",
         )
-    return SimModel(shape_name, targets, latency, shape.weight_bytes, shape.kv_bytes_per_token)
+    if problem := shape.why_undivided(degree):
+        raise UsageError(
+            f"{shape_name} cannot be divided among {degree} GPUs: {problem}",
+            "use groups of another size",
+        )
+    kv_bytes = shape.kv_bytes_on(degree)
+    return SimModel(shape_name, targets, latency, shape.weight_bytes, kv_bytes)
+
+
+def _check_group(degree: int) -> None:
+    if degree > MAX_GROUP_GPUS:
+        raise UsageError(f"a group has at most {MAX_GROUP_GPUS} GPUs, not {degree}")

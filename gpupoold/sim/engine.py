@@ -11,6 +11,7 @@ from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.costs import costs_of
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.device import SimDevice
@@ -29,8 +30,20 @@ class SimOutcome:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceModels:
+    """A device of a box with unlike devices: its memory, and the models that can run there.
+
+    Devices of one ``kind`` have the same models.
+    """
+
+    models: Mapping[str, SimModel]
+    num_bytes: int
+    kind: str = ""
+
+
 class Simulation:
-    """One box of equal devices under one policy. Equal arguments give equal outcomes."""
+    """One box under one policy. Equal arguments give equal outcomes."""
 
     def __init__(
         self,
@@ -43,20 +56,24 @@ class Simulation:
         switch_overhead_s: float = 0.0,
         kv_host_bytes: int | None = None,
         roles: Sequence[Role] | None = None,
+        unlike: Sequence[DeviceModels] = (),
     ) -> None:
-        """Build the box; ``switch_overhead_s`` is added to every switch that loads weights.
+        """Build a box of ``num_devices`` equal devices, or of the devices in ``unlike``.
+
+        ``switch_overhead_s`` is added to every switch that loads weights.
 
         ``kv_host_bytes`` is the host memory for KV per device that the core's KV admission assumes;
         the simulated host memory is unlimited. ``roles`` fix the devices' roles; with None the
         policy chooses roles at every tick.
 
         Raises:
-            UsageError: there are no devices, a model exceeds a device, or the number of roles is
-                wrong.
+            UsageError: there are no devices, a model exceeds its devices, or the number of roles
+                is wrong.
         """
-        _check(models, num_devices, device_bytes)
-        if roles is not None and len(roles) != num_devices:
-            raise UsageError(f"{len(roles)} roles for {num_devices} devices: each needs one")
+        devices = unlike or [DeviceModels(models, device_bytes)] * num_devices
+        _check(models, devices)
+        if roles is not None and len(roles) != len(devices):
+            raise UsageError(f"{len(roles)} roles for {len(devices)} devices: each needs one")
         # Sorted by name: a tie broken by the order of models must not depend on the caller's order.
         self._models = {name: models[name] for name in sorted(models)}
         self.core = Core(policy)
@@ -66,31 +83,30 @@ class Simulation:
         self._devices = [
             SimDevice(
                 number,
-                self._models,
-                device_bytes,
+                device.models,
+                device.num_bytes,
                 self._queue,
                 self._events.append,
                 prefetches=prefetches,
                 switch_overhead_s=switch_overhead_s,
             )
-            for number in range(num_devices)
+            for number, device in enumerate(devices)
         ]
-        bandwidth = min(
-            model.latency.switch.bandwidth_bytes_per_s for model in self._models.values()
-        )
         self._introduce(
+            devices,
             [
                 e.DeviceUp(
                     number,
-                    device_bytes,
-                    bandwidth,
+                    device.num_bytes,
+                    _bandwidth(device.models),
                     prefetches,
                     kv_host_bytes,
                     Role.MIXED if roles is None else roles[number],
                     is_role_fixed=roles is not None,
+                    kind=device.kind,
                 )
-                for number in range(num_devices)
-            ]
+                for number, device in enumerate(devices)
+            ],
         )
 
     def run(
@@ -129,10 +145,15 @@ class Simulation:
             end_s,
         )
 
-    def _introduce(self, devices: Sequence[e.DeviceUp]) -> None:
+    def _introduce(self, devices: Sequence[DeviceModels], ups: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
-        events += devices
-        events += [e.Hosted(one.device, name) for one in devices for name in self._models]
+        events += ups
+        events += [
+            e.Hosted(number, name, costs_of(device.models[name].latency) if device.kind else None)
+            for number, device in enumerate(devices)
+            for name in self._models
+            if name in device.models
+        ]
         self.core.handle(events, 0.0)
         try:
             self.core.policy.check(self.core.state)
@@ -200,12 +221,20 @@ _PROGRESS_EVERY = 1000
 _TICK_S = 1.0
 
 
-def _check(models: Mapping[str, SimModel], num_devices: int, device_bytes: int) -> None:
-    if num_devices < 1:
-        raise UsageError(f"{num_devices} devices: at least one is needed")
-    for model in models.values():
-        if model.weight_bytes >= device_bytes:
-            raise UsageError(
-                f"{model.name} weighs {model.weight_bytes / 1e9:.3g} GB, "
-                f"a device has {device_bytes / 1e9:.3g} GB"
-            )
+def _bandwidth(models: Mapping[str, SimModel]) -> float:
+    return min(model.latency.switch.bandwidth_bytes_per_s for model in models.values())
+
+
+def _check(models: Mapping[str, SimModel], devices: Sequence[DeviceModels]) -> None:
+    if not devices:
+        raise UsageError(f"{len(devices)} devices: at least one is needed")
+    for device in devices:
+        for model in device.models.values():
+            if model.weight_bytes >= device.num_bytes:
+                raise UsageError(
+                    f"{model.name} weighs {model.weight_bytes / 1e9:.3g} GB, "
+                    f"a device has {device.num_bytes / 1e9:.3g} GB"
+                )
+    for name in models:
+        if not any(name in device.models for device in devices):
+            raise UsageError(f"no device can run {name}")

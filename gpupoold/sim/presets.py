@@ -248,7 +248,7 @@ def _fig17_72b(suffix: str, scale: float) -> FigurePanel:
     return FigurePanel(
         f"aegaeon-fig17-72b{suffix}",
         f"8xH800 by fours, four 72B models, TTFT x {scale:g}",
-        Box(2, "H800", tensor_parallel_size=4),
+        Box(2, "H800", (4,)),
         PoissonArrivals(),
         COMPARED,
         axis="rps",

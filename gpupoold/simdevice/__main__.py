@@ -35,19 +35,21 @@ def main() -> None:
 
 
 def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) -> None:
-    gpu = hardware(arguments.gpu)
-    device_bytes = arguments.device_bytes or Box(1, gpu.name).device_bytes
-    server = SimServer(arguments.device, gpu.name, device_bytes, channel)
+    gpu, num_gpus = hardware(arguments.gpu), arguments.num_gpus
+    gpu_bytes = arguments.device_bytes or Box(1, gpu.name).device_bytes
+    device_bytes = num_gpus * gpu_bytes
+    host_bytes = arguments.kv_host_bytes
+    server = SimServer(arguments.device, gpu.name, device_bytes, channel, num_gpus)
     channel.send(
         WorkerReady(
             arguments.device,
             os.getpid(),
             device_bytes,
             PAGE_BYTES,
-            gpu.pcie_bandwidth_bytes_per_s,
+            num_gpus * gpu.pcie_bandwidth_bytes_per_s,
             f"sim {__version__}",
-            f"sim:{gpu.name}",
-            arguments.kv_host_bytes,
+            f"sim:{gpu.name}" if num_gpus == 1 else f"sim:{num_gpus}x{gpu.name}",
+            None if host_bytes is None else num_gpus * host_bytes,
         )
     )
     server.run()
@@ -60,10 +62,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
     parser.add_argument("--gpu", required=True, help="a name of latency/hardware.toml")
+    parser.add_argument("--num-gpus", type=int, default=1, help="GPUs of a group")
     parser.add_argument(
-        "--device-bytes", type=int, default=0, help="default: 90 %% of the GPU's memory"
+        "--device-bytes", type=int, default=0, help="of a GPU; default: 90 %% of its memory"
     )
-    parser.add_argument("--kv-host-bytes", type=int, help="host memory for KV; default: no limit")
+    parser.add_argument(
+        "--kv-host-bytes", type=int, help="host memory for KV, for each GPU; default: no limit"
+    )
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

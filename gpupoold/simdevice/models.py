@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_config
+from gpupoold.checkpoints.division import why_checkpoint_undivided
 from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes
 from gpupoold.checkpoints.modules import is_pooling
 from gpupoold.domain import Targets
@@ -49,12 +50,12 @@ class KnownModel:
         )
 
 
-def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
-    """Read the checkpoint of ``model``, without weights.
+def know(model: ModelToLoad, gpu: str, device_bytes: int, num_gpus: int = 1) -> KnownModel:
+    """Read the checkpoint of ``model`` for a device of ``num_gpus`` GPUs, without weights.
 
     Raises:
-        Refused: the checkpoint cannot be served, does not fit on the device, or its latency is
-            unknown.
+        Refused: the checkpoint cannot be served, does not fit on the device, cannot be divided
+            among the GPUs, or its latency is unknown.
     """
     started_s = time.monotonic()
     path = Path(model.path)
@@ -67,9 +68,11 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
             "add the model on an emulated device or a GPU",
         )
     dtype = _dtype(info, model.dtype)
-    shape, latency = _latency(model.name, config, info, dtype, gpu)
+    if problem := why_checkpoint_undivided(config, num_gpus):
+        raise Refused(f"{model.name}: {num_gpus} GPUs cannot divide the model: {problem}")
+    shape, latency = _latency(model.name, config, info, dtype, gpu, num_gpus)
     weight_bytes = estimate_weight_bytes(info, model.dtype)
-    kv_bytes = shape.kv_bytes_per_token
+    kv_bytes = shape.kv_bytes_on(num_gpus)
     num_blocks = (device_bytes - weight_bytes) // (kv_bytes * BLOCK_TOKENS)
     loaded = LoadedModel(
         name=model.name,
@@ -86,15 +89,20 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int) -> KnownModel:
     targets = Targets(model.ttft_s, model.tbt_s)
     sim = SimModel(model.name, targets, latency, weight_bytes, kv_bytes)
     vocab_size = int((config.get("text_config") or config).get("vocab_size") or 0)
-    return KnownModel(sim, loaded, Vocabulary.of_size(vocab_size), f"{weight_bytes}")
+    return KnownModel(sim, loaded, Vocabulary.of_size(vocab_size), f"{weight_bytes}/{num_gpus}")
 
 
 def _latency(
-    name: str, config: dict[str, Any], info: CheckpointInfo, dtype: str, gpu: str
+    name: str,
+    config: dict[str, Any],
+    info: CheckpointInfo,
+    dtype: str,
+    gpu: str,
+    num_gpus: int,
 ) -> tuple[ModelShape, LatencyModel]:
     try:
         shape = from_hf_config(config, info.num_parameters, dtype)
-        return shape, latency_for(gpu, shape)
+        return shape, latency_for(gpu, shape, num_gpus=num_gpus)
     except LatencyError as error:
         raise Refused(f"{name}: the latency on {gpu} is unknown: {error}") from error
 

@@ -37,10 +37,13 @@ class SimServer:
         gpu: str,
         device_bytes: int,
         channel: BlockingChannel[m.ToWorker],
+        num_gpus: int = 1,
     ) -> None:
+        """``device_bytes`` is the memory of all ``num_gpus`` GPUs of the device."""
         self._worker = device_number
         self._gpu = gpu
         self._device_bytes = device_bytes
+        self._num_gpus = num_gpus
         self._channel = channel
         self._device = PacedDevice(device_number, device_bytes, channel.send)
         self._known: dict[str, KnownModel] = {}
@@ -139,7 +142,7 @@ class SimServer:
             os.close(self._channel.take_fd())  # a simulated device has no weights to fill
         model = message.model
         try:
-            known = know(model, self._gpu, self._device_bytes)
+            known = know(model, self._gpu, self._device_bytes, self._num_gpus)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
             return _failure(model.name, error)

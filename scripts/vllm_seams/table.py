@@ -21,6 +21,7 @@ _ADAPTERS = "gpupoold/worker/engine/adapters.py"
 _ENCODER = "gpupoold/worker/engine/encoder_outputs.py"
 _GRAMMARS = "gpupoold/worker/engine/grammars.py"
 _MEMORY = "gpupoold/worker/engine/pooled_memory.py"
+_DIVISION = "gpupoold/worker/inspection/division.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
 _ADAPTER = "gpupoold/frontend/adapter.py"
 _CLIENT = "gpupoold/frontend/pool_client.py"
@@ -270,6 +271,8 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (_RESUME, "vllm.v1.worker.gpu_input_batch.InputBatch", "vocab_size"),
     (_RESUME, "vllm.v1.sample.sampler.Sampler", "topk_topp_sampler"),
     *((_MEMORY, runner, "get_kv_cache_spec") for runner in _RUNNERS),
+    (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
+    (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
 )
 
 # (file, name): the code is compared.

@@ -11,8 +11,8 @@ from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas import AddModelRequest, Progress
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import model_info
-from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
@@ -39,7 +39,7 @@ class Additions:
         loader: ModelLoader,
         placement: EnginePlacement,
         mounts: ModelMounts,
-        inspector: Inspector,
+        divisions: Divisions,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``wall_clock`` returns seconds."""
@@ -53,7 +53,7 @@ class Additions:
         self._loader = loader
         self._placement = placement
         self._mounts = mounts
-        self._inspector = inspector
+        self._divisions = divisions
         self._wall_clock = wall_clock
         self._tasks: set[asyncio.Task[ModelRow]] = set()
 
@@ -114,7 +114,7 @@ class Additions:
 
     def _intake(self, request: AddModelRequest) -> Intake:
         budget = self._snapshots.host_budget
-        return Intake(request, self._settings, self._supervisor, budget, self._inspector)
+        return Intake(request, self._settings, self._supervisor, budget, self._divisions)
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
         changing = self._fleet.changing(spec.name)

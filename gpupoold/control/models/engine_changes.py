@@ -14,7 +14,6 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
-from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -66,7 +65,6 @@ class EngineChanges:
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         facts: LoadFacts,
-        inspector: Inspector,
         room: EngineRoom,
     ) -> None:
         self._settings = settings
@@ -76,7 +74,6 @@ class EngineChanges:
         self._supervisor = supervisor
         self._snapshots = snapshots
         self._facts = facts
-        self._inspector = inspector
         self._room = room
 
     async def change(self, old: ModelSpec, engine: Mapping[str, str]) -> ModelRow:
@@ -85,10 +82,12 @@ class EngineChanges:
         After a failure the earlier options hold, on all workers that answer.
 
         Raises:
+            Refused: a device of the model cannot divide the model with these options.
             GpupoolError: the reason of a worker.
         """
         new = replace(old, engine=dict(engine))
-        await self._inspector.check(new)
+        await self._room.divisions.check(new)
+        self._check_hosts(new)
         if await asyncio.to_thread(_have_same_engine, old, new):
             return await self._registry.set_engine(old.name, engine)
         done: list[Worker] = []
@@ -104,6 +103,17 @@ class EngineChanges:
                     await self._undo(old, done)
                     raise
                 return await self._registry.set_engine(old.name, engine)
+
+    def _check_hosts(self, spec: ModelSpec) -> None:
+        """Check that the devices with the model can divide the model with new options too.
+
+        Raises:
+            Refused: the reasons of the devices.
+        """
+        hosts = self._fleet.availability(spec.name).devices
+        lacking = self._room.divisions.lacking(spec).intersection(hosts)
+        if lacking:
+            raise self._room.divisions.refusal(spec, sorted(lacking))
 
     def _workers_of(self, name: str) -> list[Worker]:
         numbers = self._fleet.availability(name).devices

@@ -9,6 +9,7 @@ from dataclasses import replace
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
@@ -45,6 +46,7 @@ class EngineRoom:
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         cache: SnapshotCache,
+        divisions: Divisions,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
@@ -54,6 +56,7 @@ class EngineRoom:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._cache = cache
+        self.divisions = divisions
         self._wall_clock = wall_clock
 
     def limit_bytes(self, worker: Worker) -> int | None:
@@ -102,6 +105,7 @@ class EngineRoom:
             is_late=now_s is not None
             and is_asked
             and is_late(self._dispatcher.scheduler.state, name, now_s),
+            undivided=self.divisions.lacking(row.spec),
         )
 
     async def make(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.specs import to_load
@@ -25,16 +26,19 @@ class Inspector:
         self._forks = forks
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
-    async def check(self, spec: ModelSpec) -> None:
+    async def check(self, spec: ModelSpec, degrees: Iterable[int] = ()) -> dict[int, str]:
         """Check a model for the kind of the configured devices; simulated devices accept all.
+
+        Return the ``degrees`` of groups of GPUs that cannot divide the model, with the reason.
 
         Raises:
             GpupoolError: the reason why the model cannot be served.
         """
         kinds = {device.kind for device in self._settings.devices} - {"sim"}
         if not kinds:
-            return
-        order = m.Inspect(to_load(spec, self._settings), kinds == {"emulated"})
+            return {}
+        model, is_emulated = to_load(spec, self._settings), kinds == {"emulated"}
+        order = m.Inspect(model, is_emulated, tuple(degrees))
         try:
             async with self._slots:
                 answer = await self._answer(order)
@@ -42,6 +46,7 @@ class Inspector:
             raise Failed(f"{spec.name}: the check could not be started: {error}") from error
         if answer.error_code:
             raise error_from_code(answer.error_code, answer.error_message, answer.error_hint)
+        return answer.undivided
 
     async def _answer(self, order: m.Inspect) -> m.Inspected:
         name = order.model.name

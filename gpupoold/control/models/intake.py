@@ -14,15 +14,15 @@ from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.checkpoints.selection import Content
 from gpupoold.config.schema import Settings
+from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import chat_fields
-from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options
-from gpupoold.errors import Refused
+from gpupoold.errors import Refused, Unavailable
 from gpupoold.memory.memfd import available_bytes
 from gpupoold.units import format_bytes
 
@@ -42,13 +42,13 @@ class Intake:
         settings: Settings,
         supervisor: WorkerSupervisor,
         host_budget: HostMemoryBudget,
-        inspector: Inspector,
+        divisions: Divisions,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
         self._host_budget = host_budget
-        self._inspector = inspector
+        self._divisions = divisions
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
@@ -116,25 +116,46 @@ class Intake:
             allow_remote_code=security.allow_remote_code,
             remote=remote,
         )
-        await self._check_sizes(self._info)
         spec = spec_of(self._request, source, path, self._engine)
+        await self._divisions.look(spec)
+        await self._check_sizes(self._info, spec)
         if self._spec is None:  # once: before the weights are downloaded
-            await self._inspector.check(spec)
+            known = self._divisions.lacking(spec)
+            await self._divisions.check(spec)
+            if self._divisions.lacking(spec) != known:
+                await self._check_sizes(self._info, spec)
         self._spec = spec
 
-    async def _check_sizes(self, info: CheckpointInfo) -> None:
+    async def _check_sizes(self, info: CheckpointInfo, spec: ModelSpec) -> None:
         """Check that the model fits on a device, and its snapshot in host memory."""
         dtype = self._request.dtype
         weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, self._engine)
         self.weight_bytes = weight_bytes
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         try:
-            sizes = await self._supervisor.device_sizes()
-            check_fits(info, dtype, weight_bytes, max(sizes), kv_bytes=least_kv_bytes)
-        except Refused:  # the model may fit on the device of a worker that is not up yet
-            sizes = await self._supervisor.device_sizes(of_all=True)
-            check_fits(info, dtype, weight_bytes, max(sizes), kv_bytes=least_kv_bytes)
+            await self._supervisor.device_sizes()
+            largest_bytes = self._largest_device_bytes(spec)
+            check_fits(info, dtype, weight_bytes, largest_bytes, kv_bytes=least_kv_bytes)
+        except (Refused, Unavailable):  # another device may be of a worker that is not up yet
+            await self._supervisor.device_sizes(of_all=True)
+            largest_bytes = self._largest_device_bytes(spec)
+            check_fits(info, dtype, weight_bytes, largest_bytes, kv_bytes=least_kv_bytes)
         self._check_host_memory(weight_bytes)
+
+    def _largest_device_bytes(self, spec: ModelSpec) -> int:
+        """Return the memory of the largest device in service whose GPUs can divide the model.
+
+        Raises:
+            Unavailable: no such device is in service.
+        """
+        lacking = self._divisions.lacking(spec)
+        workers = [one for one in self._supervisor.workers if one.number not in lacking]
+        sizes = [one.ready.device_bytes for one in workers if one.is_ready and one.ready]
+        if not sizes:
+            raise Unavailable(
+                f"no device in service can divide {spec.name} among its GPUs", "see `gpupool ps`"
+            )
+        return max(sizes)
 
     def _check_host_memory(self, weight_bytes: int) -> None:
         """Check that a snapshot fits in the model cache, and in the memory that is free now."""

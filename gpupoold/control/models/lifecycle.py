@@ -17,6 +17,7 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.adapters import ModelAdapters
 from gpupoold.control.models.additions import Additions
 from gpupoold.control.models.changes import Changes
+from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges
 from gpupoold.control.models.engine_room import EngineRoom
@@ -67,8 +68,9 @@ class ModelLifecycle:
         self._snapshots = snapshots
         mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends)
         facts = LoadFacts(registry, history)
+        divisions = Divisions(settings, inspector)
         self.room = room = EngineRoom(
-            settings, registry, history, fleet, dispatcher, supervisor, cache
+            settings, registry, history, fleet, dispatcher, supervisor, cache, divisions
         )
         loader = ModelLoader(
             settings, fleet, dispatcher, supervisor, snapshots, mounts, facts, room
@@ -116,10 +118,10 @@ class ModelLifecycle:
             loader,
             placement,
             mounts,
-            inspector,
+            divisions,
         )
         engines = EngineChanges(
-            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, inspector, room
+            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, room
         )
         self._changes = Changes(
             registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines

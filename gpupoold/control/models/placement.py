@@ -75,6 +75,7 @@ class EnginePlacement:
 
         Raises:
             EnginesFull: no device has memory for the engine.
+            Refused: no device can divide the model.
             Unavailable: no device that may host the model is in service.
             GpupoolError: the reason of a worker.
         """
@@ -97,6 +98,10 @@ class EnginePlacement:
                 _logger.info("%s: %s", spec.name, error)
             except EnginesFull as error:  # larger than expected
                 full.add(choice.device)
+                _logger.info("%s", error)
+            except Refused as error:
+                if isinstance(error, CacheFull) or not self._is_elsewhere(spec, choice, error):
+                    raise
                 _logger.info("%s", error)
 
     async def load_on(self, name: str, worker: Worker, reason: HostingReason | None = None) -> None:
@@ -149,13 +154,17 @@ class EnginePlacement:
         Raises:
             NoSuchModel: the model is not registered.
             UsageError: there is no such device.
+            Refused: a chosen device cannot divide the model; nothing has changed.
             GpupoolError: no chosen device could load the model, or a device could not; the choice
                 holds, and the load is retried.
         """
         self.check_devices(devices)
         model = (await find_model(self._registry, name)).spec.name
         async with self._fleet.changing(model).alone():
-            row = await self._registry.set_devices(model, sorted(set(devices)))
+            now = await find_model(self._registry, model)
+            chosen = sorted(set(devices))
+            self._room.divisions.require_one(replace(now.spec, devices=tuple(chosen)))
+            row = await self._registry.set_devices(model, chosen)
             self._fleet.changed(row.spec)
         where = ", ".join(map(str, row.spec.devices))
         text = f"on devices {where}, by hand" if devices else "as the scheduler chooses"
@@ -202,7 +211,7 @@ class EnginePlacement:
         """Return the best device for the first engine, which is not ``full``.
 
         Raises:
-            EnginesFull, Unavailable: no device can load the model.
+            EnginesFull, Refused, Unavailable: no device can load the model.
         """
         model = self._room.model(row)
         devices = [one for one in self._room.devices(weight_bytes) if model.allows(one.number)]
@@ -212,6 +221,7 @@ class EnginePlacement:
             return chosen[0]
         if devices:
             raise self._room.refusal(row)
+        self._room.divisions.require_one(row.spec)
         where = f" (only {', '.join(map(str, row.spec.devices))} may)" if row.spec.devices else ""
         raise Unavailable(
             f"no device in service can load {row.spec.name}{where}",
@@ -237,9 +247,16 @@ class EnginePlacement:
             _logger.info("%s", error)
         except GpupoolError as error:
             self._postpone(key)
+            row = await self._registry.get(name)
+            if row is not None and isinstance(error, Refused):
+                self._is_elsewhere(row.spec, choice, error)
             await self._failures.not_loaded(name, error)
         else:
             self._waits.pop(key, None)
+
+    def _is_elsewhere(self, spec: ModelSpec, choice: HostingChoice, error: Refused) -> bool:
+        """Record the refusal of a group; return whether another device may host the model."""
+        return self._room.divisions.note(spec, choice.device, error.message)
 
     def _postpone(self, key: tuple[str, int]) -> None:
         last_s, _ = self._waits.get(key, (0.0, 0.0))

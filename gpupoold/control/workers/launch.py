@@ -23,7 +23,7 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
         "--log-level": settings.log.level,
     }
     if device.kind == "sim":
-        options["--gpu"] = device.gpu
+        options |= {"--gpu": device.gpu, "--num-gpus": device.num_gpus}
         if settings.simulated_host.memory_bytes is not None:
             options["--kv-host-bytes"] = settings.memory.kv_host_bytes
     else:

@@ -156,7 +156,7 @@ def refusal(model: str, error: BaseException) -> Refused:
         )
     if known := _known(text):
         return Refused(f"{model}: {known[0]}", known[1])
-    reason = _described(error)
+    reason = described(error)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if any("tokeniz" in file.rpartition("site-packages")[2] for file in files[-4:]):
@@ -173,7 +173,7 @@ def refusal(model: str, error: BaseException) -> Refused:
 
 def failure(model: str, when: str, error: BaseException) -> Failed:
     """Return the error to show for a model that raised an error in a computation."""
-    says, hint = _known(str(error)) or (_described(error), _LOGS)
+    says, hint = _known(str(error)) or (described(error), _LOGS)
     return Failed(f"{model}: the engine failed {when}: {says}", hint)
 
 
@@ -196,7 +196,7 @@ def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refuse
     )
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Return an error's text, with the type if needed, and the place if the text is empty."""
     text, name = _useful(str(error)), type(error).__name__
     if text:

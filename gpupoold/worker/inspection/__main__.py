@@ -50,11 +50,11 @@ def _answer(message: Inspect) -> Inspected:
     try:
         with importing():
             from gpupoold.worker.inspection.inspect import inspect
-        inspect(message.model, is_emulated=message.is_emulated)
+        undivided = inspect(message.model, is_emulated=message.is_emulated, degrees=message.degrees)
     except GpupoolError as error:
         _logger.info("%s", error)
         return Inspected(error.code, error.message, error.hint)
-    return Inspected()
+    return Inspected(undivided=undivided)
 
 
 if __name__ == "__main__":

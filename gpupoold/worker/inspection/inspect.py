@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from vllm.config import ModelConfig
@@ -18,11 +19,16 @@ from gpupoold.errors import GpupoolError, Refused, UsageError
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.inspection.division import undivided
 from gpupoold.worker.inspection.presets import check_preset
 
 
-def inspect(model: ModelToLoad, *, is_emulated: bool) -> None:
+def inspect(
+    model: ModelToLoad, *, is_emulated: bool, degrees: Iterable[int] = ()
+) -> dict[int, str]:
     """Check a model's configuration, options and tokenizer without the weights.
+
+    Return the ``degrees`` of groups of GPUs that cannot divide the model, with the reason.
 
     Raises:
         GpupoolError: the reason why the model cannot be served.
@@ -35,6 +41,7 @@ def inspect(model: ModelToLoad, *, is_emulated: bool) -> None:
         if config.lora_config is not None:
             _check_adapter_support(model.name, config.model_config, is_emulated=is_emulated)
         _check_chat(model, config.model_config)
+        return undivided(lambda: engine_config(model, is_emulated=is_emulated), degrees)
     except GpupoolError:
         raise
     except Exception as error:

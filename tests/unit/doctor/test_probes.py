@@ -68,6 +68,7 @@ class Nvml:
     NVMLError = type("NVMLError", (Exception,), {})
     NVML_DEVICE_MIG_ENABLE = 1
     NVML_FEATURE_ENABLED = 1
+    NVML_NVLINK_MAX_LINKS = 0
 
     def __init__(self, problem: str = "") -> None:
         self.problem = problem

@@ -59,7 +59,7 @@ class TestFigures:
         a10 = panel("aegaeon-fig17-a10")
         assert (a10.num_prefill, a10.without_prefetch) == (2, ("aegaeon",))
         assert panel("aegaeon-fig17-a10-strict").targets.tbt_s == 0.05
-        assert panel("aegaeon-fig17-72b").box == Box(2, "H800", tensor_parallel_size=4)
+        assert panel("aegaeon-fig17-72b").box == Box(2, "H800", (4,))
         assert panel("aegaeon-fig6").policies == ("prefill-first", "decode-first", "aegaeon")
 
     def test_longer_prompts_and_outputs(self) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelName, ModelSpec, ModelState
-from gpupoold.errors import Failed, GpupoolError
+from gpupoold.errors import GpupoolError
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.system.activity import ActivityPage, ThreadPhase
@@ -130,12 +130,14 @@ class PlayedInspector:
     def __init__(self) -> None:
         self.asked: list[tuple[str, list[str]]] = []
         self.error: GpupoolError | None = None
+        self.undivided: dict[int, str] = {}
 
-    async def check(self, spec: ModelSpec) -> None:
+    async def check(self, spec: ModelSpec, degrees: Iterable[int] = ()) -> dict[int, str]:
         files = [path.name for path in Path(spec.path).iterdir() if not path.name.startswith(".")]
         self.asked.append((spec.name, sorted(files)))
         if self.error is not None:
             raise self.error
+        return {one: self.undivided[one] for one in degrees if one in self.undivided}
 
 
 class ServedModels:
@@ -177,12 +179,13 @@ class ModelsBox:
         num_snapshots: int = 1024,
         load_timeout_s: float = 0.5,
         memory: Mapping[str, object] | None = None,
+        devices: Sequence[str] = ("cuda:0", "cuda:1"),
     ) -> None:
         self.folder, self.registry, self.history = folder, registry, history
         self.told: list[str] = []
         self.deadly: set[str] = set()
         self.slow: set[str] = set()
-        self.errors: dict[str, Failed] = {}
+        self.errors: dict[str, GpupoolError] = {}
         self.requests: dict[int, list[str]] = {}
         """The requests in the engines of each worker."""
         self.take_problem = ""
@@ -198,7 +201,7 @@ class ModelsBox:
         paths = {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")}
         settings = parse_settings(
             {
-                "devices": ["cuda:0", "cuda:1"],
+                "devices": list(devices),
                 "memory": {"kv_host": "1GiB", **(memory or {})},
                 "paths": {**paths, "hf_cache": [str(folder / "hf")]},
                 "limits": {

@@ -1,0 +1,68 @@
+"""Whether a group of GPUs can divide a model, by building vLLM's modules without memory.
+
+vLLM finds a dimension that is not divisible, or quantised blocks that an equal part would cut, only
+while a model's modules are built. Modules on PyTorch's ``meta`` device have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from gpupoold.worker.engine.load_errors import described
+
+_GLOO = "gloo"
+
+
+def undivided(make_config: Callable[[], VllmConfig], degrees: Iterable[int]) -> dict[int, str]:
+    """Return the ``degrees`` that cannot divide a model, with vLLM's reason.
+
+    ``make_config`` returns a new configuration of the model for one GPU. A model that cannot be
+    built without memory for one GPU is not judged.
+    """
+    degrees = list(degrees)
+    if not degrees:
+        return {}
+    _create_groups()
+    if _problem(make_config(), 1):
+        return {}
+    problems = {degree: _problem(make_config(), degree) for degree in degrees}
+    return {degree: problem for degree, problem in problems.items() if problem}
+
+
+def _problem(config: VllmConfig, degree: int) -> str:
+    """Return the error of building the part of the first GPU; empty without an error."""
+    # Not public: the group whose size the modules read. No collective runs while they are built.
+    group = parallel_state.get_tp_group()
+    config.parallel_config.tensor_parallel_size = degree
+    try:
+        config.model_config.verify_with_parallel_config(config.parallel_config)
+        group.world_size = degree
+        with set_current_vllm_config(config), torch.device("meta"):
+            initialize_model(config)
+    except Exception as error:
+        return described(error)
+    finally:
+        group.world_size = 1
+    return ""
+
+
+def _create_groups() -> None:
+    """Create process groups of this process alone."""
+    if parallel_state.model_parallel_is_initialized():
+        return
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            distributed_init_method=f"file://{Path(tempfile.mkdtemp()) / 'groups'}",
+            local_rank=0,
+            backend=_GLOO,
+        )
+        parallel_state.initialize_model_parallel()

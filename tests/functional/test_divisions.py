@@ -1,0 +1,42 @@
+"""vLLM's own modules decide whether a group of GPUs can divide a model, without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+from gpupoold.checkpoints.check import read_json
+from gpupoold.checkpoints.division import why_checkpoint_undivided
+from gpupoold.config.schema import parse_settings
+from gpupoold.control.models.divisions import Divisions
+from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.processes.child import execute
+from gpupoold.control.processes.forks import ForkServer
+from gpupoold.domain import ModelName, ModelSpec
+
+DEGREES = (1, 2, 3, 4, 8)
+
+
+async def test_vllm_finds_what_the_dimensions_of_the_text_model_do_not_show(
+    vision_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The image encoder has two heads, the text model four."""
+    path = vision_models["tiny-qwen2.5-vl"]
+    config = read_json(path / "config.json")
+    assert [one for one in DEGREES if not why_checkpoint_undivided(config, one)] == [1, 2, 4]
+    folders = {f"{name}_dir": str(tmp_path) for name in ("state", "runtime", "log")}
+    devices = [{"kind": "emulated", "gpus": degree} for degree in DEGREES]
+    settings = parse_settings({"device": devices, "paths": folders}, "test")
+    forks = cast(ForkServer, SimpleNamespace(fork=execute))
+    divisions = Divisions(settings, Inspector(settings, forks))
+    spec = ModelSpec(ModelName("vision"), "vision", str(path))
+    await divisions.check(spec)
+    reasons = [divisions.why_not(spec, number) for number in range(len(DEGREES))]
+    assert reasons == [
+        "",
+        "",
+        "4 attention heads are not divisible by 3",
+        "AssertionError: 2 is not divisible by 4",
+        "4 attention heads are not divisible by 8",
+    ]

@@ -212,8 +212,7 @@ class _SwitchBench:
         )
 
     def _bring(self, engine: ModelEngine) -> None:
-        self._residency.switch_in(engine.name)
-        self._residency.bring_all(engine.name)
+        self._residency.make_resident(engine.name)
 
     def _step(self, engine: ModelEngine) -> float | None:
         """Run a step and return its seconds; None without requests, or if a request would end."""

@@ -15,6 +15,7 @@ from gpupoold.config.values import (
     Duration,
     Effect,
     HostNames,
+    LinkRate,
     PositiveSize,
     Section,
     Size,
@@ -90,7 +91,8 @@ class DeviceSettings(Section):
 
     ``memory_bytes`` is the memory of an emulated device, and an upper limit for other devices (None
     for all memory). ``index`` is the CUDA ordinal, None for other kinds. ``gpu`` is the GPU
-    simulated by a ``sim`` device. With ``page_bytes`` None the worker chooses.
+    simulated by a ``sim`` device. With ``page_bytes`` None the worker chooses. ``link`` is the
+    bandwidth in each direction of a modelled link between the host and an emulated device.
     """
 
     kind: Literal["emulated", "cuda", "sim"]
@@ -98,6 +100,7 @@ class DeviceSettings(Section):
     index: int | None = Field(default=None, ge=0)
     gpu: str | None = None
     page_bytes: PositiveSize | None = None
+    link_bytes_per_s: LinkRate | None = Field(default=None, alias="link")
 
     @model_validator(mode="before")
     @classmethod
@@ -110,6 +113,8 @@ class DeviceSettings(Section):
     def _consistent(self) -> Self:
         if self.kind != "cuda" and self.index is not None:
             raise ValueError('index is for kind = "cuda" only')
+        if self.kind != "emulated" and self.link_bytes_per_s is not None:
+            raise ValueError('link is for kind = "emulated" only')
         check_gpu(self.kind, self.gpu)
         if self.kind == "sim" and self.page_bytes is not None:
             raise ValueError('page_bytes is not for kind = "sim", which has no pages')

@@ -24,8 +24,12 @@ _LIBRARIES_BYTES = 1 << 30
 _NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
-def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
+def open_device(
+    kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int, link_bytes_per_s: int = 0
+) -> Device:
     """Open the device; a GPU is the only one visible to this process.
+
+    ``link_bytes_per_s`` is for an emulated device, see :class:`EmulatedDevice`.
 
     Raises:
         Failed: the kind of device is missing, or vLLM was built for another kind.
@@ -33,7 +37,7 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
         OSError: the host has too little memory for an emulated device.
     """
     if kind == "emulated":
-        return EmulatedDevice(device_bytes, page_bytes or None)
+        return EmulatedDevice(device_bytes, page_bytes or None, link_bytes_per_s)
     if not current_platform.is_cuda():
         raise Failed("the installed vLLM was not built for CUDA", "pip install gpupool[cuda]")
     if _NO_STREAMS in sys.modules:

@@ -30,11 +30,14 @@ SizeOption = Annotated[str, typer.Option("--size", help="Weight bytes of a model
 def switch(
     size: SizeOption = "300MB",
     rounds: Annotated[int, typer.Option(min=1, help="Switches each way.")] = 20,
+    link: Annotated[
+        str, typer.Option(help="Use an emulated device with a modelled link, such as 2GB/s.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Switch between two models: resident, prefetched, in host memory; without and with KV."""
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
-        result = run_switch_bench(Path(folder), parse_size_bytes(size), rounds)
+        result = run_switch_bench(Path(folder), parse_size_bytes(size), rounds, link)
     if as_json:
         print_json(result)
     else:

@@ -39,9 +39,13 @@ def device_config(num_bytes: int) -> str:
     return f'[[device]]\nkind = "cuda"\nmemory = {memory}\npage_bytes = {_CUDA_PAGE_BYTES}\n'
 
 
-def emulated_config(num_bytes: int, num_devices: int = 1) -> str:
-    """TOML of emulated devices with ``num_bytes`` each, also where there are GPUs."""
-    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n' * num_devices
+def emulated_config(num_bytes: int, num_devices: int = 1, link: str = "") -> str:
+    """TOML of emulated devices with ``num_bytes`` each, also where there are GPUs.
+
+    ``link`` is the bandwidth of a modelled link.
+    """
+    device = f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n'
+    return (device + f'link = "{link}"\n' * bool(link)) * num_devices
 
 
 def weight_bytes(checkpoint: Path) -> int:

@@ -127,6 +127,11 @@ class ModelEngine:
         """The model runner of vLLM's worker."""
         return self.worker.model_runner
 
+    def take_waited_s(self) -> float:
+        """Return the seconds that steps have waited for weights since the last call."""
+        gates = self.worker.gates
+        return 0.0 if gates is None else gates.take_waited_s()
+
     def isolate(self, request_id: str) -> None:
         """Run a request that is about to be added only in steps without other requests."""
         self._scheduler.isolate(request_id)

@@ -41,8 +41,9 @@ def run_self_check(
 ) -> Generator[None, None, tuple[int, ...]]:
     """Return a model's ``num_tokens`` greedy tokens, or its sampled result, for a fixed prompt.
 
-    A slice has one step, made by ``step`` or else by the engine. The model's other requests pause meanwhile: in a batch the last bits of a
-    sum may differ. Makes the model resident, so the present turn's model must be switched in again.
+    A slice has one step, made by ``step`` or else by the engine. The model's other requests pause
+    meanwhile: in a batch the last bits of a sum may differ. Makes the model resident, so the
+    present turn's model must be switched in again.
 
     Raises:
         NoAnswer: running requests leave no memory, or the answer does not end.

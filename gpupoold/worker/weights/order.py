@@ -22,7 +22,7 @@ _FIRST = -1
 
 
 class DecoderLayers(NamedTuple):
-    """The decoder layers: the module list with the most bytes; ``num_layers`` is 0 without any."""
+    """The decoder layers: the module list with the most bytes."""
 
     prefix: str
     num_layers: int
@@ -30,7 +30,7 @@ class DecoderLayers(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> DecoderLayers:
         """Find the decoder layers of a model; of lists of equal size, the outermost."""
-        largest, most_bytes = cls("", 0), 0
+        largest, most_bytes = NO_LAYERS, 0
         for name, module in model.named_modules():
             if not isinstance(module, nn.ModuleList) or not name or len(module) < 2:
                 continue
@@ -44,6 +44,9 @@ class DecoderLayers(NamedTuple):
         if not self.num_layers or not name.startswith(self.prefix):
             return None
         return int(name.removeprefix(self.prefix).partition(".")[0])
+
+
+NO_LAYERS = DecoderLayers("", 0)
 
 
 class NeedOrder:

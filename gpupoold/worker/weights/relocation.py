@@ -23,7 +23,7 @@ from gpupoold.worker.weights.loose import (
     on_weight_device,
     scratch_tensors,
 )
-from gpupoold.worker.weights.order import DecoderLayers, NeedOrder
+from gpupoold.worker.weights.order import NO_LAYERS, DecoderLayers, NeedOrder
 from gpupoold.worker.weights.wrappers import base_name, slot_tensors
 
 _ALIGNMENT_BYTES = 256
@@ -43,7 +43,7 @@ class WeightLayout:
     num_bytes: int
     digest: str
     scratch: tuple[tuple[int, int], ...] = ()
-    layers: DecoderLayers = DecoderLayers("", 0)
+    layers: DecoderLayers = NO_LAYERS
     layer_ends: tuple[int, ...] = ()
 
 

@@ -117,6 +117,8 @@ class Device(ABC):
     page_bytes: int
     num_pages: int
     is_host_addressable: bool
+    has_link: bool = True
+    """False if the host's cores make the copies, which then delay steps instead of overlapping."""
     table_pages: int = 1
     """Pages per page table, where moving a whole table makes mapping cheaper."""
     copy_batch_bytes: int = 8 << 20

@@ -196,6 +196,7 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
         arguments.reserve_bytes,
         arguments.page_bytes,
         rank.rank,
+        arguments.link_bytes_per_s,
     )
 
 
@@ -235,6 +236,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")
     parser.add_argument("--reserve-bytes", type=int, default=0)
     parser.add_argument("--page-bytes", type=int, default=0)
+    parser.add_argument("--link-bytes-per-s", type=int, default=0, help="of an emulated device")
     parser.add_argument("--kv-host-bytes", type=int, required=True)
     parser.add_argument("--compute-threads", type=int, required=True)
     parser.add_argument("--self-check-interval", type=int, default=0, help="0: no self-check")

@@ -25,9 +25,16 @@ _NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
 def open_device(
-    kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int, rank: int = 0
+    kind: str,
+    device_bytes: int,
+    reserve_bytes: int,
+    page_bytes: int,
+    rank: int = 0,
+    link_bytes_per_s: int = 0,
 ) -> Device:
     """Open the device: of the visible GPUs, the one of this rank.
+
+    ``link_bytes_per_s`` is for an emulated device, see :class:`EmulatedDevice`.
 
     Raises:
         Failed: the kind of device is missing, or vLLM was built for another kind.
@@ -35,7 +42,7 @@ def open_device(
         OSError: the host has too little memory for an emulated device.
     """
     if kind == "emulated":
-        return EmulatedDevice(device_bytes, page_bytes or None)
+        return EmulatedDevice(device_bytes, page_bytes or None, link_bytes_per_s)
     if not current_platform.is_cuda():
         raise Failed("the installed vLLM was not built for CUDA", "pip install gpupool[cuda]")
     if _NO_STREAMS in sys.modules:

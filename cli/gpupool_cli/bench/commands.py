@@ -39,11 +39,14 @@ def switch(
     size: SizeOption = "300MB",
     rounds: Annotated[int, typer.Option(min=1, help="Switches each way.")] = 20,
     gpus: GpusOption = 1,
+    link: Annotated[
+        str, typer.Option(help="Use an emulated device with a modelled link, such as 2GB/s.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Switch between two models: resident, prefetched, in host memory; without and with KV."""
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
-        result = run_switch_bench(Path(folder), parse_size_bytes(size), rounds, gpus)
+        result = run_switch_bench(Path(folder), parse_size_bytes(size), rounds, gpus, link)
     if as_json:
         print_json(result)
     else:

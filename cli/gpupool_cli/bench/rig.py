@@ -41,14 +41,14 @@ def device_config(num_bytes: int, num_gpus: int = 1) -> str:
     return f'[[device]]\nkind = "cuda"\n{group}{sizes}'
 
 
-def emulated_config(num_bytes: int, num_devices: int = 1, num_gpus: int = 1) -> str:
+def emulated_config(num_bytes: int, num_devices: int = 1, num_gpus: int = 1, link: str = "") -> str:
     """TOML of emulated devices of ``num_gpus`` with ``num_bytes`` each, also where there are GPUs.
 
-    The GPUs of a group share the bytes.
+    The GPUs of a group share the bytes. ``link`` is the bandwidth of a modelled link.
     """
-    group = f"gpus = {num_gpus}\n" if num_gpus > 1 else ""
-    memory = f"memory = {-(-num_bytes // num_gpus)}\n"
-    return f'[[device]]\nkind = "emulated"\n{group}{memory}' * num_devices
+    device = f'[[device]]\nkind = "emulated"\nmemory = {-(-num_bytes // num_gpus)}\n'
+    device += f"gpus = {num_gpus}\n" * (num_gpus > 1) + f'link = "{link}"\n' * bool(link)
+    return device * num_devices
 
 
 def weight_bytes(checkpoint: Path) -> int:

@@ -34,6 +34,7 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
             "--gpus": ",".join(map(str, device.gpus)) or "0",
             "--reserve-bytes": reserve_bytes,
             "--page-bytes": device.page_bytes or 0,
+            "--link-bytes-per-s": device.link_bytes_per_s or 0,
             "--kv-host-bytes": settings.memory.kv_host_bytes,
             "--self-check-interval": settings.memory.self_check_interval,
             "--compute-threads": compute_threads(settings),

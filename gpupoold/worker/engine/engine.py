@@ -36,6 +36,7 @@ from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.engine.pooled_memory import PooledMemory
 from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.runners import drop_runner
@@ -72,6 +73,7 @@ class ModelEngine:
         self.weights: WeightMemory = load.weights
         self.layout_digest = load.layout.digest
         self.scratch = load.layout.scratch
+        self.layers, self.layer_ends = load.layout.layers, load.layout.layer_ends
         self.kv = kv
         self._ledger = BlockPoolLedger(_block_pool(core))
         kv.attach(self._ledger)
@@ -122,6 +124,22 @@ class ModelEngine:
                 self._scheduler.detach(request)
             self.kv.discard_dead()
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
+
+    @property
+    def worker(self) -> PooledMemory:
+        """The vLLM worker, which makes the steps."""
+        worker: PooledMemory = self._core.model_executor.driver_worker.worker
+        return worker
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of vLLM's worker."""
+        return self.worker.model_runner
+
+    def take_waited_s(self) -> float:
+        """Return the seconds that steps have waited for weights since the last call."""
+        gates = self.worker.gates
+        return 0.0 if gates is None else gates.take_waited_s()
 
     def isolate(self, request_id: str) -> None:
         """Run a request that is about to be added only in steps without other requests."""

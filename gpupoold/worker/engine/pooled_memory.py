@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.engine.process_groups import ensure_process_groups
 from gpupoold.worker.engine.request_records import ResumedRequest, new_record
 from gpupoold.worker.weights.loading import current_load
@@ -19,6 +20,8 @@ class PooledMemory:
     model_runner: Any
     local_rank: int
     distributed_init_method: str
+    gates: LayerGates | None = None
+    """Set for a model whose steps may begin before all weights are present."""
 
     def init_device(self) -> None:
         """Create the process groups that all models share, then initialise as vLLM does."""
@@ -46,7 +49,11 @@ class PooledMemory:
             states = getattr(record, "pooling_states", None)
             if states is not None:
                 states.clean()
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        gates = self.gates
+        if gates is None or gates.are_open or not scheduler_output.total_num_scheduled_tokens:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        with gates.closed(scheduler_output):
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def add_record(self, request: ResumedRequest) -> None:
         """Record a request that continues here after tokens."""

@@ -21,7 +21,8 @@ from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
 from gpupoold.worker.turn_thread import TurnThread
-from gpupoold.worker.turns.self_check import is_same_answer, run_self_check
+from gpupoold.worker.turns.early_start import first_self_check
+from gpupoold.worker.turns.self_check import is_same_answer
 from gpupoold.worker.weights.loading import ModelLoad
 from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
 from gpupoold.worker.weights.torch_release import pages_for_torch
@@ -193,7 +194,7 @@ class EngineLoader:
         """Bring the weights onto the device beside the turns, then run the self-check."""
         while self._residency.load_piece(engine.name, self._current()):
             yield
-        self_check = yield from run_self_check(engine, self._residency)
+        self_check = yield from first_self_check(engine, self._residency, self._device)
         engine.kv.unmap(engine.kv.free_extents())
         return self_check
 

@@ -75,11 +75,15 @@ class TurnSteps:
         return taken
 
     def _report(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
+        # The duration of a step that has waited for weights says nothing about other steps.
+        has_waited = bool(steps) and engine.take_waited_s() > 0
         for step in steps:
             ended_s = self._clock()
             # Steps follow each other on the device: a step begins when the previous step ends.
-            step_s = self._last_s = ended_s - self._since_s
+            step_s = ended_s - self._since_s
             self._since_s = ended_s
+            if not has_waited:
+                self._last_s = step_s
             self._ledger.record(engine.name, step.progress)
             if step.frames:
                 outputs = m.StepOutputs(
@@ -87,7 +91,7 @@ class TurnSteps:
                     ended_s,
                     step.frames,
                     step.progress,
-                    step_s / _tokens_each(step) if step.is_decode else None,
+                    step_s / _tokens_each(step) if step.is_decode and not has_waited else None,
                     step.frame_counts,
                     step.drafts,
                 )

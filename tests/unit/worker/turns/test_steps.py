@@ -30,6 +30,11 @@ class Engine:
         self.num_left = 4
         self.num_tokens = 1
         self.chunks: list[int | None] = []
+        self.waited_s = 0.0
+
+    def take_waited_s(self) -> float:
+        waited_s, self.waited_s = self.waited_s, 0.0
+        return waited_s
 
     @property
     def is_under_way(self) -> bool:
@@ -136,6 +141,18 @@ def test_the_time_of_a_step_with_accepted_drafts_is_told_per_token() -> None:
     assert told.sent[0].drafts == DRAFTS
     deadline_s = told.ledger.next_deadline_s("m")
     assert deadline_s == pytest.approx(99.0 + 1.0 + 3 * 0.1), "each token has its own deadline"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_that_waited_for_weights_is_no_sample(is_async: bool) -> None:
+    told = Told(is_async=is_async)
+    told.engine.waited_s = 0.05
+    for _ in range(3):
+        told.steps.begin(told.engine, None)
+    told.steps.settle()
+    first, *others = told.steps_s
+    assert first is None
+    assert others == [0.01 if is_async else 0.013] * 2
 
 
 def test_an_engine_without_requests_is_noticed(told: Told) -> None:

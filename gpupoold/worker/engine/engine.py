@@ -154,6 +154,11 @@ class ModelEngine:
         computed: ComputedKv = self._scheduler.computed_kv(request)
         return computed
 
+    def num_output_tokens(self, request_id: str) -> int | None:
+        """Return the number of tokens of a request's answer; None for an unknown request."""
+        request = self._core.scheduler.requests.get(request_id)
+        return None if request is None else int(request.num_output_tokens)
+
     @property
     def max_batched_tokens(self) -> int:
         """Largest number of tokens in a step; longer prompts are prefilled in chunks."""

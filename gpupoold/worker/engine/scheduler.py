@@ -121,8 +121,10 @@ class PooledScheduler(Scheduler):
 
     def take_drafts(self) -> DraftCounts | None:
         """Return the counts since the last call, None without drafts."""
+        if not self.drafts.num_drafts:
+            return None
         drafts, self.drafts = self.drafts, DraftCounts()
-        return drafts if drafts.num_drafts else None
+        return drafts
 
     def isolate(self, request_id: str) -> None:
         """Run a request, present or future, only in steps without other requests."""

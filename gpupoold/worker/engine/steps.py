@@ -8,6 +8,8 @@ or takes memory away must settle the step first.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,7 +36,9 @@ class Step(NamedTuple):
     """True if every request got its next token, without any prefill."""
     frame_counts: dict[int, int]
     """Number of ``frames`` per frontend, in the order of the frames."""
-    pooled: dict[str, torch.Tensor]
+    ended: Sequence[str] = ()
+    """Ids of requests that have ended."""
+    pooled: Mapping[str, torch.Tensor] = MappingProxyType({})
     """Results of pooling requests by id."""
     drafts: DraftCounts | None = None
     """Speculative decoding since the previous step with drafts."""
@@ -124,6 +128,7 @@ class EngineSteps:
         frames: list[bytes] = []
         progress: list[RequestProgress] = []
         frame_counts: dict[int, int] = {}
+        ended: list[str] = []
         pooled: dict[str, torch.Tensor] = {}
         for number, result in by_frontend.items():
             encoded: Any = self._encoder.encode(result)
@@ -137,12 +142,14 @@ class EngineSteps:
                     continue
                 if tensor is not None:
                     pooled[name] = tensor
+                if reason is not None:
+                    ended.append(name)
                 reason_text = None if reason is None else str(reason)
                 progress.append(RequestProgress(name, tokens, reason_text, tensor is not None))
         if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
             halves = _halves(by_frontend)
             return [step for half in halves for step in self._steps_of(half, is_decode=False)]
-        return [Step(frames, progress, is_decode, frame_counts, pooled)]
+        return [Step(frames, progress, is_decode, frame_counts, ended, pooled)]
 
     def _take(self) -> list[Step]:
         made, self._made = self._made, []

@@ -65,7 +65,7 @@ class TurnLoop:
         self.device_number = device_number
         self.device = device
         self.host = host
-        self.ledger = RequestLedger()
+        self.ledger = RequestLedger(self._num_tokens)
         self.steps = TurnSteps(self.ledger, channel.send, clock)
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
@@ -284,9 +284,7 @@ class TurnLoop:
         self._maybe_report()
         for report in self._models.finished():
             self._channel.send(report)
-        wait_s = _SNAPSHOTS_POLL_S if self._models.is_mapping else _STATUS_INTERVAL_S
-        wake_fds = (*self.migrations.wake_fds, self.turns.wake_fd)
-        message = self._channel.receive(wait_s if block else 0.0, wake_fds)
+        message = self._wait_for_message() if block else self._channel.receive(0.0)
         while message is not None and not self._stopping:
             if not may_come_between(message):
                 self.steps.settle()
@@ -301,6 +299,10 @@ class TurnLoop:
         for arrived, slot in self.migrations.arrived():
             self.steps.settle()
             self._add_request(arrived, slot)
+
+    def _wait_for_message(self) -> m.ToWorker | None:
+        wait_s = _SNAPSHOTS_POLL_S if self._models.is_mapping else _STATUS_INTERVAL_S
+        return self._channel.receive(wait_s, (*self.migrations.wake_fds, self.turns.wake_fd))
 
     def _handle(self, message: m.ToWorker) -> None:
         match message:
@@ -379,6 +381,9 @@ class TurnLoop:
             ttft_s=self.ledger.ttft_s(name),
             next_deadline_s=self.ledger.next_deadline_s(name),
         )
+
+    def _num_tokens(self, name: str, request_id: str) -> int | None:
+        return self.engines[name].num_output_tokens(request_id)
 
     def _report_memory(self) -> None:
         changed = self._missing.changed()

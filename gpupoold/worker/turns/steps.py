@@ -80,7 +80,7 @@ class TurnSteps:
             # Steps follow each other on the device: a step begins when the previous step ends.
             step_s = self._last_s = ended_s - self._since_s
             self._since_s = ended_s
-            self._ledger.record(engine.name, step.progress)
+            self._ledger.finish(engine.name, step.ended)
             if step.frames:
                 outputs = m.StepOutputs(
                     engine.name,

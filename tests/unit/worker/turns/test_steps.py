@@ -58,8 +58,8 @@ class Engine:
                 [m.RequestProgress("r", [7] * self.num_tokens, reason)],
                 True,
                 {0: 1},
-                {},
-                DRAFTS,
+                [] if reason is None else ["r"],
+                drafts=DRAFTS,
             )
         ]
 
@@ -74,9 +74,10 @@ class Told:
     def __init__(self, *, is_async: bool) -> None:
         clock = Clock()
         self.engine: Any = Engine(clock, is_async=is_async)
-        self.ledger = RequestLedger()
+        self.ledger = RequestLedger(lambda _, request_id: self.num_tokens.get(request_id))
         self.ledger.add_model("m", Targets(1.0, 0.1))
         self.ledger.arrive("m", "r", 99.0)
+        self.num_tokens = {"r": 0}
         self.sent: list[m.StepOutputs] = []
         self.steps = TurnSteps(self.ledger, self.sent.append, lambda: clock.now_s)
 
@@ -134,8 +135,6 @@ def test_the_time_of_a_step_with_accepted_drafts_is_told_per_token() -> None:
     told.steps.begin(told.engine, None)
     assert told.steps_s == [round(0.013 / 3, 6)]
     assert told.sent[0].drafts == DRAFTS
-    deadline_s = told.ledger.next_deadline_s("m")
-    assert deadline_s == pytest.approx(99.0 + 1.0 + 3 * 0.1), "each token has its own deadline"
 
 
 def test_an_engine_without_requests_is_noticed(told: Told) -> None:
@@ -146,8 +145,8 @@ def test_an_engine_without_requests_is_noticed(told: Told) -> None:
 
 def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
     told.engine.settle = lambda: [
-        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}, {}),
-        Step([], [], False, {}, {}),
+        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}),
+        Step([], [], False, {}),
     ]
     told.steps.begin(told.engine, None)
     told.sent.clear()
@@ -190,7 +189,6 @@ def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
             [m.RequestProgress(name, [7])],
             is_decode=False,
             frame_counts={0: 1},
-            pooled={},
         )
         for name in ("r", "long", "r")
     ]

@@ -19,7 +19,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.worker import workspace
 
-from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.system.activity import WORKER
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import DraftCounts, RequestProgress
 
@@ -67,23 +67,29 @@ class EngineSteps:
     def begin(self, chunk_tokens: int | None = None) -> list[Step]:
         """Launch a step of at most ``chunk_tokens``; then wait for the previous step.
 
+        ``chunk_tokens`` counts prompt tokens, and each answer's token and draft.
         Returns the results since the last call: none without a previous step. Without asynchronous
         scheduling, and while a request is isolated, the call waits for the step itself.
         """
         self._scheduler.chunk_tokens = chunk_tokens
         if not self._scheduler.isolated:
             self._call()
-            return self._take()
+            return self.take()
         self.wait()
         self._scheduler.take_turns(may_isolate=WORKER.is_alone)
         self._call()
         self.wait()
-        return self._take()
+        return self.take()
 
     def settle(self) -> list[Step]:
         """Wait for launched steps; return the results since the last call."""
         self.wait()
-        return self._take()
+        return self.take()
+
+    def take(self) -> list[Step]:
+        """Return the results since the last call, without waiting."""
+        made, self._made = self._made, []
+        return made
 
     def wait(self) -> None:
         """Wait for launched steps; the next ``begin`` or ``settle`` returns the results."""
@@ -106,8 +112,7 @@ class EngineSteps:
         # but CUDA graphs keep addresses in the workspace of their capture.
         workspace._manager = self._workspace
         num_updates = self._scheduler.num_updates
-        if WORKER.main.phase == ThreadPhase.IDLE:  # until the scheduler has chosen the requests
-            WORKER.main.set(ThreadPhase.STEP, self._name, None)
+        WORKER.begin_scheduling(self._name)
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
         if self._scheduler.num_updates > num_updates:
@@ -118,8 +123,6 @@ class EngineSteps:
                 steps[0] = steps[0]._replace(drafts=drafts)
             self._made += steps
         WORKER.end_steps(len(self._core.batch_queue or ()))
-        if WORKER.main.phase == ThreadPhase.STEP:
-            WORKER.main.clear()
 
     def _steps_of(
         self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool
@@ -151,9 +154,6 @@ class EngineSteps:
             return [step for half in halves for step in self._steps_of(half, is_decode=False)]
         return [Step(frames, progress, is_decode, frame_counts, ended, pooled)]
 
-    def _take(self) -> list[Step]:
-        made, self._made = self._made, []
-        return made
 
 
 def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:

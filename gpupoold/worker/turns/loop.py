@@ -120,6 +120,7 @@ class TurnLoop:
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
             else:
+                self.residency.settle_exports()  # during turns, `advance` does
                 is_idle = self.ledger.is_idle()
                 self.turns.run(_JOBS_ALONE_S if is_idle else _JOBS_S)
                 HEAP.collect_if_idle(self._clock(), is_idle=is_idle and not self._loads.is_busy)
@@ -270,7 +271,7 @@ class TurnLoop:
         self._report_memory()
 
     def _step(self, engine: ModelEngine) -> None:
-        if engine.is_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
+        if engine.steps.are_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
             self.steps.settle()  # the turn's last step: a further step would delay the next model
             return
         self.residency.ensure_kv(engine.name)
@@ -295,7 +296,6 @@ class TurnLoop:
             self.steps.settle()
             self._requests.abort(failed.model, failed.request_ids)
             self._channel.send(failed)
-        self.residency.settle_exports()
         for arrived, slot in self.migrations.arrived():
             self.steps.settle()
             self._add_request(arrived, slot)

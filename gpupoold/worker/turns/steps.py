@@ -46,15 +46,17 @@ class TurnSteps:
         """Start a step and report the previous one; return whether the engine still has
         requests.
         """
-        if not engine.is_under_way:
-            self._report(engine, engine.settle())  # a step may have ended elsewhere
+        steps = engine.steps
+        if not steps.are_under_way:
+            if ended_elsewhere := steps.take():
+                self._report(engine, ended_elsewhere)
             self._since_s = self._clock()
         self._engine = engine
         self.num_begun += 1
-        steps = engine.begin_step(chunk_tokens)
-        self._report(engine, steps)
-        has_told = any(step.frames for step in steps)
-        return has_told or engine.is_under_way or engine.has_requests()
+        made = steps.begin(chunk_tokens)
+        self._report(engine, made)
+        has_told = any(step.frames for step in made)
+        return has_told or steps.are_under_way or engine.has_requests()
 
     def expected_end_s(self) -> float:
         """Return the expected end of the present step.
@@ -67,7 +69,7 @@ class TurnSteps:
         """Wait for launched steps and report all results."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._report(engine, engine.settle())
+            self._report(engine, engine.steps.settle())
 
     def take_unsendable(self) -> list[m.RequestsFailed]:
         """Return requests whose outputs were too long for a message, to be ended and reported."""

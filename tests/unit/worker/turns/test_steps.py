@@ -31,14 +31,19 @@ class Engine:
         self.num_tokens = 1
         self.chunks: list[int | None] = []
 
+        self.steps: Any = self
+
     @property
-    def is_under_way(self) -> bool:
+    def are_under_way(self) -> bool:
         return bool(self._ends_s)
 
     def has_requests(self) -> bool:
         return self.num_left > 0
 
-    def begin_step(self, chunk_tokens: int | None) -> list[Step]:
+    def take(self) -> list[Step]:
+        return []
+
+    def begin(self, chunk_tokens: int | None) -> list[Step]:
         self.chunks.append(chunk_tokens)
         self._clock.now_s += 0.003
         begins_s = max([self._clock.now_s, *self._ends_s])
@@ -100,7 +105,7 @@ def test_every_step_is_told_once(told: Told) -> None:
     assert set(told.engine.chunks) == {64}
     assert told.steps.num_begun == len(told.engine.chunks)
     told.steps.settle()
-    assert not told.engine.is_under_way
+    assert not told.engine.are_under_way
 
 
 def test_steps_take_what_the_device_took_when_the_host_works_ahead() -> None:
@@ -139,8 +144,16 @@ def test_the_time_of_a_step_with_accepted_drafts_is_told_per_token() -> None:
 
 def test_an_engine_without_requests_is_noticed(told: Told) -> None:
     told.engine.num_left = 0
-    told.engine.begin_step = lambda _: []
+    told.engine.begin = lambda _: []
     assert not told.steps.begin(told.engine, None)
+
+
+def test_steps_that_ended_elsewhere_are_told_first(told: Told) -> None:
+    ended = Step([b"before"], [m.RequestProgress("r", [6])], True, {0: 1})
+    told.engine.take = lambda: [ended]
+    told.steps.begin(told.engine, None)
+    told.steps.settle()
+    assert [one.frames for one in told.sent] == [[b"before"], [b"frame"]]
 
 
 def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
@@ -183,7 +196,7 @@ def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
 
     told.ledger.arrive("m", "long", 99.0)
     steps = TurnSteps(told.ledger, send)
-    told.engine.begin_step = lambda _: [
+    told.engine.begin = lambda _: [
         Step(
             [b"frame"],
             [m.RequestProgress(name, [7])],

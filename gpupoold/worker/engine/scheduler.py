@@ -212,7 +212,7 @@ class PooledScheduler(Scheduler):
 
         None if prompts may be in the step.
         """
-        if self.waiting or self.kv_holding_waiting or self._inflight_prefills:
+        if len(self.requests) > len(self.running) or self._inflight_prefills:
             return None
         if self._answer_blocks is None:
             self._answer_blocks = self._block_demand.of_an_answer(self._limits(0))

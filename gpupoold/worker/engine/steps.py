@@ -155,7 +155,6 @@ class EngineSteps:
         return [Step(frames, progress, is_decode, frame_counts, ended, pooled)]
 
 
-
 def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:
     """Split the outputs of a step into two parts, both with outputs."""
     pairs = [(number, one) for number, made in by_frontend.items() for one in made.outputs]

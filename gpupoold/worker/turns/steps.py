@@ -12,6 +12,10 @@ from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns.ledger import RequestLedger
 
+# Outputs of fewer bytes are sent without a record on the activity page: no lack of memory ends the
+# worker just then.
+_RECORDED_BYTES = 1 << 20
+
 
 def may_come_between(message: m.ToWorker) -> bool:
     """Return whether a message leaves residency and running requests unchanged.
@@ -93,13 +97,19 @@ class TurnSteps:
                     step.frame_counts,
                     step.drafts,
                 )
-                ids = [item.request_id for item in step.progress]
-                WORKER.begin_report(engine.name, ids)
-                try:
+                if sum(map(len, step.frames)) < _RECORDED_BYTES:
                     self._send(outputs)
-                except FrameTooLong as error:
-                    self._unsendable.append(m.RequestsFailed(engine.name, ids, str(error)))
-                WORKER.end_report()
+                else:
+                    self._send_long(outputs)
+
+    def _send_long(self, outputs: m.StepOutputs) -> None:
+        ids = [item.request_id for item in outputs.progress]
+        WORKER.begin_report(outputs.model, ids)
+        try:
+            self._send(outputs)
+        except FrameTooLong as error:
+            self._unsendable.append(m.RequestsFailed(outputs.model, ids, str(error)))
+        WORKER.end_report()
 
 
 def _tokens_each(step: Step) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,9 +10,18 @@ import pytest
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from gpupoold.domain import Targets
+from gpupoold.system.activity import (
+    Activity,
+    ActivityPage,
+    ThreadPhase,
+    create_page,
+    digest,
+    read_page,
+)
 from gpupoold.wire import messages as m
 from gpupoold.wire.codec import FrameTooLong
 from gpupoold.worker.engine.steps import Step
+from gpupoold.worker.turns import steps as turn_steps
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 
@@ -186,28 +196,33 @@ def test_only_what_touches_nothing_comes_between_steps(message: Any, may: bool) 
     assert may_come_between(message) is may
 
 
-def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
+def test_outputs_that_no_message_carries_end_their_requests(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker goes on, and so do the others' streams."""
+    page, fd, seen = ActivityPage(), create_page(), dict[str, list[Activity]]()
+    page.attach(os.dup(fd))
+    monkeypatch.setattr(turn_steps, "WORKER", page)
 
     def send(outputs: m.StepOutputs) -> None:
-        if outputs.progress[0].request_id == "long":
+        [item] = outputs.progress
+        seen[item.request_id] = read_page(fd)
+        if item.request_id == "long":
             raise FrameTooLong("StepOutputs of 9 bytes is over the limit of 8")
         told.sent.append(outputs)
 
     told.ledger.arrive("m", "long", 99.0)
     steps = TurnSteps(told.ledger, send)
     told.engine.begin = lambda _: [
-        Step(
-            [b"frame"],
-            [m.RequestProgress(name, [7])],
-            is_decode=False,
-            frame_counts={0: 1},
-        )
-        for name in ("r", "long", "r")
+        Step([frame], [m.RequestProgress(name, [7])], False, {0: 1})
+        for name, frame in (("r", b"frame"), ("long", bytes(1 << 20)), ("r", b"frame"))
     ]
     assert steps.begin(told.engine, None)
     assert [one.progress[0].request_id for one in told.sent] == ["r", "r"]
+    long = Activity(ThreadPhase.STEP, "m", frozenset({digest("long")}))
+    assert seen == {"r": [], "long": [long]}, "a lack of memory is due to long outputs"
     assert steps.take_unsendable() == [
         m.RequestsFailed("m", ["long"], "StepOutputs of 9 bytes is over the limit of 8")
     ]
     assert steps.take_unsendable() == []
+    os.close(fd)

@@ -80,7 +80,7 @@ class ModelEngine:
         self._scheduler: Any = core.scheduler
         self._scheduler.kv = kv
         self._scheduler.name = info.name
-        self._steps = EngineSteps(core, info.name)
+        self.steps = EngineSteps(core, info.name)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder_outputs = EncoderOutputs(core)
@@ -147,7 +147,7 @@ class ModelEngine:
 
     def end_isolation(self, request_id: str) -> None:
         """Run a request in steps with other requests again."""
-        self._steps.wait()
+        self.steps.wait()
         self._scheduler.end_isolation(request_id)
 
     def has_grammar(self, request_id: str) -> bool:
@@ -173,12 +173,17 @@ class ModelEngine:
 
     def computed_kv(self, request_id: str) -> ComputedKv | None:
         """Return what a request needs to continue elsewhere; None for an unknown request."""
-        self._steps.wait()
+        self.steps.wait()
         request = self._core.scheduler.requests.get(request_id)
         if request is None or request.is_finished():
             return None
         computed: ComputedKv = self._scheduler.computed_kv(request)
         return computed
+
+    def num_output_tokens(self, request_id: str) -> int | None:
+        """Return the number of tokens of a request's answer; None for an unknown request."""
+        request = self._core.scheduler.requests.get(request_id)
+        return None if request is None else int(request.num_output_tokens)
 
     @property
     def max_batched_tokens(self) -> int:
@@ -259,29 +264,13 @@ class ModelEngine:
         found: Iterator[int] = self._scheduler.blocks_under_way()
         return found
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if a launched step has not been waited for."""
-        return self._steps.are_under_way
-
-    def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
-        """Begin a step and wait for the previous step, see :meth:`EngineSteps.begin`.
-
-        The step has at most ``chunk_tokens``: prompt tokens, and each answer's token and draft.
-        """
-        return self._steps.begin(chunk_tokens)
-
-    def settle(self) -> list[Step]:
-        """Wait for launched steps, see :meth:`EngineSteps.settle`."""
-        return self._steps.settle()
-
     def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
         """Run one step to its end, after all launched steps; return the requests' progress."""
         return [item for step in self.whole_steps(chunk_tokens) for item in step.progress]
 
     def whole_steps(self, chunk_tokens: int | None = None) -> list[Step]:
         """Run one step to its end, after all launched steps; return the results."""
-        return [*self._steps.begin(chunk_tokens), *self._steps.settle()]
+        return [*self.steps.begin(chunk_tokens), *self.steps.settle()]
 
     def num_missing_blocks(self) -> tuple[int, int]:
         """Return an upper bound of the blocks that the next step may need beyond free blocks.
@@ -306,12 +295,12 @@ class ModelEngine:
 
     def drop_encoder_outputs(self) -> None:
         """Free the image encoder's outputs; what a request still needs is computed anew."""
-        self._steps.wait()
+        self.steps.wait()
         self._encoder_outputs.drop()
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
-        self._steps.wait()
+        self.steps.wait()
         self.kv.finish_exports()
         with self.kv.with_reserved_blocks():
             self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -330,7 +319,7 @@ class ModelEngine:
         drop_runner(_runner(core))
         self._scheduler = self._core = None
         del self._encoder_outputs
-        self._steps.close()
+        self.steps.close()
         self.adapters.close()
         del core
         HEAP.engine_closed()

@@ -61,6 +61,8 @@ class Snapshots:
 
         Attached snapshots belong to the models from then on.
         """
+        if not (self._dropping or self._taking):
+            return []
         messages: list[SnapshotDropped | SnapshotTaken] = []
         for model, dropped in list(self._dropping.items()):
             if dropped.done():

@@ -41,12 +41,11 @@ class Engine:
         self.num_tokens = 1
         self.chunks: list[int | None] = []
         self.waited_s = 0.0
+        self.steps: Any = self
 
     def take_waited_s(self) -> float:
         waited_s, self.waited_s = self.waited_s, 0.0
         return waited_s
-
-        self.steps: Any = self
 
     @property
     def are_under_way(self) -> bool:

@@ -26,7 +26,13 @@ from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.sampling_seeds import seed_sampling
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import snapshot_loader
-from gpupoold.worker.weights.rank_loads import Answer, AnswerKind, FollowerLoad, RankFailed
+from gpupoold.worker.weights.rank_loads import (
+    Answer,
+    AnswerKind,
+    FollowerLoad,
+    FollowerTurns,
+    RankFailed,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -114,6 +120,7 @@ class FollowerEngines:
         self._shards: dict[int, Shard] = {}
         self._loading: Shard | None = None
         self._undo = contextlib.ExitStack()
+        self._turns = FollowerTurns()
 
     def call(
         self,
@@ -127,6 +134,10 @@ class FollowerEngines:
         if seed is not None:
             seed_sampling(seed)
         self._shards[engine].call(method, args, kwargs)
+
+    def hold(self) -> None:
+        """Let the present load run alone, see :class:`FollowerTurns`; for the thread of orders."""
+        self._turns.hold()
 
     def close_engine(self, engine: int) -> None:
         """Free a shard, for the thread of orders."""
@@ -173,6 +184,7 @@ class FollowerEngines:
             None,
             "",
             skips_checkpoint=skips_checkpoint,
+            turns=self._turns,
             link=self._link,
             memory=self._memory,
             done=self._done,

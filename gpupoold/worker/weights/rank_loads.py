@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from gpupoold.errors import Failed
 from gpupoold.memory.address_ranges import AddressRange
@@ -22,11 +23,17 @@ from gpupoold.memory.group.orders import OrderBook, OrderCount
 from gpupoold.memory.host import HostBuffer, touch_pages
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.memory.numa import prefer_node
+from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.weights.loading import ModelLoad
 from gpupoold.worker.weights.relocation import WeightLayout
 
 if TYPE_CHECKING:
     import torch
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_HOLD = "hold"
 
 
 class RankFailed(Failed):
@@ -107,6 +114,61 @@ class LoadLinks:
                 pass
 
 
+class LeaderTurns(TurnThread):
+    """The leader's turn thread ``turns``, and the followers' threads of orders with it.
+
+    While a load holds the turn thread, the same load of each follower holds its thread of orders,
+    so that collectives of the load come between the same steps on all ranks.
+    """
+
+    def __init__(self, turns: TurnThread, orders: OrderBook) -> None:
+        super().__init__(turns.slice_limit_s)
+        self._turns = turns
+        self._orders = orders
+
+    def call(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._turns.call(job, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with self._turns.held():
+            self._orders.send(_HOLD)
+            yield
+
+    def give_way(self) -> None:
+        self._turns.give_way()
+        self._orders.send(_HOLD)
+
+
+class FollowerTurns(TurnThread):
+    """A follower's thread of orders, held by its load as the leader's turn thread is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_run = threading.Semaphore(0)
+        self._may_go_on = threading.Semaphore(0)
+
+    def hold(self) -> None:
+        """Let the load run until it gives way or ends; for the thread of orders."""
+        self._may_run.release()
+        self._may_go_on.acquire()
+
+    def call(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return job(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._may_run.acquire()
+        try:
+            yield
+        finally:
+            self._may_go_on.release()
+
+    def give_way(self) -> None:
+        self._may_go_on.release()
+        self._may_run.acquire()
+
+
 class LeaderLoad(ModelLoad):
     """The leader's part of a load."""
 
@@ -114,6 +176,7 @@ class LeaderLoad(ModelLoad):
         super().__init__(*arguments, **options)
         assert isinstance(self._device, GroupDevice)
         self._group: GroupDevice = self._device
+        self.turns = LeaderTurns(self.turns, links.orders)
         self.links = links
         self.engine = links.new_engine()
         new_number = self._group.regions.new_number

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
+from gpupoold.memory.libc import memcpy
+
 
 class OutOfPages(Exception):
     """The pool has too few free pages. A planning error: callers must check before."""
@@ -188,6 +190,10 @@ class Device(ABC):
     @abstractmethod
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
         """Copy ``num_bytes`` from the device's ``address`` to host address ``target``."""
+
+    def copy_in_host(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy from host address to host address, in the calling thread."""
+        memcpy(target, source, num_bytes)
 
     @abstractmethod
     def open_copy_stream(self, direction: Direction) -> CopyStream:

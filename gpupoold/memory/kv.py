@@ -22,7 +22,6 @@ from gpupoold.memory.contracts import BlockLedger, Copy, Device
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
 from gpupoold.memory.kv_extents import OFFLOADED, Group, KvExtents, Place
-from gpupoold.memory.libc import memcpy
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
 
@@ -157,12 +156,15 @@ class KvMemory(KvExtents):
         slot = self._host.allocate(self.geometry.block_bytes, len(blocks))
         if slot is None:
             return None
-        copies = []
+        copies, is_split = [], False
         for source, target, num_bytes in slot.beside(self.whereabouts(blocks)):
             if self.address <= source < self.address + self.geometry.total_bytes:
                 copies.append(Copy(target, source, num_bytes))
             else:
-                memcpy(target, source, num_bytes)
+                self._device.copy_in_host(target, source, num_bytes)
+                is_split = True
+        if is_split:  # the end of the transfer tells of copies on the device only
+            self._device.wait_for_ranks()
         self._engine().keep(blocks)
         transfer = queue.begin(copies, on_end)
         self._exports.append(_Export(list(blocks), transfer))

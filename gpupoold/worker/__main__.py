@@ -164,7 +164,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
             bandwidth,
             version,
             device_name(arguments.device_kind, rank.num_ranks),
-            arguments.kv_host_bytes,
+            host.budget_bytes,
             link.in_bytes_per_s,
             link.out_bytes_per_s,
             shares_kv_host=bool(host.budget_bytes),

@@ -99,6 +99,7 @@ class LeaderCopyStream:
         placed: list[PlacedCopy] = []
         for target, source, num_bytes in copies:
             to, from_ = self._regions.place(target), self._regions.place(source)
+            assert (to is None) == (from_ is None), "the ranks share one address of a copy only"
             if to is None or from_ is None:
                 return []
             placed.append((to, from_, num_bytes))

@@ -53,6 +53,7 @@ class GroupDevice(Device):
         self.page_bytes = own.page_bytes
         self.num_pages = num_pages
         self.is_host_addressable = own.is_host_addressable
+        self.has_link = own.has_link
         self.table_pages = own.table_pages
         self.copy_batch_bytes = own.copy_batch_bytes
         self.numa_node = own.numa_node
@@ -122,6 +123,10 @@ class GroupDevice(Device):
         self._copied("copy_out", target, address, num_bytes)
         self._own.copy_out(target, address, num_bytes)
 
+    def copy_in_host(self, target: int, source: int, num_bytes: int) -> None:
+        self._copied("copy_in_host", target, source, num_bytes)
+        self._own.copy_in_host(target, source, num_bytes)
+
     def open_copy_stream(self, direction: Direction) -> CopyStream:
         return self._open(direction, self._own.open_copy_stream(direction))
 
@@ -189,6 +194,7 @@ class GroupDevice(Device):
 
     def _copied(self, method: str, target: int, source: int, num_bytes: int) -> None:
         to, from_ = self.regions.place(target), self.regions.place(source)
+        assert (to is None) == (from_ is None), "the ranks share one address of a copy only"
         if to is not None and from_ is not None:
             self._orders.send(method, to, from_, num_bytes)
 

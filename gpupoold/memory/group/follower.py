@@ -61,6 +61,10 @@ class FollowerMemory:
         target_address = self.regions.address(target)
         self._device.copy_out(target_address, self.regions.address(source), num_bytes)
 
+    def copy_in_host(self, target: Place, source: Place, num_bytes: int) -> None:
+        target_address = self.regions.address(target)
+        self._device.copy_in_host(target_address, self.regions.address(source), num_bytes)
+
     def synchronize(self) -> None:
         self._device.synchronize()
 

@@ -7,6 +7,7 @@ its own addresses.
 from __future__ import annotations
 
 import itertools
+import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,12 +21,13 @@ class Place(NamedTuple):
 
 
 class LeaderRegions:
-    """The regions by the leader's addresses; for use under the interpreter's lock alone.
+    """The regions by the leader's addresses, for all threads.
 
-    Readers of any thread see a consistent list, because a change replaces the list.
+    Readers see a consistent list without a lock, because a change replaces the list.
     """
 
     def __init__(self) -> None:
+        self._changing = threading.Lock()
         self._numbers = itertools.count(1)
         self._sorted: list[tuple[int, int, int]] = []  # address, bytes, number
 
@@ -35,15 +37,16 @@ class LeaderRegions:
 
     def add(self, number: int, address: int, num_bytes: int) -> None:
         """Register a region, which every follower has registered."""
-        self._sorted = sorted([*self._sorted, (address, num_bytes, number)])
+        with self._changing:
+            self._sorted = sorted([*self._sorted, (address, num_bytes, number)])
 
     def pop(self, address: int) -> int | None:
         """Forget the region that begins at ``address``; return its number, None if unknown."""
-        found = [entry for entry in self._sorted if entry[0] == address]
-        if not found:
-            return None
-        self._sorted = [entry for entry in self._sorted if entry[0] != address]
-        return found[0][2]
+        with self._changing:
+            found = [entry for entry in self._sorted if entry[0] == address]
+            if found:
+                self._sorted = [entry for entry in self._sorted if entry[0] != address]
+        return found[0][2] if found else None
 
     def place(self, address: int) -> Place | None:
         """Return the place of an address, None outside of all regions."""

@@ -39,7 +39,7 @@ def first_self_check(
 
     A slice has one step. Raises as ``run_self_check``.
     """
-    if not device.has_link:
+    if not device.has_link or device.num_ranks > 1:  # other ranks would not wait at gates
         return (yield from run_self_check(engine, residency))
     with recorded_calls(engine.runner.compilation_config) as called:
         answer = yield from run_self_check(engine, residency)

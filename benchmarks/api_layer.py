@@ -20,8 +20,7 @@ from benchmarks.added_latency import KINDS, run_added_latency
 from benchmarks.admin_latency import run_admin_latency
 from benchmarks.connections import NUM_ACTIVE, NUM_IDLE, run_connections
 from benchmarks.frontend_rate import run_frontend_rate
-from benchmarks.memory import at_least, at_most
-from benchmarks.report import finish
+from benchmarks.report import at_least, at_most, finish
 from benchmarks.stream_client import PATHS
 from gpupool_cli.bench.rig import make_checkpoints
 

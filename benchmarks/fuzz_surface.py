@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from benchmarks.noise import (
     late_loops,
 )
 from benchmarks.processes import processes
+from benchmarks.report import Figure, at_least, at_most, finish
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
@@ -57,21 +57,24 @@ def main() -> int:
         dummy = make_dummy_checkpoint(folder, "Qwen2.5-7B")
         tiny = make_checkpoints(folder, ["llama", "qwen3"], 10_000_000)
         room = emulated_config(int(2.5 * weight_bytes(tiny[0])) + (64 << 20), 2)
-        report = {
+        runs = {
             "simulated": _fuzz(arguments, _SIM_CONFIG, [dummy, dummy], {}),
             "emulated": _fuzz(arguments, room, tiny, {"dtype": "float32"}),
         }
-    is_good = all(not run["wrong"] and not run["harm"] for run in report.values())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report | {"ok": is_good}, indent=1) + "\n")
-    for kind, run in report.items():
-        print(
-            f"{kind}: {run['mutated']['requests']} mutated, {run['public']['requests']} and "
-            f"{run['admin']['requests']} generated requests; harm: {run['harm'] or 'none'}"
-        )
-        for wrong in run["wrong"][:20]:
-            print(f"  {wrong}")
-    return 0 if is_good else 1
+    code = finish(arguments.out, dict(make_figures(runs)), **runs)
+    for kind, run in runs.items():
+        for text in (*run["harm"], *run["wrong"][:20]):
+            print(f"{kind}: {text}")
+    return code
+
+
+def make_figures(runs: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """The figures by name, each beside its limit."""
+    for kind, run in runs.items():
+        for name in ("mutated", "public", "admin"):
+            yield f"{kind}_{name}_requests", at_least(run[name]["requests"], 1)
+        yield f"{kind}_wrong_answers", at_most(len(run["wrong"]), 0)
+        yield f"{kind}_harm", at_most(len(run["harm"]), 0)
 
 
 def _fuzz(

@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from benchmarks.malformed_requests import request_bytes
 from benchmarks.neighbour import Felt, Neighbour
 from benchmarks.noise import MORE_PAUSE_S
 from benchmarks.processes import processes
+from benchmarks.report import Figure, at_most, finish
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.stats.percentile import percentile
-from gpupoold.units import format_bytes, format_duration
 
 MODEL = "llama"
 NUM_STREAMS = 100
@@ -72,13 +72,22 @@ def main() -> int:
         room = emulated_config(weight_bytes(checkpoint) + (256 << 20))
         with private_daemon(room) as daemon:
             daemon.add_model(MODEL, checkpoint, max_model_len=1024, dtype="float32")
-            report = _measure(daemon, arguments.streams)
-    report["missed"] = list(_missed(report))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    for name, value in report.items():
-        print(f"{name}: {value}")
-    return 1 if report["missed"] else 0
+            details = _measure(daemon, arguments.streams)
+    return finish(arguments.out, dict(make_figures(details)), details=details)
+
+
+def make_figures(details: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """The figures by name, each beside its limit."""
+    for name, answer in details["answers"].items():
+        wrong = [status for status in answer["statuses"] if not 400 <= status < 500]
+        yield f"{name}_wrong_statuses", at_most(len(wrong), 0)
+        yield f"{name}_answered_p50_s", at_most(answer["median_s"], ANSWER_LIMIT_S)
+    most_s = details["pause_alone_s"] + MORE_PAUSE_S
+    yield "longest_pause_s", at_most(details["pause_beside_s"], most_s)
+    yield "differing_answers", at_most(details["differing"], 0)
+    yield "failed_answers", at_most(details["failed"], 0)
+    yield "processes_replaced", at_most(len(details["processes_replaced"]), 0)
+    yield "daemon_growth_bytes", at_most(details["daemon_growth_bytes"], MEMORY_LIMIT_BYTES)
 
 
 def _measure(daemon: PrivateDaemon, num_streams: int) -> dict[str, Any]:
@@ -130,24 +139,6 @@ async def _send(port: int) -> dict[str, dict[str, Any]]:
         }
         for name in statuses
     }
-
-
-def _missed(report: Mapping[str, Any]) -> list[str]:
-    missed = []
-    for name, answer in report["answers"].items():
-        if not all(400 <= status < 500 for status in answer["statuses"]):
-            missed.append(f"{name} was answered with {answer['statuses']}")
-        if answer["median_s"] > ANSWER_LIMIT_S:
-            missed.append(f"{name} was answered after {format_duration(answer['median_s'])}")
-    if report["pause_beside_s"] > report["pause_alone_s"] + MORE_PAUSE_S:
-        missed.append("a stream paused for too long")
-    if report["differing"] or report["failed"]:
-        missed.append("a stream differs or failed")
-    if report["processes_replaced"]:
-        missed.append("a process was replaced")
-    if report["daemon_growth_bytes"] > MEMORY_LIMIT_BYTES:
-        missed.append(f"the daemon keeps {format_bytes(report['daemon_growth_bytes'])}")
-    return missed
 
 
 def _processes(daemon: PrivateDaemon) -> set[int]:

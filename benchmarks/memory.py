@@ -7,7 +7,6 @@ values from which limits are derived are measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_streams import run_streams
-from benchmarks.values import value_text
+from benchmarks.report import Figure, at_least, at_most, finish
 from gpupool_cli.bench.memory import run_memory_bench
 from gpupool_cli.bench.switch import run_switch_bench
 from gpupoold.units import parse_size_bytes
@@ -32,8 +31,6 @@ HIDDEN_SHARE_ON_CPU = -0.1
 COUNT_LIMITS = {"differing_tokens": 0, "pages_leaked": 0, "host_bytes_gained": 1 << 19}
 _LAST_LINES = 20
 _ROUNDS_OF_KV = 3  # a round takes milliseconds
-
-Figure = dict[str, Any]
 
 
 def main() -> int:
@@ -53,16 +50,8 @@ def main() -> int:
         "operations": run_machine(arguments.operations),
     }
     figures = dict(make_figures(details, arguments.switches))
-    counts = {name: details["streams"][name] for name in COUNT_LIMITS}
-    reached = all(figure["reached"] for figure in figures.values())
-    reached = reached and all(counts[name] <= limit for name, limit in COUNT_LIMITS.items())
     wall_s = time.perf_counter() - started_s
-    report = {**figures, **counts, "reached": reached, "wall_s": wall_s, "details": details}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    for line in table(figures, counts):
-        print(line)
-    return 0 if reached else 1
+    return finish(arguments.out, figures, wall_s=wall_s, details=details)
 
 
 def make_figures(details: Mapping[str, Any], num_switches: int) -> Iterator[tuple[str, Figure]]:
@@ -81,18 +70,8 @@ def make_figures(details: Mapping[str, Any], num_switches: int) -> Iterator[tupl
     yield "switches", at_least(streams["switches"], num_switches)
     done = at_least(operations["operations"], operations["asked"])
     yield "memory_operations", done | {"reached": done["reached"] and operations["passed"]}
-
-
-def at_most(measured: float, limit: float) -> Figure:
-    """A figure that is to be small."""
-    reached = measured <= limit
-    ratio = measured / limit if limit > 0 else None
-    return {"measured": measured, "limit": limit, "ratio": ratio, "reached": reached}
-
-
-def at_least(measured: float, limit: float) -> Figure:
-    """A figure that is to be large."""
-    return at_most(measured, limit) | {"reached": measured >= limit}
+    for name, limit in COUNT_LIMITS.items():
+        yield name, at_most(streams[name], limit)
 
 
 def run_machine(num_operations: int) -> dict[str, Any]:
@@ -108,24 +87,6 @@ def run_machine(num_operations: int) -> dict[str, Any]:
         "seconds": time.perf_counter() - started_s,
         "problem": done.stderr.splitlines()[-_LAST_LINES:],
     }
-
-
-def table(figures: Mapping[str, Figure], counts: Mapping[str, int]) -> Iterator[str]:
-    """A line per figure."""
-    rows = [("figure", "measured", "limit", "ratio", "")]
-    for name, figure in figures.items():
-        measured, limit = (value_text(name, figure[key]) for key in ("measured", "limit"))
-        mark = "" if figure["reached"] else "MISSED"
-        ratio = "" if figure["ratio"] is None else f"{figure['ratio']:.2f}"
-        rows.append((name, measured, limit, ratio, mark))
-    for name, count in counts.items():
-        mark = "" if count <= COUNT_LIMITS[name] else "MISSED"
-        rows.append((name, str(count), "0", "", mark))
-    width = max(len(row[0]) for row in rows)
-    for name, *values, mark in rows:
-        yield (
-            f"{name:<{width}}" + "".join(f"{value:>12}" for value in values) + f"  {mark}".rstrip()
-        )
 
 
 def _in_folder(run: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory import COUNT_LIMITS
 from benchmarks.values import value_text
 from gpupoold.errors import UsageError
 
@@ -44,18 +43,14 @@ def rewritten(page: str, report: Mapping[str, Any]) -> str:
 
     Raises:
         UsageError: the page has no place for it.
-        KeyError: the report lacks a count.
+        KeyError: the report has no figures.
     """
     if not _MARKED.search(page):
         raise UsageError("no `<!-- bench-memory -->` with an `<!-- end -->` after it")
     rows = [("figure", "measured", "limit", "reached"), ("---",) * 4]
-    for name, figure in report.items():
-        if isinstance(figure, Mapping) and "limit" in figure:
-            measured, limit = (value_text(name, figure[key]) for key in ("measured", "limit"))
-            rows.append((f"`{name}`", measured, limit, "yes" if figure["reached"] else "**no**"))
-    for name, most in COUNT_LIMITS.items():
-        count = report[name]
-        rows.append((f"`{name}`", str(count), str(most), "yes" if count <= most else "**no**"))
+    for name, figure in report["figures"].items():
+        measured, limit = (value_text(name, figure[key]) for key in ("measured", "limit"))
+        rows.append((f"`{name}`", measured, limit, "yes" if figure["reached"] else "**no**"))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return _MARKED.sub(lambda _: table, page)
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import run_faults
-from benchmarks.memory import at_least, at_most
 from benchmarks.migration import run_migrate
 from benchmarks.recovery_sim import run_recovery_sim
-from benchmarks.report import finish
+from benchmarks.report import at_least, at_most, finish
 from benchmarks.restarts import run_restarts
 from benchmarks.role_changes import run_role_changes
 from gpupool_cli.bench.rig import make_checkpoints

@@ -9,6 +9,20 @@ from typing import Any
 
 from benchmarks.values import value_text
 
+Figure = dict[str, Any]
+
+
+def at_most(measured: float, limit: float) -> Figure:
+    """A figure that is to be small."""
+    reached = measured <= limit
+    ratio = measured / limit if limit > 0 else None
+    return {"measured": measured, "limit": limit, "ratio": ratio, "reached": reached}
+
+
+def at_least(measured: float, limit: float) -> Figure:
+    """A figure that is to be large."""
+    return at_most(measured, limit) | {"reached": measured >= limit}
+
 
 def finish(out: Path, figures: Mapping[str, Mapping[str, Any]], **parts: Any) -> int:
     """Write the figures and ``parts`` to ``out``, and print a table of the figures.

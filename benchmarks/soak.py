@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import math
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import linear_regression
 from typing import Any
@@ -30,9 +29,9 @@ from typing import Any
 import httpx
 
 from benchmarks.processes import module_of, processes
+from benchmarks.report import Figure, at_most, finish
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.units import format_bytes
 
 Readings = list[tuple[float, float]]
 """Pairs of seconds since the start, and the value read."""
@@ -56,18 +55,21 @@ def main() -> int:
             for model, checkpoint in zip(MODELS, checkpoints, strict=True):
                 daemon.add_model(model, checkpoint, max_model_len=1024, dtype="float32")
             statuses, readings = asyncio.run(_soak(daemon, folder / "daemon", arguments))
-    slopes = {name: _slope(one) for name, one in readings.items()}
-    grows = {name: slope for name, slope in slopes.items() if _is_growth(readings[name], name)}
-    failed = {str(status): n for status, n in statuses.items() if status not in (200, 499, 503)}
-    report = {"statuses": statuses, "per_minute": slopes, "grows": grows, "readings": readings}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    for name, slope in sorted(slopes.items()):
-        first, last = readings[name][0][1], readings[name][-1][1]
-        print(f"{name:<40} {_text(name, first):>12} -> {_text(name, last):>12}  "
-              f"{_text(name, slope)}/min in the second half")  # fmt: skip
-    print(f"statuses: {dict(statuses)}; grows: {grows or 'nothing'}")
-    return 1 if grows or failed else 0
+    figures = dict(make_figures(statuses, readings))
+    return finish(arguments.out, figures, statuses=statuses, readings=readings)
+
+
+def make_figures(
+    statuses: Mapping[int, int], readings: Mapping[str, Readings]
+) -> Iterator[tuple[str, Figure]]:
+    """The figures by name: the growth per minute in the second half, and failed requests."""
+    for name, found in sorted(readings.items()):
+        kind = name.rpartition(" ")[2]
+        if kind in _LIMITS:
+            reached = not _is_growth(found, name)
+            yield f"growth of {name}", at_most(_slope(found), _LIMITS[kind]) | {"reached": reached}
+    failed = sum(count for status, count in statuses.items() if status not in (200, 499, 503))
+    yield "failed_requests", at_most(failed, 0)
 
 
 async def _soak(
@@ -144,12 +146,6 @@ def _floors(readings: Readings) -> Readings:
     """The least reading of each minute, with its time."""
     minutes = itertools.groupby(readings, lambda one: one[0] // 60)
     return [min(ones, key=lambda one: one[1]) for _, ones in minutes]
-
-
-def _text(name: str, value: float) -> str:
-    if name.endswith("bytes"):
-        return f"{'-' if value < 0 else ''}{format_bytes(int(abs(value)))}"
-    return f"{value:.3g}"
 
 
 def _parse() -> argparse.Namespace:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import kv_books
-from benchmarks.memory import at_most
-from benchmarks.report import finish
+from benchmarks.report import at_most, finish
 from gpupool_cli.bench.rig import make_checkpoints
 from gpupoold.worker.environment import set_engine_environment
 

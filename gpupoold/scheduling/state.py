@@ -284,6 +284,12 @@ class DeviceState:
         return num_here + len(self.moving) + self.num_waiting_for_kv
 
     @property
+    def models_with_requests(self) -> set[str]:
+        """Names of the models of these requests."""
+        moving = (request.model.name for request in self.moving.values())
+        return {*self.working, *self.queued, *self.waiting_for_kv, *moving}
+
+    @property
     def migrates_out(self) -> bool:
         """True if answers should continue elsewhere: the device drains or only prefills."""
         return self.is_draining or self.role is Role.PREFILL

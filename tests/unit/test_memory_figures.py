@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import COUNT_LIMITS, at_least, at_most, make_figures, table
+from benchmarks.memory import COUNT_LIMITS, make_figures
 from benchmarks.memory_streams import Answers, heap_gained, num_differing, summary
 from benchmarks.memory_table import rewritten
+from benchmarks.report import at_least, at_most, table
 from gpupoold.domain import Switch
 from gpupoold.errors import UsageError
 
@@ -34,7 +35,7 @@ def details(**changes: Any) -> dict[str, Any]:
             },
             "kv_overlap": {"hidden_share": 0.75},
         },
-        "streams": {"switches": 1200},
+        "streams": {"switches": 1200, **dict.fromkeys(COUNT_LIMITS, 0)},
         "operations": {"operations": 100, "asked": 100, "passed": True},
     }
     return usual | changes
@@ -89,9 +90,10 @@ class TestFigures:
         assert figures["memory_operations"]["reached"] is False
 
     def test_the_table_marks_what_was_missed(self) -> None:
-        figures = dict(make_figures(details(), 1000))
-        counts = {"differing_tokens": 0, "pages_leaked": 3, "host_bytes_gained": 5}
-        lines = {line.split()[0]: line for line in table(figures, counts)}
+        measured = details()
+        measured["streams"] |= {"pages_leaked": 3, "host_bytes_gained": 5}
+        figures = dict(make_figures(measured, 1000))
+        lines = {line.split()[0]: line for line in table(figures)}
         assert "4ms" in lines["resident_switch_p99_s"]
         assert "5.59 GiB/s" in lines["kv_swap_bytes_per_s"]
         marked = {name for name, line in lines.items() if line.endswith("MISSED")}
@@ -143,10 +145,12 @@ class TestStreams:
 
 def test_the_page_gets_the_report_s_numbers() -> None:
     report = {
-        "resident_switch_p99_s": at_most(0.001, 0.002),
-        "kv_swap_bytes_per_s": at_least(1 << 30, 1 << 31),
+        "figures": {
+            "resident_switch_p99_s": at_most(0.001, 0.002),
+            "kv_swap_bytes_per_s": at_least(1 << 30, 1 << 31),
+            "pages_leaked": at_most(0, 0),
+        },
         "details": {"limit_s": 3},
-        **dict.fromkeys(COUNT_LIMITS, 0),
     }
     page = "before\n<!-- bench-memory -->\nold\n<!-- end -->\nafter\n"
     lines = rewritten(page, report).splitlines()
@@ -155,6 +159,7 @@ def test_the_page_gets_the_report_s_numbers() -> None:
         "| `resident_switch_p99_s` | 1ms | 2ms | yes |",
         "| `kv_swap_bytes_per_s` | 1 GiB/s | 2 GiB/s | **no** |",
     ]
-    assert len(lines) == 4 + 2 + len(COUNT_LIMITS) + 2
+    assert lines[6] == "| `pages_leaked` | 0 | 0 | yes |"
+    assert len(lines) == 4 + 3 + 2
     with pytest.raises(UsageError, match="bench-memory"):
         rewritten("no place", report)

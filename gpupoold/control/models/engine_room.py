@@ -76,9 +76,9 @@ class EngineRoom:
 
     def device(self, worker: Worker) -> HostingDevice:
         """Return a device with its engines for a decision of the scheduling core."""
-        number, state = worker.number, self._dispatcher.scheduler.state
+        number, devices = worker.number, self._dispatcher.scheduler.state.devices
         engines = self._fleet.hosts.engines_on(number)
-        on_device = {one.model.name for one in state.requests.values() if one.device == number}
+        on_device = devices[number].models_with_requests if number in devices else set[str]()
         return HostingDevice(
             number,
             {

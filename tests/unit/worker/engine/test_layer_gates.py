@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.worker.engine.layer_gates import (
-    Gate,
+    LayerGate,
     LayerGates,
     WrongOrder,
     plan_gates,
@@ -115,7 +115,7 @@ def test_gates_are_there_only_for_all_layers_in_order(
     for index, gate in enumerate(gates):
         # All that runs before the next attention layer is there.
         following = layers[index + 1] if index + 1 < len(layers) else None
-        assert gate == Gate(f"layer-{index}", 99 if following is None else ends[following])
+        assert gate == LayerGate(f"layer-{index}", 99 if following is None else ends[following])
 
 
 def test_each_layer_waits_for_the_next_and_the_last_for_all(box: Box) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -67,7 +67,7 @@ class Box:
         self.layers["model.layers.0.experts"] = object()
         self.compilation.static_forward_context = self.layers
         self.compilation.cudagraph_mode = CUDAGraphMode.NONE
-        self.weights: Any = Weights()
+        self.weights = cast(Any, Weights())
         self.ticks = iter(range(1000))
         gates = plan_gates(CALLS, ENDS, self.weights.num_bytes)
         self.gates = LayerGates(

@@ -133,9 +133,9 @@ class WeightMemory:
     @property
     def can_start(self) -> bool:
         """True if a step may begin: the first bytes are present, all others present or arriving."""
-        return self.is_resident or (
-            not self.num_missing_pages and self.present_bytes >= self.start_bytes
-        )
+        if self._start_bytes is None or self.is_resident:
+            return self.is_resident
+        return not self.num_missing_pages and self.present_bytes >= self._start_bytes
 
     @property
     def present_bytes(self) -> int:

@@ -97,20 +97,21 @@ class OneEngine:
         """Let the copies fail during a step; return the error, the phase, and further tokens."""
         self._ask(PROMPT_LENGTHS[-1])
         self.residency.page_out("a")
-        begin = ModelledLink.begin
+        links: Any = ModelledLink
+        begin = links.begin
 
         def fail(link: ModelledLink, copies: Sequence[Copy]) -> float:
             raise OSError("the link is broken")
 
         self.residency.switch_in("a")
         num_tokens = 0
-        ModelledLink.begin = fail  # type: ignore[method-assign]
+        links.begin = fail
         try:
             num_tokens += len(self.step())
         except OSError as error:
             return str(error), WORKER.main.phase, num_tokens
         finally:
-            ModelledLink.begin = begin  # type: ignore[method-assign]
+            links.begin = begin
         return "", WORKER.main.phase, num_tokens
 
     def read_early(self) -> bool:

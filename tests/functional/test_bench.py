@@ -76,6 +76,10 @@ def test_switch(project_env: dict[str, str]) -> None:
     without, with_kv = modes["host_cached"]["without_kv"], modes["host_cached"]["with_kv"]
     assert without["bytes"] == result["weight_bytes"] == result["bytes"]
     assert with_kv["bytes"] >= without["bytes"] + (2 << 20)  # 1 MiB out, 1 MiB in
+    first_tokens = result["first_tokens"]
+    assert [row["prompt_tokens"] for row in first_tokens] == [32, 400]
+    assert all(row["prefill_p50_s"] > 0 for row in first_tokens)
+    assert all("early_p50_s" not in row for row in first_tokens)  # the host's cores copy
     cold = modes["cold_from_disk"]["without_kv"]
     assert cold.keys() >= VERDICT
     assert cold["stages_p50_s"]["read_s"] > 0

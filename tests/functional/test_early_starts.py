@@ -73,7 +73,6 @@ def test_answers_equal_those_of_resident_models(peer: WorkerPeer) -> None:
         assert peer.tokens[f"early-{number}"] == expected[key]
     early = [one for one in peer.switches if one.late_weight_bytes]
     assert len(early) >= 8
-    assert all(one.late_weight_bytes < one.weight_bytes for one in early)
     asked = {}
     for number in range(16):  # some arrive in a turn, some wait, KV leaves and comes back
         key = (rng.choice(names), rng.randrange(len(PROMPTS)))

@@ -137,6 +137,19 @@ class MemoryMachine(RuleBasedStateMachine):
         weights.wait()
         assert weights.loaded_bytes == weights.mapped_bytes
 
+    @rule(which=WHICH, share=st.floats(0, 1))
+    def wait_for(self, which: int, share: float) -> None:
+        """A step that began early passes a gate."""
+        model = self.model(which)
+        weights = model.weights
+        num_bytes = int(share * weights.mapped_bytes)
+        weights.wait_for(num_bytes)
+        assert num_bytes <= weights.present_bytes <= weights.mapped_bytes
+        assert weights.arriving_bytes == weights.mapped_bytes - weights.present_bytes or (
+            not weights.arriving_bytes  # copies have ended in between
+        )
+        assert read(weights.address, num_bytes) == model.snapshot[:num_bytes]
+
     @rule(which=WHICH)
     def stop(self, which: int) -> None:
         weights = self.model(which).weights

@@ -1,7 +1,8 @@
 """The only importer of vLLM's engine: one in-process ``EngineCore`` per model.
 
 Seams used (``scripts/vllm_seams``): ``worker_cls``, ``scheduler_cls``, ``EngineCore.step_fn``,
-``structured_output_manager``, the LoRA manager, and the scheduler's queues (read only).
+``structured_output_manager``, the LoRA manager, ``CompilationConfig.static_forward_context``, and
+the scheduler's queues (read only).
 """
 
 from __future__ import annotations

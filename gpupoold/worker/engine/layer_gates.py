@@ -26,14 +26,14 @@ from gpupoold.memory.weights import WeightMemory
 from gpupoold.system.activity import WORKER, ThreadPhase
 
 
-class Gate(NamedTuple):
+class LayerGate(NamedTuple):
     """A gate at an attention layer; ``num_bytes`` of weights are present behind the gate."""
 
     name: str
     num_bytes: int
 
 
-class Arrival(Protocol):
+class ArrivingWeights(Protocol):
     """Weights on their way to the device."""
 
     def wait_for(self, num_bytes: int) -> None:
@@ -46,7 +46,7 @@ class WrongOrder(RuntimeError):
 
 def plan_gates(
     calls: Sequence[tuple[str, int | None]], layer_ends: Sequence[int], num_bytes: int
-) -> tuple[Gate, ...]:
+) -> tuple[LayerGate, ...]:
     """Return the gates of a model of ``num_bytes``, none if steps cannot begin early.
 
     ``calls`` has the attention layers in the order of a step, each with its decoder layer.
@@ -60,7 +60,7 @@ def plan_gates(
         return ()
     needed = [layer_ends[following] for _, following in pairwise(numbers)]
     return tuple(
-        Gate(name, end) for (name, _), end in zip(calls, [*needed, num_bytes], strict=True)
+        LayerGate(name, end) for (name, _), end in zip(calls, [*needed, num_bytes], strict=True)
     )
 
 
@@ -83,7 +83,7 @@ class LayerGates:
     def __init__(
         self,
         model: str,
-        gates: tuple[Gate, ...],
+        gates: tuple[LayerGate, ...],
         weights: WeightMemory,
         compilation: CompilationConfig,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +93,7 @@ class LayerGates:
         self._weights = weights
         self._compilation = compilation
         self._clock = clock
-        self._arrival: Arrival = weights
+        self._arrival: ArrivingWeights = weights
         self._num_passed = 0
         self._waited_s = 0.0
 
@@ -108,7 +108,7 @@ class LayerGates:
         return waited_s
 
     @contextlib.contextmanager
-    def arriving(self, arrival: Arrival) -> Iterator[None]:
+    def arriving(self, arrival: ArrivingWeights) -> Iterator[None]:
         """Let steps inside the context wait for ``arrival`` instead of the weights."""
         self._arrival = arrival
         try:

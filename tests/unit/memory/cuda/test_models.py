@@ -129,6 +129,19 @@ def test_weights_come_in_while_kernels_run(
     assert driver.kernel_read(two.weights.address, len(two.bytes)) == two.bytes
 
 
+def test_a_kernel_reads_the_first_weights_while_others_arrive(
+    driver: FakeCuda, make: Make, queues: dict[Direction, TransferQueue]
+) -> None:
+    model = make(PagePool(20), 1)
+    model.weights.begin_load(queues[Direction.IN], 10)
+    for num_pages in (1, 5, 10):
+        model.weights.wait_for(num_pages * PAGE)
+        expected = model.bytes[: num_pages * PAGE]
+        assert driver.kernel_read(model.weights.address, len(expected)) == expected
+        driver.launch(COMPUTE)
+    assert model.weights.is_resident
+
+
 def test_a_load_that_is_stopped_keeps_what_has_arrived(
     driver: FakeCuda, make: Make, queues: dict[Direction, TransferQueue]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.worker.engine.layer_gates import (
-    Gate,
+    LayerGate,
     LayerGates,
     WrongOrder,
     plan_gates,
@@ -67,7 +67,7 @@ class Box:
         self.layers["model.layers.0.experts"] = object()
         self.compilation.static_forward_context = self.layers
         self.compilation.cudagraph_mode = CUDAGraphMode.NONE
-        self.weights: Any = Weights()
+        self.weights = cast(Any, Weights())
         self.ticks = iter(range(1000))
         gates = plan_gates(CALLS, ENDS, self.weights.num_bytes)
         self.gates = LayerGates(
@@ -115,7 +115,7 @@ def test_gates_are_there_only_for_all_layers_in_order(
     for index, gate in enumerate(gates):
         # All that runs before the next attention layer is there.
         following = layers[index + 1] if index + 1 < len(layers) else None
-        assert gate == Gate(f"layer-{index}", 99 if following is None else ends[following])
+        assert gate == LayerGate(f"layer-{index}", 99 if following is None else ends[following])
 
 
 def test_each_layer_waits_for_the_next_and_the_last_for_all(box: Box) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_what_a_layer_uses_is_before_its_end(
 ) -> None:
     model = Model(layers, before, after, tied=tied)
     for one, other in sharing:
-        lists = [model.layers[index % len(layers)] for index in (one, other)]
+        lists: list[Any] = [model.layers[index % len(layers)] for index in (one, other)]
         lists[0].append(next(iter(lists[1].parameters())))
     layout = plan_layout(model)
     assert layout.layers == DecoderLayers("layers.", len(layers))

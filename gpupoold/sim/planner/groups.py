@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gpupoold.config.device_names import MAX_GROUP_GPUS
 from gpupoold.errors import UsageError
-from gpupoold.latency.margins import group_throughput
+from gpupoold.latency.group_rate import group_throughput
 from gpupoold.latency.profiles import measured_profiles
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.model import SimModel

@@ -9,7 +9,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
-from gpupoold.latency.margins import group_throughput
+from gpupoold.latency.group_rate import group_throughput
 from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import builtin_shape
 from gpupoold.sim.boxes import parse_box

@@ -26,9 +26,8 @@ def main() -> None:
         batches = [ids, [*ids[1:], "another"]]
 
         def step(batches: list[list[str]] = batches) -> None:
-            page.main.set(ThreadPhase.STEP, "llama", None)
+            page.begin_scheduling("llama")
             page.begin_step("llama", list(batches[0]))
-            page.main.clear()
             page.end_steps(num_under_way=1)
 
         def other_step(batches: list[list[str]] = batches) -> None:

@@ -1,9 +1,11 @@
 """Check every family of models against vLLM alone, and write docs/models.md.
 
-    python -m benchmarks.models [--only FAMILY ...] [--missing | --page-only]
+    python -m benchmarks.models [--only FAMILY ...] [--missing | --page-only] [--gpus N]
 
 Makes a tiny checkpoint of each family, runs real workers on emulated devices beside vLLM alone, and
 keeps the results in ``benchmarks/results/models/families.json``, from which the page is generated.
+With ``--gpus`` the devices are groups, vLLM alone has the same tensor parallelism, and the results
+are in ``groups-N.json`` beside.
 """
 
 from __future__ import annotations
@@ -38,26 +40,28 @@ _FAMILIES_PER_GROUP = 6
 _FILLERS = ("mistral", "phi3", "granite", "olmo2")
 
 
-def check_families(families: Sequence[Family], folder: Path) -> Iterator[tuple[str, Cells, float]]:
+def check_families(
+    families: Sequence[Family], folder: Path, num_gpus: int = 1
+) -> Iterator[tuple[str, Cells, float]]:
     """Yield each family's cells, and its share of the time in seconds.
 
     A worker that dies ends its group; then each family of the group is checked alone.
     """
     for group in _groups(families):
         started_s = time.monotonic()
-        cells = _check_group(group, folder)
+        cells = _check_group(group, folder, num_gpus)
         wall_s = (time.monotonic() - started_s) / len(group)
         for family in group:
             yield family.name, cells[family.name], wall_s
 
 
-def _check_group(group: Sequence[Family], folder: Path) -> dict[str, Cells]:
+def _check_group(group: Sequence[Family], folder: Path, num_gpus: int) -> dict[str, Cells]:
     names = {family.name for family in group}
     missing = max(0, len(_FILLERS) - len(group))
     fillers = [family_named(name) for name in _FILLERS if name not in names][:missing]
-    with PlainVllm(folder / f"{group[0].name}.log") as plain:
+    with PlainVllm(folder / f"{group[0].name}.log", num_gpus) as plain:
         families = {family: make_family(family, folder) for family in (*group, *fillers)}
-        check = GroupCheck(families, plain)
+        check = GroupCheck(families, plain, num_gpus)
         try:
             check.run(folder / f"{group[0].name}.log")
         except (ChannelClosed, TimeoutError, AssertionError) as error:
@@ -65,7 +69,7 @@ def _check_group(group: Sequence[Family], folder: Path) -> dict[str, Cells]:
                 return {
                     name: cells
                     for family in group
-                    for name, cells in _check_group([family], folder).items()
+                    for name, cells in _check_group([family], folder, num_gpus).items()
                 }
             _set_missing(check.cells[group[0].name], f"the worker died: {error}")
     return check.cells
@@ -108,26 +112,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help="check families without results")
     parser.add_argument("--folder", type=Path, default=_ROOT / "build" / "families")
     parser.add_argument("--page-only", action="store_true", help="generate the page again")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of each device")
     args = parser.parse_args(argv)
-    rows = read_rows(RESULTS)
+    results = RESULTS if args.gpus == 1 else RESULTS.with_name(f"groups-{args.gpus}.json")
+    rows = read_rows(results)
     if not args.page_only:
-        rows = _check(args, rows)
+        rows = _check(args, rows, results)
+    if args.gpus > 1:
+        failed = [name for name, row in rows.items() if row.has_failed]
+        print(f"{results}: {len(rows)} families, {len(failed)} with a failure", flush=True)
+        return 1 if failed else 0
     PAGE.write_text(page_text(FAMILIES, rows))
     failed = [name for name, row in rows.items() if row.has_failed]
     print(f"{PAGE}: {len(rows)} families, {len(failed)} with a failure", flush=True)
     return 1 if failed else 0
 
 
-def _check(args: argparse.Namespace, rows: dict[str, Row]) -> dict[str, Row]:
+def _check(args: argparse.Namespace, rows: dict[str, Row], results: Path) -> dict[str, Row]:
     """Check the chosen families, and keep each result at once."""
     chosen = [family_named(name) for name in args.only] if args.only else list(FAMILIES)
     if args.missing:
         chosen = [family for family in chosen if family.name not in rows]
+    args.folder.mkdir(parents=True, exist_ok=True)
     today = datetime.now(UTC).date().isoformat()
-    for name, cells, wall_s in check_families(chosen, args.folder):
+    for name, cells, wall_s in check_families(chosen, args.folder, args.gpus):
         cells["parsers"] = _parsers(family_named(name))
         rows[name] = Row(cells=cells, measured_on=today, wall_s=round(wall_s, 1))
-        write_rows(RESULTS, rows)
+        write_rows(results, rows)
         shown = ", ".join(
             f"{column} {cell.outcome} ({cell.text})" for column, cell in cells.items()
         )

@@ -41,11 +41,14 @@ Cells = dict[str, Cell]
 class GroupCheck:
     """The state of a group's checks; ``cells`` has the results by family."""
 
-    def __init__(self, families: Mapping[Family, Path], plain: PlainVllm) -> None:
+    def __init__(
+        self, families: Mapping[Family, Path], plain: PlainVllm, num_gpus: int = 1
+    ) -> None:
         self.families = list(families)
         self.cells: dict[str, Cells] = {family.name: {} for family in families}
         self._paths = {family.name: path for family, path in families.items()}
         self._plain = plain
+        self._num_gpus = num_gpus
         self._expected: dict[tuple[str, int], list[int]] = {}
         self._numbers: dict[str, list[float]] = {}
         self._prompts: dict[tuple[str, int], Prompt] = {}  # with images
@@ -127,7 +130,8 @@ class GroupCheck:
         has_images = any(family.task == "vision" for family in self.families)
         room_bytes = _KV_ROOM_BYTES + has_images * _ENCODER_BYTES
         device_bytes = int(max(sizes)) + room_bytes
-        worker = FamilyWorker(number, device_bytes, log_path.with_suffix(f".worker-{number}"))
+        log_path = log_path.with_suffix(f".worker-{number}")
+        worker = FamilyWorker(number, device_bytes, log_path, self._num_gpus)
         try:
             yield worker
         finally:
@@ -290,7 +294,7 @@ class GroupCheck:
             first.wait_tokens(f"resume-{family.name}", _NUM_TOKENS_BEFORE_KILL)
         for family in self._generating:
             before[family.name] = first.tokens[f"resume-{family.name}"]
-        first.kill()
+        first.kill(rank=self._num_gpus - 1)
 
         def resume(family: Family) -> Cell:
             if not family.generates:

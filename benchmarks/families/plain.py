@@ -27,6 +27,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
 }
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -47,8 +48,10 @@ class VllmCannot(Exception):
 class PlainVllm:
     """The process, started by ``with``; calls wait for the answer."""
 
-    def __init__(self, log_path: Path) -> None:
+    def __init__(self, log_path: Path, num_gpus: int = 1) -> None:
+        """``num_gpus`` is the degree of tensor parallelism."""
         self._log_path = log_path
+        self._num_gpus = num_gpus
 
     def __enter__(self) -> Self:
         self._log = self._log_path.open("ab")
@@ -63,7 +66,7 @@ class PlainVllm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        self._process.kill()  # the ranks end with the process
         self._process.communicate()
         self._log.close()
 
@@ -73,6 +76,7 @@ class PlainVllm:
         Raises:
             VllmCannot: vLLM cannot serve the model.
         """
+        options |= {"tensor_parallel_size": self._num_gpus}
         self._call("load", name=name, path=str(path), dtype=dtype, options=options)
 
     def with_image(self, name: str, prompt: Prompt, image_text: str, seed: int) -> Prompt:

@@ -70,6 +70,10 @@ def _text(**changes: Any) -> dict[str, Any]:
 
 
 FAMILIES: tuple[Family, ...] = (
+    Family("llama", "Llama 3", "llama", "dense", _text()),
+    Family("qwen2", "Qwen 2 and 2.5", "qwen2", "dense", _text(head_dim=None)),
+    Family("qwen3", "Qwen 3", "qwen3", "dense", _text(), template="Qwen-Qwen3-0.6B"),
+    Family("mixtral", "Mixtral", "mixtral", "experts", _text(num_local_experts=4)),
     Family(
         "mistral",
         "Mistral",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,16 +29,20 @@ class Moved(NamedTuple):
 
 
 class FamilyWorker(WorkerPeer):
-    """Worker ``number`` on an emulated device, in short turns."""
+    """Worker ``number`` on an emulated device of ``num_gpus``, in short turns."""
 
-    def __init__(self, number: int, device_bytes: int, log_path: Path) -> None:
+    def __init__(self, number: int, device_bytes: int, log_path: Path, num_gpus: int = 1) -> None:
         self._present: set[str] = set()
         self.numbers: dict[str, list[float]] = {}  # of pooling models, by request
         super().__init__(
-            device_bytes,
-            _KV_HOST_BYTES,
+            device_bytes // num_gpus,
+            _KV_HOST_BYTES // num_gpus,
             _QUOTA_MAX_S,
-            options={"--device": number},
+            options={
+                "--device": number,
+                "--num-gpus": num_gpus,
+                "--are-cores-shared": int(num_gpus > 1),
+            },
             log_path=log_path,
         )
         self.number = number
@@ -148,9 +153,11 @@ class FamilyWorker(WorkerPeer):
             for one in self.switches
         )
 
-    def kill(self) -> None:
-        """End the process with SIGKILL."""
-        self.process.kill()
+    def kill(self, rank: int = 0) -> None:
+        """End the process of a rank with SIGKILL; the others end by themselves."""
+        followers = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        pids = [self.process.pid, *map(int, followers.read_text().split())]
+        os.kill(pids[rank], signal.SIGKILL)
         self.process.wait()
         self.forget()
 

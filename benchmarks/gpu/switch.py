@@ -6,7 +6,7 @@ Both models are loaded from one checkpoint. Limits come from plain copies made i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu import figures
@@ -19,6 +19,7 @@ _ROUNDS = 5
 _KV_ROUNDS = 10
 _KV_BYTES = 256 << 20
 _DRY_KV_BYTES = 1 << 20
+_PROMPTS = (128, 2048)
 _MODES: tuple[WarmSource, ...] = ("host_cached", "prefetched", "resident")
 # Memory for both models' KV, which grows by some tokens a round, and for the plain copies.
 _KV_FACTOR = 8
@@ -39,6 +40,7 @@ def run(setting: Setting, shape: str) -> None:
         for mode in _MODES:
             request = BenchSwitchRequest(models=names, rounds=_ROUNDS, modes=(mode,), kv_bytes=0)
             _report(setting, shape, client.bench_switch(request), "without_kv")
+        _report_first_tokens(setting, shape, client, names)
         _report_kv(setting, shape, client, names, kv_bytes)
         request = BenchSwitchRequest(
             models=names, rounds=_ROUNDS, modes=("host_cached",), kv_bytes=kv_bytes
@@ -65,6 +67,18 @@ def switch_figures(shape: str, modes: Mapping[str, Any]) -> dict[str, figures.Fi
     return found
 
 
+def first_token_figures(shape: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, figures.Figure]:
+    """The times of the first token after a switch from host memory, by the prompt's tokens."""
+    return {
+        f"{shape}_first_token_of_{row['prompt_tokens']}_{name}_p50_s": figures.measured(
+            row[f"{name}_p50_s"]
+        )
+        for row in rows
+        for name in ("prefill", "whole", "early")
+        if f"{name}_p50_s" in row
+    }
+
+
 def kv_figures(shape: str, measured: Mapping[str, Any]) -> dict[str, figures.Figure]:
     """The figures of KV out and in."""
     swap, overlap = measured["kv_swap"], measured["kv_overlap"]
@@ -81,6 +95,14 @@ def _report(setting: Setting, shape: str, measured: Mapping[str, Any], kind: str
     row = kinds[kind]
     details = {f"{mode}_{kind}": row, "weight_bytes": measured["weight_bytes"]}
     setting.report.add(switch_figures(shape, {mode: {kind: row}}), **details)
+
+
+def _report_first_tokens(
+    setting: Setting, shape: str, client: AdminClient, names: tuple[str, str]
+) -> None:
+    request = BenchSwitchRequest(models=names, rounds=_ROUNDS, prompts=_PROMPTS)
+    rows = client.bench_switch(request)["first_tokens"]
+    setting.report.add(first_token_figures(shape, rows), first_tokens=rows)
 
 
 def _report_kv(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -479,13 +479,16 @@ class SetCachedRequest(Body):
 class BenchSwitchRequest(Body):
     """Body of ``POST /bench/switch``: alternate between two loaded models on an idle worker.
 
-    Each mode is measured without live KV, then with at least ``kv_bytes`` of KV unless 0.
+    Each mode is measured without live KV, then with at least ``kv_bytes`` of KV unless 0. The first
+    token after a switch from host memory is measured for each number of prompt tokens in
+    ``prompts``.
     """
 
     models: tuple[str, str]
     rounds: int = Field(default=20, gt=0, le=10_000)
     modes: tuple[WarmSource, ...] = Field(default=("host_cached",), min_length=1)
     kv_bytes: int = Field(default=0, ge=0)
+    prompts: tuple[Annotated[int, Field(gt=0)], ...] = Field(default=(), max_length=8)
 
 
 class BenchMemoryRequest(Body):

@@ -15,6 +15,7 @@ from gpupoold.config.values import (
     Duration,
     Effect,
     HostNames,
+    LinkRate,
     PositiveSize,
     Section,
     Size,
@@ -92,7 +93,8 @@ class DeviceSettings(Section):
     GPU of other devices (None for all memory). ``index`` is the CUDA ordinal of a single GPU, None
     for groups and other kinds. ``gpus_as_written`` has the ordinals of a group, or the number of
     GPUs of other kinds; read ``gpus`` and ``num_gpus`` instead. ``gpu`` is the GPU simulated by a
-    ``sim`` device. With ``page_bytes`` None the worker chooses.
+    ``sim`` device. With ``page_bytes`` None the worker chooses. ``link`` is the bandwidth in each
+    direction of a modelled link between the host and each GPU of an emulated device.
     """
 
     kind: Literal["emulated", "cuda", "sim"]
@@ -103,6 +105,7 @@ class DeviceSettings(Section):
     )
     gpu: str | None = None
     page_bytes: PositiveSize | None = None
+    link_bytes_per_s: LinkRate | None = Field(default=None, alias="link")
 
     @model_validator(mode="before")
     @classmethod
@@ -115,6 +118,8 @@ class DeviceSettings(Section):
     def _consistent(self) -> Self:
         if self.kind != "cuda" and self.index is not None:
             raise ValueError('index is for kind = "cuda" only')
+        if self.kind != "emulated" and self.link_bytes_per_s is not None:
+            raise ValueError('link is for kind = "emulated" only')
         check_gpu(self.kind, self.gpu)
         check_group(self.kind, self.gpus_as_written, self.index)
         if self.kind == "sim" and self.page_bytes is not None:

@@ -44,6 +44,14 @@ def _size(value: object) -> object:
     raise ValueError('write a size such as "24GiB", or a whole number of bytes')
 
 
+def _rate(value: object) -> object:
+    if isinstance(value, str) and value.endswith("/s"):
+        return parse_size_bytes(value.removesuffix("/s"))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError('write bytes per second such as "2GB/s"')
+
+
 def _size_or_auto(value: object) -> object:
     if value is None or value == AUTO:
         return None
@@ -100,6 +108,7 @@ _HOST_NAME = re.compile(r"[0-9a-z]([0-9a-z._-]{0,251}[0-9a-z])?|[0-9a-f:]*:[0-9a
 
 # JSON spells sizes and durations as a configuration file does, such as "24GiB" and "4s".
 _as_size = PlainSerializer(exact_size, when_used="json")
+_as_rate = PlainSerializer(lambda rate: f"{exact_size(rate)}/s", str, when_used="json")
 _as_duration = PlainSerializer(exact_duration, when_used="json")
 
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0), _as_size]
@@ -109,6 +118,8 @@ AutoSize = Annotated[Annotated[int, Field(ge=0), _as_size] | None, BeforeValidat
 AutoPositiveSize = Annotated[
     Annotated[int, Field(gt=0), _as_size] | None, BeforeValidator(_size_or_auto)
 ]
+LinkRate = Annotated[int, BeforeValidator(_rate), Field(ge=10**6, le=10**12), _as_rate]
+"""Bytes per second of a link, from 1 MB/s to 1 TB/s."""
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0), _as_duration]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 Count = Annotated[int, Field(gt=0)]

@@ -231,6 +231,7 @@ class ControlPlane:
             rounds=request.rounds,
             modes=list(request.modes),
             kv_bytes=request.kv_bytes,
+            prompts=list(request.prompts),
         )
         assert isinstance(result, dict)
         return result

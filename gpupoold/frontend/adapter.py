@@ -59,6 +59,7 @@ from gpupoold.frontend.step_outputs import (
     put_in_a_row,
     reads_joined_steps,
 )
+from gpupoold.frontend.tool_errors import explain_missing_parser
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
 # Work per request that gpupool does itself (metrics) or does not need.
@@ -191,6 +192,7 @@ class VllmModelApi:
             (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
             for one in self._adapters
         )
+        explain_missing_parser(state.online_renderer, self._llm.model_config.served_model_name)
         bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -23,14 +23,18 @@ from gpupoold.frontend.mounts import Send
 from gpupoold.wire.messages import AdmissionAnswer
 
 _logger = logging.getLogger(__name__)
+# Seconds after which a client may repeat a request that a stopping server has ended. Connections
+# wait in the socket until the server has started again.
+_RETRY_AFTER = b"1"
 _current: ContextVar[Gate | None] = ContextVar("gate", default=None)
 
 
 class Gate:
     """Holds one answer back; ``send`` is for the model's API."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, is_stopping: Callable[[], bool] = lambda: False) -> None:
         self._client_send = send
+        self._is_stopping = is_stopping
         self._request_ids: list[str] = []
         self._num_unanswered = 0
         self._is_open = False
@@ -54,6 +58,9 @@ class Gate:
         """Pass on a message of the answer, or keep it; drop it after a refusal."""
         if self.refusal is not None:
             return
+        if message.get("status") == HTTPStatus.SERVICE_UNAVAILABLE and self._is_stopping():
+            headers = [*message.get("headers", ()), (b"retry-after", _RETRY_AFTER)]
+            message = {**message, "headers": headers}
         if self._is_passing:
             await self._client_send(message)
             return
@@ -119,6 +126,11 @@ class Gates:
 
     def __init__(self) -> None:
         self._waiting: dict[str, Gate] = {}
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """Add ``Retry-After`` to each 503 of an API from now on, because the server stops."""
+        self._is_stopping = True
 
     @contextlib.asynccontextmanager
     async def holding(self, send: Send) -> AsyncIterator[Gate]:
@@ -128,7 +140,7 @@ class Gates:
             ApiError: at the end, without any output: a request was refused, or the API failed
                 before adding a request, which is the request's fault.
         """
-        gate = Gate(send)
+        gate = Gate(send, lambda: self._is_stopping)
         token = _current.set(gate)
         try:
             yield gate

@@ -157,6 +157,7 @@ class FrontendServer:
             serving.cancel()
             return
         server.should_exit = True
+        self._gates.stop()
         self._bounds.hold.begin(0.0)
         if grace_s is None:  # without the daemon no stream can go on
             server.force_exit = True

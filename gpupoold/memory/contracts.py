@@ -117,15 +117,25 @@ class Device(ABC):
     page_bytes: int
     num_pages: int
     is_host_addressable: bool
+    has_link: bool = True
+    """False if the host's cores make the copies, which then delay steps instead of overlapping."""
     table_pages: int = 1
     """Pages per page table, where moving a whole table makes mapping cheaper."""
     copy_batch_bytes: int = 8 << 20
     """Bytes that a copy stream copies at a time, enough to keep the link busy."""
     numa_node: int = -1
     """NUMA node with the nearest host memory, -1 if all nodes are equal."""
+    num_ranks: int = 1
+    """Number of GPUs that hold each model together. Pages and bytes are those of one rank."""
 
     def __init__(self) -> None:
         self.spent = FillTime()
+
+    def share_host(self, address: int, num_bytes: int, fd: int) -> None:  # noqa: B027
+        """Let the other ranks map and pin their parts of the memory behind ``fd``.
+
+        Part ``r`` begins at ``r * num_bytes``; the caller has mapped and pinned part 0.
+        """
 
     @abstractmethod
     def reserve(self, num_pages: int) -> int:
@@ -194,6 +204,9 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Return when all copies started earlier have finished."""
+
+    def wait_for_ranks(self) -> None:  # noqa: B027
+        """Return when all ranks have made the copies and mappings of the calls above."""
 
     @abstractmethod
     def pin(self, address: int, num_bytes: int) -> None:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, PageRun
 from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.modelled_link import LinkCopyStream, ModelledLink
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 _HOME = libc.MAP_SHARED | libc.MAP_POPULATE
@@ -61,6 +62,9 @@ class _MemcpyCopyStream:
 class EmulatedDevice(Device):
     """A device with ``device_bytes`` (rounded down to pages) of memory in a memfd.
 
+    Copies to and from the host, in each direction, take as long as over a link of
+    ``link_bytes_per_s``; without a link (0), as long as the host's cores take.
+
     Raises:
         OSError: the machine has too little free memory, or a kernel before 5.13, which cannot move
             page tables of shared memory.
@@ -68,8 +72,12 @@ class EmulatedDevice(Device):
 
     is_host_addressable = True
 
-    def __init__(self, device_bytes: int, page_bytes: int | None = None) -> None:
+    def __init__(
+        self, device_bytes: int, page_bytes: int | None = None, link_bytes_per_s: float = 0.0
+    ) -> None:
         super().__init__()
+        self.has_link = link_bytes_per_s > 0
+        self._links = {one: ModelledLink(link_bytes_per_s) for one in Direction if self.has_link}
         self.page_bytes = page_bytes or default_page_bytes(device_bytes)
         self.num_pages = device_bytes // self.page_bytes
         if _TABLE_BYTES % self.page_bytes == 0:
@@ -128,7 +136,7 @@ class EmulatedDevice(Device):
         if source is None:
             libc.memset(address, 0, num_bytes)
         else:
-            self._copy(address, source, num_bytes)
+            self.copy_in(address, source, num_bytes)
         self.spent.map_s += mapped_s - started_s
         self.spent.copy_s += time.perf_counter() - mapped_s
 
@@ -136,16 +144,17 @@ class EmulatedDevice(Device):
         libc.memset(address, 0, num_bytes)
 
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        self._copy(address, source, num_bytes)
+        self._copy(address, source, num_bytes, Direction.IN)
 
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
-        self._copy(target, address, num_bytes)
+        self._copy(target, address, num_bytes, Direction.OUT)
 
     def open_copy_stream(self, direction: Direction) -> CopyStream:
-        return _MemcpyCopyStream()
+        return LinkCopyStream(self._links[direction]) if self.has_link else _MemcpyCopyStream()
 
     def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
-        return [_MemcpyCopyStream() for _ in range(_num_copiers())]
+        num_streams = 1 if self.has_link else _num_copiers()
+        return [self.open_copy_stream(direction) for _ in range(num_streams)]
 
     def free_bytes(self) -> int | None:
         """Return None: torch uses the host's memory."""
@@ -171,7 +180,10 @@ class EmulatedDevice(Device):
         libc.munmap(self._home, self.num_pages * self.page_bytes)
         os.close(self._fd)
 
-    def _copy(self, target: int, source: int, num_bytes: int) -> None:
+    def _copy(self, target: int, source: int, num_bytes: int, direction: Direction) -> None:
+        if self.has_link:
+            self._links[direction].copy(target, source, num_bytes)
+            return
         if num_bytes < _PARALLEL_BYTES:
             libc.memcpy(target, source, num_bytes)
             return

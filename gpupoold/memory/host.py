@@ -21,14 +21,20 @@ _MAX_THREADS = 8
 
 
 class HostBuffer:
-    """A memfd mapped into this process with all pages present."""
+    """A memfd, or a part of a memfd, mapped into this process."""
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        """Map ``num_bytes`` of ``fd`` and own ``fd``, which is closed also after a failure."""
+    def __init__(
+        self, fd: int, num_bytes: int, offset: int = 0, *, is_populated: bool = True
+    ) -> None:
+        """Map ``num_bytes`` of ``fd`` from ``offset`` on; own ``fd``, which a failure closes.
+
+        If not ``is_populated``, the kernel allocates pages when they are first used.
+        """
         self.fd = fd
         self.num_bytes = num_bytes
+        flags = _POPULATED if is_populated else libc.MAP_SHARED | libc.MAP_NORESERVE
         try:
-            self.address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, _POPULATED, fd, 0)
+            self.address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, flags, fd, offset)
         except OSError:
             os.close(fd)
             raise
@@ -130,8 +136,12 @@ class KvHostCache:
     The kernel allocates the buffer's memory only when slots are first used.
     """
 
-    def __init__(self, budget_bytes: int, slab_bytes: int | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int, slab_bytes: int | None = None, *, num_ranks: int = 1
+    ) -> None:
         """Reserve addresses for ``budget_bytes``, 0 or more, in base slabs of ``slab_bytes``.
+
+        The memfd has a part of this size for each of ``num_ranks``; the first is this cache's.
 
         Raises:
             ValueError: the budget is negative or the slabs have no bytes.
@@ -140,9 +150,10 @@ class KvHostCache:
         if slab_bytes is None:
             slab_bytes = slab_bytes_for(budget_bytes)
         self._slabs = SlabAllocator(budget_bytes, slab_bytes)
+        self._file_bytes = self.budget_bytes * num_ranks
         self._fd = os.memfd_create("gpupool-kv", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self._fd, self.budget_bytes)
+            os.ftruncate(self._fd, self._file_bytes)
             shared = libc.MAP_SHARED | libc.MAP_NORESERVE
             self._address = (
                 libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self._fd, 0)
@@ -167,8 +178,9 @@ class KvHostCache:
         if not self.budget_bytes:
             return
         if not device.is_host_addressable:
-            touch_pages(self._fd, self.budget_bytes)
+            touch_pages(self._fd, self._file_bytes)
         device.pin(self._address, self.budget_bytes)
+        device.share_host(self._address, self.budget_bytes, self._fd)
 
     def unpin(self, device: Device) -> None:
         if self.budget_bytes:

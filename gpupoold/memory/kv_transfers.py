@@ -64,23 +64,27 @@ class PeerCache:
         Raises:
             OSError: the process has too few addresses.
         """
-        self._num_bytes = num_bytes
+        self._num_bytes = num_bytes // device.num_ranks
         self._device = device
         self._thread = thread
+        self._fd = fd
         shared = libc.MAP_SHARED | libc.MAP_NORESERVE
         try:
-            self._address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, shared, fd, 0)
-        finally:
+            self._address = libc.mmap(None, self._num_bytes, libc.PROT_READ_WRITE, shared, fd, 0)
+        except OSError:
             os.close(fd)
+            raise
         self._num_users = 1
         self._is_pinned = False
-        if not device.is_host_addressable:
+        if self._needs_pinning:
             thread.submit(self._pin)
+        else:
+            os.close(fd)
 
     @property
     def is_usable(self) -> bool:
         """True if the device can copy from the cache at full speed."""
-        return self._is_pinned or self._device.is_host_addressable
+        return self._is_pinned or not self._needs_pinning
 
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
         """Return the slot at ``offsets``, a list of ``(offset, num_bytes)``, in a usable cache."""
@@ -93,17 +97,24 @@ class PeerCache:
         self._num_users -= 1
         if self._num_users:
             return
-        if self._device.is_host_addressable:
-            self._unmap()
-        else:
+        if self._needs_pinning:
             self._thread.submit(self._unmap)
+        else:
+            self._unmap()
+
+    @property
+    def _needs_pinning(self) -> bool:
+        """True if this device's process, or another rank's, has to prepare copies."""
+        return not self._device.is_host_addressable or self._device.num_ranks > 1
 
     def _pin(self) -> None:
         if not self._num_users:
+            os.close(self._fd)
             return  # the last user left before this job started
         started_s = time.monotonic()
         try:
             self._device.pin(self._address, self._num_bytes)
+            self._device.share_host(self._address, self._num_bytes, self._fd)
         except Exception as error:  # affects only KV transfers from that cache
             _logger.error(
                 "another worker's KV host cache cannot be pinned: %s; requests that migrate from "
@@ -111,6 +122,8 @@ class PeerCache:
                 error,
             )
             return
+        finally:
+            os.close(self._fd)
         self._is_pinned = True
         _logger.info(
             "pinned another worker's KV host cache in %.2f s", time.monotonic() - started_s

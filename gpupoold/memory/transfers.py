@@ -57,12 +57,30 @@ class Transfer:
         self._is_stopped = False
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._progress = threading.Condition()
         self._num_copied = 0
 
     @property
     def has_ended(self) -> bool:
         """True if no copy is running; ``wait`` then returns at once."""
         return self._ended.is_set()
+
+    @property
+    def num_copied_bytes(self) -> int:
+        """Bytes from the start on that have arrived."""
+        return self._num_copied
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Return when the first ``num_bytes`` have arrived, unlike ``wait`` without making copies.
+
+        Raises:
+            Exception: the failure of a copy before.
+        """
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_copied >= num_bytes or self.has_ended)
+        if self._num_copied < num_bytes:
+            self.wait()  # raises the failure
+            raise AssertionError("a stopped transfer is waited for")
 
     def wait(self) -> None:
         """Return when every byte has arrived.
@@ -123,12 +141,16 @@ class Transfer:
             if self._on_end is not None:
                 self._on_end(self._error is None and self._num_copied == self.num_bytes)
         finally:  # last: after has_ended the owner may free what on_end uses
-            self._ended.set()
+            with self._progress:
+                self._ended.set()
+                self._progress.notify_all()
 
     def _finish(self, copy_stream: CopyStream, under_way: deque[tuple[int, int]]) -> None:
         number, num_bytes = under_way.popleft()
         copy_stream.wait(number)
-        self._num_copied += num_bytes
+        with self._progress:
+            self._num_copied += num_bytes
+            self._progress.notify_all()
 
 
 class TransferQueue:
@@ -143,7 +165,7 @@ class TransferQueue:
 
         If the host's cores make the copies, a thread that waits for a transfer helps.
         """
-        helper = device.open_copy_stream(direction) if device.is_host_addressable else None
+        helper = None if device.has_link else device.open_copy_stream(direction)
         streams = device.open_copy_streams(direction)
         return cls(streams, name, device.copy_batch_bytes, helper=helper)
 

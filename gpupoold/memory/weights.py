@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 
@@ -38,6 +39,7 @@ class WeightMemory:
         self._device = device
         self._num_loaded = 0
         self._arriving: deque[Transfer] = deque()
+        self._start_bytes: int | None = None
         self._snapshot: HostBuffer | None = None
         self._own: HostBuffer | None = None
         self.own_bytes = own.num_bytes if own is not None else 0
@@ -63,6 +65,11 @@ class WeightMemory:
         if self._snapshot is None:
             raise Failed("the snapshot of these weights is not in host memory", _HINT)
         return self._snapshot
+
+    @property
+    def own(self) -> HostBuffer | None:
+        """The host copy of the slots."""
+        return self._own
 
     @property
     def num_pages(self) -> int:
@@ -111,6 +118,35 @@ class WeightMemory:
     def is_resident(self) -> bool:
         """True if all weights are present, so that the model can run."""
         return self._num_loaded == self.num_pages
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes from the start on with which a step may begin; all, unless set."""
+        return self.num_bytes if self._start_bytes is None else self._start_bytes
+
+    @start_bytes.setter
+    def start_bytes(self, num_bytes: int) -> None:
+        """Let steps begin while bytes behind ``num_bytes`` arrive, for which the steps wait."""
+        assert 0 < num_bytes <= self.num_bytes and not self.own_bytes
+        self._start_bytes = num_bytes
+
+    @property
+    def can_start(self) -> bool:
+        """True if a step may begin: the first bytes are present, all others present or arriving."""
+        return self.is_resident or (
+            not self.num_missing_pages and self.present_bytes >= self.start_bytes
+        )
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes from the start on that have arrived, of a load in progress too."""
+        first = self._arriving[0].num_copied_bytes if self._arriving else 0
+        return self.loaded_bytes + first
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes of mapped pages that have not arrived."""
+        return max(0, self.mapped_bytes - self.present_bytes)
 
     @property
     def is_arriving(self) -> bool:
@@ -197,12 +233,32 @@ class WeightMemory:
         while self._arriving:
             self._finish_first()
 
-    def _finish_first(self) -> None:
+    def wait_for(self, num_bytes: int) -> None:
+        """Return when the first ``num_bytes``, which are present or arriving, are present.
+
+        Raises:
+            Exception: a copy failed; pages that had not arrived were freed.
+        """
+        while (missing := num_bytes - self.loaded_bytes) > 0:
+            assert self._arriving, f"{missing} bytes are waited for that do not arrive"
+            if missing >= self._arriving[0].num_bytes:
+                self._finish_first()
+                continue
+            with self._stopped_by_failure():
+                self._arriving[0].wait_for(missing)
+            return
+
+    @contextlib.contextmanager
+    def _stopped_by_failure(self) -> Iterator[None]:
         try:
-            self._arriving[0].wait()
+            yield
         except BaseException:
             self.stop()
             raise
+
+    def _finish_first(self) -> None:
+        with self._stopped_by_failure():
+            self._arriving[0].wait()
         self._num_loaded += self._arriving.popleft().num_bytes // self._device.page_bytes
 
     def stop(self) -> None:

@@ -216,6 +216,14 @@ class ActivityPage:
             slot.clear()
             free.put(slot)
 
+    def begin_scheduling(self, model: str) -> None:
+        """Write that any request of the model may come into a step, until ``begin_step``.
+
+        No effect during another phase of the step thread.
+        """
+        if self.main.phase == ThreadPhase.IDLE:
+            self.main.set(ThreadPhase.STEP, model, None)
+
     def begin_step(self, model: str, ids: Sequence[str]) -> None:
         """Write the start of a step with these requests.
 
@@ -223,6 +231,7 @@ class ActivityPage:
         """
         self._steps.reverse()
         self._steps[0].set(ThreadPhase.STEP, model, ids)
+        self._end_scheduling()
 
     def begin_report(self, model: str, ids: Sequence[str]) -> None:
         """Write that the results of a step are reported, until ``end_report``.
@@ -240,6 +249,11 @@ class ActivityPage:
         """Write that only the last ``num_under_way`` steps run."""
         for slot in self._steps[num_under_way:]:
             slot.clear()
+        self._end_scheduling()
+
+    def _end_scheduling(self) -> None:
+        if self.main.phase == ThreadPhase.STEP:
+            self.main.clear()
 
     def _use(self, memory: mmap.mmap) -> None:
         slots = [ThreadSlot(memory, number * SLOT_BYTES) for number in range(NUM_SLOTS)]

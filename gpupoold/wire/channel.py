@@ -220,11 +220,10 @@ class BlockingChannel(Generic[T]):
             ChannelClosed: the other end has closed or died.
             FrameTooLong: the message is too long to send; the channel stays usable.
         """
-        view, left = memoryview(encode_frame(message)), list(fds)
+        frame = memoryview(encode_frame(message))
         try:
-            while view:
-                view = view[_send_some(self._sock, view, left) :]
-                left = []
+            sent = socket.send_fds(self._sock, [frame], list(fds)) if fds else 0
+            self._sock.sendall(frame[sent:])
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
@@ -239,7 +238,7 @@ class BlockingChannel(Generic[T]):
         while not self._ready:
             poll = _poll_of(self._sock.fileno(), *wake_fds) if wake_fds else self._poll
             found = poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
-            if not any(fd == self._sock.fileno() for fd, _ in found):
+            if not found or all(fd != self._sock.fileno() for fd, _ in found):
                 return None
             try:
                 data = _receive_some(self._sock, self._fds)

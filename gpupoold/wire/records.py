@@ -113,11 +113,13 @@ class SwitchRecord(Switch):
     """A switch that began at ``at_s``.
 
     ``prefetched_bytes`` counts the weights that a prefetch had loaded or was loading at the start;
-    ``weight_bytes`` excludes prefetched weights.
+    ``weight_bytes`` excludes prefetched weights. ``late_weight_bytes`` counts the weights that
+    arrived after the end, during the first step.
     """
 
     at_s: float
     prefetched_bytes: int = 0
+    late_weight_bytes: int = 0
 
 
 class KvTransfer(msgspec.Struct, frozen=True, array_like=True):

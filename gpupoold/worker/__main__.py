@@ -11,21 +11,27 @@ from typing import NoReturn
 
 from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.group.link import RankLost
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import (
     EMULATED_DEVICE_NICENESS,
     OUT_OF_MEMORY_STATUS,
     WORKER_OOM_SCORE_ADJ,
+    as_words,
     begin_child,
     end_at_faults,
     importing,
     lower_priority,
     raise_oom_score,
+    show_as,
 )
-from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+from gpupoold.wire.channel import ChannelClosed
 from gpupoold.wire.messages import ToWorker, WorkerReady
 from gpupoold.worker.environment import set_engine_environment
 from gpupoold.worker.out_of_memory import is_out_of_memory
+from gpupoold.worker.ranks import Rank, fork_ranks
+from gpupoold.worker.turns.group_totals import GroupChannel
 
 _logger = logging.getLogger("gpupoold.worker")
 
@@ -38,55 +44,85 @@ _SWITCH_INTERVAL_S = 0.0001
 def main() -> None:
     """Serve with one device until ``Shutdown`` arrives or the daemon ends."""
     arguments = _parse()
-    begin_child("worker", arguments.log_level, arguments.parent_pid)
+    rank = fork_ranks(arguments.num_gpus, _fds_of_leader(arguments))
+    if rank.rank:
+        begin_child(f"worker rank {rank.rank}", arguments.log_level)
+        place = {"--device": arguments.device, "--rank": rank.rank}
+        show_as("gpupoold.worker.follower", as_words(place))
+    else:
+        begin_child("worker", arguments.log_level, arguments.parent_pid)
+        rank.followers.watch()
     raise_oom_score(WORKER_OOM_SCORE_ADJ)
     if arguments.device_kind == "emulated":
         lower_priority(EMULATED_DEVICE_NICENESS)
-    if arguments.activity_fd is not None:
+    if arguments.activity_fd is not None and not rank.rank:
         WORKER.attach(arguments.activity_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.environ.setdefault("OMP_NUM_THREADS", str(arguments.compute_threads))
     set_engine_environment(arguments.log_level)
     if arguments.device_kind == "cuda":
-        _show_one_gpu(arguments.device_index)
-    channel: BlockingChannel[ToWorker] = BlockingChannel(
-        socket.socket(fileno=arguments.wire_fd), ToWorker
-    )
+        _show_gpus([int(index) for index in arguments.gpus.split(",")])
+    if rank.rank:
+        _follow(arguments, rank)
+    channel = GroupChannel(socket.socket(fileno=arguments.wire_fd), ToWorker)
+    channel.num_ranks = rank.num_ranks
     try:
-        _serve(arguments, channel)
+        _serve(arguments, rank, channel)
     except ChannelClosed as closed:
         _logger.info("the daemon has closed the connection (%s); exiting", closed)
     except Exception as error:
-        _leave_if_out_of_memory(error)
+        _leave_if_out_of_memory(error, rank)
         _logger.exception("the worker ends")
-        _leave(1)
-    _leave(0)
+        _leave(1, rank)
+    _leave(0, rank)
 
 
-def _leave(status: int) -> NoReturn:
+def _follow(arguments: argparse.Namespace, rank: Rank) -> NoReturn:
+    """Carry out the orders of the group's leader until the leader ends."""
+    try:
+        with importing():
+            from gpupoold.worker.follower.process import follow
+        end_at_faults()
+        follow(rank, _open_device(arguments, rank))
+    except RankLost:
+        _leave(0, rank)
+    except Exception as error:
+        _leave_if_out_of_memory(error, rank)
+        _logger.exception("the follower ends")
+    _leave(1, rank)
+
+
+def _fds_of_leader(arguments: argparse.Namespace) -> list[int]:
+    fds = (arguments.wire_fd, arguments.activity_fd)
+    return [fd for fd in fds if fd is not None]
+
+
+def _leave(status: int, rank: Rank) -> NoReturn:
     """End the process at once.
 
     A normal exit would spend seconds on engines whose memory the kernel frees anyway, and wait for
     a load beside the turns.
     """
     logging.shutdown()
+    rank.followers.kill()
     os._exit(status)
 
 
-def _leave_if_out_of_memory(error: Exception) -> None:
+def _leave_if_out_of_memory(error: Exception, rank: Rank) -> None:
     if not is_out_of_memory(error):
         return
     try:
         _logger.exception("out of memory")
         logging.shutdown()
+        rank.followers.kill()
     finally:
         os._exit(OUT_OF_MEMORY_STATUS)  # also if there was no memory for logging
 
 
-def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) -> None:
+def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> None:
     with importing():
         from gpupoold.worker.calls import answer
-        from gpupoold.worker.device import device_name, open_device
+        from gpupoold.worker.device import device_name
         from gpupoold.worker.kv.residency import Residency
         from gpupoold.worker.turns.loop import TurnLoop
     end_at_faults()
@@ -96,18 +132,14 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
     from gpupoold.memory.pages import PagePool
 
     version = check_engine_version()
-    if arguments.device_kind == "emulated":
-        with importing():
-            from gpupoold.worker.engine.cpu_build import adapt_cpu_build
-        adapt_cpu_build()
-    device = open_device(
-        arguments.device_kind,
-        arguments.device_bytes,
-        arguments.reserve_bytes,
-        arguments.page_bytes,
-    )
+    device = _open_device(arguments, rank)
+    links = None
+    if rank.num_ranks > 1:
+        from gpupoold.worker.leader import lead
+
+        device, links = lead(rank, device)
     pool = PagePool(device.num_pages, device.table_pages)
-    host = KvHostCache(arguments.kv_host_bytes)
+    host = KvHostCache(arguments.kv_host_bytes, num_ranks=rank.num_ranks)
     with prefer_node(device.numa_node):
         host.pin(device)
         link = measure_link(device, pool)
@@ -121,6 +153,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
         answer,
         arguments.self_check_interval,
         has_gpu_alone=arguments.num_sharing == 1,
+        links=links,
     )
     channel.send(
         WorkerReady(
@@ -130,7 +163,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
             device.page_bytes,
             bandwidth,
             version,
-            device_name(arguments.device_kind),
+            device_name(arguments.device_kind, rank.num_ranks),
             arguments.kv_host_bytes,
             link.in_bytes_per_s,
             link.out_bytes_per_s,
@@ -142,25 +175,50 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
     loop.run()
 
 
-def _show_one_gpu(index: int) -> None:
-    """Hide all GPUs except the ``index``-th visible one; to be called before importing vLLM and
-    torch.
+def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
+    """Open the device of this rank, and join the group."""
+    from gpupoold.worker.device import open_device
 
-    vLLM puts an engine of one rank on the first visible GPU, and a hidden GPU cannot get a context
-    by accident.
+    if arguments.device_kind == "emulated":
+        with importing():
+            from gpupoold.worker.engine.cpu_build import adapt_cpu_build
+        adapt_cpu_build()
+    if rank.num_ranks > 1:
+        from gpupoold.worker.engine.process_groups import join_group
+        from gpupoold.worker.engine.sampling_seeds import keep_generators
+
+        may_spin = not arguments.are_cores_shared
+        join_group(rank.store, rank.rank, rank.num_ranks, may_spin=may_spin)
+        keep_generators()
+    return open_device(
+        arguments.device_kind,
+        arguments.device_bytes,
+        arguments.reserve_bytes,
+        arguments.page_bytes,
+        rank.rank,
+        arguments.link_bytes_per_s,
+    )
+
+
+def _show_gpus(indices: list[int]) -> None:
+    """Hide all GPUs except those with these indices among the visible ones; to be called before
+    importing vLLM and torch.
+
+    A worker sees the GPUs of its group, in the order of the ranks: vLLM puts rank ``r`` on the
+    ``r``-th, and a hidden GPU cannot get a context by accident.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        chosen = str(index)
+        chosen = [str(index) for index in indices]
     else:
         entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-        if index >= len(entries):
+        if max(indices) >= len(entries):
             raise Failed(
-                f"there is no CUDA device {index}: CUDA_VISIBLE_DEVICES is {visible!r}",
+                f"there is no CUDA device {max(indices)}: CUDA_VISIBLE_DEVICES is {visible!r}",
                 "change the variable, or the device's index in the configuration",
             )
-        chosen = entries[index]
-    os.environ["CUDA_VISIBLE_DEVICES"] = chosen
+        chosen = [entries[index] for index in indices]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # indices as in nvidia-smi
 
 
@@ -171,11 +229,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--activity-fd", type=int, help="see gpupoold.system.activity")
     parser.add_argument("--device-kind", choices=["emulated", "cuda"], default="emulated")
-    parser.add_argument("--device-index", type=int, default=0)
+    parser.add_argument("--gpus", default="0", help="CUDA ordinals in the order of the ranks")
+    parser.add_argument("--are-cores-shared", type=int, default=0, help="1: more ranks than cores")
+    parser.add_argument("--num-gpus", type=int, default=1, help="ranks of the group")
     parser.add_argument("--num-sharing", type=int, default=1, help="workers on the GPU")
     parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")
     parser.add_argument("--reserve-bytes", type=int, default=0)
     parser.add_argument("--page-bytes", type=int, default=0)
+    parser.add_argument("--link-bytes-per-s", type=int, default=0, help="of an emulated device")
     parser.add_argument("--kv-host-bytes", type=int, required=True)
     parser.add_argument("--compute-threads", type=int, required=True)
     parser.add_argument("--self-check-interval", type=int, default=0, help="0: no self-check")

@@ -24,8 +24,17 @@ _LIBRARIES_BYTES = 1 << 30
 _NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
 
-def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: int) -> Device:
-    """Open the device; a GPU is the only one visible to this process.
+def open_device(
+    kind: str,
+    device_bytes: int,
+    reserve_bytes: int,
+    page_bytes: int,
+    rank: int = 0,
+    link_bytes_per_s: int = 0,
+) -> Device:
+    """Open the device: of the visible GPUs, the one of this rank.
+
+    ``link_bytes_per_s`` is for an emulated device, see :class:`EmulatedDevice`.
 
     Raises:
         Failed: the kind of device is missing, or vLLM was built for another kind.
@@ -33,13 +42,13 @@ def open_device(kind: str, device_bytes: int, reserve_bytes: int, page_bytes: in
         OSError: the host has too little memory for an emulated device.
     """
     if kind == "emulated":
-        return EmulatedDevice(device_bytes, page_bytes or None)
+        return EmulatedDevice(device_bytes, page_bytes or None, link_bytes_per_s)
     if not current_platform.is_cuda():
         raise Failed("the installed vLLM was not built for CUDA", "pip install gpupool[cuda]")
     if _NO_STREAMS in sys.modules:
         raise Failed(f"{_NO_STREAMS} is imported: torch has no CUDA streams", "this is a bug")
     return CudaDevice(
-        0, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
+        rank, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
     )
 
 
@@ -130,11 +139,14 @@ def _private_bytes() -> int:
     return 0
 
 
-def device_name(kind: str) -> str:
-    """Return a name that equally fast devices share: the GPU's name, or the number of cores."""
-    if kind == "emulated":
-        return f"CPU x {torch.get_num_threads()}"
-    return str(torch.cuda.get_device_name(0))
+def device_name(kind: str, num_ranks: int = 1) -> str:
+    """Return a name that equally fast devices share: the GPU's name, or the number of cores.
+
+    A group's name begins with the number of its GPUs.
+    """
+    is_emulated = kind == "emulated"
+    name = f"CPU x {torch.get_num_threads()}" if is_emulated else torch.cuda.get_device_name(0)
+    return f"{num_ranks} x {name}" if num_ranks > 1 else str(name)
 
 
 def compute_streams() -> Iterable[int]:

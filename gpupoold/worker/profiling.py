@@ -107,8 +107,8 @@ class Pages(Protocol):
 
     pool: PagePool
 
-    def switch_in(self, name: str) -> object:
-        """Make a model resident."""
+    def make_resident(self, name: str) -> None:
+        """Make a model resident with all its weights."""
 
     def ensure_kv(self, name: str) -> None:
         """Map the blocks that the next step needs."""
@@ -351,7 +351,7 @@ class _ProfilingRun:
         left_s = self._clock()
         yield
         self._began_s += self._clock() - left_s
-        self._pages.switch_in(self._engine.name)
+        self._pages.make_resident(self._engine.name)
 
     def _clear(self) -> None:
         self._engine.abort(list(self._generated))

@@ -231,6 +231,11 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "mm_processor _process_multimodal_async render_chat_async _mm_executor",
     ),
     (
+        "gpupoold/frontend/tool_errors.py",
+        "vllm.renderers.online_renderer.OnlineRenderer",
+        "create_error_response",
+    ),
+    (
         "gpupoold/frontend/media.py",
         "vllm.multimodal.media.MediaConnector",
         "allowed_media_domains media_io_kwargs load_from_url_async",

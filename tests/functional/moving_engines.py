@@ -155,7 +155,7 @@ class MovingEngines:
         if not engine.is_ready():
             self.residency.wait_ready(name)
         self.residency.ensure_kv(name)
-        for step in [*engine.begin_step(chunk_tokens), *engine.settle()]:
+        for step in engine.whole_steps(chunk_tokens):
             for item in step.progress:
                 if item.request_id not in self.requests:
                     continue

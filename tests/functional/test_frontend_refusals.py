@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import re
 import threading
 import time
@@ -14,7 +16,7 @@ import msgspec
 import openai
 import pytest
 
-from gpupoold.wire.messages import AddRequest, ServedModel
+from gpupoold.wire.messages import AddRequest, ServedModel, Shutdown
 from tests.functional.engine_peer import (
     EnginePeer,
     added_since,
@@ -37,14 +39,20 @@ ASKED = {
 }
 
 
-@pytest.fixture(scope="module")
-def running(tiny_models: dict[str, Path]) -> Iterator[EnginePeer]:
+@contextlib.contextmanager
+def serving(tiny_models: dict[str, Path]) -> Iterator[EnginePeer]:
     set_engine_environment()
     with EnginePeer({LLAMA: tiny_models[LLAMA]}) as peer:
         peer.wait_ready()
         assert peer.serve(LLAMA).error_code == ""
         row = ServedModel(name=LLAMA, aliases=(), state="ready", created_at=0.0)
         peer.announce(row)
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def running(tiny_models: dict[str, Path]) -> Iterator[EnginePeer]:
+    with serving(tiny_models) as peer:
         yield peer
 
 
@@ -178,3 +186,15 @@ def test_official_client_without_retries(peer: EnginePeer) -> None:
         api.completions.create(model=LLAMA, prompt="hello", max_tokens=8, stream=True)
     assert raised.value.code == "rate_limit_exceeded"
     assert raised.value.type == "rate_limit_error"
+
+
+def test_a_stopping_server_asks_clients_to_try_again(tiny_models: dict[str, Path]) -> None:
+    with serving(tiny_models) as peer, concurrent.futures.ThreadPoolExecutor() as threads:
+        peer.hold_steps.set()
+        answers = {path: threads.submit(post, peer, path) for path in ASKED}
+        added_since(peer, 0, LLAMA, len(ASKED))
+        peer.send(Shutdown(grace_s=4))
+        for path, future in answers.items():
+            answer = future.result(30)
+            assert (path, answer.status_code, answer.headers.get("retry-after")) == (path, 503, "1")
+            assert answer.json()["error"]["message"] == "the server is stopping"

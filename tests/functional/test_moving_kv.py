@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -66,7 +66,7 @@ def moved(family: str, options: list[str], environment: dict[str, str]) -> dict[
     command = [sys.executable, "-m", "tests.functional.moving_engines", str(folder / family), dtype]
     done = subprocess.run(
         command + options,
-        env=environment | _ENVIRONMENT,
+        env=environment | ENVIRONMENT,
         cwd=ROOT,
         capture_output=True,
         text=True,

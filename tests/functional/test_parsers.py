@@ -195,8 +195,11 @@ def test_the_parser_of_a_given_template(
     assert whole_chat(openai, request) == Heard("", "", [CALL], "tool_calls")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "x"}}])
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_what_a_model_without_tools_says(choice: Any, openai: OpenAI) -> None:
     request = asked("phi-3.5", RECORDED["phi-3.5"]) | {"tools": [TOOL], "tool_choice": choice}
-    with pytest.raises(BadRequestError, match="tool"):
+    with pytest.raises(BadRequestError, match=r"gpupool set phi-3\.5 --engine tool-call-parser"):
         openai.chat.completions.create(**request)
+    assert openai.chat.completions.create(**request | {"tool_choice": "none"}).choices

@@ -10,7 +10,12 @@ import typer
 
 from gpupool_cli.bench.loads import run_load_bench
 from gpupool_cli.bench.memory import run_memory_bench
-from gpupool_cli.bench.overhead import KV_BYTES, OverheadPlan, measure_overhead
+from gpupool_cli.bench.overhead import (
+    EMULATED_OPTIONS,
+    KV_BYTES,
+    OverheadPlan,
+    measure_overhead,
+)
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints
 from gpupool_cli.bench.switch import MAX_MODEL_LEN, run_switch_bench
 from gpupool_cli.bench.view import show_fields, show_memory, show_switches
@@ -23,6 +28,9 @@ app = typer.Typer(
     no_args_is_help=True, help="Measure this machine, with a limit beside each figure."
 )
 
+GpusOption = Annotated[
+    int, typer.Option("--gpus", min=1, max=8, help="GPUs of the device: a group if several.")
+]
 SizeOption = Annotated[str, typer.Option("--size", help="Weight bytes of a model, in float32.")]
 
 
@@ -30,11 +38,15 @@ SizeOption = Annotated[str, typer.Option("--size", help="Weight bytes of a model
 def switch(
     size: SizeOption = "300MB",
     rounds: Annotated[int, typer.Option(min=1, help="Switches each way.")] = 20,
+    gpus: GpusOption = 1,
+    link: Annotated[
+        str, typer.Option(help="Use an emulated device with a modelled link, such as 2GB/s.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Switch between two models: resident, prefetched, in host memory; without and with KV."""
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
-        result = run_switch_bench(Path(folder), parse_size_bytes(size), rounds)
+        result = run_switch_bench(Path(folder), parse_size_bytes(size), rounds, gpus, link)
     if as_json:
         print_json(result)
     else:
@@ -79,15 +91,20 @@ def overhead(
     size: SizeOption = "100MB",
     rounds: Annotated[int, typer.Option(min=1, help="Alternations of the two servers.")] = 5,
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 4,
+    gpus: GpusOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Serve one model through gpupool and through ``vllm serve`` alternately; compare."""
-    plan = OverheadPlan(rounds=rounds, num_streams=streams, max_model_len=MAX_MODEL_LEN)
+    options = (*EMULATED_OPTIONS, "--tensor-parallel-size", str(gpus))
+    plan = OverheadPlan(
+        rounds=rounds, num_streams=streams, max_model_len=MAX_MODEL_LEN, vllm_options=options
+    )
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
         checkpoint = make_checkpoints(Path(folder), ["llama"], parse_size_bytes(size))[0]
         say("starting gpupoold and vllm serve")
         # As much KV as vLLM has. Checkpoints are up to 5 % larger than their size.
-        config = emulated_config(int(1.1 * parse_size_bytes(size)) + KV_BYTES)
+        num_bytes = int(1.1 * parse_size_bytes(size)) + gpus * KV_BYTES
+        config = emulated_config(num_bytes, num_gpus=gpus)
         result = measure_overhead(plan, checkpoint, config)
     if as_json:
         print_json(result)

@@ -31,7 +31,7 @@ from gpupoold.system.process import (
 _START_TIMEOUT_S = 300.0
 # vLLM's settings on the CPU, as gpupool sets them.
 KV_BYTES = 1 << 28
-_EMULATED_OPTIONS = (
+EMULATED_OPTIONS = (
     *("--enforce-eager", "--block-size", "32"),
     *("--kv-cache-memory-bytes", str(KV_BYTES)),
 )
@@ -58,7 +58,7 @@ class OverheadPlan:
     num_single: int = 6
     max_model_len: int = 1024
     dtype: str = "float32"
-    vllm_options: tuple[str, ...] = _EMULATED_OPTIONS
+    vllm_options: tuple[str, ...] = EMULATED_OPTIONS
     ends_s: float = math.inf
 
 
@@ -137,7 +137,7 @@ def vllm_serve(
     checkpoint: Path,
     max_model_len: int,
     dtype: str = "float32",
-    options: Sequence[str] = _EMULATED_OPTIONS,
+    options: Sequence[str] = EMULATED_OPTIONS,
     log_path: Path | None = None,
 ) -> Iterator[str]:
     """Run plain ``vllm serve``, by default with gpupool's settings; yield its URL.

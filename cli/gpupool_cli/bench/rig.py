@@ -31,17 +31,24 @@ def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) ->
     return [folder / f"tiny-{architecture}" for architecture in architectures]
 
 
-def device_config(num_bytes: int) -> str:
-    """Return TOML for one device with ``num_bytes`` for models: the first GPU, or emulated."""
+def device_config(num_bytes: int, num_gpus: int = 1) -> str:
+    """Return TOML for one device with ``num_bytes`` for models: the first GPUs, or emulated."""
     if default_devices()[0]["kind"] != "cuda":
-        return emulated_config(num_bytes)
-    memory = num_bytes + CUDA_RESERVE_BYTES + _CUDA_CHUNKS_BYTES
-    return f'[[device]]\nkind = "cuda"\nmemory = {memory}\npage_bytes = {_CUDA_PAGE_BYTES}\n'
+        return emulated_config(num_bytes, num_gpus=num_gpus)
+    memory = -(-num_bytes // num_gpus) + CUDA_RESERVE_BYTES + _CUDA_CHUNKS_BYTES
+    group = f"gpus = {list(range(num_gpus))}\n" if num_gpus > 1 else ""
+    sizes = f"memory = {memory}\npage_bytes = {_CUDA_PAGE_BYTES}\n"
+    return f'[[device]]\nkind = "cuda"\n{group}{sizes}'
 
 
-def emulated_config(num_bytes: int, num_devices: int = 1) -> str:
-    """TOML of emulated devices with ``num_bytes`` each, also where there are GPUs."""
-    return f'[[device]]\nkind = "emulated"\nmemory = {num_bytes}\n' * num_devices
+def emulated_config(num_bytes: int, num_devices: int = 1, num_gpus: int = 1, link: str = "") -> str:
+    """TOML of emulated devices of ``num_gpus`` with ``num_bytes`` each, also where there are GPUs.
+
+    The GPUs of a group share the bytes. ``link`` is the bandwidth of a modelled link.
+    """
+    device = f'[[device]]\nkind = "emulated"\nmemory = {-(-num_bytes // num_gpus)}\n'
+    device += f"gpus = {num_gpus}\n" * (num_gpus > 1) + f'link = "{link}"\n' * bool(link)
+    return device * num_devices
 
 
 def weight_bytes(checkpoint: Path) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from gpupool_cli.bench.cold import measure_cold
-from gpupool_cli.bench.rig import device_config, make_checkpoints
+from gpupool_cli.bench.rig import device_config, emulated_config, make_checkpoints
 from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.api.schemas import BenchSwitchRequest
@@ -21,12 +21,17 @@ _KV_SHARE = 0.1
 _SLACK_BYTES = 32 << 20
 # Starts from disk are slow, so a quarter of the rounds is measured.
 _COLD_FACTOR = 4
+_PROMPTS = (32, 400)
 _OLD_COPY_SHARE = 1.3
 _OLD_EXTRA_S = 0.005
 
 
-def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, Any]:
+def run_switch_bench(
+    folder: Path, size_bytes: int, rounds: int, num_gpus: int = 1, link: str = ""
+) -> dict[str, Any]:
     """Return switch times of all modes, on a device with space for two equal models.
+
+    With ``link``, an emulated device has a modelled link of this bandwidth.
 
     The keys besides ``modes`` concern a device with space for one model: all bytes of one model
     move out, all bytes of the other in, without KV.
@@ -37,7 +42,7 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
     say(f"making two checkpoints of {format_bytes(size_bytes)}")
     checkpoints = make_checkpoints(folder, ["llama", "qwen3"], size_bytes)
     kv_bytes = max(_MIN_KV_BYTES, int(_KV_SHARE * size_bytes))
-    with private_daemon(_config(size_bytes, kv_bytes)) as daemon:
+    with private_daemon(_config(size_bytes, kv_bytes, num_gpus, link)) as daemon:
         names = [path.name for path in checkpoints]
         for path in checkpoints:
             say(f"loading {path.name}")
@@ -47,6 +52,7 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
             rounds=rounds,
             modes=get_args(WarmSource),
             kv_bytes=kv_bytes,
+            prompts=_PROMPTS,
         )
         say(f"switching {rounds} times each way, in three modes, without and with KV")
         with daemon.client() as client:
@@ -59,13 +65,16 @@ def run_switch_bench(folder: Path, size_bytes: int, rounds: int) -> dict[str, An
     return _headline(measured) | measured
 
 
-def _config(size_bytes: int, kv_bytes: int) -> str:
+def _config(size_bytes: int, kv_bytes: int, num_gpus: int, link: str) -> str:
     kv_host_bytes = max(LEAST_KV_HOST_BYTES, 8 * kv_bytes + _SLACK_BYTES)
     memory = f"[memory]\nkv_host = {kv_host_bytes}\n"
     memory += f"snapshot_files = {3 * size_bytes + _SLACK_BYTES}\n"
     # A checkpoint may be 5 % larger than requested. Both models' KV grows by some tokens in
     # every round, and prefetching leaves room for a turn's KV.
-    return device_config(int(2.3 * size_bytes) + 8 * kv_bytes + _SLACK_BYTES) + memory
+    num_bytes = int(2.3 * size_bytes) + 8 * kv_bytes + _SLACK_BYTES
+    if link:
+        return emulated_config(num_bytes, num_gpus=num_gpus, link=link) + memory
+    return device_config(num_bytes, num_gpus) + memory
 
 
 def _headline(measured: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,13 @@ def show_fields(result: Mapping[str, Any]) -> None:
 
 
 def show_switches(result: Mapping[str, Any]) -> None:
-    """Print a row per mode, with its limit."""
+    """Print a row per mode, with its limit; then the time of the first token."""
     titles = ["mode", "KV", "switches", "moved", "p50", "p99"]
     titles += [stage.removesuffix("_s") for stage in _STAGES]
     print_table(_columns([*titles, "limit", "of", "reached"], 2), list(_switch_rows(result)))
+    print_line("")
+    titles = ["prompt tokens", "samples", "prefill", "first token", "early", "late weights"]
+    print_table(_columns(titles), [_first_token_row(row) for row in result["first_tokens"]])
 
 
 def show_memory(result: Mapping[str, Any]) -> None:
@@ -61,6 +64,16 @@ def _switch_rows(result: Mapping[str, Any]) -> Iterator[Sequence[str]]:
                 row["limit_of"].removesuffix("_s"),
                 "yes" if row["reached"] else "no",
             )
+
+
+def _first_token_row(row: Mapping[str, Any]) -> list[str]:
+    late_bytes = row.get("late_bytes", 0)
+    return [
+        str(row["prompt_tokens"]),
+        str(row["samples"]),
+        *(_duration(row.get(f"{name}_p50_s", 0.0)) for name in ("prefill", "whole", "early")),
+        format_bytes(late_bytes) if late_bytes else "",
+    ]
 
 
 def _copy_row(row: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from gpupoold.stats.histogram import Histogram
 from gpupoold.wire import messages as m
 
 WEIGHTS_SOURCES: tuple[WeightsSource, ...] = get_args(WeightsSource)
-MOVED_KINDS = ("weights", "weights_prefetched", "kv_in", "kv_out")
+MOVED_KINDS = ("weights", "weights_prefetched", "weights_late", "kv_in", "kv_out")
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class DeviceMeter:
             self.stage_seconds[stage] += getattr(switch, f"{stage}_s")
         self.moved_bytes["weights"] += switch.weight_bytes
         self.moved_bytes["weights_prefetched"] += switch.prefetched_bytes
+        self.moved_bytes["weights_late"] += switch.late_weight_bytes
         self.moved_bytes["kv_in"] += switch.kv_in_bytes
         self.moved_bytes["kv_out"] += switch.kv_out_bytes
         return source

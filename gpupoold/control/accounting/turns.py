@@ -140,7 +140,7 @@ def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
     times = (f"{stage}_s" for stage in ("total", *SWITCH_STAGES))
     sizes = ("weight_bytes", "kv_in_bytes", "kv_out_bytes")
     added = {name: getattr(first, name) + getattr(second, name) for name in (*times, *sizes)}
-    return replace(first, **added)
+    return replace(first, late_weight_bytes=second.late_weight_bytes, **added)
 
 
 def _last(turns: deque[TurnRecord], count: int) -> Iterable[TurnRecord]:

@@ -24,7 +24,8 @@ class KvPeers:
         """Give each target access to the host memory of each source of coming requests.
 
         Each pair is introduced once, and only where requests migrate: the target's GPU pins the
-        whole host memory, 0.1 s per GB; until then the target gets requests without KV.
+        whole host memory, 0.1 s per GB; until then the target gets requests without KV. Groups of
+        different sizes are not introduced.
         """
         numbers = list(targets)
         for source in sources:
@@ -60,6 +61,8 @@ class KvPeers:
         worker, to = self._workers.get(source), self._workers.get(target)
         if worker is None or to is None or not (worker.is_ready and to.is_ready):
             return
+        if worker.device.num_gpus != to.device.num_gpus:
+            return  # the ranks have other parts of the KV, which is computed anew
         ready = worker.ready
         if worker.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
             to.send(m.PeerHost(source, ready.kv_host_bytes), (worker.kv_host_fd,))

@@ -29,13 +29,16 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
     else:
         options |= {
             "--device-kind": device.kind,
-            "--device-index": device.index or 0,
+            "--num-gpus": device.num_gpus,
+            "--are-cores-shared": int(_num_computing(settings) > len(os.sched_getaffinity(0))),
+            "--gpus": ",".join(map(str, device.gpus)) or "0",
             "--reserve-bytes": reserve_bytes,
             "--page-bytes": device.page_bytes or 0,
+            "--link-bytes-per-s": device.link_bytes_per_s or 0,
             "--kv-host-bytes": settings.memory.kv_host_bytes,
             "--self-check-interval": settings.memory.self_check_interval,
             "--compute-threads": compute_threads(settings),
-            "--num-sharing": sum(other.index == device.index for other in settings.devices)
+            "--num-sharing": max(1, sum(other.gpus == device.gpus for other in settings.devices))
             if device.kind == "cuda"
             else 1,
         }
@@ -58,10 +61,14 @@ def engine_environment(settings: Settings) -> dict[str, str]:
 
 
 def compute_threads(settings: Settings) -> int:
-    """Return the compute threads per emulated device.
+    """Return the compute threads per GPU of an emulated device.
 
     One core stays free for the daemon and the frontend, as in vLLM's API server: compute threads
     spin, and a spinning thread without a core stalls all compute threads.
     """
-    num_computing = sum(device.kind != "sim" for device in settings.devices)
-    return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, num_computing))
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, _num_computing(settings)))
+
+
+def _num_computing(settings: Settings) -> int:
+    """Return the number of processes that compute."""
+    return sum(one.num_gpus for one in settings.devices if one.kind != "sim")

@@ -134,8 +134,7 @@ class _SwapBench:
 
     def _in_s(self) -> float:
         started_s = time.perf_counter()
-        self._residency.switch_in(self._moved.name)
-        self._residency.bring_all(self._moved.name)
+        self._residency.make_resident(self._moved.name)
         return time.perf_counter() - started_s
 
     def _steps_during_out(self) -> Iterator[float]:

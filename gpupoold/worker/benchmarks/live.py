@@ -56,8 +56,7 @@ class BenchmarkRequests:
                 f"tokens at once, too few for {format_bytes(self._kv_bytes)} of KV",
                 "ask for less KV, or raise --max-len",
             )
-        self._residency.switch_in(engine.name)
-        self._residency.bring_all(engine.name)
+        self._residency.make_resident(engine.name)
         for request_id in self._ids:
             engine.add_synthetic(request_id, self._length, self._num_left)
         self._wait_for_all()

@@ -14,6 +14,7 @@ from gpupoold.memory import libc
 from gpupoold.memory.kv_extents import Place
 from gpupoold.wire.messages import SwitchRecord
 from gpupoold.worker.benchmarks import figures
+from gpupoold.worker.benchmarks.first_token import bench_first_tokens
 from gpupoold.worker.benchmarks.idle import empty_device
 from gpupoold.worker.benchmarks.live import BenchmarkRequests
 
@@ -58,17 +59,23 @@ class _Switch:
 
 
 def bench_switch(
-    loop: TurnLoop, models: list[str], rounds: int, modes: list[str], kv_bytes: int
+    loop: TurnLoop,
+    models: list[str],
+    rounds: int,
+    modes: list[str],
+    kv_bytes: int,
+    prompts: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Time switches between two models of an idle device, mode by mode.
 
     ``resident``: both models are on the device. ``prefetched``: the next model comes in while the
     other runs, then the switch is timed. ``host_cached``: paging one model out and the other in is
     timed. Each mode runs without KV and, with ``kv_bytes``, with live requests of both models that
-    have at least that much KV. Plain copies of the weights are made in between.
+    have at least that much KV. Plain copies of the weights are made in between. Last, the first
+    token of prompts of ``prompts`` tokens is timed after a switch, see :mod:`.first_token`.
 
     Raises:
-        Refused: the device is busy, or too small for a mode.
+        Refused: the device is busy, or too small for a mode; or a prompt is too long.
         UsageError: a mode is unknown.
     """
     if unknown := sorted(set(modes) - set(MODES)):
@@ -85,7 +92,8 @@ def bench_switch(
             for mode in modes:
                 measured[mode]["with_kv"] = bench.measure(mode)
     bench.judge(measured)
-    return {"weight_bytes": bench.weight_bytes, "modes": measured}
+    first_tokens = bench_first_tokens(loop, (first, second), rounds, prompts)
+    return {"weight_bytes": bench.weight_bytes, "modes": measured, "first_tokens": first_tokens}
 
 
 class _SwitchBench:
@@ -212,8 +220,7 @@ class _SwitchBench:
         )
 
     def _bring(self, engine: ModelEngine) -> None:
-        self._residency.switch_in(engine.name)
-        self._residency.bring_all(engine.name)
+        self._residency.make_resident(engine.name)
 
     def _step(self, engine: ModelEngine) -> float | None:
         """Run a step and return its seconds; None without requests, or if a request would end."""
@@ -226,8 +233,9 @@ class _SwitchBench:
         started_s = time.perf_counter()
         device.copy_in(weights.address, weights.snapshot.address, weights.num_bytes)
         device.synchronize()
+        device.wait_for_ranks()
         self._copies_s.append(time.perf_counter() - started_s)
-        if device.is_host_addressable:
+        if device.is_host_addressable and device.num_ranks == 1:
             started_s = time.perf_counter()
             libc.memcpy(weights.address, weights.snapshot.address, weights.num_bytes)
         self._memcpys_s.append(time.perf_counter() - started_s)
@@ -262,10 +270,14 @@ def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:
 
 
 def _stage_s(switch: _Switch, stage: str) -> float:
-    """Return the seconds of a stage. Eviction includes paging out, KV the wait for all KV."""
+    """Return the seconds of a stage. Eviction includes paging out.
+
+    KV includes the wait for all KV, or weights the wait for all weights.
+    """
     seconds: float = getattr(switch.record, f"{stage}_s", 0.0)  # 0 without a record
+    is_early = switch.record is not None and switch.record.late_weight_bytes > 0
     if stage == "evict":
         return seconds + switch.evict_s
-    if stage == "kv":
+    if stage == ("weights" if is_early else "kv"):
         return seconds + switch.total_s - switch.ready_s
     return seconds

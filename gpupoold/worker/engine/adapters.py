@@ -8,7 +8,7 @@ copy of the slots is made equal, so that a switch moves the slots like weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.ops.triton_ops import fused_moe_lora_op, utils
@@ -35,16 +35,39 @@ class ReadAdapter(NamedTuple):
     loaded: LoRAModel
 
 
-class EngineAdapters:
-    """The adapters of the engine with model runner ``runner``; none without LoRA support."""
+class OtherRanks(Protocol):
+    """The adapters of the same engine on the other ranks of a group."""
 
-    def __init__(self, model: str, runner: Any, weights: WeightMemory) -> None:
+    def read(self, number: int, name: str, path: str) -> None:
+        """Read an adapter as :meth:`EngineAdapters.read` does."""
+
+    def add(self, number: int) -> None:
+        """Make an adapter that was read usable."""
+
+    def remove(self, number: int) -> None:
+        """Forget an adapter without requests."""
+
+
+class EngineAdapters:
+    """The adapters of the engine with model runner ``runner``; none without LoRA support.
+
+    A follower has no ``weights``: its slots are copied to the host with the leader's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        runner: Any,
+        weights: WeightMemory | None,
+        ranks: OtherRanks | None = None,
+    ) -> None:
         self._model = model
         self._weights = weights
+        self._ranks = ranks
         self._requests: dict[int, LoRARequest] = {}
         # vLLM's worker manager of the model runner; not public, as all below.
         self._manager = getattr(runner, "lora_manager", None)
-        if self._manager is not None:
+        if self._manager is not None and weights is not None:
             self._activate = self._manager.set_active_adapters
             self._manager.set_active_adapters = self._set_active_adapters
 
@@ -70,9 +93,12 @@ class EngineAdapters:
         # with its name.
         request = LoRARequest(str(number), number, path)
         try:
-            return ReadAdapter(name, request, self._manager._load_adapter(request))
+            adapter = ReadAdapter(name, request, self._manager._load_adapter(request))
         except Exception as error:
             raise _unusable(name, error) from error
+        if self._ranks is not None:
+            self._ranks.read(number, name, path)
+        return adapter
 
     def add(self, adapter: ReadAdapter) -> None:
         """Make an adapter usable by requests; no effect if present.
@@ -92,6 +118,8 @@ class EngineAdapters:
             self._manager.remove_adapter(number)
             raise _unusable(adapter.name, error) from error
         self._requests[number] = adapter.request
+        if self._ranks is not None:
+            self._ranks.add(number)
 
     def add_all(self, adapters: Iterable[Adapter]) -> dict[str, str]:
         """Add the adapters of a new engine; return the reasons for those left out, by name."""
@@ -108,6 +136,8 @@ class EngineAdapters:
         """Forget an adapter without requests; its slot, if any, becomes free."""
         if self._requests.pop(number, None) is not None:
             self._manager.remove_adapter(number)  # type: ignore[union-attr]
+            if self._ranks is not None:
+                self._ranks.remove(number)
 
     def resolve(self, request: EngineCoreRequest) -> None:
         """Replace the adapter in a frontend's request by the adapter of this engine.
@@ -134,15 +164,20 @@ class EngineAdapters:
             without.pop(id(layer), None)
             if layer is None or not isinstance(module.lora_a_stacked, tuple):
                 continue
-            for slots, weights, axis in (
-                (module.lora_a_stacked, layer.lora_a, -1),
-                (module.lora_b_stacked, layer.lora_b, -2),
+            degree = getattr(module, "tp_size", 1)
+            for slots, weights, shard_of, axis in (
+                (module.lora_a_stacked, layer.lora_a, "slice_lora_a", -1),
+                (module.lora_b_stacked, layer.lora_b, "slice_lora_b", -2),
             ):
-                parts = weights if isinstance(weights, list) else [weights]
-                for slot, part in zip(slots, parts, strict=False):
-                    if part is not None and part.shape[axis] != slot.shape[axis]:
-                        width, given = slot.shape[axis], part.shape[axis]
-                        raise ValueError(f"{name} has the width {width}, not {given}")
+                shards = getattr(module, shard_of)(weights) if degree > 1 else weights
+                for slot, part, shard in zip(slots, _parts(weights), _parts(shards), strict=False):
+                    width = slot.shape[axis]
+                    if part is not None and (
+                        shard.shape[axis] != width or part.shape[axis] > width * degree
+                    ):
+                        raise ValueError(
+                            f"{name} has the width {width * degree}, not {part.shape[axis]}"
+                        )
         if without:
             raise ValueError(f"the engine has no slots for {next(iter(without.values()))}")
 
@@ -154,17 +189,28 @@ class EngineAdapters:
         if self._manager is None:
             return
         self._manager = None
-        first, end = self._weights.address, self._weights.address + self._weights.num_bytes
-        for table in _TABLES:
-            for key in [one for one in table if any(first <= address < end for address in one)]:
-                del table[key]
+        if self._weights is not None:
+            forget_slots(self._weights.address, self._weights.num_bytes)
 
     def _set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
         slots = self._manager._adapter_manager.lora_index_to_id  # type: ignore[union-attr]
         before = list(slots)
         self._activate(requests, mapping)
         if self._manager._adapter_manager.lora_index_to_id != before:  # type: ignore[union-attr]
+            assert self._weights is not None
             self._weights.write_back()
+
+
+def forget_slots(address: int, num_bytes: int) -> None:
+    """Drop the entries of slots in a range of addresses from vLLM's tables."""
+    for table in _TABLES:
+        for key in [one for one in table if any(0 <= at - address < num_bytes for at in one)]:
+            del table[key]
+
+
+def _parts(weights: Any) -> list[Any]:
+    """Return the weights of a layer's parts, which vLLM computes together."""
+    return weights if isinstance(weights, list) else [weights]
 
 
 def _unusable(name: str, error: Exception) -> Refused:

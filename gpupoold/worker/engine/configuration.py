@@ -35,9 +35,13 @@ _WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorke
 
 
 def engine_config(
-    model: ModelToLoad, *, is_emulated: bool, load_format: str | None = None
+    model: ModelToLoad,
+    *,
+    is_emulated: bool,
+    load_format: str | None = None,
+    num_ranks: int = 1,
 ) -> VllmConfig:
-    """Return the configuration of a model on an emulated device or a GPU.
+    """Return the configuration of a model on an emulated device or a GPU, or a group of these.
 
     Reads the small files of the checkpoint, no weights.
 
@@ -63,6 +67,11 @@ def engine_config(
     }
     if not is_emulated:
         arguments |= _cuda_defaults(engine_options(model.engine) | engine_arguments())
+    if num_ranks > 1:
+        arguments |= {
+            "tensor_parallel_size": num_ranks,
+            "distributed_executor_backend": "gpupoold.worker.engine.rank_executor.RankExecutor",
+        }
     if load_format is not None:
         arguments["load_format"] = load_format
     arguments |= engine_options(model.engine)

@@ -24,20 +24,22 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
-from gpupoold.worker.engine.adapters import EngineAdapters
+from gpupoold.worker.engine.adapters import EngineAdapters, OtherRanks
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger
-from gpupoold.worker.engine.compiled import forget_compiled
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
-from gpupoold.worker.engine.pooled_memory import whole_model
+from gpupoold.worker.engine.pooled_memory import PooledMemory
+from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
+from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.heap import HEAP
@@ -55,8 +57,15 @@ class ModelEngine:
     """
 
     def __init__(
-        self, name: str, core: EngineCore, load: ModelLoad, kv: KvMemory, info: LoadedModel
+        self,
+        name: str,
+        core: EngineCore,
+        load: ModelLoad,
+        kv: KvMemory,
+        info: LoadedModel,
+        ranks: OtherRanks | None = None,
     ) -> None:
+        """``ranks`` has the adapters of the other ranks of a group."""
         assert load.weights is not None and load.layout is not None
         self._core: Any = core
         self.name = name
@@ -64,14 +73,15 @@ class ModelEngine:
         self.weights: WeightMemory = load.weights
         self.layout_digest = load.layout.digest
         self.scratch = load.layout.scratch
+        self.layers, self.layer_ends = load.layout.layers, load.layout.layer_ends
         self.kv = kv
         self._ledger = BlockPoolLedger(_block_pool(core))
         kv.attach(self._ledger)
         self._scheduler: Any = core.scheduler
         self._scheduler.kv = kv
         self._scheduler.name = info.name
-        self._steps = EngineSteps(core, info.name)
-        self.adapters = EngineAdapters(info.name, _runner(core), self.weights)
+        self.steps = EngineSteps(core, info.name)
+        self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder_outputs = EncoderOutputs(core)
 
@@ -115,13 +125,29 @@ class ModelEngine:
             self.kv.discard_dead()
             raise Refused(f"{self.name}: the engine refused the request: {error}") from error
 
+    @property
+    def worker(self) -> PooledMemory:
+        """The vLLM worker, which makes the steps."""
+        worker: PooledMemory = self._core.model_executor.driver_worker.worker
+        return worker
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of vLLM's worker."""
+        return self.worker.model_runner
+
+    def take_waited_s(self) -> float:
+        """Return the seconds that steps have waited for weights since the last call."""
+        gates = self.worker.gates
+        return 0.0 if gates is None else gates.take_waited_s()
+
     def isolate(self, request_id: str) -> None:
         """Run a request that is about to be added only in steps without other requests."""
         self._scheduler.isolate(request_id)
 
     def end_isolation(self, request_id: str) -> None:
         """Run a request in steps with other requests again."""
-        self._steps.wait()
+        self.steps.wait()
         self._scheduler.end_isolation(request_id)
 
     def has_grammar(self, request_id: str) -> bool:
@@ -147,12 +173,17 @@ class ModelEngine:
 
     def computed_kv(self, request_id: str) -> ComputedKv | None:
         """Return what a request needs to continue elsewhere; None for an unknown request."""
-        self._steps.wait()
+        self.steps.wait()
         request = self._core.scheduler.requests.get(request_id)
         if request is None or request.is_finished():
             return None
         computed: ComputedKv = self._scheduler.computed_kv(request)
         return computed
+
+    def num_output_tokens(self, request_id: str) -> int | None:
+        """Return the number of tokens of a request's answer; None for an unknown request."""
+        request = self._core.scheduler.requests.get(request_id)
+        return None if request is None else int(request.num_output_tokens)
 
     @property
     def max_batched_tokens(self) -> int:
@@ -233,29 +264,13 @@ class ModelEngine:
         found: Iterator[int] = self._scheduler.blocks_under_way()
         return found
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if a launched step has not been waited for."""
-        return self._steps.are_under_way
-
-    def begin_step(self, chunk_tokens: int | None = None) -> list[Step]:
-        """Begin a step and wait for the previous step, see :meth:`EngineSteps.begin`.
-
-        The step has at most ``chunk_tokens``: prompt tokens, and each answer's token and draft.
-        """
-        return self._steps.begin(chunk_tokens)
-
-    def settle(self) -> list[Step]:
-        """Wait for launched steps, see :meth:`EngineSteps.settle`."""
-        return self._steps.settle()
-
     def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
         """Run one step to its end, after all launched steps; return the requests' progress."""
         return [item for step in self.whole_steps(chunk_tokens) for item in step.progress]
 
     def whole_steps(self, chunk_tokens: int | None = None) -> list[Step]:
         """Run one step to its end, after all launched steps; return the results."""
-        return [*self._steps.begin(chunk_tokens), *self._steps.settle()]
+        return [*self.steps.begin(chunk_tokens), *self.steps.settle()]
 
     def num_missing_blocks(self) -> tuple[int, int]:
         """Return an upper bound of the blocks that the next step may need beyond free blocks.
@@ -280,12 +295,12 @@ class ModelEngine:
 
     def drop_encoder_outputs(self) -> None:
         """Free the image encoder's outputs; what a request still needs is computed anew."""
-        self._steps.wait()
+        self.steps.wait()
         self._encoder_outputs.drop()
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
-        self._steps.wait()
+        self.steps.wait()
         self.kv.finish_exports()
         with self.kv.with_reserved_blocks():
             self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -299,18 +314,14 @@ class ModelEngine:
         core = self._core
         core.structured_output_manager.clear_backend()
         core.scheduler.shutdown()
-        runner = _runner(core)
-        runner.compilation_config.static_forward_context.clear()
-        forget_compiled(whole_model(runner))
-        for holder in ("model", "drafter", "speculator"):  # the drafter's holder by model runner
-            if hasattr(runner, holder):
-                setattr(runner, holder, None)
-        runner.kv_caches.clear()
+        if isinstance(core.model_executor, RankExecutor):
+            core.model_executor.close_engine()
+        drop_runner(_runner(core))
         self._scheduler = self._core = None
         del self._encoder_outputs
-        self._steps.close()
+        self.steps.close()
         self.adapters.close()
-        del core, runner
+        del core
         HEAP.engine_closed()
         self.kv.close()
         self.weights.close()
@@ -338,7 +349,10 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            engine = ModelEngine(name, core, load, kv, info)
+            ranks = (
+                core.model_executor.adapters(device) if isinstance(device, GroupDevice) else None
+            )
+            engine = ModelEngine(name, core, load, kv, info, ranks)
             problems = engine.adapters.add_all(model.adapters)
             engine.info = msgspec.structs.replace(info, adapter_problems=problems)
             return engine
@@ -353,7 +367,12 @@ def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -
     if skips_checkpoint:
         snapshot_loader.register()
         load_format = snapshot_loader.LOAD_FORMAT
-    config = engine_config(model, is_emulated=device.is_host_addressable, load_format=load_format)
+    config = engine_config(
+        model,
+        is_emulated=device.is_host_addressable,
+        load_format=load_format,
+        num_ranks=device.num_ranks,
+    )
     scheduling = config.scheduler_config
     if engine_arguments().get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works

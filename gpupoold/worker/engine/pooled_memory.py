@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from gpupoold.worker.engine.layer_gates import LayerGates
+from gpupoold.worker.engine.process_groups import ensure_process_groups
+from gpupoold.worker.engine.request_records import ResumedRequest, new_record
 from gpupoold.worker.weights.loading import current_load
 
 
@@ -21,10 +20,12 @@ class PooledMemory:
     model_runner: Any
     local_rank: int
     distributed_init_method: str
+    gates: LayerGates | None = None
+    """Set for a model whose steps may begin before all weights are present."""
 
     def init_device(self) -> None:
         """Create the process groups that all models share, then initialise as vLLM does."""
-        _ensure_process_groups(self.distributed_init_method, self.local_rank)
+        ensure_process_groups(self.distributed_init_method, self.local_rank)
         super().init_device()  # type: ignore[misc]
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -48,7 +49,19 @@ class PooledMemory:
             states = getattr(record, "pooling_states", None)
             if states is not None:
                 states.clean()
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        gates = self.gates
+        if gates is None or gates.are_open or not scheduler_output.total_num_scheduled_tokens:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        with gates.closed(scheduler_output):
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def add_record(self, request: ResumedRequest) -> None:
+        """Record a request that continues here after tokens."""
+        self.model_runner.requests[request.request_id] = new_record(self.model_runner, request)
+
+    def drop_record(self, request_id: str) -> None:
+        """Drop the record of a request that is not queued after all."""
+        del self.model_runner.requests[request_id]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         if tag == "kv_cache":
@@ -64,24 +77,3 @@ def whole_model(runner: Any) -> nn.Module:
     model: nn.Module = runner.get_model()
     draft: nn.Module | None = runner.get_draft_model()
     return model if draft is None else nn.ModuleList([model, draft])
-
-
-def _ensure_process_groups(init_method: str, local_rank: int) -> None:
-    """Create groups of one rank for every kind of model.
-
-    vLLM creates the groups for the first model of a process, without the expert group if that model
-    is dense; without any model vLLM creates all groups.
-    """
-    if parallel_state.model_parallel_is_initialized():
-        return
-    if current_platform.is_cuda():
-        current_platform.set_device(torch.device(f"cuda:{local_rank}"))
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(
-            world_size=1,
-            rank=0,
-            distributed_init_method=init_method,
-            local_rank=local_rank,
-            backend=current_platform.dist_backend,
-        )
-        parallel_state.initialize_model_parallel()

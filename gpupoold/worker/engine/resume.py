@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from gpupoold.worker.engine.request_records import ResumedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -55,13 +54,21 @@ def _add_with_record(
     core: EngineCore, request: Request, wave: int, token_ids: Sequence[int]
 ) -> None:
     """Queue a request for vLLM's first model runner, which records preempted requests."""
-    runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+    executor: Any = core.model_executor
+    resumed = ResumedRequest(
+        request.request_id,
+        list(request.prompt_token_ids or ()),
+        request.mm_features,
+        request.sampling_params,
+        request.lora_request,
+        list(token_ids),
+    )
     # Before queueing, so that an error here leaves no request in the queue without a record.
-    runner.requests[request.request_id] = _record(runner, request, token_ids)
+    executor.collective_rpc("add_record", args=(resumed,))
     try:
         core.add_request(request, wave)
     except BaseException:
-        del runner.requests[request.request_id]
+        executor.collective_rpc("drop_record", args=(request.request_id,))
         raise
     # If the request left this engine a step ago, the worker has not processed its end yet, and
     # would drop the new record when needed.
@@ -78,40 +85,3 @@ def after_grammar(grammars: StructuredOutputManager, request: Request) -> None:
         return
     grammars.accept_tokens(request, list(request.output_token_ids))
     request.status = RequestStatus.PREEMPTED
-
-
-def _record(runner: Any, request: Request, token_ids: Sequence[int]) -> CachedRequestState:
-    record = CachedRequestState(
-        req_id=request.request_id,
-        prompt_token_ids=list(request.prompt_token_ids or ()),
-        mm_features=request.mm_features,
-        sampling_params=request.sampling_params,
-        generator=_generator(runner, request.sampling_params, len(token_ids)),
-        block_ids=([],) * len(runner.kv_cache_config.kv_cache_groups),
-        num_computed_tokens=0,
-        output_token_ids=list(token_ids),
-        lora_request=request.lora_request,
-    )
-    if runner.uses_mrope:  # positions in images, as for a new request
-        runner._init_mrope_positions(record)
-    return record
-
-
-def _generator(
-    runner: Any, sampling: SamplingParams | None, num_drawn: int
-) -> torch.Generator | None:
-    """Return the generator of a seeded request after ``num_drawn`` tokens.
-
-    vLLM's own sampler draws the tokens, because the consumption of random numbers differs between
-    devices.
-    """
-    if sampling is None or sampling.sampling_type != SamplingType.RANDOM_SEED:
-        return None
-    assert sampling.seed is not None
-    generator = torch.Generator(device=runner.device)
-    generator.manual_seed(sampling.seed)
-    size = runner.input_batch.vocab_size
-    for _ in range(num_drawn):
-        logits = torch.zeros(1, size, device=runner.device)
-        runner.sampler.topk_topp_sampler(logits, {0: generator}, None, None)
-    return generator

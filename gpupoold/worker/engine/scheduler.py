@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from gpupoold.memory.kv import KvMemory
-from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.system.activity import WORKER
 from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine import computed_kv
 from gpupoold.worker.engine.block_demand import BlockDemand, StepLimits
@@ -85,8 +85,6 @@ class PooledScheduler(Scheduler):
             self.max_num_scheduled_tokens = limit
         self._was_idle = not output.num_scheduled_tokens
         WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
-        if WORKER.main.phase == ThreadPhase.STEP:
-            WORKER.main.clear()
         return output
 
     def has_requests(self) -> bool:
@@ -121,8 +119,10 @@ class PooledScheduler(Scheduler):
 
     def take_drafts(self) -> DraftCounts | None:
         """Return the counts since the last call, None without drafts."""
+        if not self.drafts.num_drafts:
+            return None
         drafts, self.drafts = self.drafts, DraftCounts()
-        return drafts if drafts.num_drafts else None
+        return drafts
 
     def isolate(self, request_id: str) -> None:
         """Run a request, present or future, only in steps without other requests."""
@@ -212,7 +212,7 @@ class PooledScheduler(Scheduler):
 
         None if prompts may be in the step.
         """
-        if self.waiting or self.kv_holding_waiting or self._inflight_prefills:
+        if len(self.requests) > len(self.running) or self._inflight_prefills:
             return None
         if self._answer_blocks is None:
             self._answer_blocks = self._block_demand.of_an_answer(self._limits(0))
@@ -256,7 +256,8 @@ class PooledScheduler(Scheduler):
         out = set[str]()
         if self._is_restricted:
             out = {request.request_id for request in everybody if not self._may_run(request)}
-        out |= self._without_slot(out)
+        if self.lora_config is not None:
+            out |= self._without_slot(out, self.lora_config.max_loras)
         if not out:
             return super().schedule(*args, **kwargs)
         self.running = [one for one in everybody if one.request_id not in out]
@@ -303,20 +304,18 @@ class PooledScheduler(Scheduler):
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
         return self.kv.is_on_device(block for group in hit.get_block_ids() for block in group)
 
-    def _without_slot(self, out: Collection[str]) -> set[str]:
+    def _without_slot(self, out: Collection[str], num_slots: int) -> set[str]:
         """Return running requests beyond the adapters of one step, the newest.
 
         vLLM counts the adapters of a step, and starts no request with one more adapter. While some
         requests are ``out`` of a step, others may start, so that all together use more adapters.
         """
-        if self.lora_config is None:
-            return set()
         used, without = set[int](), set[str]()
         for request in self.running:
             if request.lora_request is None or request.request_id in out:
                 continue
             adapter = request.lora_request.lora_int_id
-            if adapter in used or len(used) < self.lora_config.max_loras:
+            if adapter in used or len(used) < num_slots:
                 used.add(adapter)
             else:
                 without.add(request.request_id)

@@ -8,6 +8,8 @@ or takes memory away must settle the step first.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +19,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.worker import workspace
 
-from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.system.activity import WORKER
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import DraftCounts, RequestProgress
 
@@ -34,7 +36,9 @@ class Step(NamedTuple):
     """True if every request got its next token, without any prefill."""
     frame_counts: dict[int, int]
     """Number of ``frames`` per frontend, in the order of the frames."""
-    pooled: dict[str, torch.Tensor]
+    ended: Sequence[str] = ()
+    """Ids of requests that have ended."""
+    pooled: Mapping[str, torch.Tensor] = MappingProxyType({})
     """Results of pooling requests by id."""
     drafts: DraftCounts | None = None
     """Speculative decoding since the previous step with drafts."""
@@ -63,23 +67,29 @@ class EngineSteps:
     def begin(self, chunk_tokens: int | None = None) -> list[Step]:
         """Launch a step of at most ``chunk_tokens``; then wait for the previous step.
 
+        ``chunk_tokens`` counts prompt tokens, and each answer's token and draft.
         Returns the results since the last call: none without a previous step. Without asynchronous
         scheduling, and while a request is isolated, the call waits for the step itself.
         """
         self._scheduler.chunk_tokens = chunk_tokens
         if not self._scheduler.isolated:
             self._call()
-            return self._take()
+            return self.take()
         self.wait()
         self._scheduler.take_turns(may_isolate=WORKER.is_alone)
         self._call()
         self.wait()
-        return self._take()
+        return self.take()
 
     def settle(self) -> list[Step]:
         """Wait for launched steps; return the results since the last call."""
         self.wait()
-        return self._take()
+        return self.take()
+
+    def take(self) -> list[Step]:
+        """Return the results since the last call, without waiting."""
+        made, self._made = self._made, []
+        return made
 
     def wait(self) -> None:
         """Wait for launched steps; the next ``begin`` or ``settle`` returns the results."""
@@ -102,8 +112,7 @@ class EngineSteps:
         # but CUDA graphs keep addresses in the workspace of their capture.
         workspace._manager = self._workspace
         num_updates = self._scheduler.num_updates
-        if WORKER.main.phase == ThreadPhase.IDLE:  # until the scheduler has chosen the requests
-            WORKER.main.set(ThreadPhase.STEP, self._name, None)
+        WORKER.begin_scheduling(self._name)
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
         if self._scheduler.num_updates > num_updates:
@@ -114,8 +123,6 @@ class EngineSteps:
                 steps[0] = steps[0]._replace(drafts=drafts)
             self._made += steps
         WORKER.end_steps(len(self._core.batch_queue or ()))
-        if WORKER.main.phase == ThreadPhase.STEP:
-            WORKER.main.clear()
 
     def _steps_of(
         self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool
@@ -124,6 +131,7 @@ class EngineSteps:
         frames: list[bytes] = []
         progress: list[RequestProgress] = []
         frame_counts: dict[int, int] = {}
+        ended: list[str] = []
         pooled: dict[str, torch.Tensor] = {}
         for number, result in by_frontend.items():
             encoded: Any = self._encoder.encode(result)
@@ -137,16 +145,14 @@ class EngineSteps:
                     continue
                 if tensor is not None:
                     pooled[name] = tensor
+                if reason is not None:
+                    ended.append(name)
                 reason_text = None if reason is None else str(reason)
                 progress.append(RequestProgress(name, tokens, reason_text, tensor is not None))
         if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
             halves = _halves(by_frontend)
             return [step for half in halves for step in self._steps_of(half, is_decode=False)]
-        return [Step(frames, progress, is_decode, frame_counts, pooled)]
-
-    def _take(self) -> list[Step]:
-        made, self._made = self._made, []
-        return made
+        return [Step(frames, progress, is_decode, frame_counts, ended, pooled)]
 
 
 def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:

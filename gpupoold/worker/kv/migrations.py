@@ -151,7 +151,10 @@ class KvMigrations:
 
     def arrived(self) -> list[tuple[m.AddRequest, PeerSlot | None]]:
         """Return requests that can continue, oldest first, each with its KV if all has arrived."""
-        self._settle()
+        if self._doomed:
+            self._settle()
+        if not self._coming:
+            return []
         signalled = [one for one in self._coming.values() if one.arrival.is_signalled()]
         for coming in signalled:
             del self._coming[coming.message.request_id]

@@ -12,17 +12,14 @@ from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
+from gpupoold.memory.transfers import Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
 from gpupoold.worker.kv.backing import KvBacking
 from gpupoold.worker.kv.last_use import LastUses
 from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel, Use, spare_extents
+from gpupoold.worker.kv.weight_loads import WeightLoads
 
-_BANDWIDTH_SMOOTHING = 0.2
-_MIN_BYTES_FOR_BANDWIDTH = 1 << 20
-# Bytes mapped at a time for a prefetched model. The running model waits for the mapping: on a GPU
-# 1.3 ms for 5 ms of copying. A second piece is queued, so that the link is busy between two steps.
-_PREFETCH_BYTES = 256 << 20
+# A second piece of a prefetch is queued, so that the link is busy between two steps.
 _MAX_PREFETCH_PIECES = 2
 # Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
 _GROWTH_SHARE = 0.25
@@ -58,8 +55,12 @@ class Residency:
         self._next: str | None = None  # being prefetched
         self._last_uses = LastUses(device)
         self._had_before_bytes = 0  # weights mapped before
-        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self._loads = WeightLoads(device, self._eviction, self._in, bandwidth_bytes_per_s, clock)
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
         """Bandwidth of switches including mapping: measured at the start, then by each switch."""
+        return self._loads.bandwidth_bytes_per_s
 
     @property
     def num_recomputed(self) -> int:
@@ -102,7 +103,8 @@ class Residency:
         Returns None if no work was needed.
 
         Afterwards the weights are resident, and the KV of one request, if any; ``advance`` brings
-        in further KV.
+        in further KV. If the model may start early and all its KV is present, weights may still
+        arrive, for which the next step waits.
 
         Raises:
             OutOfPages: the model does not fit even alone.
@@ -116,7 +118,7 @@ class Residency:
         model.kv.stop_leaving()
         model.weights.settle()
         first = self._first_extent(model)
-        is_resident = model.weights.is_resident and model.kv.is_whole and not first
+        is_resident = model.weights.can_start and model.kv.is_whole and not first
         if is_resident and not prefetched_bytes:
             return None
         record = SwitchRecord(
@@ -128,12 +130,14 @@ class Residency:
             prefetched_bytes=prefetched_bytes,
         )
         if is_resident:
-            return record
+            return replace(record, late_weight_bytes=model.weights.arriving_bytes)
         arrived_bytes = model.kv.arrived_bytes
         started_s = self._clock()
         moved = self._eviction.free_pages(self._num_wanted_pages(model), {name})
         record = replace(record, evict_s=self._clock() - started_s, kv_out_bytes=moved)
-        record = self._load_weights(model, record)
+        starts_early = model.kv.is_whole and model.weights.start_bytes < model.weights.num_bytes
+        bring = self._loads.begin if starts_early else self._loads.load
+        record = bring(model, record)
         started_s = self._clock()
         self._back(model, first)
         self.wait_ready(name)
@@ -143,12 +147,18 @@ class Residency:
             total_s=record.evict_s + record.map_s + record.weights_s + kv_s,
             kv_s=kv_s,
             kv_in_bytes=model.kv.arrived_bytes - arrived_bytes,
+            late_weight_bytes=model.weights.arriving_bytes,
         )
+
+    def make_resident(self, name: str) -> None:
+        """Make a model ready to run, with all its weights present and all its KV."""
+        self.switch_in(name)
+        self.bring_all(name)
 
     def can_step(self, name: str) -> bool:
         """Return whether a model could step now, if some of its KV were on the device."""
         model = self._models[name]
-        return model.weights.is_resident and not self._first_extent(model)
+        return model.weights.can_start and not self._first_extent(model)
 
     def advance(self, name: str) -> None:
         """Start to load more of a model's KV, then of the prefetched model; call between steps."""
@@ -171,8 +181,9 @@ class Residency:
             self._bring(model)
 
     def bring_all(self, name: str) -> None:
-        """Return when all KV of the present model has arrived."""
+        """Return when all weights and all KV of the present model have arrived."""
         model = self._models[name]
+        model.weights.wait()
         self._bring(model)
         while not model.kv.is_whole and self._wait_arrival(model):
             self._bring(model)
@@ -208,7 +219,7 @@ class Residency:
         """Load a piece of weights, without pages of ``current``; return whether more can follow."""
         weights = self._models[name].weights
         missing = weights.num_missing_pages
-        if (wanted := min(missing, self._pages_per_load)) > self.pool.num_free:
+        if (wanted := min(missing, self._loads.pages_per_load)) > self.pool.num_free:
             self._eviction.free_pages(wanted, {name}, untouched=current)
             self._eviction.wait_for(wanted)
         weights.load(min(wanted, self.pool.num_free))
@@ -271,38 +282,6 @@ class Residency:
         assert self._host.used_bytes == own_bytes + sent_bytes
         return len(owned)
 
-    def _load_weights(self, model: PooledModel, record: SwitchRecord) -> SwitchRecord:
-        """Bring in missing weights, in as many pieces as pages become free; add to ``record``."""
-        started_s = self._clock()
-        model.weights.wait()
-        waited_s = self._clock() - started_s  # for copies started earlier
-        weights_s, evict_s, map_s = waited_s, record.evict_s, 0.0
-        num_bytes = 0
-        while missing := model.weights.num_missing_pages:
-            waited_from_s = self._clock()
-            if not self._eviction.wait_for(min(missing, self._pages_per_load)):
-                short = f"{model.name} needs {missing} more pages, {self.pool.num_free} are free"
-                raise OutOfPages(short)
-            before, started_s = replace(self._device.spent), self._clock()
-            num_bytes += model.weights.load(min(missing, self.pool.num_free))
-            took_s = self._clock() - started_s
-            mapping_s = took_s * self._device.spent.map_share_since(before)
-            evict_s += started_s - waited_from_s
-            weights_s += took_s - mapping_s
-            map_s += mapping_s
-        self._learn_bandwidth(num_bytes, weights_s - waited_s + map_s)
-        return replace(
-            record, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
-        )
-
-    @property
-    def _pages_per_load(self) -> int:
-        return max(1, BATCH_BYTES // self._device.page_bytes)
-
-    @property
-    def _pages_per_prefetch(self) -> int:
-        return max(1, _PREFETCH_BYTES // self._device.page_bytes)
-
     def _back(self, model: PooledModel, extents: list[int]) -> None:
         if extents and self._eviction.wait_for(model.kv.num_missing_pages(extents)):
             model.kv.map(extents)
@@ -361,9 +340,9 @@ class Residency:
         model.weights.settle()
         if model.weights.num_arriving == _MAX_PREFETCH_PIECES:
             return
-        count = min(missing, self.pool.num_free - keep_free, self._pages_per_prefetch)
+        count = min(missing, self.pool.num_free - keep_free, self._loads.pages_per_piece)
         # A piece is one transfer, so pieces are small only if no more pages become free.
-        is_enough = count >= min(missing, self._pages_per_load)
+        is_enough = count >= min(missing, self._loads.pages_per_load)
         if count > 0 and (is_enough or self._eviction.oldest_leaving() is None):
             model.weights.begin_load(self._in, count)
 
@@ -379,10 +358,3 @@ class Residency:
         """Return a guess of the pages that a running model's KV may need during its turn."""
         resident = kv.resident_bytes // self._device.page_bytes
         return kv.geometry.extent_pages + int(_GROWTH_SHARE * resident)
-
-    def _learn_bandwidth(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes < _MIN_BYTES_FOR_BANDWIDTH or seconds <= 0:
-            return
-        measured = num_bytes / seconds
-        change = measured - self.bandwidth_bytes_per_s
-        self.bandwidth_bytes_per_s += _BANDWIDTH_SMOOTHING * change

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Targets
-from gpupoold.wire.messages import RequestProgress
-
-
-@dataclass(slots=True)
-class _LedgerEntry:
-    arrival_s: float
-    num_tokens: int = 0
 
 
 @dataclass(slots=True)
 class _Page:
     targets: Targets
-    requests: dict[str, _LedgerEntry] = field(default_factory=dict)
+    arrivals_s: dict[str, float] = field(default_factory=dict)
+    """Time of arrival by request id."""
 
 
 class RequestLedger:
-    """Live requests by model. Events about ended requests are ignored."""
+    """Live requests by model. Events about ended requests are ignored.
 
-    def __init__(self) -> None:
+    ``num_tokens(model, request_id)`` returns the number of tokens that the engine has made for a
+    request, None for a request whose end is not reported yet. The engine counts tokens anyway; a
+    second count would cost a part of each step.
+    """
+
+    def __init__(self, num_tokens: Callable[[str, str], int | None]) -> None:
+        self._num_tokens = num_tokens
         self._pages: dict[str, _Page] = {}
 
     def add_model(self, model: str, targets: Targets) -> None:
@@ -41,41 +41,29 @@ class RequestLedger:
         del self._pages[model]
 
     def arrive(self, model: str, request_id: str, arrival_s: float) -> None:
-        self._pages[model].requests[request_id] = _LedgerEntry(arrival_s)
+        self._pages[model].arrivals_s[request_id] = arrival_s
 
-    def progress(self, model: str, request_id: str, num_tokens: int) -> None:
-        entry = self._pages[model].requests.get(request_id)
-        if entry is not None:
-            entry.num_tokens += num_tokens
-
-    def record(self, model: str, progress: Iterable[RequestProgress]) -> None:
-        """Record the results of a step."""
-        requests = self._pages[model].requests
-        for item in progress:
-            if (entry := requests.get(item.request_id)) is not None:
-                entry.num_tokens += len(item.new_token_ids) or item.num_tokens
-                if item.finish_reason is not None:
-                    del requests[item.request_id]
-
-    def finish(self, model: str, request_id: str) -> None:
-        """Record the end of a request."""
-        self._pages[model].requests.pop(request_id, None)
+    def finish(self, model: str, request_ids: Iterable[str]) -> None:
+        """Record the end of requests."""
+        arrivals_s = self._pages[model].arrivals_s
+        for request_id in request_ids:
+            arrivals_s.pop(request_id, None)
 
     def is_idle(self) -> bool:
         """Return whether no model has a request."""
-        return not any(page.requests for page in self._pages.values())
+        return not any(page.arrivals_s for page in self._pages.values())
 
     def num_live(self, model: str) -> int:
         """Return the number of the model's live requests."""
-        return len(self._pages[model].requests)
+        return len(self._pages[model].arrivals_s)
 
     def num_waiting(self, model: str) -> int:
         """Return the number of the model's requests without a token."""
-        return sum(not entry.num_tokens for entry in self._pages[model].requests.values())
+        return sum(num_tokens == 0 for _, num_tokens in self._counted(model))
 
     def live_requests(self, model: str) -> list[str]:
         """Return the ids of the model's live requests."""
-        return list(self._pages[model].requests)
+        return list(self._pages[model].arrivals_s)
 
     def ttft_s(self, model: str) -> float:
         return self._pages[model].targets.ttft_s
@@ -86,11 +74,12 @@ class RequestLedger:
 
     def next_deadline_s(self, model: str) -> float:
         """Return the earliest deadline among the model's requests; infinity without requests."""
-        page = self._pages[model]
-        return min(
-            (
-                page.targets.deadline_s(entry.arrival_s, entry.num_tokens)
-                for entry in page.requests.values()
-            ),
-            default=math.inf,
-        )
+        targets = self._pages[model].targets
+        deadlines_s = (targets.deadline_s(*counted) for counted in self._counted(model))
+        return min(deadlines_s, default=math.inf)
+
+    def _counted(self, model: str) -> Iterator[tuple[float, int]]:
+        """Yield arrival and number of tokens of the model's requests."""
+        for request_id, arrival_s in self._pages[model].arrivals_s.items():
+            if (num_tokens := self._num_tokens(model, request_id)) is not None:
+                yield arrival_s, num_tokens

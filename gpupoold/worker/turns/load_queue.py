@@ -54,10 +54,10 @@ class LoadOrder:
         if self.is_cancelled:
             raise LoadCancelled(f"{self.model} was unloaded while being loaded")
 
-    def take_snapshot(self) -> HostBuffer | None:
-        """Return the mapped snapshot, if any, owned by the caller."""
+    def take_snapshot(self, num_ranks: int) -> HostBuffer | None:
+        """Return the mapped part of rank 0 of the snapshot, if any, owned by the caller."""
         fd, self.snapshot_fd = self.snapshot_fd, -1
-        return None if fd < 0 else HostBuffer(fd, os.fstat(fd).st_size)
+        return None if fd < 0 else HostBuffer(fd, os.fstat(fd).st_size // num_ranks)
 
 
 class LoadQueue:
@@ -79,6 +79,7 @@ class LoadQueue:
     ) -> None:
         self._loader = loader
         self._turns = turns
+        self._num_ranks = device.num_ranks
         self._driver_memory = driver_memory
         self._begin = begin
         self._end = end
@@ -132,7 +133,7 @@ class LoadQueue:
             self._turns.call(self._start, order)
             before = self._driver_memory.outside_pages()
             loaded = self._loader.load(
-                order.message, order.take_snapshot(), order.engine_name, order.check
+                order.message, order.take_snapshot(self._num_ranks), order.engine_name, order.check
             )
             order.memory = self._driver_memory.taken_since(before)
             return loaded

@@ -33,6 +33,7 @@ from gpupoold.worker.turns.reports import MissingBytes, status
 from gpupoold.worker.turns.requests import TurnRequests
 from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
+from gpupoold.worker.weights.rank_loads import LoadLinks
 
 _logger = logging.getLogger(__name__)
 
@@ -59,18 +60,19 @@ class TurnLoop:
         self_check_interval: int = 0,
         *,
         has_gpu_alone: bool = True,
+        links: LoadLinks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self.device_number = device_number
         self.device = device
         self.host = host
-        self.ledger = RequestLedger()
+        self.ledger = RequestLedger(self._num_tokens)
         self.steps = TurnSteps(self.ledger, channel.send, clock)
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
-        loader = EngineLoader(device, host, self.residency, self.turns, self._model_on_turn)
+        loader = EngineLoader(device, host, self.residency, self.turns, self._model_on_turn, links)
         self._self_checks = SelfChecks(self_check_interval)
         self._readers = ThreadPoolExecutor(1, "files")
         self.migrations = KvMigrations(device_number, device, host, channel.send)
@@ -120,6 +122,7 @@ class TurnLoop:
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
             else:
+                self.residency.settle_exports()  # during turns, `advance` does
                 is_idle = self.ledger.is_idle()
                 self.turns.run(_JOBS_ALONE_S if is_idle else _JOBS_S)
                 HEAP.collect_if_idle(self._clock(), is_idle=is_idle and not self._loads.is_busy)
@@ -270,7 +273,7 @@ class TurnLoop:
         self._report_memory()
 
     def _step(self, engine: ModelEngine) -> None:
-        if engine.is_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
+        if engine.steps.are_under_way and self.orders.is_quota_used(self.steps.expected_end_s()):
             self.steps.settle()  # the turn's last step: a further step would delay the next model
             return
         self.residency.ensure_kv(engine.name)
@@ -284,9 +287,7 @@ class TurnLoop:
         self._maybe_report()
         for report in self._models.finished():
             self._channel.send(report)
-        wait_s = _SNAPSHOTS_POLL_S if self._models.is_mapping else _STATUS_INTERVAL_S
-        wake_fds = (*self.migrations.wake_fds, self.turns.wake_fd)
-        message = self._channel.receive(wait_s if block else 0.0, wake_fds)
+        message = self._wait_for_message() if block else self._channel.receive(0.0)
         while message is not None and not self._stopping:
             if not may_come_between(message):
                 self.steps.settle()
@@ -297,10 +298,13 @@ class TurnLoop:
             self.steps.settle()
             self._requests.abort(failed.model, failed.request_ids)
             self._channel.send(failed)
-        self.residency.settle_exports()
         for arrived, slot in self.migrations.arrived():
             self.steps.settle()
             self._add_request(arrived, slot)
+
+    def _wait_for_message(self) -> m.ToWorker | None:
+        wait_s = _SNAPSHOTS_POLL_S if self._models.is_mapping else _STATUS_INTERVAL_S
+        return self._channel.receive(wait_s, (*self.migrations.wake_fds, self.turns.wake_fd))
 
     def _handle(self, message: m.ToWorker) -> None:
         match message:
@@ -379,6 +383,9 @@ class TurnLoop:
             ttft_s=self.ledger.ttft_s(name),
             next_deadline_s=self.ledger.next_deadline_s(name),
         )
+
+    def _num_tokens(self, name: str, request_id: str) -> int | None:
+        return self.engines[name].num_output_tokens(request_id)
 
     def _report_memory(self) -> None:
         changed = self._missing.changed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Generator
@@ -20,8 +21,10 @@ from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
 from gpupoold.worker.turn_thread import TurnThread
-from gpupoold.worker.turns.self_check import is_same_answer, run_self_check
+from gpupoold.worker.turns.early_start import first_self_check
+from gpupoold.worker.turns.self_check import is_same_answer
 from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
 from gpupoold.worker.weights.torch_release import pages_for_torch
 
 _logger = logging.getLogger(__name__)
@@ -60,12 +63,17 @@ class EngineLoader:
         residency: Residency,
         turns: TurnThread,
         current: Callable[[], str | None] = lambda: None,
+        links: LoadLinks | None = None,
     ) -> None:
+        """``links`` lead to the other ranks of the device's group."""
         self._device = device
         self._host = host
         self._residency = residency
         self._turns = turns
         self._current = current
+        self._new_load: Callable[..., ModelLoad] = ModelLoad
+        if links is not None:
+            self._new_load = functools.partial(LeaderLoad, links=links)
         self._check: Callable[[], None] = lambda: None
         self.stage = LoadStage.BUILD
         """The stage of the present load."""
@@ -157,7 +165,7 @@ class EngineLoader:
             if snapshot is not None:
                 snapshot.close()
             raise
-        load = ModelLoad(
+        load = self._new_load(
             model.name,
             self._device,
             self._residency.pool,
@@ -186,7 +194,7 @@ class EngineLoader:
         """Bring the weights onto the device beside the turns, then run the self-check."""
         while self._residency.load_piece(engine.name, self._current()):
             yield
-        self_check = yield from run_self_check(engine, self._residency)
+        self_check = yield from first_self_check(engine, self._residency, self._device)
         engine.kv.unmap(engine.kv.free_extents())
         return self_check
 

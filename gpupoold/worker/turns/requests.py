@@ -56,7 +56,6 @@ class TurnRequests:
             self._send(failed)
             return False
         self._ledger.arrive(message.model, message.request_id, message.arrival_s)
-        self._ledger.progress(message.model, message.request_id, len(message.output_token_ids))
         return True
 
     def _add_to(
@@ -78,7 +77,7 @@ class TurnRequests:
             self._send(m.Migrated(message.model, message.request_id, is_known=False))
             return
         self._migrations.migrate_out(engine, self._residency, message.request_id)
-        self._ledger.finish(message.model, message.request_id)
+        self._ledger.finish(message.model, [message.request_id])
         engine.kv.discard_dead()
 
     def abort(self, model: str, request_ids: list[str]) -> None:
@@ -88,8 +87,7 @@ class TurnRequests:
         if engine is None:
             return
         engine.abort(request_ids)
-        for request_id in request_ids:
-            self._ledger.finish(model, request_id)
+        self._ledger.finish(model, request_ids)
         engine.kv.discard_dead()
 
     def fail_all(self, model: str, reason: str) -> None:

@@ -5,11 +5,12 @@ A pooling model answers with a sample of the numbers of its result, in millionth
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpupoold.errors import Failed
 from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turn_thread import finish
 
@@ -33,12 +34,16 @@ class NoAnswer(Failed):
 
 
 def run_self_check(
-    engine: ModelEngine, residency: Residency
+    engine: ModelEngine,
+    residency: Residency,
+    num_tokens: int = _NUM_TOKENS,
+    step: Callable[[], list[Step]] | None = None,
 ) -> Generator[None, None, tuple[int, ...]]:
-    """Return a model's greedy tokens, or its sampled result, for a fixed prompt.
+    """Return a model's ``num_tokens`` greedy tokens, or its sampled result, for a fixed prompt.
 
-    A slice has one step. The model's other requests pause meanwhile: in a batch the last bits of a
-    sum may differ. Makes the model resident, so the present turn's model must be switched in again.
+    A slice has one step, made by ``step`` or else by the engine. The model's other requests pause
+    meanwhile: in a batch the last bits of a sum may differ. Makes the model resident, so the
+    present turn's model must be switched in again.
 
     Raises:
         NoAnswer: running requests leave no memory, or the answer does not end.
@@ -46,19 +51,18 @@ def run_self_check(
     """
     room = engine.info.max_model_len - 1
     num_prompt_tokens = max(1, min(_NUM_PROMPT_TOKENS, room - _NUM_TOKENS))
-    num_tokens = max(1, min(_NUM_TOKENS, room - num_prompt_tokens))
+    num_tokens = max(1, min(num_tokens, room - num_prompt_tokens))
     tokens: list[int] = []
     with engine.only(_SELF_CHECK):
         engine.add_synthetic(_SELF_CHECK, num_prompt_tokens, num_tokens)
         for _ in range(_MAX_STEPS):
             yield
-            residency.switch_in(engine.name)
-            residency.bring_all(engine.name)
+            residency.make_resident(engine.name)
             residency.ensure_kv(engine.name)
-            for step in engine.whole_steps():
-                if _SELF_CHECK in step.pooled:
-                    return sample_of(step.pooled[_SELF_CHECK])
-                for item in step.progress:
+            for made in (step or engine.whole_steps)():
+                if _SELF_CHECK in made.pooled:
+                    return sample_of(made.pooled[_SELF_CHECK])
+                for item in made.progress:
                     tokens += item.new_token_ids
                     if item.finish_reason is not None:
                         return tuple(tokens)

@@ -12,6 +12,10 @@ from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns.ledger import RequestLedger
 
+# Outputs of fewer bytes are sent without a record on the activity page: no lack of memory ends the
+# worker just then.
+_RECORDED_BYTES = 1 << 20
+
 
 def may_come_between(message: m.ToWorker) -> bool:
     """Return whether a message leaves residency and running requests unchanged.
@@ -46,15 +50,17 @@ class TurnSteps:
         """Start a step and report the previous one; return whether the engine still has
         requests.
         """
-        if not engine.is_under_way:
-            self._report(engine, engine.settle())  # a step may have ended elsewhere
+        steps = engine.steps
+        if not steps.are_under_way:
+            if ended_elsewhere := steps.take():
+                self._report(engine, ended_elsewhere)
             self._since_s = self._clock()
         self._engine = engine
         self.num_begun += 1
-        steps = engine.begin_step(chunk_tokens)
-        self._report(engine, steps)
-        has_told = any(step.frames for step in steps)
-        return has_told or engine.is_under_way or engine.has_requests()
+        made = steps.begin(chunk_tokens)
+        self._report(engine, made)
+        has_told = any(step.frames for step in made)
+        return has_told or steps.are_under_way or engine.has_requests()
 
     def expected_end_s(self) -> float:
         """Return the expected end of the present step.
@@ -67,7 +73,7 @@ class TurnSteps:
         """Wait for launched steps and report all results."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._report(engine, engine.settle())
+            self._report(engine, engine.steps.settle())
 
     def take_unsendable(self) -> list[m.RequestsFailed]:
         """Return requests whose outputs were too long for a message, to be ended and reported."""
@@ -75,29 +81,39 @@ class TurnSteps:
         return taken
 
     def _report(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
+        # The duration of a step that has waited for weights says nothing about other steps.
+        has_waited = bool(steps) and engine.take_waited_s() > 0
         for step in steps:
             ended_s = self._clock()
             # Steps follow each other on the device: a step begins when the previous step ends.
-            step_s = self._last_s = ended_s - self._since_s
+            step_s = ended_s - self._since_s
             self._since_s = ended_s
-            self._ledger.record(engine.name, step.progress)
+            if not has_waited:
+                self._last_s = step_s
+            self._ledger.finish(engine.name, step.ended)
             if step.frames:
                 outputs = m.StepOutputs(
                     engine.name,
                     ended_s,
                     step.frames,
                     step.progress,
-                    step_s / _tokens_each(step) if step.is_decode else None,
+                    step_s / _tokens_each(step) if step.is_decode and not has_waited else None,
                     step.frame_counts,
                     step.drafts,
                 )
-                ids = [item.request_id for item in step.progress]
-                WORKER.begin_report(engine.name, ids)
-                try:
+                if sum(map(len, step.frames)) < _RECORDED_BYTES:
                     self._send(outputs)
-                except FrameTooLong as error:
-                    self._unsendable.append(m.RequestsFailed(engine.name, ids, str(error)))
-                WORKER.end_report()
+                else:
+                    self._send_long(outputs)
+
+    def _send_long(self, outputs: m.StepOutputs) -> None:
+        ids = [item.request_id for item in outputs.progress]
+        WORKER.begin_report(outputs.model, ids)
+        try:
+            self._send(outputs)
+        except FrameTooLong as error:
+            self._unsendable.append(m.RequestsFailed(outputs.model, ids, str(error)))
+        WORKER.end_report()
 
 
 def _tokens_each(step: Step) -> float:

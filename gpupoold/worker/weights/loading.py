@@ -89,6 +89,7 @@ class ModelLoad:
         self.kv_address_range: AddressRange | None = None
         self.layout: WeightLayout | None = None
         self.slot_bytes = 0
+        self._num_weight_pages = 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -109,20 +110,22 @@ class ModelLoad:
 
         The weights are not resident afterwards; the first switch loads the weights.
         """
-        layout, slots = plan_layout(model), plan_slots(model)
+        slots = plan_slots(model)
+        layout = self._agree(plan_layout(model), slots)
         page_bytes = self._device.page_bytes
         num_pages = -(-layout.num_bytes // page_bytes)
         num_slot_pages = -(-slots.num_bytes // page_bytes)
-        self._check_fits(layout.num_bytes + slots.num_bytes, num_pages + num_slot_pages)
+        self._num_weight_pages = num_pages + num_slot_pages
+        self._check_fits(layout.num_bytes + slots.num_bytes, self._num_weight_pages)
         snapshot, is_new = self._usable_snapshot(layout, num_pages)
         self.layout = layout
         own: HostBuffer | None = None
         if num_slot_pages:
             own = self._buffer("slots", num_slot_pages)
             self.slot_bytes = own.num_bytes
-        address_range = AddressRange(self._device, self._pool, num_pages + num_slot_pages)
+        address_range = AddressRange(self._device, self._pool, self._num_weight_pages)
         try:
-            self.weights = WeightMemory(address_range, self._device, snapshot, own)
+            self._hold(address_range, snapshot, own)
         except BaseException:
             address_range.close()
             if own is not None:
@@ -135,6 +138,7 @@ class ModelLoad:
             copy_out(slots, own.address, self._device)
             relocate(slots, address_range.address + num_pages * page_bytes, self._device)
         self._reclaim()
+        self._placed()
 
     def bring_weights(self) -> None:
         """Make the weights resident, for phases of the load that compute.
@@ -176,9 +180,9 @@ class ModelLoad:
 
         ``strides`` are the bytes of a block, layer by layer.
         """
-        assert self.weights is not None, "weights are loaded before KV is sized"
+        assert self.layout is not None, "weights are loaded before KV is sized"
         page_bytes = self._device.page_bytes
-        num_bytes = (self._device.num_pages - self.weights.num_pages) * page_bytes
+        num_bytes = (self._device.num_pages - self._num_weight_pages) * page_bytes
         return in_whole_extents(num_bytes, page_bytes, strides)
 
     def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
@@ -191,6 +195,19 @@ class ModelLoad:
         num_pages = -(-num_bytes // self._device.page_bytes)
         self.kv_address_range = AddressRange(self._device, self._pool, num_pages)
         return tensors.over(self._device, self.kv_address_range.address, num_bytes)
+
+    def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
+        """Compare the layout with the other ranks' layouts; return one with a common digest."""
+        return layout
+
+    def _hold(
+        self, address_range: AddressRange, snapshot: HostBuffer, own: HostBuffer | None
+    ) -> None:
+        """Own the memory of the weights from now on."""
+        self.weights = WeightMemory(address_range, self._device, snapshot, own)
+
+    def _placed(self) -> None:
+        """Handle that the weights are views of the address range."""
 
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
         """Return the snapshot, and whether it is new and still empty."""

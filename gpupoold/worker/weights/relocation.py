@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -22,6 +23,7 @@ from gpupoold.worker.weights.loose import (
     on_weight_device,
     scratch_tensors,
 )
+from gpupoold.worker.weights.order import NO_LAYERS, DecoderLayers, NeedOrder
 from gpupoold.worker.weights.wrappers import base_name, slot_tensors
 
 _ALIGNMENT_BYTES = 256
@@ -32,6 +34,8 @@ class WeightLayout:
     """The tensors of a model, and the offset of each tensor's storage in the address range.
 
     ``scratch`` has offset and bytes of each storage that steps write, in ascending order.
+    ``layer_ends`` has, for each of the decoder ``layers``, the bytes from the start on that contain
+    this layer, all layers before and everything that steps need before the layers.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -39,19 +43,28 @@ class WeightLayout:
     num_bytes: int
     digest: str
     scratch: tuple[tuple[int, int], ...] = ()
+    layers: DecoderLayers = NO_LAYERS
+    layer_ends: tuple[int, ...] = ()
 
 
 def plan_layout(model: torch.nn.Module) -> WeightLayout:
-    """Lay out the storages of all parameters, buffers and loose tensors one after the other.
+    """Lay out the storages of all parameters, buffers and loose tensors in the order of need.
 
     Two loads of one checkpoint with one configuration have the same digest, so each can use the
     other's snapshot. The digest also covers state outside of the snapshot, so that an incomplete
     snapshot is not mistaken for a complete one. Support for adapters does not change the digest.
     """
-    layout = _lay_out(_named_tensors(model), loose_digest(model))
+    order = NeedOrder(model)
+    named = sorted(_named_tensors(model), key=lambda pair: order.rank(pair[1]))
+    layout = _lay_out(named, loose_digest(model))
     written = [tensor.untyped_storage() for tensor in scratch_tensors(model)]
     scratch = {(layout.offsets[one.data_ptr()], one.nbytes()) for one in written if one.nbytes()}
-    return replace(layout, scratch=tuple(sorted(scratch)))
+    return replace(
+        layout,
+        scratch=tuple(sorted(scratch)),
+        layers=order.layers,
+        layer_ends=_layer_ends(layout, order),
+    )
 
 
 def plan_slots(model: torch.nn.Module) -> WeightLayout:
@@ -77,6 +90,16 @@ def _lay_out(named: Iterable[tuple[str, torch.Tensor]], loose: str) -> WeightLay
         digest.update(repr((name, place, shape)).encode())
     digest.update(loose.encode())
     return WeightLayout(tuple(found.values()), offsets, num_bytes, digest.hexdigest())
+
+
+def _layer_ends(layout: WeightLayout, order: NeedOrder) -> tuple[int, ...]:
+    ends = [0] * order.layers.num_layers
+    for tensor in layout.tensors:
+        storage, first = tensor.untyped_storage(), max(0, order.rank(tensor))
+        if first < len(ends):
+            end = layout.offsets[storage.data_ptr()] + storage.nbytes()
+            ends[first] = max(ends[first], end)
+    return tuple(accumulate(ends, max))
 
 
 def copy_out(layout: WeightLayout, snapshot_address: int, device: Device) -> None:

@@ -61,6 +61,8 @@ class Snapshots:
 
         Attached snapshots belong to the models from then on.
         """
+        if not (self._dropping or self._taking):
+            return []
         messages: list[SnapshotDropped | SnapshotTaken] = []
         for model, dropped in list(self._dropping.items()):
             if dropped.done():
@@ -85,13 +87,16 @@ class Snapshots:
 
     def _open(self, model: str, fd: int, num_bytes: int) -> HostBuffer:
         found_bytes = os.fstat(fd).st_size
-        if found_bytes != num_bytes:
+        wanted_bytes = num_bytes * self._device.num_ranks
+        if found_bytes != wanted_bytes:
             os.close(fd)
-            raise ValueError(f"the snapshot has {found_bytes} bytes, the weights have {num_bytes}")
+            text = f"the snapshot has {found_bytes} bytes, the weights have {wanted_bytes}"
+            raise ValueError(text)
         with WORKER.beside(ThreadPhase.SNAPSHOT, model):
             snapshot = HostBuffer(fd, num_bytes)
             try:
                 self._device.pin(snapshot.address, num_bytes)
+                self._device.share_host(snapshot.address, num_bytes, fd)
             except BaseException:
                 snapshot.close()
                 raise

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpupoold.checkpoints import fetcher
 from tests.unit.checkpoints.fake_hub import FakeHub, run_hub
 
 
@@ -16,6 +17,11 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     # Read once when the library is imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "FIRST_RETRY_S", 0.001)
 
 
 @pytest.fixture

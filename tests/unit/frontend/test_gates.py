@@ -122,6 +122,24 @@ async def test_errors_of_the_api_are_its_own() -> None:
         await Client().serve(api)
 
 
+@pytest.mark.parametrize("is_stopping", [True, False])
+async def test_only_a_stopping_server_asks_clients_to_try_again(is_stopping: bool) -> None:
+    headers = [(b"content-type", b"application/json")]
+    lost = {**START, "status": 503, "headers": headers}
+
+    async def api(client: Client, gate: Gate) -> None:
+        if is_stopping:
+            client.gates.stop()
+        client.gates.asked("a")
+        client.take("a")
+        await gate.send(lost)
+        await gate.send(END)
+
+    [start, end] = (await served(api)).got
+    again = [(b"retry-after", b"1")] if is_stopping else []
+    assert (start["headers"], end) == ([*headers, *again], END)
+
+
 async def test_all_of_several_have_to_be_taken() -> None:
     async def api(client: Client, gate: Gate) -> None:
         await gate.send(START)

@@ -279,3 +279,31 @@ def test_a_listener_that_fails_keeps_nobody_waiting(link: Link) -> None:
     finally:
         threading.excepthook = before
     assert [type(one) for one in thrown] == [ZeroDivisionError]
+
+
+def test_the_first_bytes_can_be_waited_for(link: Link, queue: TransferQueue) -> None:
+    link.is_gated = True
+    transfer = queue.begin([Copy(0, 0, 4 * BATCH_BYTES)])
+    for _ in range(2):
+        link.permits.release()
+    transfer.wait_for(BATCH_BYTES)
+    assert transfer.num_copied_bytes == BATCH_BYTES
+    assert not transfer.has_ended
+    for _ in range(2):
+        link.permits.release()
+    transfer.wait_for(4 * BATCH_BYTES)
+    assert transfer.num_copied_bytes == 4 * BATCH_BYTES
+
+
+def test_an_error_is_raised_where_its_bytes_are_waited_for(
+    link: Link, queue: TransferQueue
+) -> None:
+    link.fails_at = 2
+    transfer = queue.begin([Copy(0, 0, 4 * BATCH_BYTES)])
+    transfer.wait_for(2 * BATCH_BYTES)
+    with pytest.raises(OSError, match="the link is broken"):
+        transfer.wait_for(2 * BATCH_BYTES + 1)
+    stopped = queue.begin([Copy(0, 0, 4 * BATCH_BYTES)])
+    stopped.stop()
+    with pytest.raises((AssertionError, OSError)):
+        stopped.wait_for(4 * BATCH_BYTES)

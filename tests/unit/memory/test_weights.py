@@ -234,3 +234,87 @@ def test_a_stop_keeps_nothing_behind_a_load_that_was_stopped(rig: Rig) -> None:
     assert weights.num_mapped_pages in (0, 5)
     weights.close()
     queue.close()
+
+
+def held_load(rig: Rig, num_pages: int) -> tuple[WeightMemory, bytes, GatedCopyStream]:
+    """All pages mapped, none copied: each batch has two pages and waits for the gate."""
+    gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
+    gate.gate.clear()
+    weights, data = rig.weights(num_pages, "w")
+    weights.begin_load(TransferQueue([gate], "held", batch_bytes=2 * PAGE), num_pages)
+    return weights, data, gate
+
+
+def test_the_first_bytes_are_waited_for(rig: Rig) -> None:
+    weights, data, gate = held_load(rig, 12)
+    gate.num_allowed = 3
+    gate.gate.set()
+    weights.wait_for(3 * PAGE)
+    assert 3 * PAGE <= weights.present_bytes <= 6 * PAGE
+    assert weights.arriving_bytes == 12 * PAGE - weights.present_bytes
+    assert read(weights.address, 3 * PAGE) == data[: 3 * PAGE]
+    assert not weights.is_resident
+    gate.num_allowed = None
+    gate.gate.set()
+    weights.wait_for(12 * PAGE)
+    assert weights.is_resident
+    assert read(weights.address, 12 * PAGE) == data
+
+
+def test_bytes_of_several_loads_are_waited_for(rig: Rig) -> None:
+    weights, data = rig.weights(12, "w")
+    weights.load(4)
+    weights.begin_load(rig.ins, 4)
+    weights.begin_load(rig.ins, 4)
+    for num_bytes in (1, 5 * PAGE, 8 * PAGE, 9 * PAGE + 1, 12 * PAGE):
+        weights.wait_for(num_bytes)
+        assert read(weights.address, num_bytes) == data[:num_bytes]
+    assert weights.is_resident
+
+
+def test_bytes_that_do_not_arrive_are_not_waited_for_for_ever(rig: Rig) -> None:
+    weights, _ = rig.weights(12, "w")
+    weights.load(4)
+    weights.wait_for(4 * PAGE)
+    with pytest.raises(AssertionError):
+        weights.wait_for(4 * PAGE + 1)
+
+
+def test_a_failed_copy_ends_the_wait_for_its_bytes(rig: Rig) -> None:
+    weights, data, gate = held_load(rig, 12)
+    gate.error = OSError("the link is broken")
+    gate.gate.set()
+    with pytest.raises(OSError, match="broken"):
+        weights.wait_for(3 * PAGE)
+    assert not weights.is_arriving
+    assert weights.num_mapped_pages * PAGE == weights.loaded_bytes < 3 * PAGE
+    weights.load()
+    assert read(weights.address, 12 * PAGE) == data
+
+
+def test_a_model_may_start_when_its_first_bytes_are_there_and_the_others_arrive(rig: Rig) -> None:
+    weights, _, gate = held_load(rig, 12)
+    weights.start_bytes = 4 * PAGE
+    assert not weights.can_start
+    gate.num_allowed = 4
+    gate.gate.set()
+    weights.wait_for(weights.start_bytes)
+    assert weights.can_start
+    assert not weights.is_resident
+    gate.num_allowed = None
+    gate.gate.set()
+    weights.stop()
+    weights.evict(1)
+    assert not weights.can_start  # a page is missing
+
+
+def test_without_an_early_start_a_model_starts_when_all_is_there(rig: Rig) -> None:
+    weights, _ = rig.weights(12, "w")
+    assert weights.start_bytes == 12 * PAGE
+    weights.load(11)
+    assert not weights.can_start
+    weights.load()
+    assert weights.can_start
+    slots, _ = rig.weights(6, "slots", num_own_pages=4)
+    with pytest.raises(AssertionError):
+        slots.start_bytes = PAGE

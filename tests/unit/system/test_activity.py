@@ -75,6 +75,22 @@ def test_two_steps_may_be_under_way(fd: int, page: ActivityPage) -> None:
     assert read_page(fd)[0].requests == frozenset({digest("a"), digest("b")})
 
 
+def test_until_its_requests_are_chosen_any_may_come_into_a_step(
+    fd: int, page: ActivityPage
+) -> None:
+    page.begin_scheduling("llama")
+    assert read_page(fd) == [Activity(ThreadPhase.STEP, "llama", None)]
+    page.begin_step("llama", ["a"])
+    assert read_page(fd) == [Activity(ThreadPhase.STEP, "llama", frozenset({digest("a")}))]
+    page.begin_scheduling("llama")
+    page.end_steps()  # nothing was chosen
+    assert read_page(fd) == []
+    with page.main.doing(ThreadPhase.SELF_CHECK, "llama"):
+        page.begin_scheduling("llama")
+        page.begin_step("llama", [])
+        assert page.main.phase == ThreadPhase.SELF_CHECK
+
+
 def test_more_requests_than_there_is_room_for_are_all(fd: int, page: ActivityPage) -> None:
     page.begin_step("llama", [str(number) for number in range(10_000)])
     assert read_page(fd) == [Activity(ThreadPhase.STEP, "llama", None)]

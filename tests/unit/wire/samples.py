@@ -42,6 +42,7 @@ SWITCH = m.SwitchRecord(
     kv_in_bytes=7,
     kv_out_bytes=8,
     prefetched_bytes=9,
+    late_weight_bytes=4,
 )
 MEMORY = m.ModelMemory(
     model="llama",

@@ -31,7 +31,7 @@ from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
 from tests.unit.control.fleet_box import spec_of
 from tests.unit.control.loaded import loaded
-from tests.unit.control.requests.test_dispatcher import NAME, Bench
+from tests.unit.control.requests.dispatcher_bench import NAME, Bench
 
 
 class Models:

@@ -7,7 +7,7 @@ import time
 from gpupool_state import History
 from gpupoold.domain import Targets
 from gpupoold.wire import messages as m
-from tests.unit.control.requests.test_dispatcher import NAME, Bench
+from tests.unit.control.requests.dispatcher_bench import NAME, Bench
 
 
 def step(*progress: m.RequestProgress) -> m.StepOutputs:

@@ -14,7 +14,7 @@ from gpupoold.control.views.explain import Explainer
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.wire import messages as m
-from tests.unit.control.requests.test_dispatcher import NAME, Bench, due_to
+from tests.unit.control.requests.dispatcher_bench import NAME, Bench, due_to
 
 
 class Told:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from gpupoold.config.schema import parse_settings
 from gpupoold.control.workers.launch import arguments_of
 
@@ -17,7 +19,16 @@ def test_a_worker_knows_how_many_share_its_gpu() -> None:
     settings = parse_settings({"device": devices, "memory": {"kv_host": "1GiB"}}, "test")
     told = [arguments_of(settings, number) for number in range(len(devices))]
     assert [option(one, "--num-sharing") for one in told] == ["2", "2", "1", "1", "1"]
-    assert [option(one, "--device-index") for one in told] == ["0", "0", "1", "0", "0"]
+    assert [option(one, "--gpus") for one in told] == ["0", "0", "1", "0", "0"]
+
+
+def test_a_group_is_one_worker_that_knows_its_gpus() -> None:
+    devices = [{"kind": "cuda", "gpus": [2, 0]}, {"kind": "emulated", "gpus": 8}]
+    settings = parse_settings({"device": devices, "memory": {"kv_host": "1GiB"}}, "test")
+    cuda, emulated = (arguments_of(settings, number) for number in range(2))
+    assert (option(cuda, "--num-gpus"), option(cuda, "--gpus")) == ("2", "2,0")
+    assert option(emulated, "--num-gpus") == "8"
+    assert option(emulated, "--are-cores-shared") == str(int(10 > len(os.sched_getaffinity(0))))
 
 
 def test_what_stays_free_is_part_of_a_share() -> None:

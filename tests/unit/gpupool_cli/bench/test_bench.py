@@ -84,10 +84,17 @@ class TestRig:
 
 class TestTables:
     def test_switches(self, capsys: pytest.CaptureFixture[str]) -> None:
+        first = {"prompt_tokens": 32, "samples": 40, "prefill_p50_s": 0.018, "whole_p50_s": 0.07}
+        early = first | {"early_p50_s": 0.056, "late_bytes": 75 << 20}
         show_switches(
-            {"modes": {"host_cached": {"with_kv": ROW}, "cold_from_disk": {"without_kv": COLD}}}
+            {
+                "modes": {"host_cached": {"with_kv": ROW}, "cold_from_disk": {"without_kv": COLD}},
+                "first_tokens": [first, early],
+            }
         )
-        header, warm, cold = capsys.readouterr().out.splitlines()
+        header, warm, cold, _, _, whole, late = capsys.readouterr().out.splitlines()
+        assert whole.split() == ["32", "40", "18ms", "70ms"]
+        assert late.split() == ["32", "40", "18ms", "70ms", "56ms", "75", "MiB"]
         assert header.split()[:6] == ["mode", "KV", "switches", "moved", "p50", "p99"]
         expected = "host_cached with kv 40 300 MiB 12.3ms 45ms 2ms 10ms 20ms p50 yes"
         assert warm.split() == expected.split()

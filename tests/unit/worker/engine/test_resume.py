@@ -11,7 +11,8 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.v1.request import RequestStatus
 
-from gpupoold.worker.engine import resume
+from gpupoold.worker.engine import request_records, resume
+from gpupoold.worker.engine.pooled_memory import PooledMemory
 
 
 class Engine:
@@ -31,13 +32,18 @@ class Engine:
             uses_mrope=uses_mrope,
             _init_mrope_positions=self._place,
         )
-        worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-        self.model_executor = SimpleNamespace(driver_worker=worker)
+        self._worker = PooledMemory()
+        self._worker.model_runner = runner
+        self.model_executor = SimpleNamespace(collective_rpc=self._call)
         self.scheduler = SimpleNamespace(
             finished_req_ids={"a", "b"},
             prev_step_scheduled_req_ids={"a", "c"},
             use_v2_model_runner=has_v2_runner,
         )
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> None:
+        """Call the worker, as vLLM's executor does on each rank."""
+        getattr(self._worker, method)(*args)
 
     def _place(self, record: Any) -> None:
         """Give positions as vLLM's runner does, from the images of the record."""
@@ -100,7 +106,7 @@ def test_a_record_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(resume, "_generator", fail)
+    monkeypatch.setattr(request_records, "_generator", fail)
     engine = Engine()
     with pytest.raises(MemoryError):
         resume.resume(engine, request(), 0, [7])  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.scheduling import eviction
 from gpupoold.scheduling.eviction import Eviction, PageHolding
-from gpupoold.worker.kv import page_eviction, residency
+from gpupoold.worker.kv import page_eviction, residency, weight_loads
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from tests.unit.memory.ledger import MemoryLedger
@@ -154,7 +154,7 @@ def test_the_next_model_is_there_when_its_turn_comes(box: Box) -> None:
 def test_the_model_that_runs_waits_for_the_mapping_of_a_part_at_a_time(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residency, "_PREFETCH_BYTES", 7 * PAGE)
+    monkeypatch.setattr(weight_loads, "_PIECE_BYTES", 7 * PAGE)
     box.switch_in("a")
     box.residency.prefetch("b", "a")
     there = [box.weights("b").num_mapped_pages]
@@ -363,7 +363,7 @@ def test_kv_that_waits_behind_the_first_request_is_not_of_the_switch(
 
 def test_switches_tell_what_bandwidth_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average, which begins with what was measured at the start."""
-    monkeypatch.setattr(residency, "_MIN_BYTES_FOR_BANDWIDTH", 1)
+    monkeypatch.setattr(weight_loads, "_MIN_BYTES_FOR_BANDWIDTH", 1)
     seconds = iter(float(second) for second in range(1_000))
     box = Box(60, clock=lambda: next(seconds))
     assert box.residency.bandwidth_bytes_per_s == 1e9

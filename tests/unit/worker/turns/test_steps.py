@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,9 +10,18 @@ import pytest
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from gpupoold.domain import Targets
+from gpupoold.system.activity import (
+    Activity,
+    ActivityPage,
+    ThreadPhase,
+    create_page,
+    digest,
+    read_page,
+)
 from gpupoold.wire import messages as m
 from gpupoold.wire.codec import FrameTooLong
 from gpupoold.worker.engine.steps import Step
+from gpupoold.worker.turns import steps as turn_steps
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 
@@ -30,15 +40,24 @@ class Engine:
         self.num_left = 4
         self.num_tokens = 1
         self.chunks: list[int | None] = []
+        self.waited_s = 0.0
+        self.steps: Any = self
+
+    def take_waited_s(self) -> float:
+        waited_s, self.waited_s = self.waited_s, 0.0
+        return waited_s
 
     @property
-    def is_under_way(self) -> bool:
+    def are_under_way(self) -> bool:
         return bool(self._ends_s)
 
     def has_requests(self) -> bool:
         return self.num_left > 0
 
-    def begin_step(self, chunk_tokens: int | None) -> list[Step]:
+    def take(self) -> list[Step]:
+        return []
+
+    def begin(self, chunk_tokens: int | None) -> list[Step]:
         self.chunks.append(chunk_tokens)
         self._clock.now_s += 0.003
         begins_s = max([self._clock.now_s, *self._ends_s])
@@ -58,8 +77,8 @@ class Engine:
                 [m.RequestProgress("r", [7] * self.num_tokens, reason)],
                 True,
                 {0: 1},
-                {},
-                DRAFTS,
+                [] if reason is None else ["r"],
+                drafts=DRAFTS,
             )
         ]
 
@@ -74,9 +93,10 @@ class Told:
     def __init__(self, *, is_async: bool) -> None:
         clock = Clock()
         self.engine: Any = Engine(clock, is_async=is_async)
-        self.ledger = RequestLedger()
+        self.ledger = RequestLedger(lambda _, request_id: self.num_tokens.get(request_id))
         self.ledger.add_model("m", Targets(1.0, 0.1))
         self.ledger.arrive("m", "r", 99.0)
+        self.num_tokens = {"r": 0}
         self.sent: list[m.StepOutputs] = []
         self.steps = TurnSteps(self.ledger, self.sent.append, lambda: clock.now_s)
 
@@ -99,7 +119,7 @@ def test_every_step_is_told_once(told: Told) -> None:
     assert set(told.engine.chunks) == {64}
     assert told.steps.num_begun == len(told.engine.chunks)
     told.steps.settle()
-    assert not told.engine.is_under_way
+    assert not told.engine.are_under_way
 
 
 def test_steps_take_what_the_device_took_when_the_host_works_ahead() -> None:
@@ -134,20 +154,38 @@ def test_the_time_of_a_step_with_accepted_drafts_is_told_per_token() -> None:
     told.steps.begin(told.engine, None)
     assert told.steps_s == [round(0.013 / 3, 6)]
     assert told.sent[0].drafts == DRAFTS
-    deadline_s = told.ledger.next_deadline_s("m")
-    assert deadline_s == pytest.approx(99.0 + 1.0 + 3 * 0.1), "each token has its own deadline"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_that_waited_for_weights_is_no_sample(is_async: bool) -> None:
+    told = Told(is_async=is_async)
+    told.engine.waited_s = 0.05
+    for _ in range(3):
+        told.steps.begin(told.engine, None)
+    told.steps.settle()
+    first, *others = told.steps_s
+    assert first is None
+    assert others == [0.01 if is_async else 0.013] * 2
 
 
 def test_an_engine_without_requests_is_noticed(told: Told) -> None:
     told.engine.num_left = 0
-    told.engine.begin_step = lambda _: []
+    told.engine.begin = lambda _: []
     assert not told.steps.begin(told.engine, None)
+
+
+def test_steps_that_ended_elsewhere_are_told_first(told: Told) -> None:
+    ended = Step([b"before"], [m.RequestProgress("r", [6])], True, {0: 1})
+    told.engine.take = lambda: [ended]
+    told.steps.begin(told.engine, None)
+    told.steps.settle()
+    assert [one.frames for one in told.sent] == [[b"before"], [b"frame"]]
 
 
 def test_prompts_are_no_samples_of_decoding(told: Told) -> None:
     told.engine.settle = lambda: [
-        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}, {}),
-        Step([], [], False, {}, {}),
+        Step([b"frame"], [m.RequestProgress("r", [7])], False, {0: 1}),
+        Step([], [], False, {}),
     ]
     told.steps.begin(told.engine, None)
     told.sent.clear()
@@ -174,29 +212,33 @@ def test_only_what_touches_nothing_comes_between_steps(message: Any, may: bool) 
     assert may_come_between(message) is may
 
 
-def test_outputs_that_no_message_carries_end_their_requests(told: Told) -> None:
+def test_outputs_that_no_message_carries_end_their_requests(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker goes on, and so do the others' streams."""
+    page, fd, seen = ActivityPage(), create_page(), dict[str, list[Activity]]()
+    page.attach(os.dup(fd))
+    monkeypatch.setattr(turn_steps, "WORKER", page)
 
     def send(outputs: m.StepOutputs) -> None:
-        if outputs.progress[0].request_id == "long":
+        [item] = outputs.progress
+        seen[item.request_id] = read_page(fd)
+        if item.request_id == "long":
             raise FrameTooLong("StepOutputs of 9 bytes is over the limit of 8")
         told.sent.append(outputs)
 
     told.ledger.arrive("m", "long", 99.0)
     steps = TurnSteps(told.ledger, send)
-    told.engine.begin_step = lambda _: [
-        Step(
-            [b"frame"],
-            [m.RequestProgress(name, [7])],
-            is_decode=False,
-            frame_counts={0: 1},
-            pooled={},
-        )
-        for name in ("r", "long", "r")
+    told.engine.begin = lambda _: [
+        Step([frame], [m.RequestProgress(name, [7])], False, {0: 1})
+        for name, frame in (("r", b"frame"), ("long", bytes(1 << 20)), ("r", b"frame"))
     ]
     assert steps.begin(told.engine, None)
     assert [one.progress[0].request_id for one in told.sent] == ["r", "r"]
+    long = Activity(ThreadPhase.STEP, "m", frozenset({digest("long")}))
+    assert seen == {"r": [], "long": [long]}, "a lack of memory is due to long outputs"
     assert steps.take_unsendable() == [
         m.RequestsFailed("m", ["long"], "StepOutputs of 9 bytes is over the limit of 8")
     ]
     assert steps.take_unsendable() == []
+    os.close(fd)

@@ -1,0 +1,151 @@
+"""A copy stream of a group: the same copies on every rank, each over its own link."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from gpupoold.memory.contracts import Copy, CopyStream
+from gpupoold.memory.group.link import Link, RankLost
+from gpupoold.memory.group.orders import OrderBook, OrderCount
+from gpupoold.memory.group.regions import FollowerRegions, LeaderRegions, Place
+
+_MAX_FENCES = 4096
+_MAX_UNDER_WAY = 2
+
+PlacedCopy = tuple[Place, Place, int]
+
+
+class Fences:
+    """Fences of all copy streams of a rank by the group's number.
+
+    A fence applies to all copy streams of a direction, so that streams share this object.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._own: OrderedDict[int, int] = OrderedDict()
+
+    def add(self, number: int, own: int) -> None:
+        with self._lock:
+            self._own[number] = own
+            while len(self._own) > _MAX_FENCES:
+                self._own.popitem(last=False)
+
+    def own(self, number: int) -> int:
+        """Return the own fence of a number, 0 for no fence."""
+        return self._own[number] if number else 0
+
+
+class LeaderCopyStream:
+    """The leader's end: each batch goes to the followers' copy streams and to the leader's own.
+
+    A batch with an address outside of all regions is copied by the leader alone, as in
+    measurements.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        own: CopyStream,
+        links: Sequence[Link],
+        orders: OrderBook,
+        regions: LeaderRegions,
+        fences: Fences,
+        next_fence: Callable[[], int],
+    ) -> None:
+        self._number = number
+        self._own = own
+        self._links = links
+        self._orders = orders
+        self._regions = regions
+        self._next_fence = next_fence
+        self._fences = fences
+        self._begun: deque[tuple[int, int, bool]] = deque()  # number, own number, with followers
+        self._num_begun = 0
+
+    def fence(self) -> int:
+        number = self._next_fence()
+        self._fences.add(number, self._own.fence())
+        self._orders.send("record_copy_fence", self._number, number)
+        return number
+
+    def begin(self, copies: Sequence[Copy], after: int) -> int:
+        placed = self._placed(copies)
+        if placed:
+            for link in self._links:
+                link.send((self._orders.num_sent, placed, after))
+        own = self._own.begin(copies, self._fences.own(after))
+        self._num_begun += 1
+        self._begun.append((self._num_begun, own, bool(placed)))
+        return self._num_begun
+
+    def wait(self, batch: int) -> None:
+        while self._begun and self._begun[0][0] <= batch:
+            _, own, is_everywhere = self._begun.popleft()
+            self._own.wait(own)
+            if is_everywhere:
+                for link in self._links:
+                    link.receive()
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()  # ends the followers' threads
+        self._own.close()
+
+    def _placed(self, copies: Sequence[Copy]) -> list[PlacedCopy]:
+        placed: list[PlacedCopy] = []
+        for target, source, num_bytes in copies:
+            to, from_ = self._regions.place(target), self._regions.place(source)
+            if to is None or from_ is None:
+                return []
+            placed.append((to, from_, num_bytes))
+        return placed
+
+
+class FollowerCopyStream:
+    """A follower's end, with a thread that makes the batches and acknowledges each."""
+
+    def __init__(
+        self,
+        link: Link,
+        own: CopyStream,
+        regions: FollowerRegions,
+        fences: Fences,
+        done: OrderCount,
+    ) -> None:
+        self._link = link
+        self._own = own
+        self._regions = regions
+        self._done = done
+        self._fences = fences
+
+    def record_fence(self, number: int) -> None:
+        """Record a fence after all kernels launched so far, for the thread of orders."""
+        self._fences.add(number, self._own.fence())
+
+    def run(self) -> None:
+        """Make copies until the leader closes the copy stream."""
+        under_way: deque[int] = deque()
+        try:
+            while True:
+                if len(under_way) == _MAX_UNDER_WAY or (under_way and not _is_readable(self._link)):
+                    self._own.wait(under_way.popleft())
+                    self._link.send(None)
+                    continue
+                (num_orders, placed, after), _ = self._link.receive()
+                self._done.wait_for(num_orders)
+                copies = [
+                    Copy(self._regions.address(to), self._regions.address(from_), num_bytes)
+                    for to, from_, num_bytes in placed
+                ]
+                under_way.append(self._own.begin(copies, self._fences.own(after)))
+        except RankLost:
+            self._own.close()
+            self._link.close()
+
+
+def _is_readable(link: Link) -> bool:
+    return bool(select.select([link], [], [], 0)[0])

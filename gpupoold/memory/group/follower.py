@@ -1,0 +1,100 @@
+"""A follower's memory: carries out the leader's orders on the follower's own device."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+
+from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
+from gpupoold.memory.group.copy_stream import Fences, FollowerCopyStream
+from gpupoold.memory.group.link import Link
+from gpupoold.memory.group.orders import OrderCount
+from gpupoold.memory.group.regions import FollowerRegions, Place
+from gpupoold.memory.host import HostBuffer
+
+PlacedMapping = tuple[int, int, list[PageRun]]
+
+
+class FollowerMemory:
+    """The methods that the leader's device orders; see :class:`GroupDevice` for each."""
+
+    def __init__(self, device: Device, rank: int, done: OrderCount) -> None:
+        self._device = device
+        self._rank = rank
+        self._done = done
+        self._fences: dict[int, Fence] = {}
+        self._copy_fences = Fences()
+        self._copy_streams: dict[int, FollowerCopyStream] = {}
+        self.regions = FollowerRegions()
+
+    def map(self, placed: PlacedMapping) -> None:
+        self._device.map(self._address(placed), placed[2])
+
+    def map_and_fill(self, placed: PlacedMapping, source: Place | None) -> None:
+        at = None if source is None else self.regions.address(source)
+        self._device.map_and_fill(self._address(placed), placed[2], at)
+
+    def unmap(self, mappings: Sequence[PlacedMapping], fence: int) -> None:
+        last_use = self._fences.get(fence)
+        addressed = [(self._address(placed), placed[2]) for placed in mappings]
+        self._device.unmap_each(addressed, last_use)
+
+    def record_fence(self, number: int) -> None:
+        if number not in self._fences:
+            self._fences[number] = self._device.open_fence()
+        self._fences[number].record()
+
+    def close_fence(self, number: int) -> None:
+        fence = self._fences.pop(number, None)
+        if fence is not None:
+            fence.close()
+
+    def zero(self, place: Place, num_bytes: int) -> None:
+        self._device.zero(self.regions.address(place), num_bytes)
+
+    def copy_in(self, target: Place, source: Place, num_bytes: int) -> None:
+        target_address = self.regions.address(target)
+        self._device.copy_in(target_address, self.regions.address(source), num_bytes)
+
+    def copy_out(self, target: Place, source: Place, num_bytes: int) -> None:
+        target_address = self.regions.address(target)
+        self._device.copy_out(target_address, self.regions.address(source), num_bytes)
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+    def release_memory(self, runs: list[PageRun]) -> None:
+        self._device.release_memory(runs)
+
+    def reclaim(self, runs: list[PageRun]) -> None:
+        self._device.reclaim(runs)
+
+    def close_region(self, number: int) -> None:
+        self.regions.close(number)
+
+    def open_copy_stream(self, number: int, direction: Direction, fd: int) -> None:
+        own = self._device.open_copy_stream(direction)
+        stream = FollowerCopyStream(Link.of(fd), own, self.regions, self._copy_fences, self._done)
+        self._copy_streams[number] = stream
+        threading.Thread(target=stream.run, name="copy", daemon=True).start()
+
+    def record_copy_fence(self, stream: int, number: int) -> None:
+        self._copy_streams[stream].record_fence(number)
+
+    def map_host(self, number: int, num_bytes: int, fd: int) -> None:
+        """Map and pin this rank's part of shared host memory, as a region."""
+        buffer = HostBuffer(fd, num_bytes, self._rank * num_bytes, is_populated=False)
+        self.pin_host(number, buffer)
+
+    def pin_host(self, number: int, buffer: HostBuffer) -> None:
+        """Pin a buffer, and register it as a region that owns the buffer."""
+        self._device.pin(buffer.address, buffer.num_bytes)
+        self.regions.add(number, buffer.address, functools.partial(self._unpin, buffer))
+
+    def _unpin(self, buffer: HostBuffer) -> None:
+        self._device.unpin(buffer.address, buffer.num_bytes)
+        buffer.close()
+
+    def _address(self, placed: PlacedMapping) -> int:
+        return self.regions.address(Place(placed[0], placed[1]))

@@ -1,0 +1,134 @@
+"""The leader's orders to the other ranks of its group, carried out in the order of sending.
+
+An order is the name of a method of the followers and its arguments. Orders have no answer: the
+leader goes on at once, a follower that fails ends its process, and the group ends with it. Other
+threads of the leader have links of their own to each follower (*side links*). A message on such a
+link says how many orders were sent before, and the follower carries out these first.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpupoold.memory.group.link import Link
+
+_logger = logging.getLogger(__name__)
+
+_CONFIRM = "confirm"
+# Messages on the links for files that have no answer.
+_UNANSWERED = frozenset({"close_region"})
+
+
+class OrderBook:
+    """The leader's end of the links for orders; callable by all threads."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = links
+        self._lock = threading.Lock()
+        self._num_sent = 0
+
+    @property
+    def num_followers(self) -> int:
+        return len(self._links)
+
+    @property
+    def num_sent(self) -> int:
+        """Number of orders so far, which side messages carry."""
+        return self._num_sent
+
+    def send(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
+        """Order all followers to call a method.
+
+        Raises:
+            RankLost: a follower has ended.
+        """
+        pickled = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            self._num_sent += 1
+            for link in self._links:
+                link.send_bytes(pickled, fds)
+
+    def wait(self) -> None:
+        """Return when all followers have carried out the orders sent before."""
+        with self._lock:
+            self._num_sent += 1
+            pickled = pickle.dumps((_CONFIRM, ()), pickle.HIGHEST_PROTOCOL)
+            for link in self._links:
+                link.send_bytes(pickled)
+            for link in self._links:
+                link.receive()
+
+    def send_each(self, method: str, fds: Sequence[int], *arguments: Any) -> None:
+        """Order each follower to call a method, with a descriptor of its own."""
+        pickled = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            self._num_sent += 1
+            for link, fd in zip(self._links, fds, strict=True):
+                link.send_bytes(pickled, [fd])
+
+
+class OrderCount:
+    """The number of orders that a follower has carried out, for its other threads."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._num_done = 0
+
+    def add(self) -> None:
+        """Count one more order."""
+        with self._condition:
+            self._num_done += 1
+            self._condition.notify_all()
+
+    def wait_for(self, num_orders: int) -> None:
+        """Return when this many orders have been carried out."""
+        if self._num_done >= num_orders:
+            return
+        with self._condition:
+            self._condition.wait_for(lambda: self._num_done >= num_orders)
+
+
+def run_orders(link: Link, receivers: Sequence[object], done: OrderCount) -> None:
+    """Call the ordered methods of ``receivers``; count the orders in ``done``.
+
+    Raises:
+        RankLost: the leader has ended.
+        Exception: an order failed.
+    """
+    while True:
+        (method, arguments), fds = link.receive()
+        if method == _CONFIRM:
+            link.send(None)
+        else:
+            _method_of(receivers, method)(*arguments, *fds)
+        done.add()
+
+
+def run_files(link: Link, receivers: Sequence[object], done: OrderCount) -> None:
+    """Call methods of ``receivers`` after the orders sent before; answer with errors or "".
+
+    Raises:
+        RankLost: the leader has ended.
+    """
+    while True:
+        (num_orders, method, arguments), fds = link.receive()
+        done.wait_for(num_orders)
+        problem = ""
+        try:
+            _method_of(receivers, method)(*arguments, *fds)
+        except Exception as error:
+            _logger.exception("%s failed", method)
+            problem = str(error) or type(error).__name__
+        if method not in _UNANSWERED:
+            link.send(problem)
+
+
+def _method_of(receivers: Sequence[object], name: str) -> Callable[..., None]:
+    """Return the method of the first receiver that has one of this name."""
+    methods = (getattr(receiver, name, None) for receiver in receivers)
+    method: Callable[..., None] = next(found for found in methods if found is not None)
+    return method

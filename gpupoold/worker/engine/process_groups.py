@@ -1,0 +1,69 @@
+"""vLLM's process groups, made once per process and shared by all its engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+_init_method = ""
+
+
+def distributed_init_method() -> str:
+    """Return how the ranks of this process's group have found each other."""
+    return _init_method
+
+
+def join_group(store: Path, rank: int, num_ranks: int, *, may_spin: bool = True) -> None:
+    """Make the process groups of a group; ``store`` is an empty file that all ranks open.
+
+    Returns when all ranks have called. Ranks on the CPU wait for each other in shared memory if
+    they ``may_spin``, else in sockets: a rank that spins keeps another rank from its core.
+    """
+    global _init_method
+    _init_method = f"file://{store}"
+    # Part of the name of the shared memory; ranks with different names use sockets.
+    leader = os.getppid() if rank else os.getpid()
+    os.environ["VLLM_DIST_IDENT"] = f"gpupool-{leader}" + ("" if may_spin else f"-{rank}")
+    _ensure(_init_method, rank, num_ranks, local_rank=rank)
+    if rank == 0:  # vLLM removes the names at an orderly end only
+        for file in _SHARED_MEMORY.glob(f"gpupool-{leader}-*"):
+            file.unlink()
+
+
+def ensure_process_groups(init_method: str, local_rank: int) -> None:
+    """Create groups of one rank, unless there are groups."""
+    if not parallel_state.model_parallel_is_initialized():
+        _ensure(init_method, 0, 1, local_rank)
+
+
+def _ensure(init_method: str, rank: int, num_ranks: int, local_rank: int) -> None:
+    """Create groups for every kind of model.
+
+    vLLM creates the groups for the first model of a process, without the expert group if that model
+    is dense; without any model vLLM creates all groups.
+    """
+    if current_platform.is_cuda():
+        current_platform.set_device(torch.device(f"cuda:{local_rank}"))
+    with set_current_vllm_config(VllmConfig(parallel_config=_parallel_config(num_ranks))):
+        parallel_state.init_distributed_environment(
+            world_size=num_ranks,
+            rank=rank,
+            distributed_init_method=init_method,
+            local_rank=local_rank,
+            backend=current_platform.dist_backend,
+        )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_ranks)
+
+
+def _parallel_config(num_ranks: int) -> ParallelConfig:
+    if num_ranks == 1:
+        return ParallelConfig()
+    executor = "gpupoold.worker.engine.rank_executor.RankExecutor"
+    return ParallelConfig(tensor_parallel_size=num_ranks, distributed_executor_backend=executor)

@@ -1,0 +1,93 @@
+"""vLLM's executor of a group's leader: the same calls on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from gpupoold.memory.group.device import GroupDevice
+from gpupoold.memory.group.orders import OrderBook
+from gpupoold.worker.engine.process_groups import distributed_init_method
+from gpupoold.worker.engine.sampling_seeds import seed_sampling
+from gpupoold.worker.weights.loading import current_load
+from gpupoold.worker.weights.rank_loads import LeaderLoad
+
+_SEED_BITS = 62
+
+
+class FollowerAdapters:
+    """The adapters of an engine on the followers; implements ``OtherRanks``."""
+
+    def __init__(self, engine: int, device: GroupDevice, orders: OrderBook) -> None:
+        self._engine = engine
+        self._device = device
+        self._orders = orders
+
+    def read(self, number: int, name: str, path: str) -> None:
+        self._device.call_files("read_adapter", self._engine, number, name, path)
+
+    def add(self, number: int) -> None:
+        self._orders.send("add_adapter", self._engine, number)
+
+    def remove(self, number: int) -> None:
+        self._orders.send("remove_adapter", self._engine, number)
+
+
+class RankExecutor(UniProcExecutor):
+    """The leader's worker in this process, the followers' workers by messages.
+
+    During a load a call waits for the answers of all ranks. Later the followers carry out calls in
+    the order of the leader's other orders, and only the leader's result counts.
+    """
+
+    def _init_executor(self) -> None:
+        load = current_load()
+        assert isinstance(load, LeaderLoad), "a group loads with LeaderLoad"
+        self._load = load
+        self._engine = load.engine
+        self._orders: OrderBook = load.links.orders
+        load.links.send("build", self._engine, self.vllm_config)
+        super()._init_executor()
+        load.links.receive()
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return distributed_init_method(), 0, 0
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        super().initialize_from_config(kv_cache_configs)
+        self._load.share_kv()
+
+    def adapters(self, device: GroupDevice) -> FollowerAdapters:
+        """Return the engine's adapters on the followers of ``device``."""
+        return FollowerAdapters(self._engine, device, self._orders)
+
+    def close_engine(self) -> None:
+        """Order the followers to free their shards."""
+        self._orders.send("close_engine", self._engine)
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        single_value: bool = False,
+    ) -> Any:
+        """Call a method of the workers; return the leader's result, in a load all results."""
+        assert isinstance(method, str), "followers are called by name"
+        call = (self._engine, method, args, kwargs or {})
+        if not self._load.is_under_way:
+            seed = random.getrandbits(_SEED_BITS) if method == "sample_tokens" else None
+            self._orders.send("call", *call, seed)
+            if seed is not None:
+                seed_sampling(seed)
+            return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
+        self._load.links.send("call", *call)
+        [own] = super().collective_rpc(method, timeout, args, kwargs)
+        others = self._load.links.receive()
+        return own if single_value else [own, *others]

@@ -1,0 +1,227 @@
+"""A follower's shards of engines: vLLM's workers, without a scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers import rotary_embedding
+from vllm.platforms import current_platform
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker import workspace
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from gpupoold.memory.contracts import Device
+from gpupoold.memory.group.follower import FollowerMemory
+from gpupoold.memory.group.link import Link
+from gpupoold.memory.group.orders import OrderCount
+from gpupoold.memory.pages import PagePool
+from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
+from gpupoold.worker.engine.process_groups import distributed_init_method
+from gpupoold.worker.engine.runners import drop_runner
+from gpupoold.worker.engine.sampling_seeds import seed_sampling
+from gpupoold.worker.heap import HEAP
+from gpupoold.worker.weights import snapshot_loader
+from gpupoold.worker.weights.rank_loads import (
+    Answer,
+    AnswerKind,
+    FollowerLoad,
+    FollowerTurns,
+    RankFailed,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class Shard:
+    """A follower's part of an engine."""
+
+    def __init__(self, rank: int, load: FollowerLoad) -> None:
+        self.worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
+        self.load = load
+        self._adapters: EngineAdapters | None = None
+        self._read: dict[int, ReadAdapter | None] = {}
+        self._rank = rank
+        self._workspace: Any = None
+
+    def build(self, config: VllmConfig) -> None:
+        """Load the shard as vLLM's executor does on the leader."""
+        arguments = {
+            "vllm_config": config,
+            "local_rank": self._rank,
+            "rank": self._rank,
+            "distributed_init_method": distributed_init_method(),
+            "is_driver_worker": False,
+        }
+        self.worker.init_worker(all_kwargs=[arguments])
+        self.worker.init_device()
+        self.worker.load_model()
+        current_platform.update_block_size_for_backend(config)
+
+    def is_loaded(self) -> None:
+        """Keep the workspace manager, of which vLLM has one per process."""
+        self._workspace = workspace._manager
+
+    @property
+    def _runner(self) -> Any:
+        return getattr(getattr(self.worker, "worker", None), "model_runner", None)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the worker between two orders."""
+        workspace._manager = self._workspace
+        result = run_method(self.worker, method, args, kwargs)
+        if isinstance(result, AsyncModelRunnerOutput):
+            result.get_output()
+
+    @property
+    def adapters(self) -> EngineAdapters:
+        """The adapters of the loaded engine."""
+        if self._adapters is None:
+            self._adapters = EngineAdapters("the model", self._runner, None)
+        return self._adapters
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        """Read an adapter into host memory, beside steps."""
+        self._read[number] = self.adapters.read(number, name, path)
+
+    def add_adapter(self, number: int) -> None:
+        """Make an adapter that was read usable by steps."""
+        if (adapter := self._read.pop(number)) is not None:
+            self.adapters.add(adapter)
+
+    def close(self) -> None:
+        """Free the shard; its regions are closed by orders."""
+        if self._runner is not None:
+            drop_runner(self._runner)
+        if self._adapters is not None:
+            self._adapters.close()
+            forget_slots(self.load.weights_address, self.load.weights_bytes)
+        self._workspace = None
+        self.worker = None
+        HEAP.engine_closed()
+
+
+class FollowerEngines:
+    """The shards by engine number, and the thread that loads shards."""
+
+    def __init__(
+        self, device: Device, memory: FollowerMemory, link: Link, rank: int, done: OrderCount
+    ) -> None:
+        self._device = device
+        self._pool = PagePool(device.num_pages, device.table_pages)  # the leader's counts
+        self._memory = memory
+        self._link = link
+        self._rank = rank
+        self._done = done
+        self._shards: dict[int, Shard] = {}
+        self._loading: Shard | None = None
+        self._undo = contextlib.ExitStack()
+        self._turns = FollowerTurns()
+
+    def call(
+        self,
+        engine: int,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed: int | None,
+    ) -> None:
+        """Call a method of an engine's worker, for the thread of orders."""
+        if seed is not None:
+            seed_sampling(seed)
+        self._shards[engine].call(method, args, kwargs)
+
+    def hold(self) -> None:
+        """Let the present load run alone, see :class:`FollowerTurns`; for the thread of orders."""
+        self._turns.hold()
+
+    def close_engine(self, engine: int) -> None:
+        """Free a shard, for the thread of orders."""
+        self._shards.pop(engine).close()
+
+    def read_adapter(self, engine: int, number: int, name: str, path: str) -> None:
+        """Read an adapter, for the thread of files."""
+        self._shards[engine].read_adapter(number, name, path)
+
+    def add_adapter(self, engine: int, number: int) -> None:
+        """Make an adapter usable, for the thread of orders."""
+        self._shards[engine].add_adapter(number)
+
+    def remove_adapter(self, engine: int, number: int) -> None:
+        """Forget an adapter, for the thread of orders."""
+        self._shards[engine].adapters.remove(number)
+
+    def run_loads(self) -> None:
+        """Carry out the leader's messages about loads until the leader ends.
+
+        Raises:
+            RankLost: the leader has ended.
+        """
+        methods: dict[str, Callable[..., None]] = {
+            "begin_load": self._begin,
+            "build": self._build,
+            "call": self._call,
+            "end_load": self._end,
+        }
+        while True:
+            (num_orders, method, arguments), _ = self._link.receive()
+            self._done.wait_for(num_orders)
+            methods[method](*arguments)
+
+    def _begin(self, engine: int, name: str, skips_checkpoint: bool) -> None:
+        if skips_checkpoint:
+            snapshot_loader.register()
+        rotary_embedding._ROPE_DICT.clear()
+        HEAP.freeze()
+        load = FollowerLoad(
+            name,
+            self._device,
+            self._pool,
+            None,
+            "",
+            skips_checkpoint=skips_checkpoint,
+            turns=self._turns,
+            link=self._link,
+            memory=self._memory,
+            done=self._done,
+            rank=self._rank,
+        )
+        self._loading = self._shards[engine] = Shard(self._rank, load)
+        self._undo.enter_context(load.active())
+
+    def _build(self, engine: int, config: VllmConfig) -> None:
+        self._answer(self._shards[engine].build, config)
+
+    def _call(
+        self, engine: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._answer(run_method, self._shards[engine].worker, method, args, kwargs)
+
+    def _end(self, engine: int, is_loaded: bool) -> None:
+        self._loading = None
+        if is_loaded:
+            self._undo.close()
+            self._shards[engine].is_loaded()
+        else:
+            shard = self._shards.pop(engine)
+            failure = RankFailed("the leader has given the load up")
+            self._undo.__exit__(RankFailed, failure, None)
+            shard.close()
+        self._link.send(Answer(AnswerKind.ENDED))
+
+    def _answer(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Call, and send the result or the text of the error."""
+        try:
+            answer = Answer(AnswerKind.VALUE, call(*arguments))
+        except Exception as error:
+            _logger.exception("a call of a load failed")
+            answer = Answer(AnswerKind.ERROR, f"{type(error).__name__}: {error}")
+        self._link.send(answer)
+        if self._loading is not None and self._loading.load.unexpected is not None:
+            method, given = self._loading.load.unexpected
+            assert method == "end_load", f"the leader sent {method} in the middle of a call"
+            self._end(*given)

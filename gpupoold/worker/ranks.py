@@ -1,0 +1,107 @@
+"""The processes of a group: the leader forks one process per further rank."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from gpupoold.memory.group.link import Link
+
+_logger = logging.getLogger(__name__)
+
+
+class RankLinks(NamedTuple):
+    """A follower's links with the leader; each end is for one thread."""
+
+    orders: Link
+    loads: Link
+    files: Link
+
+
+class Followers:
+    """The processes of a leader's followers, by rank from 1 on."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        self._are_wanted = True
+
+    def watch(self) -> None:
+        """End this process when a follower ends, from a thread.
+
+        The rest of the group cannot go on. This process ends with the follower's status, or by
+        SIGKILL as the follower did, so that the daemon finds the reason.
+        """
+        if self.pids:
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def kill(self) -> None:
+        """Kill the followers, so that their memory is free when this process has ended."""
+        self._are_wanted = False
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _watch(self) -> None:
+        pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(self.pids, 1)}
+        [first, *_], _, _ = select.select(list(pidfds), [], [])
+        if not self._are_wanted:
+            return
+        rank = pidfds[first]
+        pid = self.pids.pop(rank - 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        text = f"signal {-code}" if code < 0 else f"status {code}"
+        _logger.error("rank %d of the group has ended (%s); the group ends", rank, text)
+        self.kill()
+        logging.shutdown()
+        if code == -signal.SIGKILL:  # perhaps by the kernel, short of memory
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(code if code > 0 else 1)
+
+
+class Rank(NamedTuple):
+    """This process's place in its group.
+
+    ``store`` is the empty file in which the ranks find each other. A leader has rank 0, the links
+    to each follower, and the followers' processes; a follower has its links to the leader.
+    """
+
+    rank: int
+    num_ranks: int
+    store: Path
+    links: tuple[RankLinks, ...]
+    followers: Followers
+
+
+def fork_ranks(num_ranks: int, leader_fds: list[int]) -> Rank:
+    """Fork the followers; return in each process its rank.
+
+    To be called before the process has threads. Followers close ``leader_fds``.
+    """
+    followers = Followers()
+    if num_ranks == 1:
+        return Rank(0, 1, Path(), (), followers)
+    store = Path(f"/proc/self/fd/{os.memfd_create('gpupool-ranks')}")
+    ours: list[RankLinks] = []
+    for rank in range(1, num_ranks):
+        pairs = [Link.pair() for _ in RankLinks._fields]
+        pid = os.fork()
+        if pid == 0:
+            leaders = (*(link for links in ours for link in links), *(one for one, _ in pairs))
+            for link in leaders:
+                link.close()
+            for fd in leader_fds:
+                os.close(fd)
+            links = RankLinks(*(other for _, other in pairs))
+            return Rank(rank, num_ranks, store, (links,), Followers())
+        for _, other in pairs:
+            other.close()
+        ours.append(RankLinks(*(one for one, _ in pairs)))
+        followers.pids.append(pid)
+    return Rank(0, num_ranks, store, tuple(ours), followers)

@@ -1,0 +1,169 @@
+"""Early starts: turns that begin before all weights of the model are present.
+
+At a load on a device with a link, the order of the model's attention layers is recorded in the
+self-check. Gates in this order are then checked: the self-check is repeated without some of the
+weights, which come back at the gates. Only a model with the right answers starts early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from gpupoold.memory.contracts import Device, OutOfPages
+from gpupoold.memory.transfers import BATCH_BYTES
+from gpupoold.memory.weights import WeightMemory
+from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.engine.layer_gates import LayerGates, plan_gates, recorded_calls
+from gpupoold.worker.engine.steps import Step
+from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.turns.self_check import NoAnswer, is_same_answer, run_self_check
+from gpupoold.worker.weights import tensors
+
+_logger = logging.getLogger(__name__)
+
+# Weights are copied in batches: fewer bytes cannot arrive beside a step.
+_MIN_LATE_BYTES = BATCH_BYTES
+# Duration of the copies in a slice of the check, while other models' steps wait.
+_COPY_S = 0.02
+
+
+def first_self_check(
+    engine: ModelEngine, residency: Residency, device: Device
+) -> Generator[None, None, tuple[int, ...]]:
+    """Return the answer of a new engine's self-check; let the model start early if possible.
+
+    A slice has one step. Raises as ``run_self_check``.
+    """
+    if not device.has_link:
+        return (yield from run_self_check(engine, residency))
+    with recorded_calls(engine.runner.compilation_config) as called:
+        answer = yield from run_self_check(engine, residency)
+    if (gates := _gates_of(engine, called)) is not None:
+        yield from _allow_early_start(engine, residency, device, gates, answer)
+    return answer
+
+
+def _allow_early_start(
+    engine: ModelEngine,
+    residency: Residency,
+    device: Device,
+    gates: LayerGates,
+    expected: tuple[int, ...],
+) -> Generator[None, None, None]:
+    """Let turns of a model start early, if the model answers right with gates."""
+    engine.worker.gates = gates
+    limit_bytes = max(1, int(residency.bandwidth_bytes_per_s * _COPY_S))
+    ends = [gate.num_bytes for gate in gates.gates]
+    for span in _windows([engine.layer_ends[0], *ends], limit_bytes):
+        missing = MissingWeights(device, engine.weights, span)
+        if not (yield from _is_right(engine, residency, gates, missing, expected)):
+            _logger.warning(
+                "%s: steps begin with all weights present, because a step reads weights of a layer "
+                "before the layers in front have run",
+                engine.info.name,
+            )
+            engine.worker.gates = None
+            return
+    engine.weights.start_bytes = engine.layer_ends[0]
+
+
+def _gates_of(engine: ModelEngine, called: Sequence[str]) -> LayerGates | None:
+    """Return the gates of a model, None if steps cannot begin early."""
+    runner, weights = engine.runner, engine.weights
+    config = runner.vllm_config
+    if config.parallel_config.world_size > 1 or config.model_config.is_encoder_decoder:
+        return None
+    # A drafter runs after the model, with layers of its own. Slots of adapters follow the weights.
+    if runner.get_draft_model() is not None or weights.own_bytes:
+        return None
+    layers = runner.compilation_config.static_forward_context
+    calls = [(name, _layer_index(engine, layers[name])) for name in called]
+    gates = plan_gates(calls, engine.layer_ends, weights.num_bytes)
+    if not gates or weights.num_bytes - engine.layer_ends[0] < _MIN_LATE_BYTES:
+        return None
+    return LayerGates(engine.info.name, gates, weights, runner.compilation_config)
+
+
+def _layer_index(engine: ModelEngine, layer: Any) -> int | None:
+    """Return the decoder layer of an attention layer, None if it belongs to none."""
+    model: nn.Module = engine.runner.get_model()
+    found = next((name for name, module in model.named_modules() if module is layer), "")
+    return engine.layers.index_of(found)
+
+
+class MissingWeights:
+    """Weights whose bytes are overwritten, and restored from the snapshot when waited for."""
+
+    def __init__(self, device: Device, weights: WeightMemory, span: range) -> None:
+        self._device = device
+        self._weights = weights
+        self._span = span
+        self._next = span.stop
+
+    @contextlib.contextmanager
+    def removed(self) -> Iterator[None]:
+        """Overwrite the bytes; all are restored at the end of the context.
+
+        Floating-point numbers of any size become NaN.
+        """
+        target = self._weights.address + self._span.start
+        tensors.over(self._device, target, len(self._span)).fill_(-1)
+        written = self._device.open_fence()
+        written.record()
+        written.wait()
+        written.close()
+        self._next = self._span.start
+        try:
+            yield
+        finally:
+            self.wait_for(self._span.stop)
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Restore the bytes before ``num_bytes``."""
+        count = min(num_bytes, self._span.stop) - self._next
+        if count > 0:
+            weights, first = self._weights, self._next
+            self._device.copy_in(weights.address + first, weights.snapshot.address + first, count)
+            self._device.synchronize()
+            self._next += count
+
+
+def _windows(ends: Sequence[int], limit_bytes: int) -> Iterator[range]:
+    """Cut the bytes from the first to the last of ``ends`` at ``ends``.
+
+    Ranges are as long as possible within ``limit_bytes``, or go to the next end.
+    """
+    start, stop = ends[0], ends[0]
+    for end in ends[1:]:
+        if end - start > limit_bytes and stop > start:
+            yield range(start, stop)
+            start = stop
+        stop = end
+    if stop > start:
+        yield range(start, stop)
+
+
+def _is_right(
+    engine: ModelEngine,
+    residency: Residency,
+    gates: LayerGates,
+    missing: MissingWeights,
+    expected: tuple[int, ...],
+) -> Generator[None, None, bool]:
+    """Return whether the first token is right although weights are missing until their gates."""
+
+    def step() -> list[Step]:
+        with missing.removed(), gates.arriving(missing):
+            return engine.whole_steps()
+
+    generates = engine.info.generates
+    try:
+        answered = yield from run_self_check(engine, residency, num_tokens=1, step=step)
+    except (NoAnswer, OutOfPages):
+        return False
+    return is_same_answer(expected[:1] if generates else expected, answered, generates=generates)

@@ -1,0 +1,366 @@
+"""Loads of a model by the ranks of a group, each its shard.
+
+All ranks run vLLM's load side by side. The leader decides what must be equal: the snapshot, whose
+memfd has a part for each rank, and the numbers of the regions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+from gpupoold.errors import Failed
+from gpupoold.memory.address_ranges import AddressRange
+from gpupoold.memory.group.device import GroupDevice
+from gpupoold.memory.group.follower import FollowerMemory
+from gpupoold.memory.group.link import Link
+from gpupoold.memory.group.orders import OrderBook, OrderCount
+from gpupoold.memory.host import HostBuffer, touch_pages
+from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.numa import prefer_node
+from gpupoold.worker.turn_thread import TurnThread
+from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.relocation import WeightLayout
+
+if TYPE_CHECKING:
+    import torch
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_HOLD = "hold"
+
+
+class RankFailed(Failed):
+    """Another rank could not load its shard."""
+
+
+class AnswerKind(Enum):
+    """Whether a follower's answer is the end of a call, or of a load."""
+
+    VALUE = auto()
+    ERROR = auto()
+    ENDED = auto()
+
+
+class Answer(NamedTuple):
+    """A follower's answer on its link for loads; the text of an error."""
+
+    kind: AnswerKind
+    value: Any = None
+
+
+class Shape(NamedTuple):
+    """What the ranks compare: the digest of a shard, and the bytes of weights and of slots."""
+
+    digest: str
+    num_bytes: int
+    slot_bytes: int
+
+
+class RegionNumbers(NamedTuple):
+    """The numbers of a model's regions."""
+
+    weights: int
+    snapshot: int
+    slots: int
+    kv: int
+
+
+class LoadLinks:
+    """The leader's links to the followers' threads of loads, for the leader's thread of loads."""
+
+    def __init__(self, links: Sequence[Link], orders: OrderBook) -> None:
+        self._links = links
+        self.orders = orders
+        self._num_engines = 0
+
+    def new_engine(self) -> int:
+        """Return a number for an engine."""
+        self._num_engines += 1
+        return self._num_engines
+
+    def send(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
+        """Call a method on all followers, or send what a called method waits for."""
+        for link in self._links:
+            link.send((self.orders.num_sent, method, arguments), fds)
+
+    def receive(self) -> list[Any]:
+        """Return the next answer of each follower.
+
+        Raises:
+            RankFailed: a follower answered with an error.
+        """
+        received = [link.receive()[0] for link in self._links]
+        failed = [
+            f"rank {rank}: {answer.value}"
+            for rank, answer in enumerate(received, 1)
+            if answer.kind is AnswerKind.ERROR
+        ]
+        if failed:
+            raise RankFailed("; ".join(failed))
+        return [answer.value for answer in received]
+
+    def end_load(self, engine: int, *, is_loaded: bool) -> None:
+        """End a load on all followers; after a failure, skip answers to earlier calls."""
+        self.send("end_load", engine, is_loaded)
+        for link in self._links:
+            while link.receive()[0].kind is not AnswerKind.ENDED:
+                pass
+
+
+class LeaderTurns(TurnThread):
+    """The leader's turn thread ``turns``, and the followers' threads of orders with it.
+
+    While a load holds the turn thread, the same load of each follower holds its thread of orders,
+    so that collectives of the load come between the same steps on all ranks.
+    """
+
+    def __init__(self, turns: TurnThread, orders: OrderBook) -> None:
+        super().__init__(turns.slice_limit_s)
+        self._turns = turns
+        self._orders = orders
+
+    def call(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._turns.call(job, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with self._turns.held():
+            self._orders.send(_HOLD)
+            yield
+
+    def give_way(self) -> None:
+        self._turns.give_way()
+        self._orders.send(_HOLD)
+
+
+class FollowerTurns(TurnThread):
+    """A follower's thread of orders, held by its load as the leader's turn thread is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_run = threading.Semaphore(0)
+        self._may_go_on = threading.Semaphore(0)
+
+    def hold(self) -> None:
+        """Let the load run until it gives way or ends; for the thread of orders."""
+        self._may_run.release()
+        self._may_go_on.acquire()
+
+    def call(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return job(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._may_run.acquire()
+        try:
+            yield
+        finally:
+            self._may_go_on.release()
+
+    def give_way(self) -> None:
+        self._may_go_on.release()
+        self._may_run.acquire()
+
+
+class LeaderLoad(ModelLoad):
+    """The leader's part of a load."""
+
+    def __init__(self, *arguments: Any, links: LoadLinks, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert isinstance(self._device, GroupDevice)
+        self._group: GroupDevice = self._device
+        self.turns = LeaderTurns(self.turns, links.orders)
+        self.links = links
+        self.engine = links.new_engine()
+        new_number = self._group.regions.new_number
+        self._numbers = RegionNumbers(new_number(), new_number(), new_number(), new_number())
+        self._is_begun = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self.links.send("begin_load", self.engine, self._name, self.skips_checkpoint)
+        self._is_begun = True
+        try:
+            with super().active():
+                yield
+        except BaseException:
+            self._end(is_loaded=False)
+            raise
+        self._end(is_loaded=True)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True until all ranks have ended the load."""
+        return self._is_begun
+
+    def bring_weights(self) -> None:
+        super().bring_weights()
+        self._let_go()
+
+    @contextlib.contextmanager
+    def kv_scratch(self) -> Iterator[None]:
+        with super().kv_scratch():
+            self._let_go()
+            yield
+            self.links.receive()
+
+    def share_kv(self) -> None:
+        """Let orders about the KV range reach the followers, whose ranges exist."""
+        if self.kv_address_range is not None:
+            self._add_region(self._numbers.kv, self.kv_address_range)
+
+    def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
+        mine = Shape(layout.digest, layout.num_bytes, slots.num_bytes)
+        shapes = [mine, *self.links.receive()]
+        sizes = {(shape.num_bytes, shape.slot_bytes) for shape in shapes}
+        if len(sizes) > 1:
+            text = f"{self._name}: the shards have different sizes: {sorted(sizes)}"
+            raise Failed(text, "host the model on single GPUs")
+        digests = "".join(shape.digest for shape in shapes)
+        return replace(layout, digest=hashlib.sha256(digests.encode()).hexdigest())
+
+    def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
+        snapshot, is_new = super()._usable_snapshot(layout, num_pages)
+        answer = (is_new, snapshot.num_bytes, self._numbers)
+        self.links.send("snapshot", *answer, fds=[snapshot.fd])
+        return snapshot, is_new
+
+    def _buffer(self, what: str, num_pages: int) -> HostBuffer:
+        if what != "snapshot":
+            return super()._buffer(what, num_pages)
+        num_bytes = num_pages * self._device.page_bytes
+        file_bytes = num_bytes * self._device.num_ranks
+        fd = create_memfd(f"gpupool-snapshot-{self._name}", file_bytes, touch_pages)
+        return HostBuffer(fd, num_bytes)
+
+    def _placed(self) -> None:
+        self.links.receive()
+        assert self.weights is not None
+        regions, numbers = self._group.regions, self._numbers
+        regions.add(numbers.weights, self.weights.address, self.weights.num_bytes)
+        snapshot, own = self.weights.snapshot, self.weights.own
+        regions.add(numbers.snapshot, snapshot.address, snapshot.num_bytes)
+        if own is not None:
+            regions.add(numbers.slots, own.address, own.num_bytes)
+
+    def _reclaim(self, failure: BaseException | None = None) -> None:
+        if self._release.has_pages:  # the followers' memory is reclaimed too
+            if failure is None:
+                self.links.receive()
+            else:
+                self._end(is_loaded=False)
+        super()._reclaim(failure)
+
+    def _end(self, *, is_loaded: bool) -> None:
+        if self._is_begun:
+            self._is_begun = False
+            self.links.end_load(self.engine, is_loaded=is_loaded)
+
+    def _add_region(self, number: int, address_range: AddressRange) -> None:
+        num_bytes = address_range.num_pages * self._device.page_bytes
+        self._group.regions.add(number, address_range.address, num_bytes)
+
+    def _let_go(self) -> None:
+        """Let the followers go on, after the orders sent before."""
+        self.links.send("go_on")
+
+
+class FollowerLoad(ModelLoad):
+    """A follower's part of a load; the leader maps the pages."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        link: Link,
+        memory: FollowerMemory,
+        done: OrderCount,
+        rank: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._link = link
+        self._memory = memory
+        self._done = done
+        self._rank = rank
+        self._numbers: RegionNumbers | None = None
+        self.unexpected: tuple[str, Any] | None = None
+        """A message that came instead of an expected one."""
+        self.weights_address = self.weights_bytes = 0
+
+    def bring_weights(self) -> None:
+        self.receive("go_on")
+
+    @contextlib.contextmanager
+    def kv_scratch(self) -> Iterator[None]:
+        self.receive("go_on")
+        yield
+        self.answer(None)
+
+    def make_kv(self, num_bytes: int) -> torch.Tensor:
+        tensor = super().make_kv(num_bytes)
+        assert self._numbers is not None and self.kv_address_range is not None
+        address_range = self.kv_address_range
+        self._memory.regions.add(self._numbers.kv, address_range.address, address_range.close)
+        self.kv_address_range = None
+        return tensor
+
+    def receive(self, method: str) -> tuple[Any, list[int]]:
+        """Wait for a message of the leader in the middle of a call.
+
+        Raises:
+            RankFailed: the leader sent something else, because its part has failed.
+        """
+        (num_orders, sent, arguments), fds = self._link.receive()
+        if sent != method:
+            self.unexpected = (sent, arguments)
+            raise RankFailed(f"the leader sent {sent} instead of {method}")
+        self._done.wait_for(num_orders)
+        return arguments, fds
+
+    def answer(self, value: Any) -> None:
+        """Answer the leader in the middle of a call."""
+        self._link.send(Answer(AnswerKind.VALUE, value))
+
+    def _reclaim(self, failure: BaseException | None = None) -> None:
+        if not self._device.is_host_addressable:
+            self._release.drop_garbage(failure)
+            if failure is None:
+                self.answer(None)
+
+    def _give_back(self) -> None:
+        for number in self._numbers or ():
+            self._memory.regions.close(number)
+        super()._give_back()
+
+    def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
+        self.answer(Shape(layout.digest, layout.num_bytes, slots.num_bytes))
+        return layout
+
+    def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
+        (is_new, num_bytes, numbers), [fd] = self.receive("snapshot")
+        self._numbers = RegionNumbers(*numbers)
+        with prefer_node(self._device.numa_node):
+            return HostBuffer(fd, num_bytes, self._rank * num_bytes), is_new
+
+    def _hold(
+        self, address_range: AddressRange, snapshot: HostBuffer, own: HostBuffer | None
+    ) -> None:
+        assert self._numbers is not None
+        self._snapshot = None  # owned by its region
+        self._memory.pin_host(self._numbers.snapshot, snapshot)
+        if own is not None:
+            self._memory.pin_host(self._numbers.slots, own)
+        self.weights_address = address_range.address
+        self.weights_bytes = address_range.num_pages * self._device.page_bytes
+        regions = self._memory.regions
+        regions.add(self._numbers.weights, address_range.address, address_range.close)
+
+    def _placed(self) -> None:
+        self.answer(None)

@@ -1,0 +1,166 @@
+"""One engine on a device with a link, of which the copies fail, or a layer reads too early.
+
+``python -m tests.functional.early_starts CHECKPOINT`` prints :class:`Figures` as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpupoold.memory.contracts import Copy
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.modelled_link import ModelledLink
+from gpupoold.memory.pages import PagePool
+from gpupoold.system.activity import WORKER
+from gpupoold.wire import messages as m
+from gpupoold.worker.device import open_device
+from gpupoold.worker.engine.cpu_build import adapt_cpu_build
+from gpupoold.worker.kv.page_eviction import Use
+from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.turn_thread import TurnThread, finish
+from gpupoold.worker.turns.early_start import first_self_check
+from gpupoold.worker.turns.model_loads import EngineLoader
+from tests.functional.worker_peer import encode_request
+
+_LINK_BYTES_PER_S = 200_000_000
+_NUM_TOKENS = 6
+PROMPT_LENGTHS = (5, 33, 200)
+
+
+@dataclass
+class Figures:
+    """What happened, and what was wrong."""
+
+    num_gates: int = 0
+    num_layers: int = 0
+    late_bytes: list[int] = field(default_factory=list)
+    differing: list[int] = field(default_factory=list)
+    failure: str = ""
+    failure_phase: int = 0
+    num_outputs_after_failure: int = 0
+    starts_early_with_early_reads: bool = True
+    resident_after_early_reads: bool = False
+
+
+class OneEngine:
+    """A device with one engine, whose weights can be away."""
+
+    def __init__(self, path: Path) -> None:
+        adapt_cpu_build()
+        torch.set_num_threads(1)
+        num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        self.device = open_device("emulated", 2 * num_bytes, 0, 0, _LINK_BYTES_PER_S)
+        pool = PagePool(self.device.num_pages, self.device.table_pages)
+        host = KvHostCache(64 << 20)
+        self.residency = Residency(
+            self.device, pool, host, _LINK_BYTES_PER_S, lambda _: Use(1, 0.0, 1.0, 0.0)
+        )
+        loader = EngineLoader(self.device, host, self.residency, TurnThread())
+        model = m.ModelToLoad(
+            name="a", path=str(path), dtype="float32", max_model_len=512, ttft_s=1.0, tbt_s=0.1
+        )
+        order = m.LoadModel(model, profiling_budget_s=0.0)
+        self.engine = loader.load(order, None, "a").engine
+        self._num_asked = 0
+
+    def answer(self, num_prompt_tokens: int, *, is_away: bool) -> tuple[list[int], int]:
+        """Return the tokens for a prompt, and the bytes of weights that arrived in its step."""
+        self._ask(num_prompt_tokens)
+        if is_away:
+            self.residency.page_out("a")
+            record = self.residency.switch_in("a")
+            late_bytes = record.late_weight_bytes if record is not None else 0
+        else:
+            self.residency.make_resident("a")
+            late_bytes = 0
+        tokens: list[int] = []
+        while self.engine.has_requests():
+            self.residency.advance("a")
+            tokens += self.step()
+        self.residency.check_integrity()
+        return tokens, late_bytes
+
+    def step(self) -> list[int]:
+        """Run a step; return its tokens."""
+        self.residency.ensure_kv("a")
+        return [token for item in self.engine.step() for token in item.new_token_ids]
+
+    def fail_after_start(self) -> tuple[str, int, int]:
+        """Let the copies fail during a step; return the error, the phase, and further tokens."""
+        self._ask(PROMPT_LENGTHS[-1])
+        self.residency.page_out("a")
+        begin = ModelledLink.begin
+
+        def fail(link: ModelledLink, copies: Sequence[Copy]) -> float:
+            raise OSError("the link is broken")
+
+        self.residency.switch_in("a")
+        num_tokens = 0
+        ModelledLink.begin = fail  # type: ignore[method-assign]
+        try:
+            num_tokens += len(self.step())
+        except OSError as error:
+            return str(error), WORKER.main.phase, num_tokens
+        finally:
+            ModelledLink.begin = begin  # type: ignore[method-assign]
+        return "", WORKER.main.phase, num_tokens
+
+    def read_early(self) -> bool:
+        """Let the first layer read the last; return whether the model may start early then."""
+        layers = self.engine.runner.get_model().model.layers
+        last = layers[-1].mlp.down_proj.weight
+
+        def read(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            arguments[1].add_(0.0 * last[0, 0])
+
+        hook = layers[0].register_forward_pre_hook(read)
+        weights = self.engine.weights
+        weights.start_bytes, self.engine.worker.gates = weights.num_bytes, None
+        finish(first_self_check(self.engine, self.residency, self.device))
+        hook.remove()
+        return self.engine.worker.gates is not None or weights.start_bytes < weights.num_bytes
+
+    def _ask(self, num_prompt_tokens: int) -> None:
+        self._num_asked += 1
+        prompt = [300 + 7 * index * index % 1500 for index in range(num_prompt_tokens)]
+        name = f"request-{self._num_asked}"
+        frames = encode_request(name, prompt, cache_salt=name, max_tokens=_NUM_TOKENS)
+        self.engine.add(frames)
+
+
+def run(path: Path) -> Figures:
+    """Compare answers with and without an early start, then break things."""
+    one, figures = OneEngine(path), Figures()
+    gates = one.engine.worker.gates
+    figures.num_gates = len(gates.gates) if gates is not None else 0
+    figures.num_layers = one.engine.layers.num_layers
+    for length in PROMPT_LENGTHS * 3:
+        expected, _ = one.answer(length, is_away=False)
+        tokens, late_bytes = one.answer(length, is_away=True)
+        figures.late_bytes.append(late_bytes)
+        if tokens != expected or len(tokens) != _NUM_TOKENS:
+            figures.differing.append(length)
+    one.residency.make_resident("a")
+    figures.starts_early_with_early_reads = one.read_early()
+    figures.resident_after_early_reads = one.engine.weights.is_resident
+    if gates is not None:
+        one.engine.worker.gates = gates
+        one.engine.weights.start_bytes = one.engine.layer_ends[0]
+        failure = one.fail_after_start()
+        figures.failure, figures.failure_phase, figures.num_outputs_after_failure = failure
+    return figures
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    print(json.dumps(asdict(run(parser.parse_args().checkpoint))))
+    os._exit(0)

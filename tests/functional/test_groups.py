@@ -1,0 +1,158 @@
+"""Groups of emulated GPUs: the tokens of one GPU alone, and a rank's death like a worker's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpupool_cli.bench.rig import weight_bytes
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN2,
+    Background,
+    api_client,
+    check_all,
+    emulated_config,
+    eventually,
+    ps,
+    undisturbed,
+    until,
+)
+from tests.functional.worker_peer import WorkerPeer
+
+MODELS = ("tiny-llama", "tiny-mixtral")
+MAX_TOKENS = 24
+NUM_PROMPTS = 3
+NUM_RANKS = 2
+ASKED = [(LLAMA, "one rank"), (QWEN2, "another rank"), (LLAMA, "both of them")]
+NUM_TOKENS = 60
+BACK_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
+    """A group whose GPUs hold the shards of one and a half models together."""
+    largest = max(weight_bytes(tiny_models[name]) for name in MODELS)
+    options = {"--num-gpus": NUM_RANKS, "--are-cores-shared": 1}
+    peer = WorkerPeer(
+        int(1.6 * largest) // NUM_RANKS, kv_host_bytes=32 << 20, quota_max_s=0.05, options=options
+    )
+    for name in MODELS:
+        peer.load(name, tiny_models[name], max_model_len=512)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(scope="module")
+def of_one_gpu(tiny_models: dict[str, Path]) -> dict[tuple[str, int], list[int]]:
+    """Each prompt's greedy answer on a device of one GPU, where nothing else runs."""
+    peer = WorkerPeer(sum(4 * weight_bytes(tiny_models[name]) for name in MODELS))
+    answers = {}
+    for name in MODELS:
+        peer.load(name, tiny_models[name], max_model_len=512)
+        for index in range(NUM_PROMPTS):
+            request_id = f"alone-{name}-{index}"
+            peer.ask(name, request_id, prompt(index), max_tokens=MAX_TOKENS)
+            peer.run_until_ended(request_id)
+            answers[name, index] = peer.tokens[request_id]
+    peer.close()
+    return answers
+
+
+def prompt(index: int) -> list[int]:
+    rng = random.Random(index)
+    return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]
+
+
+def test_switched_answers_of_a_group_equal_those_of_one_gpu(
+    peer: WorkerPeer, of_one_gpu: dict[tuple[str, int], list[int]]
+) -> None:
+    ids = {key: f"together-{key[0]}-{key[1]}" for key in of_one_gpu}
+    for (model, index), request_id in ids.items():
+        peer.ask(model, request_id, prompt(index), max_tokens=MAX_TOKENS)
+    peer.run_until_ended(*ids.values())
+    assert {key: peer.tokens[request_id] for key, request_id in ids.items()} == of_one_gpu
+    assert len(peer.switches) >= len(MODELS)
+    peer.call("check_integrity")
+
+
+def test_an_answer_goes_on_after_all_its_bytes_were_in_host_memory(
+    peer: WorkerPeer, of_one_gpu: dict[tuple[str, int], list[int]]
+) -> None:
+    model, index = MODELS[0], NUM_PROMPTS - 1
+    peer.ask(model, "paged", prompt(index), max_tokens=MAX_TOKENS)
+    while len(peer.tokens["paged"]) < 5:
+        peer.pump(1.0)
+    moved = peer.call("page_out", model=model)
+    assert moved["kv_out_bytes"] > 0
+    peer.run_until_ended("paged")
+    assert peer.tokens["paged"] == of_one_gpu[model, index]
+    peer.call("check_integrity")
+
+
+def test_answers_without_a_seed_are_drawn_alike_on_all_ranks(peer: WorkerPeer) -> None:
+    """A rank that drew another token would compute another answer's KV from then on."""
+    model = MODELS[0]
+    peer.ask(model, "drawn", prompt(0), max_tokens=MAX_TOKENS, temperature=1.0)
+    peer.run_until_ended("drawn")
+    drawn = peer.tokens["drawn"]
+    # The KV of the prefix is computed anew from the tokens; the greedy rest must agree.
+    given = [*prompt(0), *drawn]
+    rests = []
+    for salt in ("cached", "fresh"):
+        peer.ask(model, salt, given, max_tokens=4, cache_salt=None if salt == "cached" else salt)
+        peer.run_until_ended(salt)
+        rests.append(peer.tokens[salt])
+    assert rests[0] == rests[1]
+
+
+@pytest.fixture
+def box(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[PrivateDaemon]:
+    """A group of two GPUs, and a GPU alone."""
+    num_bytes = int(1.8 * max(weight_bytes(tiny_models[name]) for name in (LLAMA, QWEN2)))
+    config = emulated_config(num_bytes, num_gpus=NUM_RANKS) + emulated_config(num_bytes)
+    with private_daemon(config, tmp_path / "daemon") as daemon:
+        for name in (LLAMA, QWEN2):
+            daemon.add_model(name, tiny_models[name], devices=[0], **LOAD_OPTIONS)
+        until(lambda: all(one.state == "ready" for one in ps(daemon).models), BACK_S)
+        yield daemon
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+async def test_answers_survive_the_death_of_a_rank(box: PrivateDaemon, rank: int) -> None:
+    async with api_client(box.http_url) as api:
+        alone = await undisturbed(api, ASKED, NUM_TOKENS)
+        streams = [Background(api, name, text, NUM_TOKENS) for name, text in ASKED]
+        for stream in streams:
+            await stream.started()
+        before = pids_of(box)
+        os.kill(before[rank], signal.SIGKILL)
+        answers = await asyncio.wait_for(
+            asyncio.gather(*(stream.finished() for stream in streams)), BACK_S
+        )
+        assert answers == alone
+        await eventually(lambda: {one.state for one in ps(box).devices} == {"ready"}, BACK_S)
+        assert not set(before) & set(pids_of(box)), "a rank of the old group still runs"
+        assert await undisturbed(api, ASKED, NUM_TOKENS) == alone
+        await eventually(lambda: not ps(box).requests)
+    check_all(box)
+
+
+def pids_of(daemon: PrivateDaemon) -> list[int]:
+    """The processes of the first device by rank."""
+    leader = ps(daemon).devices[0].pid
+    assert leader is not None
+    children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
+    followers = [
+        int(pid) for pid in children if b"follower" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(followers) == NUM_RANKS - 1
+    return [leader, *followers]

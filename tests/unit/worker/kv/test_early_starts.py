@@ -1,0 +1,166 @@
+"""Switches that end before all weights are present."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpupoold.worker.kv import weight_loads
+from tests.unit.memory.rig import PAGE, GatedCopyStream, read
+from tests.unit.worker.kv.test_residency import WEIGHT_PAGES, Box
+
+START_PAGES = 6
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+    """A device for one model and a half. Models start with 6 of 20 pages; batches have 2 pages."""
+    monkeypatch.setattr("gpupoold.memory.emulated.EmulatedDevice.copy_batch_bytes", 2 * PAGE)
+    gates: list[GatedCopyStream] = []
+
+    def gated(device: object, direction: object) -> list[GatedCopyStream]:
+        gates.append(GatedCopyStream(device.open_copy_stream(direction)))  # type: ignore[attr-defined]
+        return [gates[-1]]
+
+    monkeypatch.setattr("gpupoold.memory.emulated.EmulatedDevice.open_copy_streams", gated)
+    monkeypatch.setattr("gpupoold.memory.emulated.EmulatedDevice.has_link", True, raising=False)
+    made = Box(34)
+    for model in made.models.values():
+        model.weights.start_bytes = START_PAGES * PAGE
+    made.gate = gates[-2]  # type: ignore[attr-defined]
+    yield made
+    gates[-2].num_allowed = None
+    gates[-2].gate.set()
+    made.close()
+
+
+def hold_after(box: Box, num_batches: int) -> None:
+    gate: GatedCopyStream = box.gate  # type: ignore[attr-defined]
+    gate.num_allowed = num_batches
+    gate.gate.set()
+
+
+def release(box: Box) -> None:
+    gate: GatedCopyStream = box.gate  # type: ignore[attr-defined]
+    gate.num_allowed = None
+    gate.gate.set()
+
+
+def whole(box: Box, name: str) -> bool:
+    model = box.models[name]
+    return read(model.weights.address, len(model.snapshot)) == model.snapshot
+
+
+def test_a_switch_ends_when_a_step_may_begin(box: Box) -> None:
+    hold_after(box, 5)
+    record = box.residency.switch_in("a")
+    weights = box.weights("a")
+    assert record is not None
+    assert record.weight_bytes == WEIGHT_PAGES * PAGE
+    assert 10 * PAGE <= record.late_weight_bytes <= (WEIGHT_PAGES - START_PAGES) * PAGE
+    assert not weights.is_resident
+    assert box.residency.can_step("a")
+    assert box.residency.missing_bytes("a") == 0
+    box.residency.check_integrity()
+    assert box.residency.switch_in("a") is None  # the turn begins again: nothing to do
+    release(box)
+    box.residency.bring_all("a")
+    assert weights.is_resident
+    assert whole(box, "a")
+    box.residency.check_integrity()
+
+
+def test_kv_that_is_away_is_waited_for_with_all_weights(box: Box) -> None:
+    release(box)
+    box.residency.make_resident("a")
+    written = box.ask("a", 2)
+    box.residency.page_out("a")
+    record = box.residency.switch_in("a")
+    assert record is not None
+    assert record.late_weight_bytes == 0
+    assert record.kv_in_bytes > 0
+    assert box.weights("a").is_resident
+    assert box.kv_bytes("a", written) == written
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda box: box.residency.page_out("a"),
+        lambda box: box.residency.switch_in("b"),
+        lambda box: box.residency.free_pages(30),
+        lambda box: box.weights("a").evict(),
+    ],
+    ids=["page out", "another model", "pages for a load", "evict"],
+)
+def test_weights_that_still_arrive_can_be_taken_away(
+    box: Box, leave: Callable[[Box], object]
+) -> None:
+    hold_after(box, 5)
+    box.residency.switch_in("a")
+    release(box)
+    leave(box)
+    assert not box.residency.can_step("a")
+    box.residency.check_integrity()
+    box.residency.make_resident("a")
+    assert whole(box, "a")
+
+
+def test_the_rest_of_a_prefetch_arrives_during_the_step(box: Box) -> None:
+    release(box)
+    box.residency.make_resident("a")
+    hold_after(box, 2)
+    box.residency.prefetch("b", "a")
+    num_prefetched = box.weights("b").num_mapped_pages
+    assert 0 < num_prefetched < WEIGHT_PAGES  # the other pages are a's
+    hold_after(box, 6)
+    record = box.residency.switch_in("b")
+    assert record is not None
+    assert record.prefetched_bytes == num_prefetched * PAGE
+    assert record.weight_bytes == (WEIGHT_PAGES - num_prefetched) * PAGE
+    assert record.late_weight_bytes > 0
+    release(box)
+    box.residency.bring_all("b")
+    assert whole(box, "b")
+
+
+def test_a_copy_that_fails_before_the_start_ends_the_switch(box: Box) -> None:
+    box.gate.error = OSError("the link is broken")  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="broken"):
+        box.residency.switch_in("a")
+    assert not box.residency.can_step("a")
+    box.residency.check_integrity()
+    box.residency.make_resident("a")
+    assert whole(box, "a")
+
+
+def test_a_copy_that_fails_after_the_start_is_noticed_by_who_needs_it(box: Box) -> None:
+    hold_after(box, 5)
+    box.residency.switch_in("a")
+    box.gate.error = OSError("the link is broken")  # type: ignore[attr-defined]
+    release(box)
+    weights = box.weights("a")
+    with pytest.raises(OSError, match="broken"):
+        weights.wait_for(weights.num_bytes)
+    assert not box.residency.can_step("a")
+    assert not weights.is_resident
+    box.residency.check_integrity()
+
+
+def test_the_bandwidth_is_that_of_the_bytes_that_arrived(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_loads, "_MIN_BYTES_FOR_BANDWIDTH", 1)
+    monkeypatch.setattr(weight_loads, "_BANDWIDTH_SMOOTHING", 1.0)
+    hold_after(box, 5)
+    began_s = time.monotonic()
+    record = box.residency.switch_in("a")
+    took_s = time.monotonic() - began_s
+    assert record is not None
+    arrived = record.weight_bytes - record.late_weight_bytes
+    assert box.residency.bandwidth_bytes_per_s >= arrived / took_s
+    seconds = record.map_s + record.weights_s
+    assert box.residency.bandwidth_bytes_per_s == pytest.approx(arrived / seconds)
+    release(box)

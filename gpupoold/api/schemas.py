@@ -219,7 +219,7 @@ class DeviceInfo(Body):
     because no other model waits, None if ``quota_s`` is None. Both are at most 0.25 s old.
 
     ``gpus`` has the GPUs of a group, empty for a single GPU. A group's bytes and power are sums
-    over the GPUs, the utilisation is the mean, the temperature the highest; a page is of each GPU.
+    over the GPUs, the utilisation is the mean, the temperature the highest.
 
     ``engine_bytes`` is the memory of the ``num_engines`` engines outside the pages,
     ``engine_limit_bytes`` the limit, None for no limit.

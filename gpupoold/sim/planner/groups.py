@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpupoold.config.device_names import MAX_GROUP_GPUS
 from gpupoold.errors import UsageError
+from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.group_rate import group_throughput
 from gpupoold.latency.profiles import measured_profiles
 from gpupoold.sim.boxes import Box, groups_text

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.fit import estimate_weight_bytes
-from gpupoold.config.device_names import MAX_GROUP_GPUS
 from gpupoold.domain import Targets
 from gpupoold.errors import Refused, UsageError
+from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.models import LatencyModel

@@ -19,6 +19,7 @@ from gpupoold.api.schemas import (
     AdditionInfo,
     DeviceInfo,
     FrontendInfo,
+    GpuInfo,
     LoadingInfo,
     ModelUsage,
     Status,
@@ -40,6 +41,16 @@ _DEVICE_COLUMNS = (
     Column("ON-TURN"),
     Column("QUOTA", right=True),
     Column("STEPS", right=True),
+)
+_GPU_COLUMNS = (
+    Column("DEVICE", right=True),
+    Column("GPU", right=True),
+    Column("MEMORY", right=True),
+    Column("FREE", right=True),
+    Column("ALL-USE", right=True),
+    Column("BUSY", right=True),
+    Column("TEMP", right=True),
+    Column("POWER", right=True),
 )
 _MODEL_COLUMNS = (
     Column("NAME"),
@@ -85,6 +96,10 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
     for device in answer.devices:
         if device.loading is not None:
             output.print_line(loading_text(device.device, device.loading))
+    gpus = [_gpu_row(device, gpu) for device in answer.devices for gpu in device.gpus]
+    if gpus:
+        output.print_line("")
+        output.print_table(_GPU_COLUMNS, gpus)
     output.print_line("")
     output.print_table(_MODEL_COLUMNS, [_model_row(model) for model in answer.models])
     if answer.additions:
@@ -151,7 +166,7 @@ def _frontends_text(frontends: Sequence[FrontendInfo]) -> str:
 def _device_row(device: DeviceInfo) -> list[str]:
     return [
         str(device.device),
-        device.kind,
+        f"{device.kind} x{len(device.gpus)}" if device.gpus else device.kind,
         device.state,
         role_text(device),
         str(device.num_requests),
@@ -163,6 +178,21 @@ def _device_row(device: DeviceInfo) -> list[str]:
         device.on_turn or output.NOTHING,
         duration_text(device.quota_s) if device.on_turn else output.NOTHING,
         str(device.num_steps),
+    ]
+
+
+def _gpu_row(device: DeviceInfo, gpu: GpuInfo) -> list[str]:
+    """Return the row of a GPU of a group."""
+    nothing = output.NOTHING
+    return [
+        str(device.device),
+        str(gpu.gpu),
+        size_text(gpu.memory_bytes),
+        format_bytes(gpu.free_bytes),
+        nothing if gpu.used_bytes is None else format_bytes(gpu.used_bytes),
+        nothing if gpu.utilisation is None else f"{100 * gpu.utilisation:.0f} %",
+        nothing if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C",
+        nothing if gpu.power_w is None else f"{gpu.power_w:.0f} W",
     ]
 
 

@@ -187,6 +187,23 @@ class LoadingInfo(Body):
     num_waiting: int = 0
 
 
+class GpuInfo(Body):
+    """A GPU of a group; readings come from NVML, None if unknown.
+
+    ``gpu`` is the CUDA ordinal, or the number within the group on other kinds of devices. The
+    GPUs hold equal parts of ``memory_bytes``, the memory for weights and KV, and ``free_bytes``.
+    ``used_bytes`` counts all processes on the GPU.
+    """
+
+    gpu: int
+    memory_bytes: int
+    free_bytes: int
+    utilisation: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    used_bytes: int | None = None
+
+
 class DeviceInfo(Body):
     """A device and its worker.
 
@@ -200,6 +217,9 @@ class DeviceInfo(Body):
     of the weights belong to a coming turn. ``quota_used_s`` is the run time of the present turn, 0
     while its model is brought in; ``quota_left_s`` is the remaining time, 0 if the turn is extended
     because no other model waits, None if ``quota_s`` is None. Both are at most 0.25 s old.
+
+    ``gpus`` has the GPUs of a group, empty for a single GPU. A group's bytes and power are sums
+    over the GPUs, the utilisation is the mean, the temperature the highest.
 
     ``engine_bytes`` is the memory of the ``num_engines`` engines outside the pages,
     ``engine_limit_bytes`` the limit, None for no limit.
@@ -238,6 +258,7 @@ class DeviceInfo(Body):
     engine_bytes: int = 0
     engine_limit_bytes: int | None = None
     loading: LoadingInfo | None = None
+    gpus: list[GpuInfo] = Field(default_factory=list)
 
 
 class SetDeviceRequest(Body):

@@ -229,8 +229,8 @@ class _HostMemory:
         if wanted_bytes <= LEAST_KV_HOST_BYTES:
             yield LEAST_KV_HOST_BYTES, "the least for small devices"
         else:
-            yield wanted_bytes, f"half of the {format_bytes(device_bytes)} of a device"
-        yield _MOST_KV_HOST_BYTES, "the most for a device"
+            yield wanted_bytes, f"half of the {format_bytes(device_bytes)} of {self._one}"
+        yield _MOST_KV_HOST_BYTES, f"the most for {self._one}"
         rest_bytes, what = self._free_bytes, "all that memory.model_cache leaves"
         if self._wishes.model_cache_bytes is None:
             rest_bytes, what = int(rest_bytes * _KV_SHARE_OF_REST), "a quarter of what is left"
@@ -241,10 +241,17 @@ class _HostMemory:
                 what = f"half of the {format_bytes(node_bytes)} of NUMA node {node}"
                 yield share_bytes // num_gpus, f"{what}, over {self._count(num_gpus)}"
 
+    @property
+    def _has_groups(self) -> bool:
+        return len({one.device for one in self._engines}) < len(self._engines)
+
+    @property
+    def _one(self) -> str:
+        return "a GPU" if self._has_groups else "a device"
+
     def _count(self, count: int) -> str:
         """Name a number of devices, which are GPUs where there are groups."""
-        has_groups = len({one.device for one in self._engines}) < len(self._engines)
-        return f"{count} {'GPU' if has_groups else 'device'}{'' if count == 1 else 's'}"
+        return f"{count} {'GPU' if self._has_groups else 'device'}{'' if count == 1 else 's'}"
 
     def _why_model_cache(self, kv_host: int) -> str:
         parts = self.parts(0, kv_host)

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
+from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.hardware import hardware
 
-MAX_GROUP_GPUS = 8
 _MAX_INDEX = 1023
 _SIM_DEVICES = re.compile(
     r"(?:(?P<count>[1-9]\d{0,2})x)?(?:(?P<gpus>[1-9]\d{0,2})x)?(?P<gpu>[A-Za-z][\w .-]*)"

@@ -169,12 +169,12 @@ class MemorySettings(Section):
 
     @property
     def kv_host_bytes(self) -> int:
-        """The KV host cache of each device, once worked out."""
+        """The KV host cache of each GPU, once worked out."""
         assert self.kv_host_or_auto is not None, "memory.kv_host is not worked out"
         return self.kv_host_or_auto
 
     def reserve_for(self, kind: str) -> int:
-        """Return the bytes to leave free on a device of this kind.
+        """Return the bytes to leave free on each GPU of a device of this kind.
 
         Devices of several kinds share no figure: each kind has its default.
         """
@@ -182,15 +182,15 @@ class MemorySettings(Section):
             return self.reserve_or_auto
         return CUDA_RESERVE_BYTES if kind == "cuda" else 0
 
-    def engines_for(self, reserve_free_bytes: int | None) -> int | None:
-        """Return the limit for engines on a device, None for no limit.
+    def engines_for(self, reserve_free_bytes: int | None, num_gpus: int = 1) -> int | None:
+        """Return the limit for engines on all GPUs of a device, None for no limit.
 
-        By default most of the reserve that is free at the worker's start; a part is left for
-        activations of later steps.
+        By default most of the reserve that is free at the worker's start, on all GPUs together; a
+        part is left for activations of later steps.
         """
-        if self.engines_bytes is not None or reserve_free_bytes is None:
-            return self.engines_bytes
-        return int(_ENGINES_SHARE * reserve_free_bytes)
+        if self.engines_bytes is not None:
+            return self.engines_bytes * num_gpus
+        return None if reserve_free_bytes is None else int(_ENGINES_SHARE * reserve_free_bytes)
 
 
 class SimulatedHostSettings(Section):

@@ -7,6 +7,7 @@ heads than GPUs.
 
 from __future__ import annotations
 
+MAX_GROUP_GPUS = 8
 # vLLM pads the vocabulary to a multiple of this number.
 _VOCAB_MULTIPLE = 64
 

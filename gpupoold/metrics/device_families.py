@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gpupoold.control.accounting.meters import MOVED_KINDS, WEIGHTS_SOURCES
+from gpupoold.control.workers.nvml import Reading
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import SWITCH_STAGES, Role
 from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each
 from gpupoold.metrics.scrape import Scrape, memories
 from gpupoold.wire.messages import WorkerReady, WorkerStatus
 
+_GPU_READINGS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
+    ("gpu_utilisation_ratio", "Share of time in which kernels ran", lambda one: one.utilisation),
+    ("gpu_temperature_celsius", "The temperature", lambda one: one.temperature_c),
+    ("gpu_power_watts", "The power", lambda one: one.power_w),
+    ("gpu_memory_used_bytes", "Memory that all processes use", lambda one: one.used_bytes),
+)
+
 
 def device_families(scrape: Scrape) -> Iterator[Family]:
     """Yield the families of one scrape."""
     yield from _device(scrape)
     yield from _gpu(scrape)
+    yield from _group_gpus(scrape)
     yield from _memory(scrape)
     yield from _engines(scrape)
     yield from _turns(scrape)
@@ -100,6 +109,29 @@ def _gpu(scrape: Scrape) -> Iterator[Family]:
         "The GPU's power, from NVML; absent without a reading.",
         lambda one: one.reading.power_w,
     )
+
+
+def _group_gpus(scrape: Scrape) -> Iterator[Family]:
+    """Yield the families of each GPU of a group."""
+    groups = [(number, one) for number, one in scrape.devices() if one.device.num_gpus > 1]
+    yield gauge(
+        "device_gpus",
+        "Number of GPUs of the device: more than 1 for a group.",
+        ("device",),
+        (((number,), one.device.num_gpus) for number, one in scrape.devices()),
+    )
+    for name, text, value in _GPU_READINGS:
+        yield gauge(
+            name,
+            f"{text}, of each GPU of a group, from NVML; absent without a reading.",
+            ("device", "gpu"),
+            (
+                ((number, str(gpu.ordinal)), reading)
+                for number, one in groups
+                for gpu in one.reading.gpus
+                if (reading := value(gpu)) is not None
+            ),
+        )
 
 
 def _memory(scrape: Scrape) -> Iterator[Family]:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpupoold.config.device_names import MAX_GROUP_GPUS
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
+from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.profiles import latency_for

@@ -35,9 +35,8 @@ class SimDevice:
 
     If a step with prefill produces the last token of an answer, only ``Ended`` is reported.
     ``on_switch`` receives the seconds until the model of a turn can run, and the bytes moved for
-    the model. With ``prepares_next`` the device prefetches the next model at the end of a turn, for
-    a driver whose orders arrive late. ``segment_steps`` is the longest segment in decode steps;
-    with 1 every token is reported at the token's own time.
+    the model. ``segment_steps`` is the longest segment in decode steps; with 1 every token is
+    reported at the token's own time.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class SimDevice:
         *,
         on_switch: Callable[[float, MovedBytes], None] | None = None,
         prefetches: bool = True,
-        prepares_next: bool = False,
         segment_steps: int = _SEGMENT_STEPS,
         switch_overhead_s: float = 0.0,
     ) -> None:
@@ -66,7 +64,6 @@ class SimDevice:
         self._report = report
         self._on_switch = on_switch
         self._prefetches = prefetches
-        self._prepares_next = prepares_next
         self._segment_steps = segment_steps
         self._then: str | None = None
         self._replaced_by: tuple[Turn | None, str | None] | None = None
@@ -234,10 +231,8 @@ class SimDevice:
             self.tally.moved_bytes += self.memory.prefetch(self._then, current, now_s)
 
     def _end_turn(self) -> None:
-        turn, then, order = self.turn, self._then, self._replaced_by
+        turn, order = self.turn, self._replaced_by
         assert turn is not None
-        if self._prepares_next and order is None and then is not None:
-            self._prefetch(then)
         self._report(e.TurnEnded(self.number, turn.turn_id))
         self.turn = self._then = self._replaced_by = None
         self._last_turn_id, self.in_step = turn.turn_id, ()

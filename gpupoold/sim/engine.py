@@ -31,7 +31,7 @@ class SimOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceModels:
+class UnlikeDevice:
     """A device of a box with unlike devices: its memory, and the models that can run there.
 
     Devices of one ``kind`` have the same models.
@@ -56,7 +56,7 @@ class Simulation:
         switch_overhead_s: float = 0.0,
         kv_host_bytes: int | None = None,
         roles: Sequence[Role] | None = None,
-        unlike: Sequence[DeviceModels] = (),
+        unlike: Sequence[UnlikeDevice] = (),
     ) -> None:
         """Build a box of ``num_devices`` equal devices, or of the devices in ``unlike``.
 
@@ -70,7 +70,7 @@ class Simulation:
             UsageError: there are no devices, a model exceeds its devices, or the number of roles
                 is wrong.
         """
-        devices = unlike or [DeviceModels(models, device_bytes)] * num_devices
+        devices = unlike or [UnlikeDevice(models, device_bytes)] * num_devices
         _check(models, devices)
         if roles is not None and len(roles) != len(devices):
             raise UsageError(f"{len(roles)} roles for {len(devices)} devices: each needs one")
@@ -145,7 +145,7 @@ class Simulation:
             end_s,
         )
 
-    def _introduce(self, devices: Sequence[DeviceModels], ups: Sequence[e.DeviceUp]) -> None:
+    def _introduce(self, devices: Sequence[UnlikeDevice], ups: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
         events += ups
         events += [
@@ -225,7 +225,7 @@ def _bandwidth(models: Mapping[str, SimModel]) -> float:
     return min(model.latency.switch.bandwidth_bytes_per_s for model in models.values())
 
 
-def _check(models: Mapping[str, SimModel], devices: Sequence[DeviceModels]) -> None:
+def _check(models: Mapping[str, SimModel], devices: Sequence[UnlikeDevice]) -> None:
     if not devices:
         raise UsageError(f"{len(devices)} devices: at least one is needed")
     for device in devices:

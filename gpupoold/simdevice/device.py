@@ -46,7 +46,6 @@ class PacedDevice:
             self._queue,
             self._forward,
             on_switch=self._switched,
-            prepares_next=True,
             segment_steps=1,
         )
         self._now_s = 0.0  # later than the time of the queue while late work is processed

@@ -10,7 +10,7 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.api.schemas import DeviceInfo, EventInfo, ModelInfo, RequestInfo
+from gpupoold.api.schemas import DeviceInfo, EventInfo, GpuInfo, ModelInfo, RequestInfo
 from gpupoold.api.schemas_explain import DeviceTurns, Why
 from gpupoold.api.schemas_top import TopModel
 from gpupoold.printable import clean
@@ -60,7 +60,7 @@ def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
         "link": f"{size(device.link_in_bytes_per_s)}/s in,"
         f" {size(device.link_out_bytes_per_s)}/s out",
         "engines": _engines(device),
-        "GPU": _gpu(device),
+        **({"GPUs": _gpus(device)} if device.gpus else {"GPU": _gpu(device)}),
         "steps": count(device.num_steps),
         "latest turns": "\n".join(lines) or NOTHING,
     }
@@ -198,7 +198,16 @@ def _quota(device: DeviceInfo) -> str:
     return f"{used} of {duration(device.quota_s)} used, {left} left"
 
 
-def _gpu(device: DeviceInfo) -> str:
+def _gpus(device: DeviceInfo) -> str:
+    """Return a line for each GPU of a group."""
+    return "\n".join(
+        f"{one.gpu}: {size(one.memory_bytes - one.free_bytes)} of {size(one.memory_bytes)} in use, "
+        f"{_gpu(one)}"
+        for one in device.gpus
+    )
+
+
+def _gpu(device: DeviceInfo | GpuInfo) -> str:
     if device.utilisation is None and device.temperature_c is None and device.power_w is None:
         return "no readings"
     busy = NOTHING if device.utilisation is None else f"{100 * device.utilisation:.0f} %"

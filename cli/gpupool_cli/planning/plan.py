@@ -18,18 +18,21 @@ from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, prin
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import ModelInfo, RequestRecord
 from gpupoold.errors import UsageError
-from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.boxes import parse_box, parse_groups
+from gpupoold.sim.planner.groups import GroupQuestion, choose_groups
 from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
-REGISTERED, RECORDED = "registered", "recorded"
+REGISTERED, RECORDED, AUTO = "registered", "recorded", "auto"
 # Runs of a random load; a single run would depend too much on chance.
 _NUM_RUNS = 3
 
 
 def plan(
     ctx: typer.Context,
-    devices: Annotated[str, typer.Option(help="The box, such as 4xA10 or 16xH800.")],
+    devices: Annotated[
+        str, typer.Option(help="The box, such as 4xA10, 16xH800 or 2x4xH800 (groups of four).")
+    ],
     models: Annotated[
         str,
         typer.Option(
@@ -54,9 +57,14 @@ def plan(
     policies: Annotated[
         str, typer.Option("--policy", help="Policies to compare, separated by commas.")
     ] = "gpupool",
-    tensor_parallel: Annotated[
-        int, typer.Option(metavar="N", help="GPUs per model (tensor parallelism).")
-    ] = 1,
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GROUPS|auto",
+            help="Groups of GPUs that run each model together: 2x4 for two groups of four, "
+            "1x4+4x1 for a group and four single GPUs, or `auto` for the best grouping.",
+        ),
+    ] = None,
     duration: Annotated[
         float | None,
         typer.Option(
@@ -76,8 +84,17 @@ def plan(
     started_s = time.monotonic()
     names = lists.names(policies)
     check_question(target, names)
-    box = parse_box(devices, tensor_parallel)
+    box = parse_box(devices)
+    if groups not in (None, AUTO):
+        box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
+    max_lens = {one.name: one.max_len for one in inputs.models if one.max_len is not None}
+    choice = None
+    if groups == AUTO:
+        asked = GroupQuestion(box, inputs.models, inputs.load, target, names[0], seed, max_lens)
+        with PlanProgress() as progress:
+            choice = choose_groups(asked, progress.show)
+        box = choice.box
     placed = place(inputs.models, box)
     question = PlanQuestion(
         box=box,
@@ -86,13 +103,14 @@ def plan(
         target=target,
         policies=names,
         seeds=tuple(range(seed, seed + _NUM_RUNS)),
-        max_lens={one.name: one.max_len for one in inputs.models if one.max_len is not None},
+        max_lens=max_lens,
         models_on=lambda other: place(inputs.models, other).models,
+        by_degree=placed.by_degree,
     )
     with PlanProgress() as progress:
         answers = make_plan(question, progress.show)
     wall_s = time.monotonic() - started_s
-    planned = Planned(question, answers, placed.basis, inputs.models, inputs.notes, wall_s)
+    planned = Planned(question, answers, placed.basis, inputs.models, inputs.notes, wall_s, choice)
     if as_json:
         print_json(plan_document(planned))
     else:

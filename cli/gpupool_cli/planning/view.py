@@ -7,13 +7,16 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.progress import SpinnerColumn, TimeElapsedColumn
 
 from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
+from gpupool_cli.planning.groups_view import group_document, group_lines
 from gpupool_cli.progress import BarView, description_column
+from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.metrics import Summary
+from gpupoold.sim.planner.groups import GroupChoice
 from gpupoold.sim.planner.models import Basis, PlannedModel
 from gpupoold.sim.planner.notes import notes_on
 from gpupoold.sim.planner.plan import (
@@ -46,7 +49,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with the data for its report."""
+    """A plan with the data for its report; ``choice`` is that of the groups, None without one."""
 
     question: PlanQuestion
     plan: Plan
@@ -54,6 +57,7 @@ class Planned:
     models: Sequence[PlannedModel]
     notes: Sequence[str]
     wall_s: float
+    choice: GroupChoice | None = None
 
     def all_notes(self) -> list[str]:
         """Return notes on the inputs, then notes on the answers."""
@@ -78,11 +82,11 @@ def plan_document(planned: Planned) -> dict[str, object]:
     """Return the answers as a JSON object; ``docs/planning.md`` describes the keys."""
     question, plan = planned.question, planned.plan
     shown, box, best = plan.forecast, question.box, plan.policies[0]
-    size = box.tensor_parallel_size
     return {
         "devices": box.name,
         "num_devices": box.num_devices,
-        "tensor_parallel": size,
+        "groups": groups_text(box.groups),
+        "groupings": group_document(planned.choice, question.target) if planned.choice else [],
         "load": question.load.text,
         "duration_s": question.load.duration_s,
         "target": question.target,
@@ -90,7 +94,7 @@ def plan_document(planned: Planned) -> dict[str, object]:
         **_attained_document(plan.attained),
         "requests": shown.num_requests,
         "devices_needed": plan.needed,
-        "gpus_needed": None if plan.needed is None else plan.needed * size,
+        "gpus_needed": None if plan.needed is None else _num_gpus(box, plan.needed),
         "devices_tried": [_tried_document(one, question.target) for one in plan.counts],
         "policy": best.policy,
         "num_prefill": best.num_prefill,
@@ -120,8 +124,10 @@ def print_plan(planned: Planned) -> None:
     question = planned.question
     writer = _Writer(question.target)
     box, num_models = question.box, len(question.models)
-    groups = f" in groups of {size}" if (size := box.tensor_parallel_size) > 1 else ""
+    groups = f" as {groups_text(box.groups)}" if box.tensor_parallel_size > 1 else ""
     writer.paragraph(f"{box.name}{groups}, {_count(num_models, 'model')}, {question.load.text}")
+    if planned.choice is not None:
+        writer.section("Which groups?", list(group_lines(planned.choice, writer.attained)))
     writer.section("Does it fit?", writer.fit_lines(planned))
     writer.section(f"How many {box.gpu}?", writer.device_lines(planned))
     if len(planned.plan.policies) > 1:
@@ -216,7 +222,7 @@ class _Writer:
     def device_lines(self, planned: Planned) -> Iterator[str]:
         """Yield the needed number of devices, and the results of that number and of fewer."""
         question, plan = planned.question, planned.plan
-        size, now = question.box.tensor_parallel_size, question.box.num_devices
+        now = question.box.num_devices
         by_count = {one.num_devices: one for one in plan.counts}
         if plan.needed is None:
             most = plan.counts[-1]
@@ -229,15 +235,17 @@ class _Writer:
             )
             return
         needed = by_count[plan.needed]
-        verb = "is" if plan.needed * size == 1 else "are"
+        num_gpus = _num_gpus(question.box, plan.needed)
+        verb = "is" if num_gpus == 1 else "are"
         enough = "" if plan.needed != now else ", as many as the box has"
         yield (
-            f"{plan.needed * size} {verb} needed{enough}: {needed.text} gives "
+            f"{num_gpus} {verb} needed{enough}: {needed.text} gives "
             f"{self.attained(needed.attained)}."
         )
         fewer = [one for one in plan.counts if one.num_devices < plan.needed]
         if fewer:
-            fewer_text = "One fewer" if size == 1 else "One group fewer"
+            is_single = question.box.tensor_parallel_size == 1
+            fewer_text = "One fewer" if is_single else "One group fewer"
             yield f"{fewer_text} is not enough: {self.attained(fewer[-1].attained)}."
 
     def policy_line(self, result: PolicyResult, num_devices: int) -> str:
@@ -340,6 +348,10 @@ def _growth_text(growth: float, limit: float | None) -> str:
     if growth == 1:
         return f"But {limit:g} times this load would not fit."
     return f"The load may grow to {growth:g} times the present; {limit:g} times is too much."
+
+
+def _num_gpus(box: Box, num_devices: int) -> int:
+    return sum(replace(box, num_devices=num_devices).groups)
 
 
 def _count(number: int, what: str) -> str:

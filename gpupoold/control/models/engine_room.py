@@ -62,7 +62,7 @@ class EngineRoom:
     def limit_bytes(self, worker: Worker) -> int | None:
         """Return the limit of a device's engines outside the pages, None for no limit."""
         free_bytes = None if worker.ready is None else worker.ready.reserve_free_bytes
-        return self._settings.memory.engines_for(free_bytes)
+        return self._settings.memory.engines_for(free_bytes, worker.device.num_gpus)
 
     def devices(self, weight_bytes: int = 0) -> list[HostingDevice]:
         """Return the devices that can load; those too small for ``weight_bytes`` only if there

@@ -15,6 +15,7 @@ from gpupoold.api.schemas import (
     DeviceInfo,
     EventInfo,
     FrontendInfo,
+    GpuInfo,
     LoadingInfo,
     ModelUsage,
     RequestRecord,
@@ -26,6 +27,7 @@ from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.workers.nvml import NO_READING
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import COUNT_NAMES
 from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus
@@ -163,7 +165,29 @@ def _device(
         engine_bytes=fleet.hosts.kept_bytes(number) + sum(one.device_bytes for one in engines),
         engine_limit_bytes=engine_limit_bytes,
         loading=loading(worker),
+        gpus=_gpus(worker),
     )
+
+
+def _gpus(worker: Worker) -> list[GpuInfo]:
+    """Return the GPUs of a group; empty for a single GPU."""
+    device, ready, status = worker.device, worker.ready, worker.status
+    count = device.num_gpus
+    if count == 1:
+        return []
+    readings = worker.reading.gpus or (NO_READING,) * count
+    return [
+        GpuInfo(
+            gpu=gpu,
+            memory_bytes=ready.device_bytes // count if ready else 0,
+            free_bytes=status.free_bytes // count if status else 0,
+            utilisation=reading.utilisation,
+            temperature_c=reading.temperature_c,
+            power_w=reading.power_w,
+            used_bytes=reading.used_bytes,
+        )
+        for gpu, reading in zip(device.gpus or range(count), readings, strict=True)
+    ]
 
 
 def loading(worker: Worker) -> LoadingInfo | None:

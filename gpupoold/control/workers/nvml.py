@@ -1,4 +1,4 @@
-"""Utilisation, temperature and power of GPUs from NVIDIA's management library (NVML).
+"""Utilisation, temperature, power and memory of GPUs from NVIDIA's management library (NVML).
 
 A separate thread calls the driver, which may be slow or hang, and all readers get the latest
 value; an old value counts as unknown. No call fails: without a driver, device or sensor the value
@@ -32,14 +32,38 @@ _WATTS_PER_MILLIWATT = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A GPU's readings: ``utilisation`` from 0 to 1; None if unknown."""
+    """A device's readings: ``utilisation`` from 0 to 1; None if unknown.
+
+    Of a group, ``gpus`` has the readings of each GPU in the order of the ranks; the device has the
+    mean utilisation, the highest temperature, and the sums of power and memory. ``used_bytes``
+    counts all processes on the GPU. ``ordinal`` is the GPU of a reading, None for a group.
+    """
 
     utilisation: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
+    used_bytes: int | None = None
+    ordinal: int | None = None
+    gpus: tuple[Reading, ...] = ()
 
 
 NO_READING = Reading()
+
+
+def of_group(readings: Sequence[Reading]) -> Reading:
+    """Return the reading of a group of GPUs."""
+    busy = [one.utilisation for one in readings if one.utilisation is not None]
+    warm = [one.temperature_c for one in readings if one.temperature_c is not None]
+    power = [one.power_w for one in readings if one.power_w is not None]
+    used = [one.used_bytes for one in readings if one.used_bytes is not None]
+    count = len(readings)
+    return Reading(
+        sum(busy) / count if len(busy) == count else None,
+        max(warm, default=None),
+        sum(power) if len(power) == count else None,
+        sum(used) if len(used) == count else None,
+        gpus=tuple(readings),
+    )
 
 
 class GpuReadings:
@@ -57,11 +81,12 @@ class GpuReadings:
         self._nvml = nvml
         self._clock = clock
         self._interval_s = interval_s
+        self._gpus = {number: device.gpus for number, device in enumerate(devices)}
         self._entries = {
-            number: entry
-            for number, device in enumerate(devices)
-            if device.kind == "cuda"
-            and (entry := visible_entry(device.index or 0, environment)) is not None
+            ordinal: entry
+            for device in devices
+            for ordinal in device.gpus
+            if (entry := visible_entry(ordinal, environment)) is not None
         }
         self._is_order_known = environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID") == "PCI_BUS_ID"
         self._handles: dict[int, Any] = {}
@@ -85,16 +110,20 @@ class GpuReadings:
         """Return the latest reading of a device."""
         if self._clock() - self._read_at_s > _STALE_S:
             return NO_READING
-        return self._readings.get(number, NO_READING)
+        gpus = self._gpus.get(number, ())
+        readings = [self._readings.get(one, Reading(ordinal=one)) for one in gpus]
+        if len(gpus) > 1:
+            return of_group(readings)
+        return self._readings.get(gpus[0], NO_READING) if gpus else NO_READING
 
     def refresh(self) -> None:
         """Read the GPUs once; returns only when the driver has answered."""
         self._find_handles()
-        self._readings = {number: self._read(handle) for number, handle in self._handles.items()}
+        self._readings = {one: self._read(one, handle) for one, handle in self._handles.items()}
         self._read_at_s = self._clock()
-        for number, reading in self._readings.items():
-            if reading == NO_READING:
-                del self._handles[number]  # the device may be lost or reset
+        for ordinal, reading in self._readings.items():
+            if reading == Reading(ordinal=ordinal):
+                del self._handles[ordinal]  # the device may be lost or reset
 
     def _run(self) -> None:
         has_logged = False
@@ -121,11 +150,11 @@ class GpuReadings:
             if is_first:
                 _logger.warning("no utilisation or temperature of GPUs: %s", error)
             return
-        for number in sorted(missing):
+        for ordinal in sorted(missing):
             try:
-                self._handles[number] = self._handle_of(self._entries[number])
+                self._handles[ordinal] = self._handle_of(self._entries[ordinal])
             except self._nvml.NVMLError as error:
-                _logger.warning("GPU %s cannot be read: %s", self._entries[number], error)
+                _logger.warning("GPU %s cannot be read: %s", self._entries[ordinal], error)
                 # A reloaded driver needs a new connection.
                 self._is_connected = False
 
@@ -149,14 +178,17 @@ class GpuReadings:
                 return handle
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
 
-    def _read(self, handle: Any) -> Reading:
+    def _read(self, ordinal: int, handle: Any) -> Reading:
         nvml = self._nvml
+        used_bytes = self._value(lambda one: nvml.nvmlDeviceGetMemoryInfo(one).used, handle)
         power_mw = self._value(nvml.nvmlDeviceGetPowerUsage, handle)
         percent = self._value(lambda one: nvml.nvmlDeviceGetUtilizationRates(one).gpu, handle)
         return Reading(
             None if percent is None else percent / 100,
             self._value(self._temperature, handle),
             None if power_mw is None else power_mw * _WATTS_PER_MILLIWATT,
+            None if used_bytes is None else int(used_bytes),
+            ordinal,
         )
 
     def _temperature(self, handle: Any) -> float:

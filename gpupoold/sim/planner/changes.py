@@ -48,10 +48,12 @@ def chains(
     yield _relaxed(setup, worst, "ttft")
     yield from _moved_off(setup)
     yield tuple(_less_load(setup, share) for share in _LOAD_SHARES)
-    yield (_faster_link(setup),)
+    if not setup.by_degree:  # the other changes are for equal devices
+        yield (_faster_link(setup),)
     if needed == setup.box.num_devices + 1:
         yield (_devices(setup, needed),)
-    yield from _faster_gpu(setup, models_on)
+    if not setup.by_degree:
+        yield from _faster_gpu(setup, models_on)
     if needed is not None and needed > setup.box.num_devices + 1:
         yield (_devices(setup, needed),)
 

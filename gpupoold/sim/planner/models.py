@@ -13,6 +13,7 @@ from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.fit import estimate_weight_bytes
 from gpupoold.domain import Targets
 from gpupoold.errors import Refused, UsageError
+from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.models import LatencyModel
@@ -25,7 +26,6 @@ from gpupoold.sim.model import SimModel
 # Source of step times: a daemon's measurement on this kind of device, the packaged fit of the same
 # dimensions and GPU, or the nearest packaged fit, scaled.
 Basis = Literal["measured", "published", "scaled"]
-_LARGEST_GROUP = 4
 _MAX_NAMED = 3
 
 
@@ -51,18 +51,23 @@ class PlannedModel:
 
 
 class Placed(NamedTuple):
-    """Models on a kind of device, and the source of each model's step times."""
+    """Models on a kind of device, and the source of each model's step times.
+
+    On a box with unlike groups, ``by_degree`` has the models that groups of each size can run, and
+    ``models`` has each model on the smallest such group.
+    """
 
     models: dict[str, SimModel]
     basis: dict[str, Basis]
+    by_degree: dict[int, dict[str, SimModel]]
 
 
 def place(models: Sequence[PlannedModel], box: Box) -> Placed:
     """Place all models on devices of ``box``.
 
     Raises:
-        UsageError: models exceed a device, a name repeats, or the latency of a model on this GPU is
-            unknown.
+        UsageError: models exceed a device, a name repeats, the GPUs of a group cannot share a model
+            equally, the latency of a model on this GPU is unknown, or a group can run no model.
     """
     if not models:
         raise UsageError("no models to plan for")
@@ -72,21 +77,62 @@ def place(models: Sequence[PlannedModel], box: Box) -> Placed:
             f"model {name!r} is named {times} times", "give each model a different name"
         )
     _check_sizes(models, box)
-    latencies = {model.name: _latency(model, box) for model in models}
+    degrees = sorted(set(box.groups))
+    found = {model.name: _on_degrees(model, box, degrees) for model in models}
+    by_degree: dict[int, dict[str, SimModel]] = {}
+    for name, on in found.items():
+        for degree, (placed, _) in on.items():
+            by_degree.setdefault(degree, {})[name] = placed
+    for degree in degrees:
+        if degree not in by_degree:
+            place_on(models[0], box, degree)  # raises the reason
+    least = {name: on[min(on)] for name, on in found.items()}
     return Placed(
-        {
-            model.name: SimModel(
-                model.name,
-                model.targets,
-                latencies[model.name][0],
-                model.weight_bytes,
-                model.kv_bytes_per_token,
-                model.generates,
-            )
-            for model in models
-        },
-        {name: basis for name, (_, basis) in latencies.items()},
+        {name: model for name, (model, _) in least.items()},
+        {name: basis for name, (_, basis) in least.items()},
+        by_degree if len(degrees) > 1 else {},
     )
+
+
+def place_on(model: PlannedModel, box: Box, degree: int) -> tuple[SimModel, Basis]:
+    """Place a model on a group of ``degree`` GPUs of ``box``.
+
+    Raises:
+        UsageError: the group cannot run the model.
+    """
+    kv_bytes, room = model.kv_bytes_per_token, box.bytes_of(degree)
+    if model.weight_bytes >= room:
+        raise UsageError(
+            f"{model.name} weighs {_gb(model.weight_bytes)}, {degree} {box.gpu} hold {_gb(room)}"
+        )
+    if model.shape is not None:
+        if problem := model.shape.why_undivided(degree):
+            raise UsageError(
+                f"{model.name}: {degree} GPUs cannot share the model equally: {problem}",
+                "use groups of another size (--groups)",
+            )
+        kv_bytes = kv_bytes * model.shape.kv_bytes_on(degree) // model.shape.kv_bytes_per_token
+    latency, basis = _latency(model, box, degree)
+    placed = SimModel(
+        model.name, model.targets, latency, model.weight_bytes, kv_bytes, model.generates
+    )
+    return placed, basis
+
+
+def _on_degrees(
+    model: PlannedModel, box: Box, degrees: Sequence[int]
+) -> dict[int, tuple[SimModel, Basis]]:
+    """Return the model on the groups that can run it; raises UsageError if there are none."""
+    found: dict[int, tuple[SimModel, Basis]] = {}
+    problems: list[UsageError] = []
+    for degree in degrees:
+        try:
+            found[degree] = place_on(model, box, degree)
+        except UsageError as error:
+            problems.append(error)
+    if not found:
+        raise problems[-1]
+    return found
 
 
 class Checkpoint(NamedTuple):
@@ -143,9 +189,9 @@ def _served_dtype(config: Mapping[str, Any], dtype: str) -> str | None:
     return "bfloat16" if own.removeprefix("torch.") in ("float32", "float") else None
 
 
-def _latency(model: PlannedModel, box: Box) -> tuple[LatencyModel, Basis]:
+def _latency(model: PlannedModel, box: Box, degree: int) -> tuple[LatencyModel, Basis]:
     try:
-        if model.measured is not None and _is_same_device(model.measured, box):
+        if model.measured is not None and _is_same_device(model.measured, box, degree):
             measured = model.measured.model()
             if measured is not None:
                 return measured, "measured"
@@ -154,14 +200,14 @@ def _latency(model: PlannedModel, box: Box) -> tuple[LatencyModel, Basis]:
                 f"{model.name}: step times on {box.gpu} need the model's dimensions: "
                 f"{model.shape_problem}"
             )
-        known = latency_for(box.gpu, model.shape, num_gpus=box.tensor_parallel_size)
+        known = latency_for(box.gpu, model.shape, num_gpus=degree)
     except LatencyError as error:
         raise UsageError(f"{model.name}: {error}") from error
     return known, "scaled" if known.is_scaled else "published"
 
 
-def _is_same_device(measured: StoredLatency, box: Box) -> bool:
-    if box.tensor_parallel_size > 1:
+def _is_same_device(measured: StoredLatency, box: Box, degree: int) -> bool:
+    if degree > 1:
         return False
     try:
         return hardware(measured.device) == hardware(box.gpu)
@@ -183,12 +229,12 @@ def _check_sizes(models: Sequence[PlannedModel], box: Box) -> None:
     if len(large) > _MAX_NAMED:
         listed += f"; and {len(large) - _MAX_NAMED} more"
     verb = "the model does" if len(large) == 1 else "these models do"
-    can_group = size == 1 and all(m.weight_bytes < _LARGEST_GROUP * room for m in large)
+    most_gpus = min(MAX_GROUP_GPUS, sum(box.groups))
+    can_group = size == 1 and all(m.weight_bytes < most_gpus * room for m in large)
     raise UsageError(
         f"{listed}: {device} can hold {_gb(room)} ({100 * USABLE_SHARE:.0f} % of the memory), "
         f"so {verb} not fit at all",
-        f"split each model over {_LARGEST_GROUP} GPUs (--tensor-parallel "
-        f"{_LARGEST_GROUP}, with {_LARGEST_GROUP}, {2 * _LARGEST_GROUP}, ... GPUs in the box)"
+        "use groups of GPUs: --groups auto chooses, --groups 2x4 makes two groups of four"
         if can_group
         else "use larger GPUs or a quantized version, or leave these models out",
     )

@@ -37,6 +37,7 @@ _EXHAUSTIVE_SPLITS = 8
 class PlanQuestion:
     """The question; ``models`` are the models on the GPU of ``box``.
 
+    ``by_degree`` has the models that groups of each size can run, empty if all devices are equal.
     ``target`` is the wanted attainment. ``max_lens`` bounds prompt and answer together, in tokens.
     ``models_on`` returns the models on another kind of device (UsageError: unknown there); without
     the function other kinds are not tried. A random load runs once per seed, a recorded load once.
@@ -50,6 +51,7 @@ class PlanQuestion:
     seeds: tuple[int, ...] = (0, 1)
     max_lens: Mapping[str, int] = field(default_factory=dict)
     models_on: Callable[[Box], Mapping[str, SimModel]] | None = None
+    by_degree: Mapping[int, Mapping[str, SimModel]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,14 @@ class _Planner:
     def _setup(self, policy: str, num_prefill: int | None = None) -> Setup:
         asked = self._question
         return Setup(
-            asked.box, asked.models, asked.load, asked.seeds, policy, num_prefill, asked.max_lens
+            asked.box,
+            asked.models,
+            asked.load,
+            asked.seeds,
+            policy,
+            num_prefill,
+            asked.max_lens,
+            asked.by_degree,
         )
 
     def _policy_result(self, policy: str) -> PolicyResult:

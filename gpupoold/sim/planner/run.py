@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.engine import Simulation
+from gpupoold.sim.engine import Simulation, UnlikeDevice
 from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.load import Admitted, PlanLoad, admit
@@ -26,7 +26,8 @@ class Setup:
     """All inputs of one forecast.
 
     ``models`` are the models on the box's GPU. ``max_lens`` bounds prompt and answer together, in
-    tokens, as the memory beside the weights does.
+    tokens, as the memory beside the weights does. ``by_degree`` has the models that groups of each
+    size can run, empty if all devices are equal.
     """
 
     box: Box
@@ -36,13 +37,38 @@ class Setup:
     policy: str = "gpupool"
     num_prefill: int | None = None
     max_lens: Mapping[str, int] = field(default_factory=dict)
+    by_degree: Mapping[int, Mapping[str, SimModel]] = field(default_factory=dict)
+
+    def devices(self) -> list[UnlikeDevice]:
+        """Return the devices of a box of unlike groups; empty if all devices are equal.
+
+        The models' targets are those of ``models``, which may have been changed.
+        """
+        kinds = {
+            degree: UnlikeDevice(
+                {
+                    name: replace(model, targets=self.models[name].targets)
+                    for name, model in models.items()
+                    if name in self.models
+                },
+                self.box.bytes_of(degree),
+                f"{degree} GPUs",
+            )
+            for degree, models in self.by_degree.items()
+        }
+        return [kinds[degree] for degree in self.box.groups if kinds]
 
     def limits(self) -> dict[str, int]:
-        """Return the token limit of each model's requests."""
-        room = self.box.device_bytes
+        """Return the token limit of each model's requests, on the device with the most room."""
+        groups = self.by_degree or {self.box.tensor_parallel_size: self.models}
         kv_tokens = {
-            name: (room - model.weight_bytes) // max(1, model.kv_bytes_per_token)
-            for name, model in self.models.items()
+            name: max(
+                (self.box.bytes_of(degree) - models[name].weight_bytes)
+                // max(1, models[name].kv_bytes_per_token)
+                for degree, models in groups.items()
+                if name in models
+            )
+            for name in self.models
         }
         return {name: min(room, self.max_lens.get(name, room)) for name, room in kv_tokens.items()}
 
@@ -172,6 +198,7 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
         make_policy(setup.policy, PolicyOptions(num_prefill=setup.num_prefill)),
         setup.box.num_devices,
         setup.box.device_bytes,
+        unlike=setup.devices(),
     )
     end_s = end_of_run_s(
         admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s

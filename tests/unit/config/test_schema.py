@@ -98,6 +98,15 @@ class TestDefaults:
         assert (memory.reserve_for("emulated"), memory.reserve_for("cuda")) == (0, 3 * GIB)
         assert parse('[memory]\nreserve = "1GiB"').memory.reserve_for("cuda") == GIB
 
+    def test_limits_of_engines_hold_for_each_gpu(self) -> None:
+        set_by_hand = parse('[memory]\nengines = "2GiB"').memory
+        assert (set_by_hand.engines_for(None), set_by_hand.engines_for(GIB, 4)) == (
+            2 * GIB,
+            8 * GIB,
+        )
+        memory = load_settings(None).memory
+        assert (memory.engines_for(None, 4), memory.engines_for(4 * GIB, 4)) == (None, 3 * GIB)
+
     def test_frozen(self) -> None:
         settings = load_settings(None)
         with pytest.raises(ValidationError):

@@ -8,9 +8,11 @@ import pytest
 
 from gpupool_cli.status import loading_text
 from gpupoold import __version__
-from gpupoold.api.schemas import AdditionInfo, LoadingInfo, Ps, Status
+from gpupoold.api.schemas import AdditionInfo, GpuInfo, LoadingInfo, Ps, Status
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+
+GIB = 2**30
 
 
 def test_status_of_a_ready_daemon(daemon: FakeDaemon, cli: Cli) -> None:
@@ -55,6 +57,29 @@ def test_ps_shows_devices_and_models(daemon: FakeDaemon, cli: Cli) -> None:
         "b ready 0 2 1 0 15 GiB 15 GiB 1 GiB 1 GiB - - -".split(),
     ]
     assert Ps.model_validate_json(cli("ps", "--json").stdout).num_switches == 3
+
+
+def test_ps_shows_the_gpus_of_a_group(daemon: FakeDaemon, cli: Cli) -> None:
+    gpus = [
+        GpuInfo(gpu=4, memory_bytes=40 * GIB, free_bytes=10 * GIB),
+        GpuInfo(
+            gpu=5,
+            memory_bytes=40 * GIB,
+            free_bytes=10 * GIB,
+            utilisation=0.93,
+            temperature_c=61.0,
+            power_w=402.4,
+            used_bytes=42 * GIB,
+        ),
+    ]
+    daemon.device["gpus"] = gpus
+    lines = [line.split() for line in cli("ps").stdout.splitlines()]
+    assert lines[1][:4] == ["0", "cuda", "x2", "ready"]
+    assert lines[3:6] == [
+        "DEVICE GPU MEMORY FREE ALL-USE BUSY TEMP POWER".split(),
+        "0 4 40 GiB 10 GiB - - - -".split(),
+        "0 5 40 GiB 10 GiB 42 GiB 93 % 61 C 402 W".split(),
+    ]
 
 
 def test_a_load_is_told_in_words() -> None:

@@ -21,7 +21,7 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.text import plain
 from gpupool_tui.view import Panel, View
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import SetModelRequest
+from gpupoold.api.schemas import GpuInfo, SetModelRequest
 from gpupoold.api.schemas_explain import Why
 from tests.unit.gpupool_cli import samples, test_why
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -248,6 +248,18 @@ async def test_details(busy: FakeDaemon) -> None:
             await run.until_text(words)
             await run.press("escape")
             assert len(run.app.screen_stack) == 1
+
+
+async def test_details_of_a_group_have_a_line_for_each_gpu(busy: FakeDaemon) -> None:
+    gib = 2**30
+    busy.device["gpus"] = [
+        GpuInfo(gpu=4, memory_bytes=40 * gib, free_bytes=10 * gib),
+        GpuInfo(gpu=5, memory_bytes=40 * gib, free_bytes=10 * gib, utilisation=0.5, power_w=402.4),
+    ]
+    async with running(busy) as run:
+        run.app.view.focus = Panel.DEVICES
+        await run.press("enter")
+        await run.until_text(["4: 30G of 40G in use, no readings", "5: 30G of 40G in use, 50 %"])
 
 
 async def test_details_say_why(busy: FakeDaemon) -> None:

@@ -9,9 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from gpupoold.config.schema import DeviceSettings
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.control_plane import ControlPlane
-from gpupoold.control.workers.nvml import Reading
+from gpupoold.control.workers.nvml import Reading, of_group
 from gpupoold.domain import ModelName, ModelSpec, Targets
 from gpupoold.errors import Failed
 from gpupoold.metrics.exposition import Exporter
@@ -118,10 +119,33 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
     assert values(found, "device_steps_total") == {"1": 42}
     assert values(found, "device_info") == {"0 cuda ": 1, "1 cuda H100": 1}
     assert values(found, "waiting_requests") == {MODEL: 2}
+    assert values(found, "device_gpus") == {"0": 1, "1": 1}
+    assert values(found, "gpu_power_watts") == {}
     kinds = {"weights": 300, "kv": 200, "encoder": 50, "kv_host": 100, "snapshot_host": 0}
     assert values(found, "model_memory_bytes") == {
         f"{kind} {MODEL}": value for kind, value in kinds.items()
     }
+
+
+async def test_what_the_gpus_of_a_group_tell(control_plane: ControlPlane) -> None:
+    worker = control_plane.supervisor.workers[1]
+    worker.device = DeviceSettings.model_validate({"kind": "cuda", "gpus": (4, 5)})
+    worker.ready = m.WorkerReady(1, 7, 1000, 10, 1e9, "0.32.0", "2xH100")
+    worker.reading = of_group([Reading(0.5, 61.0, 100.0, 40, 4), Reading(0.7, None, 90.0, 42, 5)])
+    worker.status = m.WorkerStatus(1, 0.0, None, 0.5, 42, 500, 0, [])
+    found = await samples(exporter_of(control_plane))
+    assert values(found, "device_gpus") == {"0": 1, "1": 2}
+    assert values(found, "device_utilisation_ratio") == {"1": pytest.approx(0.6)}
+    assert values(found, "device_power_watts") == {"1": 190}
+    assert values(found, "gpu_utilisation_ratio") == {"1 4": 0.5, "1 5": 0.7}
+    assert values(found, "gpu_temperature_celsius") == {"1 4": 61}
+    assert values(found, "gpu_memory_used_bytes") == {"1 4": 40, "1 5": 42}
+    group, single = control_plane.devices()[1], control_plane.devices()[0]
+    assert [(one.gpu, one.memory_bytes, one.free_bytes) for one in group.gpus] == [
+        (4, 500, 250),
+        (5, 500, 250),
+    ]
+    assert single.gpus == []
 
 
 async def test_disk_that_fails_takes_only_its_own_sample(

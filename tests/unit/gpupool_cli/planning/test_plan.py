@@ -17,7 +17,7 @@ from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 from tests.unit.gpupool_cli.terminal import run_on_terminal
 
 FIELDS = {
-    *("devices", "num_devices", "tensor_parallel", "load", "duration_s", "target", "fits"),
+    *("devices", "num_devices", "groups", "groupings", "load", "duration_s", "target", "fits"),
     *("attainment", "attainment_by_run", "requests", "devices_needed", "gpus_needed"),
     *("devices_tried", "policy", "num_prefill", "policies", "models", "growth", "growth_limit"),
     *("changes", "requests_refused", "requests_cut", "requests_never_begun", "notes"),
@@ -116,9 +116,33 @@ def test_groups_of_gpus(cli: Cli, tmp_path: Path) -> None:
     refused = cli(*base)
     assert refused.exit_code == 2
     assert "big weighs 141 GB" in refused.stderr
-    plan = document(cli(*base, "--tensor-parallel", "4", "--json"))
-    assert (plan["num_devices"], plan["tensor_parallel"]) == (1, 4)
+    plan = document(cli(*base, "--groups", "1x4", "--json"))
+    assert (plan["num_devices"], plan["groups"], plan["groupings"]) == (1, "1x4", [])
     assert plan["gpus_needed"] == 4
+    named = ("plan", "--devices", "1x4xH100", "--models", str(path), *SHORT, "--json")
+    assert document(cli(*named))["attainment"] == plan["attainment"]
+
+
+def test_groups_that_the_planner_chooses(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text(
+        '[[model]]\nname = "big"\nshape = "Llama-3.1-70B"\nrps = 0.1\n'
+        '[[model]]\nname = "small"\nshape = "Qwen2.5-7B"\nrps = 0.1\n'
+    )
+    base = ("plan", "--devices", "4xH100", "--models", str(path), *SHORT, "--groups")
+    plan = document(cli(*base, "auto", "--json"))
+    assert plan["fits"]
+    tried = {one["groups"]: one for one in plan["groupings"]}
+    assert set(tried) == {"1x4", "2x2", "1x2+2x1", "4x1"}
+    assert "big weighs 141 GB" in tried["4x1"]["refused"]
+    assert next(iter(tried)) == plan["groups"]
+    growths = [one["growth"] for one in plan["groupings"]]
+    assert growths == sorted(growths, reverse=True)
+    mixed = document(cli(*base, "1x2+2x1", "--json"))
+    assert (mixed["groups"], mixed["num_devices"], mixed["groupings"]) == ("1x2+2x1", 3, [])
+    shown = cli(*base, "auto").stdout
+    assert f"\nWhich groups?\n  {plan['groups']} carries the most: " in shown
+    assert "  - 4x1: not possible: big weighs 141 GB" in shown
 
 
 class TestDaemon:
@@ -215,7 +239,9 @@ class TestDaemon:
         ({"--trace": "/nowhere.csv"}, "/nowhere.csv: cannot be read"),
         ({"--trace": "x.csv", "--rps": "1"}, "both --trace and --rps"),
         ({"--duration": "0s"}, "more than zero"),
-        ({"--tensor-parallel": "2"}, "for 2 GPUs together"),
+        ({"--groups": "2"}, "the groups 1x2 have 2 GPUs, 4xA10 has 4"),
+        ({"--groups": "many"}, "'many' names no groups of GPUs"),
+        ({"--groups": "1x3+1x1"}, "cannot share the model equally"),
     ],
 )
 def test_bad_input_is_one_line(cli: Cli, models: str, changes: dict[str, str], said: str) -> None:

@@ -60,7 +60,7 @@ class TestModels:
         assert "quantized" in caught.value.hint
         with pytest.raises(UsageError) as caught:
             place([large], parse_box("4xH800"))
-        assert "--tensor-parallel 4" in caught.value.hint
+        assert "--groups auto" in caught.value.hint
         assert place([large], parse_box("4xH800", 4)).models["big"].weight_bytes > 141e9
 
     def test_names(self) -> None:

@@ -30,9 +30,8 @@ import psutil
 
 from benchmarks.faults import MAX_MODEL_LEN, alone_answers, pages_leaked, settle, summary
 from benchmarks.load import Ask, Stream, ask, client_of
-from benchmarks.memory import at_least, at_most
 from benchmarks.processes import module_of
-from benchmarks.report import finish
+from benchmarks.report import at_least, at_most, finish
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 

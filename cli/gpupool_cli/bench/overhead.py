@@ -167,7 +167,7 @@ def vllm_serve(
             command,
             stdout=log,
             stderr=log,
-            env=_vllm_environment(),
+            env=_vllm_environment(options),
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
@@ -185,6 +185,12 @@ def vllm_serve(
                 process.wait()
 
 
+def _has_ranks(options: Sequence[str]) -> bool:
+    """Return whether options of vLLM ask for tensor parallelism."""
+    pairs = zip(options, options[1:], strict=False)
+    return any(name == "--tensor-parallel-size" and value != "1" for name, value in pairs)
+
+
 def _descendants(pid: int) -> Iterator[int]:
     """Yield the processes that a process and its children have started."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -193,15 +199,21 @@ def _descendants(pid: int) -> Iterator[int]:
             yield from _descendants(child)
 
 
-def _vllm_environment() -> dict[str, str]:
-    return os.environ | {
-        # The general plugin of gpupoold.worker.plugin reads this: same linear kernels.
-        "GPUPOOL_PLAIN_LINEAR": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+def _vllm_environment(options: Sequence[str]) -> dict[str, str]:
+    # vLLM would bind each rank to a NUMA node of its own.
+    of_ranks = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return (
+        os.environ
+        | (of_ranks if _has_ranks(options) else {})
+        | {
+            # The general plugin of gpupoold.worker.plugin reads this: same linear kernels.
+            "GPUPOOL_PLAIN_LINEAR": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+    )
 
 
 def _wait_healthy(process: subprocess.Popen[bytes], port: int, log_fd: int) -> None:

@@ -28,7 +28,7 @@ def test_a_group_is_one_worker_that_knows_its_gpus() -> None:
     cuda, emulated = (arguments_of(settings, number) for number in range(2))
     assert (option(cuda, "--num-gpus"), option(cuda, "--gpus")) == ("2", "2,0")
     assert option(emulated, "--num-gpus") == "8"
-    assert option(emulated, "--are-cores-shared") == str(int(10 > len(os.sched_getaffinity(0))))
+    assert option(emulated, "--are-cores-shared") == str(int(len(os.sched_getaffinity(0)) < 10))
 
 
 def test_what_stays_free_is_part_of_a_share() -> None:

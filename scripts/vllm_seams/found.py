@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _TREES = ("gpupoold",)
 # Attributes of classes that msgspec and pydantic add.
 _OF_LIBRARIES = frozenset({"__struct_fields__", "model_fields"})
+# Variables that vLLM reads without listing them in ``envs``; the code is in the table of sources.
+_UNLISTED = frozenset({"VLLM_DIST_IDENT"})
 _VARIABLE = re.compile(r"VLLM_[A-Z0-9_]*[A-Z0-9]")
 
 
@@ -59,7 +61,7 @@ def _imports(module: ast.Module) -> Iterator[tuple[str, str]]:
 def _variables(node: ast.AST) -> Iterator[str]:
     """Yield the environment variable of vLLM that a constant or a keyword names."""
     text = getattr(node, {ast.Constant: "value", ast.keyword: "arg"}.get(type(node), ""), None)
-    if isinstance(text, str) and _VARIABLE.fullmatch(text):
+    if isinstance(text, str) and _VARIABLE.fullmatch(text) and text not in _UNLISTED:
         yield text
 
 

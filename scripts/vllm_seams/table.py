@@ -282,6 +282,11 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
 
 # (file, name): the code is compared.
 _SOURCES: tuple[tuple[str, str], ...] = (
+    # Ranks with different names use sockets instead of shared memory.
+    (
+        "gpupoold/worker/engine/process_groups.py",
+        "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator",
+    ),
     # The blocks' states are followed through this queue, which sees every change.
     (_ENGINE, "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue"),
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.touch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import socket
@@ -187,7 +188,7 @@ def vllm_serve(
 
 def _has_ranks(options: Sequence[str]) -> bool:
     """Return whether options of vLLM ask for tensor parallelism."""
-    pairs = zip(options, options[1:], strict=False)
+    pairs = itertools.pairwise(options)
     return any(name == "--tensor-parallel-size" and value != "1" for name, value in pairs)
 
 

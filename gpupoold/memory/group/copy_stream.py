@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from gpupoold.memory.contracts import Copy, CopyStream
 from gpupoold.memory.group.link import Link, RankLost
 from gpupoold.memory.group.orders import OrderBook, OrderCount
-from gpupoold.memory.group.regions import FollowerRegions, LeaderRegions, Place
+from gpupoold.memory.group.regions import FollowerRegions, LeaderRegions, RegionPlace
 
 _MAX_FENCES = 4096
 _MAX_UNDER_WAY = 2
 
-PlacedCopy = tuple[Place, Place, int]
+PlacedCopy = tuple[RegionPlace, RegionPlace, int]
 
 
 class Fences:

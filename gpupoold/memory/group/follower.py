@@ -10,7 +10,7 @@ from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
 from gpupoold.memory.group.copy_stream import Fences, FollowerCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
-from gpupoold.memory.group.regions import FollowerRegions, Place
+from gpupoold.memory.group.regions import FollowerRegions, RegionPlace
 from gpupoold.memory.host import HostBuffer
 
 PlacedMapping = tuple[int, int, list[PageRun]]
@@ -31,7 +31,7 @@ class FollowerMemory:
     def map(self, placed: PlacedMapping) -> None:
         self._device.map(self._address(placed), placed[2])
 
-    def map_and_fill(self, placed: PlacedMapping, source: Place | None) -> None:
+    def map_and_fill(self, placed: PlacedMapping, source: RegionPlace | None) -> None:
         at = None if source is None else self.regions.address(source)
         self._device.map_and_fill(self._address(placed), placed[2], at)
 
@@ -50,18 +50,18 @@ class FollowerMemory:
         if fence is not None:
             fence.close()
 
-    def zero(self, place: Place, num_bytes: int) -> None:
+    def zero(self, place: RegionPlace, num_bytes: int) -> None:
         self._device.zero(self.regions.address(place), num_bytes)
 
-    def copy_in(self, target: Place, source: Place, num_bytes: int) -> None:
+    def copy_in(self, target: RegionPlace, source: RegionPlace, num_bytes: int) -> None:
         target_address = self.regions.address(target)
         self._device.copy_in(target_address, self.regions.address(source), num_bytes)
 
-    def copy_out(self, target: Place, source: Place, num_bytes: int) -> None:
+    def copy_out(self, target: RegionPlace, source: RegionPlace, num_bytes: int) -> None:
         target_address = self.regions.address(target)
         self._device.copy_out(target_address, self.regions.address(source), num_bytes)
 
-    def copy_in_host(self, target: Place, source: Place, num_bytes: int) -> None:
+    def copy_in_host(self, target: RegionPlace, source: RegionPlace, num_bytes: int) -> None:
         target_address = self.regions.address(target)
         self._device.copy_in_host(target_address, self.regions.address(source), num_bytes)
 
@@ -101,4 +101,4 @@ class FollowerMemory:
         buffer.close()
 
     def _address(self, placed: PlacedMapping) -> int:
-        return self.regions.address(Place(placed[0], placed[1]))
+        return self.regions.address(RegionPlace(placed[0], placed[1]))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class RegionPlace(NamedTuple):
     """An offset in bytes in a region."""
 
     region: int
@@ -48,14 +48,14 @@ class LeaderRegions:
                 self._sorted = [entry for entry in self._sorted if entry[0] != address]
         return found[0][2] if found else None
 
-    def place(self, address: int) -> Place | None:
+    def place(self, address: int) -> RegionPlace | None:
         """Return the place of an address, None outside of all regions."""
         entries = self._sorted
         index = bisect_right(entries, (address, 1 << 64, 0)) - 1
         if index < 0:
             return None
         start, num_bytes, number = entries[index]
-        return Place(number, address - start) if address - start < num_bytes else None
+        return RegionPlace(number, address - start) if address - start < num_bytes else None
 
 
 class _Region(NamedTuple):
@@ -73,7 +73,7 @@ class FollowerRegions:
         """Register a region; ``close`` frees the follower's range or buffer."""
         self._regions[number] = _Region(address, close)
 
-    def address(self, place: Place) -> int:
+    def address(self, place: RegionPlace) -> int:
         """Return the follower's address of a place."""
         return self._regions[place.region].address + place.offset
 

@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     value: Any = None
 
 
-class Shape(NamedTuple):
+class ShardShape(NamedTuple):
     """What the ranks compare: the digest of a shard, and the bytes of weights and of slots."""
 
     digest: str
@@ -217,7 +217,7 @@ class LeaderLoad(ModelLoad):
             self._add_region(self._numbers.kv, self.kv_address_range)
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
-        mine = Shape(layout.digest, layout.num_bytes, slots.num_bytes)
+        mine = ShardShape(layout.digest, layout.num_bytes, slots.num_bytes)
         shapes = [mine, *self.links.receive()]
         sizes = {(shape.num_bytes, shape.slot_bytes) for shape in shapes}
         if len(sizes) > 1:
@@ -340,7 +340,7 @@ class FollowerLoad(ModelLoad):
         super()._give_back()
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
-        self.answer(Shape(layout.digest, layout.num_bytes, slots.num_bytes))
+        self.answer(ShardShape(layout.digest, layout.num_bytes, slots.num_bytes))
         return layout
 
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -50,6 +51,7 @@ class RankExecutor(UniProcExecutor):
         self._load = load
         self._engine = load.engine
         self._orders: OrderBook = load.links.orders
+        self._seed: int | None = None  # of the sampling that was ordered with its step
         load.links.send("build", self._engine, self.vllm_config)
         super()._init_executor()
         load.links.receive()
@@ -82,12 +84,30 @@ class RankExecutor(UniProcExecutor):
         assert isinstance(method, str), "followers are called by name"
         call = (self._engine, method, args, kwargs or {})
         if not self._load.is_under_way:
-            seed = random.getrandbits(_SEED_BITS) if method == "sample_tokens" else None
-            self._orders.send("call", *call, seed)
-            if seed is not None:
-                seed_sampling(seed)
+            if method == "execute_model":
+                self._order_step(args[0])
+            elif method == "sample_tokens":
+                self._order_sampling(args[0])
+            else:
+                self._orders.send("call", *call)
             return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
         self._load.links.send("call", *call)
         [own] = super().collective_rpc(method, timeout, args, kwargs)
         others = self._load.links.receive()
         return own if single_value else [own, *others]
+
+    def _order_step(self, output: SchedulerOutput) -> None:
+        """Order a step; with its sampling, unless this has to wait for the bits of grammars."""
+        has_grammars = output.has_structured_output_requests
+        self._seed = None if has_grammars else random.getrandbits(_SEED_BITS)
+        self._orders.send("step", self._engine, output, self._seed)
+
+    def _order_sampling(self, grammars: GrammarOutput | None) -> None:
+        """Order the sampling of a step, unless ordered with the step; seed this rank's."""
+        if self._seed is None:
+            seed = random.getrandbits(_SEED_BITS)
+            self._orders.send("sample", self._engine, grammars, seed)
+        else:
+            assert grammars is None, "a step without grammars has bits of grammars"
+            seed, self._seed = self._seed, None
+        seed_sampling(seed)

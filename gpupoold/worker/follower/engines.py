@@ -10,7 +10,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker import workspace
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -71,11 +71,12 @@ class Shard:
         return getattr(getattr(self.worker, "worker", None), "model_runner", None)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the worker between two orders."""
+        """Call a method of the worker between two orders.
+
+        Nobody reads a step's tokens here, so nobody waits for these to leave the device.
+        """
         workspace._manager = self._workspace
-        result = run_method(self.worker, method, args, kwargs)
-        if isinstance(result, AsyncModelRunnerOutput):
-            result.get_output()
+        return run_method(self.worker, method, args, kwargs)
 
     @property
     def adapters(self) -> EngineAdapters:
@@ -122,18 +123,20 @@ class FollowerEngines:
         self._undo = contextlib.ExitStack()
         self._turns = FollowerTurns()
 
-    def call(
-        self,
-        engine: int,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seed: int | None,
-    ) -> None:
+    def call(self, engine: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a method of an engine's worker, for the thread of orders."""
-        if seed is not None:
-            seed_sampling(seed)
         self._shards[engine].call(method, args, kwargs)
+
+    def step(self, engine: int, output: SchedulerOutput, seed: int | None) -> None:
+        """Run a step, and sample if there is a seed; for the thread of orders."""
+        shard = self._shards[engine]
+        if shard.call("execute_model", (output,), {}) is None and seed is not None:
+            self.sample(engine, None, seed)
+
+    def sample(self, engine: int, grammars: GrammarOutput | None, seed: int) -> None:
+        """Sample the tokens of the latest step, for the thread of orders."""
+        seed_sampling(seed)
+        self._shards[engine].call("sample_tokens", (grammars,), {})
 
     def hold(self) -> None:
         """Let the present load run alone, see :class:`FollowerTurns`; for the thread of orders."""

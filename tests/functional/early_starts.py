@@ -57,7 +57,9 @@ class OneEngine:
         adapt_cpu_build()
         torch.set_num_threads(1)
         num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        self.device = open_device("emulated", 2 * num_bytes, 0, 0, _LINK_BYTES_PER_S)
+        self.device = open_device(
+            "emulated", 2 * num_bytes, 0, 0, link_bytes_per_s=_LINK_BYTES_PER_S
+        )
         pool = PagePool(self.device.num_pages, self.device.table_pages)
         host = KvHostCache(64 << 20)
         self.residency = Residency(

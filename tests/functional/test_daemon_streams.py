@@ -187,12 +187,12 @@ class TestModelsComeAndGo:
         await stream.started()
         removal = asyncio.create_task(run_cli(pool, "rm", "--drain", "guest"))
         await eventually(lambda: usage(pool, "guest").state == "draining")
+        assert stream.is_running
         with pytest.raises(openai.InternalServerError, match="draining") as caught:
             await ask_until_refused(api, "guest")
         assert caught.value.response.headers["retry-after"]
         # Other models can be changed while this one drains.
         assert (await run_cli(pool, "set", LLAMA, "--ttft", "10s"))[0] == 0
-        assert stream.is_running
         assert await stream.finished() == expected
         assert (await removal)[0] == 0
         assert Traces.of(pool) == before

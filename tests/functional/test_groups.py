@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.functional.daemon_tools import (
     undisturbed,
     until,
 )
-from tests.functional.worker_peer import WorkerPeer
+from tests.functional.worker_peer import WorkerPeer, prompt
 
 MODELS = ("tiny-llama", "tiny-mixtral")
 MAX_TOKENS = 24
@@ -55,21 +54,11 @@ def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
 def of_one_gpu(tiny_models: dict[str, Path]) -> dict[tuple[str, int], list[int]]:
     """Each prompt's greedy answer on a device of one GPU, where nothing else runs."""
     peer = WorkerPeer(sum(4 * weight_bytes(tiny_models[name]) for name in MODELS))
-    answers = {}
     for name in MODELS:
         peer.load(name, tiny_models[name], max_model_len=512)
-        for index in range(NUM_PROMPTS):
-            request_id = f"alone-{name}-{index}"
-            peer.ask(name, request_id, prompt(index), max_tokens=MAX_TOKENS)
-            peer.run_until_ended(request_id)
-            answers[name, index] = peer.tokens[request_id]
+    answers = peer.answers_alone(MODELS, NUM_PROMPTS, MAX_TOKENS)
     peer.close()
     return answers
-
-
-def prompt(index: int) -> list[int]:
-    rng = random.Random(index)
-    return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]
 
 
 def test_switched_answers_of_a_group_equal_those_of_one_gpu(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from gpupool_cli.bench.rig import weight_bytes
 from gpupoold.checkpoints.tiny import Recipe, make_checkpoint
 from gpupoold.wire import messages as m
-from tests.functional.worker_peer import WorkerPeer
+from tests.functional.worker_peer import WorkerPeer, prompt
 
 MAX_TOKENS = 24
 NUM_PROMPTS = 4
@@ -39,14 +38,7 @@ def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
 @pytest.fixture(scope="module")
 def alone(peer: WorkerPeer) -> dict[tuple[str, int], list[int]]:
     """Each prompt's greedy answer when nothing else runs."""
-    answers = {}
-    for model in _MODELS:
-        for index in range(NUM_PROMPTS):
-            request_id = f"alone-{model}-{index}"
-            peer.ask(model, request_id, prompt(index), max_tokens=MAX_TOKENS)
-            peer.run_until_ended(request_id)
-            answers[model, index] = peer.tokens[request_id]
-    return answers
+    return peer.answers_alone(_MODELS, NUM_PROMPTS, MAX_TOKENS)
 
 
 def test_concurrent_answers_equal_those_alone(
@@ -180,9 +172,3 @@ def test_no_schedule_changes_a_token(
         tokens = peer.tokens[request_id]
         assert tokens == alone[asked[request_id]][: len(tokens)]
     peer.call("check_integrity")
-
-
-def prompt(index: int) -> list[int]:
-    """A prompt of token ids, long enough to span KV blocks."""
-    rng = random.Random(index)
-    return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]

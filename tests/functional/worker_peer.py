@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -164,6 +165,19 @@ class WorkerPeer:
         self._unsent[request_id] = request
         self.scheduler.arrived(request)
 
+    def answers_alone(
+        self, models: Sequence[str], num_prompts: int, max_tokens: int
+    ) -> dict[tuple[str, int], list[int]]:
+        """Each prompt's greedy answer by model and index, one after the other."""
+        answers = {}
+        for model in models:
+            for index in range(num_prompts):
+                request_id = f"alone-{model}-{index}"
+                self.ask(model, request_id, prompt(index), max_tokens=max_tokens)
+                self.run_until_ended(request_id)
+                answers[model, index] = self.tokens[request_id]
+        return answers
+
     def abort(self, model: str, *request_ids: str) -> None:
         """Cancel requests."""
         self.channel.send(m.AbortRequests(model, list(request_ids)))
@@ -248,6 +262,12 @@ class WorkerPeer:
             self.wrong_answers.append(message)
         elif isinstance(message, m.WorkerStatus):
             self.status = message
+
+
+def prompt(index: int) -> list[int]:
+    """A prompt of token ids, long enough to span KV blocks."""
+    rng = random.Random(index)
+    return [rng.randrange(300, 1900) for _ in range(20 + 35 * index)]
 
 
 def encode_request(

@@ -17,10 +17,7 @@ from gpupoold.memory.contracts import CopyStream, Device, Direction, Fence, Page
 from gpupoold.memory.group.copy_stream import Fences, LeaderCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderBook
-from gpupoold.memory.group.regions import LeaderRegions
-
-PlacedMapping = tuple[int, int, list[PageRun]]
-"""A region's number, an offset in bytes, and the runs mapped from there on."""
+from gpupoold.memory.group.regions import LeaderRegions, PlacedMapping
 
 
 class GroupDevice(Device):
@@ -190,7 +187,7 @@ class GroupDevice(Device):
 
     def _place(self, address: int, runs: list[PageRun]) -> PlacedMapping | None:
         place = self.regions.place(address)
-        return None if place is None else (place.region, place.offset, runs)
+        return None if place is None else (place, runs)
 
     def _copied(self, method: str, target: int, source: int, num_bytes: int) -> None:
         to, from_ = self.regions.place(target), self.regions.place(source)

@@ -10,10 +10,8 @@ from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
 from gpupoold.memory.group.copy_stream import Fences, FollowerCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
-from gpupoold.memory.group.regions import FollowerRegions, RegionPlace
+from gpupoold.memory.group.regions import FollowerRegions, PlacedMapping, RegionPlace
 from gpupoold.memory.host import HostBuffer
-
-PlacedMapping = tuple[int, int, list[PageRun]]
 
 
 class FollowerMemory:
@@ -29,15 +27,17 @@ class FollowerMemory:
         self.regions = FollowerRegions()
 
     def map(self, placed: PlacedMapping) -> None:
-        self._device.map(self._address(placed), placed[2])
+        place, runs = placed
+        self._device.map(self.regions.address(place), runs)
 
     def map_and_fill(self, placed: PlacedMapping, source: RegionPlace | None) -> None:
         at = None if source is None else self.regions.address(source)
-        self._device.map_and_fill(self._address(placed), placed[2], at)
+        place, runs = placed
+        self._device.map_and_fill(self.regions.address(place), runs, at)
 
     def unmap(self, mappings: Sequence[PlacedMapping], fence: int) -> None:
         last_use = self._fences.get(fence)
-        addressed = [(self._address(placed), placed[2]) for placed in mappings]
+        addressed = [(self.regions.address(place), runs) for place, runs in mappings]
         self._device.unmap_each(addressed, last_use)
 
     def record_fence(self, number: int) -> None:
@@ -99,6 +99,3 @@ class FollowerMemory:
     def _unpin(self, buffer: HostBuffer) -> None:
         self._device.unpin(buffer.address, buffer.num_bytes)
         buffer.close()
-
-    def _address(self, placed: PlacedMapping) -> int:
-        return self.regions.address(RegionPlace(placed[0], placed[1]))

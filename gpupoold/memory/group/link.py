@@ -64,8 +64,7 @@ class Link:
         Raises:
             RankLost: the other end is closed.
         """
-        header, fds = self._read_header()
-        num_bytes, num_fds = header
+        num_bytes, num_fds, fds = self._read_header()
         if len(fds) != num_fds:
             for fd in fds:
                 os.close(fd)
@@ -79,7 +78,8 @@ class Link:
     def close(self) -> None:
         self._socket.close()
 
-    def _read_header(self) -> tuple[tuple[int, int], list[int]]:
+    def _read_header(self) -> tuple[int, int, list[int]]:
+        """Return the number of bytes and of descriptors of a message, and its descriptors."""
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS)
         except OSError as error:
@@ -90,7 +90,7 @@ class Link:
         if not data:
             raise RankLost("another rank has ended")
         num_bytes, num_fds = _HEADER.unpack(data)
-        return (num_bytes, num_fds), fds
+        return num_bytes, num_fds, fds
 
     def _read_into(self, view: memoryview) -> int:
         try:

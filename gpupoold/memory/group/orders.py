@@ -40,35 +40,35 @@ class OrderBook:
         """Number of orders so far, which side messages carry."""
         return self._num_sent
 
-    def send(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
+    def send(self, method: str, *arguments: Any) -> None:
         """Order all followers to call a method.
 
         Raises:
             RankLost: a follower has ended.
         """
-        pickled = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            self._num_sent += 1
-            for link in self._links:
-                link.send_bytes(pickled, fds)
+            self._send(method, arguments)
+
+    def send_each(self, method: str, fds: Sequence[int], *arguments: Any) -> None:
+        """Order each follower to call a method, with a descriptor of its own."""
+        with self._lock:
+            self._send(method, arguments, [[fd] for fd in fds])
 
     def wait(self) -> None:
         """Return when all followers have carried out the orders sent before."""
         with self._lock:
-            self._num_sent += 1
-            pickled = pickle.dumps((_CONFIRM, ()), pickle.HIGHEST_PROTOCOL)
-            for link in self._links:
-                link.send_bytes(pickled)
+            self._send(_CONFIRM)
             for link in self._links:
                 link.receive()
 
-    def send_each(self, method: str, fds: Sequence[int], *arguments: Any) -> None:
-        """Order each follower to call a method, with a descriptor of its own."""
+    def _send(
+        self, method: str, arguments: tuple[Any, ...] = (), fds: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Send and count an order, with the descriptors in ``fds`` for each follower, if any."""
         pickled = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
-        with self._lock:
-            self._num_sent += 1
-            for link, fd in zip(self._links, fds, strict=True):
-                link.send_bytes(pickled, [fd])
+        self._num_sent += 1
+        for link, own in zip(self._links, fds or [()] * len(self._links), strict=True):
+            link.send_bytes(pickled, own)
 
 
 class OrderCount:

@@ -12,12 +12,18 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gpupoold.memory.contracts import PageRun
+
 
 class RegionPlace(NamedTuple):
     """An offset in bytes in a region."""
 
     region: int
     offset: int
+
+
+PlacedMapping = tuple[RegionPlace, list[PageRun]]
+"""The place from which runs are mapped one after the other."""
 
 
 class LeaderRegions:

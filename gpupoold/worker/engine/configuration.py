@@ -15,6 +15,7 @@ from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import engine_options
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.engine.load_errors import check_kind
+from gpupoold.worker.engine.process_groups import parallel_arguments
 from gpupoold.worker.environment import engine_arguments
 
 # The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
@@ -67,11 +68,7 @@ def engine_config(
     }
     if not is_emulated:
         arguments |= _cuda_defaults(engine_options(model.engine) | engine_arguments())
-    if num_ranks > 1:
-        arguments |= {
-            "tensor_parallel_size": num_ranks,
-            "distributed_executor_backend": "gpupoold.worker.engine.rank_executor.RankExecutor",
-        }
+    arguments |= parallel_arguments(num_ranks)
     if load_format is not None:
         arguments["load_format"] = load_format
     arguments |= engine_options(model.engine)

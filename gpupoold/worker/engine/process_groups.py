@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
@@ -51,7 +52,8 @@ def _ensure(init_method: str, rank: int, num_ranks: int, local_rank: int) -> Non
     """
     if current_platform.is_cuda():
         current_platform.set_device(torch.device(f"cuda:{local_rank}"))
-    with set_current_vllm_config(VllmConfig(parallel_config=_parallel_config(num_ranks))):
+    parallel = ParallelConfig(**parallel_arguments(num_ranks))
+    with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         parallel_state.init_distributed_environment(
             world_size=num_ranks,
             rank=rank,
@@ -62,8 +64,9 @@ def _ensure(init_method: str, rank: int, num_ranks: int, local_rank: int) -> Non
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_ranks)
 
 
-def _parallel_config(num_ranks: int) -> ParallelConfig:
+def parallel_arguments(num_ranks: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's engines on a group, none for a single GPU."""
     if num_ranks == 1:
-        return ParallelConfig()
+        return {}
     executor = "gpupoold.worker.engine.rank_executor.RankExecutor"
-    return ParallelConfig(tensor_parallel_size=num_ranks, distributed_executor_backend=executor)
+    return {"tensor_parallel_size": num_ranks, "distributed_executor_backend": executor}

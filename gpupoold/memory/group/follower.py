@@ -81,7 +81,12 @@ class FollowerMemory:
         own = self._device.open_copy_stream(direction)
         stream = FollowerCopyStream(Link.of(fd), own, self.regions, self._copy_fences, self._done)
         self._copy_streams[number] = stream
-        threading.Thread(target=stream.run, name="copy", daemon=True).start()
+
+        def run() -> None:
+            stream.run()
+            del self._copy_streams[number]
+
+        threading.Thread(target=run, name="copy", daemon=True).start()
 
     def record_copy_fence(self, stream: int, number: int) -> None:
         self._copy_streams[stream].record_fence(number)

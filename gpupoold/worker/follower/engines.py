@@ -25,7 +25,7 @@ from gpupoold.worker.engine.process_groups import distributed_init_method
 from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.sampling_seeds import seed_sampling
 from gpupoold.worker.heap import HEAP
-from gpupoold.worker.weights import snapshot_loader
+from gpupoold.worker.weights import snapshot_loader, tensors
 from gpupoold.worker.weights.rank_loads import (
     Answer,
     AnswerKind,
@@ -141,6 +141,11 @@ class FollowerEngines:
     def hold(self) -> None:
         """Let the present load run alone, see :class:`FollowerTurns`; for the thread of orders."""
         self._turns.hold()
+
+    def overwrite(self, engine: int, span: range) -> None:
+        """Overwrite bytes of a shard's weights, for the thread of orders."""
+        load = self._shards[engine].load
+        tensors.spoil(self._device, load.weights_address + span.start, len(span))
 
     def close_engine(self, engine: int) -> None:
         """Free a shard, for the thread of orders."""

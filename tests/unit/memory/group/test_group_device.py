@@ -211,3 +211,27 @@ def test_an_error_of_a_follower_reaches_the_caller(pair: Pair) -> None:
     with pytest.raises(Failed):
         pair.device.share_host(0, -1, fd)
     os.close(fd)
+
+
+def test_a_batch_arrives_during_an_order_sent_after_its_fence(pair: Pair) -> None:
+    """Weights arrive beside a step that waits for them."""
+    mine, theirs = pair.range(2)
+    source, _ = host(pair, 2)
+    mine.retain(range(2))
+    stream = pair.device.open_copy_stream(Direction.IN)
+    fence = stream.fence()
+    may_end = threading.Event()
+
+    def wait() -> None:
+        may_end.wait(60)
+
+    number = pair.device.regions.new_number()
+    pair.memory.regions.add(number, 0, wait)
+    pair.orders.send("close_region", number)
+    stream.wait(stream.begin([Copy(mine.address, source, PAGE_BYTES)], fence))
+    assert content(theirs) == b"B" * PAGE_BYTES
+    may_end.set()
+    pair.device.wait_for_ranks()
+    stream.close()
+    mine.drop(range(2))
+    mine.close()

@@ -51,6 +51,7 @@ class GroupCheck:
         self._num_gpus = num_gpus
         self._expected: dict[tuple[str, int], list[int]] = {}
         self._numbers: dict[str, list[float]] = {}
+        self._weight_bytes: dict[str, int] = {}  # of loaded families
         self._prompts: dict[tuple[str, int], Prompt] = {}  # with images
         # Families whose tokens depend on the batch in vLLM too: these get one request at a time.
         self._alone: set[str] = set()
@@ -65,6 +66,9 @@ class GroupCheck:
         self._ask_vllm()
         if not self.families:
             return
+        if self._has_estimates:
+            with self._worker(0, log_path) as sample:
+                self._load_first(sample)
         with self._worker(0, log_path) as first:
             self._load_first(first)
             self._serve(first)
@@ -95,6 +99,8 @@ class GroupCheck:
     def _get_answers(self, family: Family, **options: Any) -> None:
         name = family.name
         options |= {"max_model_len": family.max_model_len}
+        if drafts := family.speculative_config(self._paths[name]):
+            options["speculative_config"] = drafts
         self._plain.load(name, self._paths[name], family.dtype, **options)
         if not family.generates:
             self._numbers[name] = self._plain.pool(name, prompt_of(LONG), family.task)
@@ -120,10 +126,18 @@ class GroupCheck:
     def _prompt(self, family: Family, index: int) -> Prompt:
         return self._prompts.get((family.name, index)) or prompt_of(index)
 
+    @property
+    def _has_estimates(self) -> bool:
+        """True if only a load shows how large weights become, so that a device would be too large
+        for switches.
+        """
+        return any(family.weight_growth > 1 for family in self.families)
+
     @contextmanager
     def _worker(self, number: int, log_path: Path) -> Iterator[FamilyWorker]:
         sizes = [
-            family.weight_growth
+            self._weight_bytes.get(family.name)
+            or family.weight_growth
             * sum(file.stat().st_size for file in self._paths[family.name].glob("*.safetensors"))
             for family in self.families
         ]
@@ -141,9 +155,8 @@ class GroupCheck:
 
     def _load_first(self, worker: FamilyWorker) -> None:
         def load(family: Family) -> None:
-            worker.load_family(
-                family.name, self._paths[family.name], family.dtype, family.max_model_len, None
-            )
+            loaded = worker.load_family(family, self._paths[family.name], None)
+            self._weight_bytes[family.name] = loaded.model.weight_bytes
 
         for family in list(self.families):
             problem = _problem_of(load, family)
@@ -241,15 +254,10 @@ class GroupCheck:
         """Load the second worker from the snapshots of the first."""
 
         def load(family: Family) -> None:
-            problem = second.load_family(
-                family.name,
-                self._paths[family.name],
-                family.dtype,
-                family.max_model_len,
-                first.snapshots[family.name],
-            )
-            if problem:
-                self._set(family, "serve", Cell(Outcome.NO, problem))
+            snapshot = first.snapshots[family.name]
+            loaded = second.load_family(family, self._paths[family.name], snapshot)
+            if loaded.snapshot_problem:
+                self._set(family, "serve", Cell(Outcome.NO, loaded.snapshot_problem))
 
         for family in list(self.families):
             problem = _problem_of(load, family)

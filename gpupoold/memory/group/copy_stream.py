@@ -107,6 +107,7 @@ class LeaderCopyStream:
     def close(self) -> None:
         for link in self._links:
             link.close()  # ends the followers' threads
+        self._orders.send("forget_copy_stream", self._number)
         self._own.close()
 
     def _placed(self, copies: Sequence[Copy]) -> list[PlacedCopy]:

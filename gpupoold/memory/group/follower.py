@@ -81,12 +81,11 @@ class FollowerMemory:
         own = self._device.open_copy_stream(direction)
         stream = FollowerCopyStream(Link.of(fd), own, self.regions, self._copy_fences, self._done)
         self._copy_streams[number] = stream
+        threading.Thread(target=stream.run, name="copy", daemon=True).start()
 
-        def run() -> None:
-            stream.run()
-            del self._copy_streams[number]
-
-        threading.Thread(target=run, name="copy", daemon=True).start()
+    def forget_copy_stream(self, number: int) -> None:
+        """Forget a copy stream that the leader has closed, whose thread ends by itself."""
+        del self._copy_streams[number]
 
     def record_copy_fence(self, stream: int, number: int) -> None:
         self._copy_streams[stream].record_fence(number)

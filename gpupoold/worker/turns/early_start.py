@@ -118,11 +118,9 @@ def _all_meet(engine: ModelEngine, called: Sequence[str]) -> bool:
     layers = engine.runner.compilation_config.static_forward_context
     for name in called:
         parent = _module_name(engine, layers[name]).rpartition(".")[0]
-        projections = (
-            module
-            for module in model.get_submodule(parent).children()
-            if isinstance(module, RowParallelLinear)
-        )
+        # A mixer with a state has its projection inside, attention has its projection beside.
+        near = (*layers[name].children(), *model.get_submodule(parent).children())
+        projections = [module for module in near if isinstance(module, RowParallelLinear)]
         if not any(one.reduce_results and one.tp_size > 1 for one in projections):
             return False
     return True

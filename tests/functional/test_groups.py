@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,26 @@ def test_answers_without_a_seed_are_drawn_alike_on_all_ranks(peer: WorkerPeer) -
         peer.run_until_ended(salt)
         rests.append(peer.tokens[salt])
     assert rests[0] == rests[1]
+
+
+def test_a_load_that_fails_before_the_ranks_build_leaves_the_group_as_before(
+    peer: WorkerPeer,
+    of_one_gpu: dict[tuple[str, int], list[int]],
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """The leader's configuration finds that two ranks cannot share one head."""
+    shutil.copytree(tiny_models[LLAMA], tmp_path / "one-head")
+    config = json.loads((tmp_path / "one-head" / "config.json").read_text())
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    (tmp_path / "one-head" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AssertionError, match="attention heads"):
+        peer.load("one-head", tmp_path / "one-head", max_model_len=512)
+    model, index = MODELS[0], 0
+    peer.ask(model, "afterwards", prompt(index), max_tokens=MAX_TOKENS)
+    peer.run_until_ended("afterwards")
+    assert peer.tokens["afterwards"] == of_one_gpu[model, index]
+    peer.call("check_integrity")
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,8 @@ class Shard:
 
     @property
     def _runner(self) -> Any:
-        return getattr(getattr(self.worker, "worker", None), "model_runner", None)
+        # A wrapper without a worker, of a load that ended before, looks attributes up for ever.
+        return getattr(vars(self.worker).get("worker"), "model_runner", None)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the worker between two orders.

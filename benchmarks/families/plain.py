@@ -35,6 +35,7 @@ _ENVIRONMENT = {
 }
 
 
+_RANK = "benchmarks.families.plain_rank.PlainRank"
 _NUM_COMPARED = 48  # tokens of answers about two images
 
 # vLLM's own error for a model class that cannot be imported does not name the missing package.
@@ -77,6 +78,8 @@ class PlainVllm:
             VllmCannot: vLLM cannot serve the model.
         """
         options |= {"tensor_parallel_size": self._num_gpus}
+        if self._num_gpus > 1:
+            options |= {"worker_extension_cls": _RANK}
         self._call("load", name=name, path=str(path), dtype=dtype, options=options)
 
     def with_image(self, name: str, prompt: Prompt, image_text: str, seed: int) -> Prompt:

@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.families.cells import COLUMNS, Cell, Outcome
 from benchmarks.families.family import Family
-from benchmarks.families.plain import PlainVllm, VllmCannot
+from benchmarks.families.plain import PlainVllm
+from benchmarks.families.problems import problem_of
 from benchmarks.families.prompts import (
     LONG,
     SIZES,
@@ -24,9 +25,9 @@ from benchmarks.families.prompts import (
 )
 from benchmarks.families.workers import FamilyWorker
 from gpupoold.checkpoints.tiny_vision import VISION_FAMILIES
-from gpupoold.wire.channel import ChannelClosed
 
 _ENCODER_BYTES = 2 << 20  # kept free for the outputs of an image encoder
+_MAX_ATTEMPTS = 4  # to have requests of all families running
 _MAX_SWITCH_REQUESTS = 120  # of a group under memory pressure
 _TOLERANCE = 1e-5  # of the numbers of pooling models
 _NUM_ROUNDS = 2  # of all prompts, under memory pressure
@@ -83,12 +84,12 @@ class GroupCheck:
     def _ask_vllm(self) -> None:
         """Get vLLM's answers; families that vLLM cannot run get their cells, and leave."""
         for family in list(self.families):
-            problem = _problem_of(self._get_answers, family)
+            problem = problem_of(self._get_answers, family)
             if problem is None:
                 continue
             # Of states at block boundaries vLLM's CPU kernels of Mamba 2 have none.
             self._notes[family.name] = "vLLM alone without prefix cache"
-            again = _problem_of(
+            again = problem_of(
                 lambda one: self._get_answers(one, enable_prefix_caching=False), family
             )
             if again is not None:
@@ -159,7 +160,7 @@ class GroupCheck:
             self._weight_bytes[family.name] = loaded.model.weight_bytes
 
         for family in list(self.families):
-            problem = _problem_of(load, family)
+            problem = problem_of(load, family)
             if problem is not None:
                 self._set(family, "serve", problem)
                 self.families.remove(family)
@@ -260,7 +261,7 @@ class GroupCheck:
                 self._set(family, "serve", Cell(Outcome.NO, loaded.snapshot_problem))
 
         for family in list(self.families):
-            problem = _problem_of(load, family)
+            problem = problem_of(load, family)
             if problem is not None:
                 self._set(family, "migrate", problem)
                 self.families.remove(family)
@@ -294,14 +295,7 @@ class GroupCheck:
     def _kill_and_resume(self, first: FamilyWorker, second: FamilyWorker) -> None:
         """Kill the first worker while it answers for all families."""
         num_tokens = SIZES[LONG][1]
-        before: dict[str, list[int]] = {}
-        for family in self._generating:
-            request_id = f"resume-{family.name}"
-            self._ask(first, family, request_id, LONG)
-        for family in self._generating:
-            first.wait_tokens(f"resume-{family.name}", _NUM_TOKENS_BEFORE_KILL)
-        for family in self._generating:
-            before[family.name] = first.tokens[f"resume-{family.name}"]
+        before = {name: first.tokens[one] for name, one in self._ask_all(first).items()}
         first.kill(rank=self._num_gpus - 1)
 
         def resume(family: Family) -> Cell:
@@ -318,6 +312,23 @@ class GroupCheck:
         for family in self.families:
             self._fill(family, "resume", resume)
         second.call("check_integrity")
+
+    def _ask_all(self, worker: FamilyWorker) -> dict[str, str]:
+        """Return a request of each family, all of which have begun to answer.
+
+        A request that has ended before the others began is asked again.
+        """
+        ids: dict[str, str] = {}
+        for attempt in range(_MAX_ATTEMPTS):
+            missing = [
+                one for one in self._generating if ids.get(one.name) in (None, *worker.ended)
+            ]
+            for family in missing:
+                ids[family.name] = f"resume-{family.name}-{attempt}"
+                self._ask(worker, family, ids[family.name], LONG)
+            for family in missing:
+                worker.wait_tokens(ids[family.name], _NUM_TOKENS_BEFORE_KILL)
+        return ids
 
     @property
     def _generating(self) -> list[Family]:
@@ -380,7 +391,7 @@ class GroupCheck:
 
     def _fill(self, family: Family, column: str, check: Callable[[Family], Cell]) -> None:
         found: list[Cell] = []
-        problem = _problem_of(lambda one: found.append(check(one)), family)
+        problem = problem_of(lambda one: found.append(check(one)), family)
         self._set(family, column, found[0] if problem is None else problem)
 
     def _set(self, family: Family, column: str, cell: Cell) -> None:
@@ -388,16 +399,3 @@ class GroupCheck:
         old = self.cells[family.name].get(column)
         if old is None or old.outcome is Outcome.YES:
             self.cells[family.name][column] = cell
-
-
-def _problem_of(check: Callable[[Family], None], family: Family) -> Cell | None:
-    """Run a check; return the cell of its failure."""
-    try:
-        check(family)
-    except ChannelClosed:
-        raise
-    except (AssertionError, TimeoutError, VllmCannot) as error:
-        [said] = error.args[:1] or [error]
-        text = getattr(said, "message", None) or str(said)
-        return Cell(Outcome.NO, " ".join(text.split())[:300])
-    return None

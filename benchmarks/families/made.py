@@ -38,7 +38,15 @@ MADE_FAMILIES: tuple[Family, ...] = (
         maker="qwen2_5_vl",
         task="vision",
     ),
-    Family("qwen3-vl", "Qwen3-VL (vision)", "qwen3_vl", "vision", maker="qwen3_vl", task="vision"),
+    Family(
+        "qwen3-vl",
+        "Qwen3-VL (vision)",
+        "qwen3_vl",
+        "vision",
+        maker="qwen3_vl",
+        task="vision",
+        weight_growth=2.0,  # on groups
+    ),
     Family(
         "gemma4-vision",
         "Gemma 4 (vision)",

@@ -135,19 +135,22 @@ def test_answers_without_a_seed_are_drawn_alike_on_all_ranks(peer: WorkerPeer) -
     assert rests[0] == rests[1]
 
 
-def test_a_load_that_fails_before_the_ranks_build_leaves_the_group_as_before(
+def test_loads_that_fail_leave_the_group_as_before(
     peer: WorkerPeer,
     of_one_gpu: dict[tuple[str, int], list[int]],
     tiny_models: dict[str, Path],
+    tiny_pooling_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """The leader's configuration finds that two ranks cannot share one head."""
+    """Before the ranks build, and in the self-check: vLLM's ModernBERT runs on one rank only."""
     shutil.copytree(tiny_models[LLAMA], tmp_path / "one-head")
     config = json.loads((tmp_path / "one-head" / "config.json").read_text())
     config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
     (tmp_path / "one-head" / "config.json").write_text(json.dumps(config))
     with pytest.raises(AssertionError, match="attention heads"):
         peer.load("one-head", tmp_path / "one-head", max_model_len=512)
+    with pytest.raises(AssertionError, match="in its self-check: split_with_sizes"):
+        peer.load("modernbert", tiny_pooling_models["tiny-modernbert-embed"], max_model_len=256)
     model, index = MODELS[0], 0
     peer.ask(model, "afterwards", prompt(index), max_tokens=MAX_TOKENS)
     peer.run_until_ended("afterwards")

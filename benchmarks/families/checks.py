@@ -143,7 +143,9 @@ class GroupCheck:
             for family in self.families
         ]
         has_images = any(family.task == "vision" for family in self.families)
+        is_latent = any(family.mechanism == "MLA" for family in self.families)
         room_bytes = _KV_ROOM_BYTES + has_images * _ENCODER_BYTES
+        room_bytes *= self._num_gpus if is_latent else 1  # each GPU has the complete latent KV
         device_bytes = int(max(sizes)) + room_bytes
         log_path = log_path.with_suffix(f".worker-{number}")
         worker = FamilyWorker(number, device_bytes, log_path, self._num_gpus)

@@ -298,7 +298,7 @@ FAMILIES: tuple[Family, ...] = (
             initial_context_length=MAX_POSITION_EMBEDDINGS,
         ),
         template="openai-gpt-oss-120b",
-        weight_growth=8.0,
+        weight_growth=14.0,
     ),
     Family(
         "deepseek-v2",

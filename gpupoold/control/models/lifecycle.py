@@ -96,7 +96,6 @@ class ModelLifecycle:
             history,
             fleet,
             dispatcher,
-            supervisor,
             snapshots,
             placement,
             mounts,

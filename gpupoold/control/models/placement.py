@@ -104,6 +104,13 @@ class EnginePlacement:
                     raise
                 _logger.info("%s", error)
 
+    def first_worker(self, row: ModelRow) -> Worker | None:
+        """Return the worker on which ``load_first`` would load now, None without a choice."""
+        try:
+            return self._worker(self._first_choice(row, row.weight_bytes, set()))
+        except GpupoolError:
+            return None
+
     async def load_on(self, name: str, worker: Worker, reason: HostingReason | None = None) -> None:
         """Load a registered model on a worker, and open the model; no effect on a model that is
         being removed, or that the worker should not host.

@@ -216,7 +216,7 @@ class ModelsBox:
         stored = StoredSnapshots(FdStore(Notifier()), keys)
         self.cache = SnapshotCache(num_snapshots * PAGE, stored)
         self.saved = SavedSnapshots(folder / "snapshots", 1 << 20, keys)
-        self.fleet = Fleet(self.cache)
+        self.fleet = Fleet(self.cache, degrees=[one.num_gpus for one in settings.devices])
         self.supervisor = WorkerSupervisor(
             settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start
         )
@@ -233,7 +233,8 @@ class ModelsBox:
         self.snapshots = snapshots = ModelSnapshots(
             settings,
             history,
-            self.dispatcher.live,
+            self.fleet,
+            self.dispatcher,
             self.supervisor,
             self.cache,
             self.saved,

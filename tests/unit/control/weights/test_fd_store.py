@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import Label, StoredSnapshots, _sealed
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.memory.memfd import create_memfd
@@ -51,11 +51,11 @@ class Daemon:
         await self.keys.note(model, READY)
         fd = create_memfd("snapshot", SIZE)
         os.pwrite(fd, data, 0)
-        self.cache.put(model.name, fd, "layout", (1, 2))
+        self.cache.put(SnapshotId(model.name), fd, "layout", (1, 2))
 
     async def restore(self, *models: ModelToLoad) -> dict[str, bytes]:
         await self.stored_snapshots.restore(models, READY, self.cache)
-        return {name: os.pread(one.fd, 7, 0) for name, one in self.cache.snapshots.items()}
+        return {of.model: os.pread(one.fd, 7, 0) for of, one in self.cache.snapshots.items()}
 
     def end(self) -> None:
         self.cache.close()
@@ -74,7 +74,7 @@ async def test_an_snapshot_outlives_daemons(manager: FakeManager, model: ModelTo
     for _ in range(2):
         daemon = Daemon(manager)
         assert await daemon.restore(model) == {"a": b"weights"}
-        snapshot = daemon.cache.get("a")
+        snapshot = daemon.cache.get(SnapshotId("a"))
         assert snapshot is not None
         assert (snapshot.num_bytes, snapshot.digest, snapshot.self_check) == (
             SIZE,
@@ -99,7 +99,9 @@ async def test_what_leaves_the_cache_is_not_kept(
         assert before not in manager.stored
         assert len(manager.stored) == 1
     else:
-        daemon.cache.drop("a") if how == "drop" else daemon.cache.retire("a")
+        daemon.cache.drop(SnapshotId("a")) if how == "drop" else daemon.cache.retire(
+            SnapshotId("a")
+        )
         manager.wait_for("FDSTOREREMOVE")
         assert manager.stored == {}
     daemon.end()
@@ -199,6 +201,6 @@ async def test_nothing_is_kept_without_a_manager(model: ModelToLoad) -> None:
     keys = SnapshotKeys()
     cache = SnapshotCache(SIZE, StoredSnapshots(FdStore(Notifier()), keys))
     await keys.note(model, READY)
-    cache.put("a", create_memfd("snapshot", SIZE), "layout")
-    cache.drop("a")
+    cache.put(SnapshotId("a"), create_memfd("snapshot", SIZE), "layout")
+    cache.drop(SnapshotId("a"))
     assert cache.used_bytes == 0

@@ -292,7 +292,9 @@ class ModelSnapshots:
     def _degrees_of(self, request: LiveRequest) -> set[int]:
         """Return the degrees of the devices that have a request or may get the request."""
         if request.device is None:
-            return self._devices.degrees
+            hosts = self._fleet.devices_with_snapshot(request.model)
+            awake = set(hosts) - self._devices.resting(request.model)
+            return {self._devices.degree(one) for one in awake} if hosts else self._devices.degrees
         numbers = {request.device}
         if request.migration is not None:
             numbers |= {request.migration.source, request.migration.target}

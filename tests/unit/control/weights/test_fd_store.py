@@ -99,9 +99,8 @@ async def test_what_leaves_the_cache_is_not_kept(
         assert before not in manager.stored
         assert len(manager.stored) == 1
     else:
-        daemon.cache.drop(SnapshotId("a")) if how == "drop" else daemon.cache.retire(
-            SnapshotId("a")
-        )
+        leave = daemon.cache.drop if how == "drop" else daemon.cache.retire
+        leave(SnapshotId("a"))
         manager.wait_for("FDSTOREREMOVE")
         assert manager.stored == {}
     daemon.end()

@@ -94,6 +94,7 @@ async def build_control_plane(
         cache,
         Inspector(settings, forks),
     )
+    await lifecycle.room.divisions.restore()
     host_budget = snapshots.host_budget
     operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
     cache_control = CacheControl(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,14 @@ from tests.functional.daemon_tools import (
     QWEN2,
     Background,
     api_client,
+    ask,
     check_all,
     emulated_config,
     eventually,
     ps,
     undisturbed,
     until,
+    usage,
 )
 from tests.functional.worker_peer import WorkerPeer, prompt
 
@@ -103,12 +106,14 @@ def test_answers_without_a_seed_are_drawn_alike_on_all_ranks(peer: WorkerPeer) -
     assert rests[0] == rests[1]
 
 
-@pytest.fixture
-def box(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[PrivateDaemon]:
+@pytest.fixture(scope="module")
+def box(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
     """A group of two GPUs, and a GPU alone."""
     num_bytes = int(1.8 * max(weight_bytes(tiny_models[name]) for name in (LLAMA, QWEN2)))
     config = emulated_config(num_bytes, num_gpus=NUM_RANKS) + emulated_config(num_bytes)
-    with private_daemon(config, tmp_path / "daemon") as daemon:
+    with private_daemon(config, tmp_path_factory.mktemp("box") / "daemon") as daemon:
         for name in (LLAMA, QWEN2):
             daemon.add_model(name, tiny_models[name], devices=[0], **LOAD_OPTIONS)
         until(lambda: all(one.state == "ready" for one in ps(daemon).models), BACK_S)
@@ -133,6 +138,48 @@ async def test_answers_survive_the_death_of_a_rank(box: PrivateDaemon, rank: int
         assert await undisturbed(api, ASKED, NUM_TOKENS) == alone
         await eventually(lambda: not ps(box).requests)
     check_all(box)
+
+
+async def test_each_degree_loads_the_checkpoint_once(
+    box: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(tiny_models[LLAMA], tmp_path / "both")
+    box.add_model("both", checkpoint, devices=[0, 1], **LOAD_OPTIONS)
+    assert places(box) == [(1, "host"), (2, "host")]
+    async with api_client(box.http_url) as api:
+        alone = await ask(api, LLAMA, "two degrees", NUM_TOKENS)
+        assert await ask(api, "both", "two degrees", NUM_TOKENS) == alone
+        for file in checkpoint.glob("*.safetensors"):
+            file.unlink()
+        before = [device.pid for device in ps(box).devices]
+        for pid in before:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: have_restarted(box, before), BACK_S)
+        for number in (0, 1):
+            with box.client() as client:
+                client.drain(number)
+            assert await ask(api, "both", "two degrees", NUM_TOKENS) == alone
+            with box.client() as client:
+                client.undrain(number)
+        await eventually(lambda: not ps(box).requests)
+    with box.client() as client:
+        assert "snapshot_refused" not in {one.kind for one in client.events()}
+    assert places(box) == [(1, "host"), (2, "host")]
+    check_all(box)
+
+
+def places(daemon: PrivateDaemon) -> list[tuple[int, str]]:
+    """The degrees and places of the snapshots of the model on both devices."""
+    with daemon.client() as client:
+        [found] = [one for one in client.cache().models if one.name == "both"]
+    return [(one.num_gpus, one.state) for one in found.snapshots]
+
+
+def have_restarted(daemon: PrivateDaemon, before: list[int | None]) -> bool:
+    devices = ps(daemon).devices
+    are_new = all(one.pid not in before and one.state == "ready" for one in devices)
+    return are_new and {one.device for one in usage(daemon, "both").engines} == {0, 1}
 
 
 def pids_of(daemon: PrivateDaemon) -> list[int]:

@@ -89,7 +89,7 @@ class EngineChanges:
         await self._room.divisions.check(new)
         self._check_hosts(new)
         if await asyncio.to_thread(_have_same_engine, old, new):
-            return await self._registry.set_engine(old.name, engine)
+            return await self._record(new)
         done: list[Worker] = []
         numbers, needed = self._fleet.availability(old.name).devices, self._fleet.snapshots.all_of
         with self._snapshots.host_budget.holding(*needed(old.name, numbers)):
@@ -107,7 +107,12 @@ class EngineChanges:
                     await self._undo(old, done)
                     raise
                 self._snapshots.drop_outdated(old.name)
-                return await self._registry.set_engine(old.name, engine)
+                return await self._record(new)
+
+    async def _record(self, new: ModelSpec) -> ModelRow:
+        row = await self._registry.set_engine(new.name, new.engine)
+        await self._room.divisions.keep(new)
+        return row
 
     async def _leave_resting(self, name: str) -> None:
         """Unload resting engines, for whose new snapshots there would be no memory."""

@@ -100,9 +100,9 @@ class EnginePlacement:
                 full.add(choice.device)
                 _logger.info("%s", error)
             except Refused as error:
-                if isinstance(error, CacheFull) or not await self._is_elsewhere(
-                    spec, choice, error
-                ):
+                if isinstance(error, CacheFull):
+                    raise
+                if not await self._is_elsewhere(spec, choice, error):
                     raise
                 _logger.info("%s", error)
 

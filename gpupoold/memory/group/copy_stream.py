@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Copy, CopyStream
 from gpupoold.memory.group.link import Link, RankLost
 from gpupoold.memory.group.orders import OrderBook, OrderCount
@@ -21,7 +22,8 @@ PlacedCopy = tuple[RegionPlace, RegionPlace, int]
 class Fences:
     """Fences of all copy streams of a rank by the group's number.
 
-    A fence applies to all copy streams of a direction, so that streams share this object.
+    A fence applies to all copy streams of a direction, so that streams share this object. The
+    latest 4096 can be waited for.
     """
 
     def __init__(self) -> None:
@@ -35,8 +37,17 @@ class Fences:
                 self._own.popitem(last=False)
 
     def own(self, number: int) -> int:
-        """Return the own fence of a number, 0 for no fence."""
-        return self._own[number] if number else 0
+        """Return the own fence of a number, 0 for no fence.
+
+        Raises:
+            Failed: more fences than the limit were recorded since.
+        """
+        with self._lock:
+            own = self._own.get(number) if number else 0
+        if own is None:
+            text = f"copies wait for fence {number}, which is not among the latest {_MAX_FENCES}"
+            raise Failed(text, "restart the worker; this is an error of gpupool")
+        return own
 
 
 class LeaderCopyStream:
@@ -74,10 +85,11 @@ class LeaderCopyStream:
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         placed = self._placed(copies)
+        own_after = self._fences.own(after)  # before the followers, which record the same fences
         if placed:
             for link in self._links:
                 link.send((self._orders.num_sent, placed, after))
-        own = self._own.begin(copies, self._fences.own(after))
+        own = self._own.begin(copies, own_after)
         self._num_begun += 1
         self._begun.append((self._num_begun, own, bool(placed)))
         return self._num_begun

@@ -14,7 +14,7 @@ from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.wire import messages as m
-from tests.unit.control.models.models_box import PAGE, ModelsBox, running
+from tests.unit.control.models.models_box import PAGE, TIMEOUT_S, ModelsBox, running
 
 SINGLE, GROUP = SnapshotId("a", 1), SnapshotId("a", 2)
 DEVICES = ("cuda:0", "cuda:1-2")
@@ -23,7 +23,7 @@ DEVICES = ("cuda:0", "cuda:1-2")
 def box_of(
     tmp_path: Path, registry: Registry, history: History, num_snapshots: int = 1024
 ) -> ModelsBox:
-    return ModelsBox(tmp_path, registry, history, num_snapshots, devices=DEVICES)
+    return ModelsBox(tmp_path, registry, history, num_snapshots, TIMEOUT_S, devices=DEVICES)
 
 
 def files(box: ModelsBox) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.logs.journal import JournalHandler, encode, is_journal
+from tests.unit.descriptors import open_descriptors, opened_since
 
 
 class Journal:
@@ -129,11 +129,11 @@ def test_several_lines_and_a_traceback(logger: logging.Logger, journal: Journal)
 
 
 def test_what_is_too_large_for_a_datagram(logger: logging.Logger, journal: Journal) -> None:
-    num_before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     text = "x" * (8 << 20)
     logger.info("%s", text)
     assert journal.read()["MESSAGE"] == text
-    assert len(os.listdir("/proc/self/fd")) == num_before
+    assert not opened_since(before)
 
 
 def test_without_a_journal_records_are_on_standard_error(

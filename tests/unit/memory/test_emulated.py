@@ -15,6 +15,7 @@ from gpupoold.memory.contracts import PageRun
 from gpupoold.memory.emulated import EmulatedDevice, default_page_bytes
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.memfd import available_bytes, create_memfd
+from tests.unit.descriptors import open_descriptors, opened_since
 from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
 
 
@@ -194,26 +195,26 @@ def test_large_devices_get_larger_pages() -> None:
 
 def test_more_memory_than_there_is_is_refused_at_once() -> None:
     too_much = 2 * available_bytes()
-    started_s, fds = time.monotonic(), num_fds()
+    started_s, fds = time.monotonic(), open_descriptors()
     with pytest.raises(OSError, match="gpupool-device"):
         EmulatedDevice(too_much)
     with pytest.raises(OSError, match="snapshot"):
         HostBuffer.create("snapshot", too_much)
     assert time.monotonic() - started_s < 1
-    assert num_fds() == fds
+    assert not opened_since(fds)
 
 
 def test_failing_memfd_is_closed() -> None:
-    fds = num_fds()
+    fds = open_descriptors()
     with pytest.raises(OSError, match="Invalid argument"):
         create_memfd("empty", 0)
-    assert num_fds() == fds
+    assert not opened_since(fds)
 
 
 def test_closing_leaves_nothing() -> None:
-    fds, mappings = num_fds(), num_mappings()
+    fds, mappings = open_descriptors(), num_mappings()
     Rig().close()
-    assert num_fds() == fds
+    assert not opened_since(fds)
     assert num_mappings() <= mappings + 4  # thread stacks may be kept by the C library
 
 
@@ -237,10 +238,6 @@ def test_libc_copies() -> None:
     libc.memcpy(address + PAGE, address, PAGE)
     assert read(address + PAGE, PAGE) == b"\x07" * PAGE
     libc.munmap(address, 2 * PAGE)
-
-
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def num_mappings() -> int:

@@ -20,6 +20,7 @@ import pytest
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel, BlockingChannel, ChannelClosed, DescriptorsLost
 from gpupoold.wire.codec import encode_frame
+from tests.unit.descriptors import open_descriptors, opened_since
 from tests.unit.wire.samples import LOADED, MESSAGES, MODEL
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ FROM_INSTANCE = [message for message in MESSAGES if isinstance(message, m.FromWo
 @contextlib.asynccontextmanager
 async def channels() -> AsyncIterator[Both]:
     """A daemon's end and a worker's; no descriptor is left afterwards."""
-    before = open_fds()
+    before = open_descriptors()
     ours, theirs = socket.socketpair()
     daemon: AsyncChannel[m.FromWorker] = AsyncChannel(ours, m.FromWorker)
     worker: BlockingChannel[m.ToWorker] = BlockingChannel(theirs, m.ToWorker)
@@ -42,12 +43,7 @@ async def channels() -> AsyncIterator[Both]:
         daemon.close()
         worker.close()
         await asyncio.sleep(0)
-    assert open_fds() == before
-
-
-def open_fds() -> set[str]:
-    names = os.listdir("/proc/self/fd")
-    return {name for name in names if os.path.exists(f"/proc/self/fd/{name}")}
+    assert not opened_since(before)
 
 
 def memfd(text: str) -> int:
@@ -289,7 +285,7 @@ def test_lost_descriptors_are_those_of_one_message() -> None:
     fd, last = memfd("snapshot"), memfd("last")
     socket.send_fds(ours, [encode_frame(m.LoadModel(MODEL, True))], [fd] * 17)
     socket.send_fds(ours, [encode_frame(m.LoadModel(MODEL, True))], [last])
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     assert worker.receive(1.0)
     came = [worker.take_fd() for _ in range(16)]
     with pytest.raises(DescriptorsLost, match="descriptors of a message were lost"):
@@ -298,7 +294,7 @@ def test_lost_descriptors_are_those_of_one_message() -> None:
         os.close(one)
     assert worker.receive(1.0)
     assert content(worker.take_fd()) == "last"
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not opened_since(before)
     os.close(fd)
     os.close(last)
     ours.close()
@@ -338,7 +334,7 @@ def test_a_descriptor_beyond_those_of_select() -> None:
 
 
 async def test_a_killed_process_closes_its_channel(project_env: dict[str, str]) -> None:
-    before = open_fds()
+    before = open_descriptors()
     ours, theirs = socket.socketpair()
     script = f"""
 import os, socket, signal
@@ -364,7 +360,7 @@ os.kill(os.getpid(), signal.SIGKILL)
             daemon.send(m.Shutdown())
         daemon.close()
         assert process.wait(10) == -9
-    assert open_fds() == before
+    assert not opened_since(before)
 
 
 def test_a_blocked_sender_learns_of_the_death() -> None:

@@ -18,6 +18,7 @@ import pytest
 from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.forks import ANSWER_TIMEOUT_S, ForkedProcess, ForkServer
+from tests.unit.descriptors import open_descriptors, opened_since
 
 TIMEOUT_S = 20
 SAMPLE = """
@@ -268,7 +269,7 @@ async def test_a_process_that_cannot_be_watched_does_not_stay(
 async def test_no_file_may_be_opened_here(rig: Rig, restored_limit: tuple[int, int]) -> None:
     """The process that was forked meanwhile is ended: its pidfd got lost."""
     first, told = await rig.start("wait")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     os.kill(told["parent"], signal.SIGSTOP)
     waiting = asyncio.create_task(rig.start("wait"))
     for _ in range(100):
@@ -281,5 +282,5 @@ async def test_no_file_may_be_opened_here(rig: Rig, restored_limit: tuple[int, i
     async with asyncio.timeout(TIMEOUT_S):
         while len(psutil.Process(told["parent"]).children()) > 1:
             await asyncio.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not opened_since(before)
     await assert_server_goes_on(rig, first, told["parent"])

@@ -125,3 +125,21 @@ def test_an_snapshot_that_is_there_already_stays() -> None:
     assert cache.put(A, other, "d1", (2,)) == CachedSnapshot(other, 3000, "d1", (2,))
     assert not is_open(fd)
     cache.close()
+
+
+def test_each_degree_counts_and_goes_alone() -> None:
+    cache = SnapshotCache(10_000, now=lambda: 5.0)
+    group = SnapshotId("a", 2)
+    cache.touch("a", at=1.0)
+    cache.put(A, snapshot(3000), "d1")
+    cache.put(group, snapshot(4000), "d2")
+    assert (cache.used_bytes, cache.num_bytes("a"), cache.degrees("a")) == (7000, 7000, [1, 2])
+    assert (cache.short_bytes(group, 7000), cache.short_bytes(group, 7001)) == (0, 1)
+    cache.touch("a", degree=2)
+    assert (cache.last_use_of(A), cache.last_use_of(group)) == (1.0, 5.0)
+    cache.drop(A)
+    assert list(cache.snapshots) == [group]
+    assert cache.known_bytes(A) == 3000
+    cache.put(A, snapshot(3000), "d1")
+    cache.forget("a")
+    assert (cache.used_bytes, cache.known_bytes(A)) == (0, None)

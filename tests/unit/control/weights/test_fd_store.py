@@ -16,6 +16,7 @@ from gpupoold.memory.memfd import create_memfd
 from gpupoold.system.systemd import FdStore, NamedFd, Notifier
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.service_manager import FakeManager
+from tests.unit.descriptors import open_descriptors, opened_since
 
 READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
 SIZE = 8192
@@ -186,14 +187,15 @@ async def test_what_is_no_snapshot_is_let_go(
     manager.wait_for("FDSTORE")
     for fd in fds:
         os.close(fd)
-    num_before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     daemon = Daemon(manager)
     manager.wait_for("FDSTOREREMOVE")
     assert manager.stored == {}
     assert "snapshot-1: the snapshot stored by systemd is not used" in caplog.text
     assert why in caplog.text
     assert await daemon.restore() == {}
-    assert len(os.listdir("/proc/self/fd")) == num_before - len(fds)
+    assert not opened_since(before)
+    assert len(before.items() - open_descriptors().items()) >= len(fds)
 
 
 async def test_nothing_is_kept_without_a_manager(model: ModelToLoad) -> None:
@@ -203,3 +205,29 @@ async def test_nothing_is_kept_without_a_manager(model: ModelToLoad) -> None:
     cache.put(SnapshotId("a"), create_memfd("snapshot", SIZE), "layout")
     cache.drop(SnapshotId("a"))
     assert cache.used_bytes == 0
+
+
+async def test_a_snapshot_of_another_degree_waits_for_its_worker(
+    manager: FakeManager, model: ModelToLoad
+) -> None:
+    ready = msgspec.structs.replace(READY, device_name="2 x CPU")
+    daemon = Daemon(manager)
+    await daemon.put(model)
+    await daemon.keys.note(model, ready, 2)
+    daemon.cache.put(SnapshotId("a", 2), create_memfd("snapshot", SIZE), "layout of two")
+    manager.wait_for("FDSTORE", 2)
+    daemon.end()
+    daemon = Daemon(manager)
+    await daemon.stored_snapshots.restore([model], READY, daemon.cache, 1, later={2})
+    assert list(daemon.cache.snapshots) == [SnapshotId("a")]
+    assert len(manager.stored) == 2
+    await daemon.stored_snapshots.restore([model], ready, daemon.cache, 2, later={1})
+    found = daemon.cache.get(SnapshotId("a", 2))
+    assert found is not None
+    assert found.digest == "layout of two"
+    daemon.end()
+    daemon = Daemon(manager)  # the box has no group any more
+    assert await daemon.restore(model) == {"a": b"weights"}
+    manager.wait_for("FDSTOREREMOVE")
+    assert len(manager.stored) == 1
+    daemon.end()

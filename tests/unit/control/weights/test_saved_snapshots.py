@@ -13,6 +13,7 @@ from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
+from tests.unit.descriptors import open_descriptors, opened_since
 
 READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
 SIZE = 8192
@@ -130,13 +131,13 @@ async def test_settled_is_after_saving(
     snapshots = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
     await snapshots.settled(A)
     await snapshots.look_up(model("a", checkpoint), READY)
-    num_before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(3):
         snapshots.keep(A, snapshot)
-    assert len(os.listdir("/proc/self/fd")) == num_before + 3
+    assert len(opened_since(before)) == 3
     await snapshots.settled(A)
     assert await snapshots.sizes() == {A: SIZE}
-    assert len(os.listdir("/proc/self/fd")) == num_before  # no descriptor keeps the memory
+    assert not opened_since(before)  # no descriptor keeps the memory
 
 
 async def test_a_smaller_budget_deletes_what_was_used_least_recently(

@@ -19,6 +19,7 @@ from gpupoold.control.weights import snapshot_files as snapshot_files
 from gpupoold.control.weights.snapshot_files import SnapshotFiles
 from gpupoold.errors import Failed
 from gpupoold.memory import memfd
+from tests.unit.descriptors import open_descriptors, opened_since
 
 MIB = 1 << 20
 HEADER_BYTES = 4096
@@ -49,16 +50,6 @@ def loaded(files: SnapshotFiles, key: str) -> bytes | None:
         os.close(saved.fd)
 
 
-def open_descriptors() -> dict[str, str]:
-    """All but the one that lists them."""
-    folder = Path("/proc/self/fd")
-    return {
-        name: os.readlink(folder / name)
-        for name in os.listdir(folder)
-        if (folder / name).is_symlink()
-    }
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "state" / "snapshots"
@@ -73,7 +64,7 @@ def files(folder: Path) -> SnapshotFiles:
 def no_leaked_descriptors() -> Iterator[None]:
     before = open_descriptors()
     yield
-    assert open_descriptors() == before
+    assert not opened_since(before)
 
 
 # Saving and loading

@@ -109,7 +109,7 @@ class ModelLoader:
         self._dispatcher.forget(name)
         async with self._fleet.lock(name).alone():
             await self._take_off(name)
-            self._snapshots.forget(name)
+            await self._snapshots.forget(name)
 
     async def withdraw(self, name: str) -> None:
         """Unload the model from all frontends and workers, keeping the saved snapshot.

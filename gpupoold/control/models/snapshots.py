@@ -204,15 +204,15 @@ class ModelSnapshots:
             self._cache.drop(of)
         self.host_budget.changed()
 
-    def renew(self, model: str) -> None:
+    async def renew(self, model: str) -> None:
         """Drop damaged snapshots from host memory and from disk."""
         self._cache.drop_all(model)
-        self._saved.forget(model)
+        await self._saved.forget(model)
 
-    def forget(self, model: str) -> None:
+    async def forget(self, model: str) -> None:
         """Forget a removed model and its snapshots."""
         self._cache.forget(model)
-        self._saved.forget(model)
+        await self._saved.forget(model)
         self.host_budget.changed()
 
     async def start_order(self, registry: Registry) -> list[ModelRow]:

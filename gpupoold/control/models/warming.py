@@ -223,7 +223,7 @@ class Warmer:
         """Make the model's snapshots again and attach the new ones to all workers not at rest."""
         model = row.spec.name
         async with self._fleet.lock(model).alone():
-            self._snapshots.renew(model)
+            await self._snapshots.renew(model)
             resting = self._fleet.snapshots.resting(model)
             hosts = [one for one in self._workers_of(model) if one.number not in resting]
             for workers in self._by_degree(model, hosts):

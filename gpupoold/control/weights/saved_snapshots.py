@@ -89,8 +89,13 @@ class SavedSnapshots:
         if of in self._saving:
             await asyncio.wait({self._saving[of]})
 
-    def forget(self, model: str) -> None:
-        """Delete a removed model's files of all degrees, unless another model has the same key."""
+    async def forget(self, model: str) -> None:
+        """Delete a removed model's files of all degrees, unless another model has the same key.
+
+        Saves in progress end before, because each would bring a file back.
+        """
+        for of in [one for one in self._saving if one.model == model]:
+            await self.settled(of)
         forgotten = self._keys.forget(model)
         if self.budget_bytes:
             for key in forgotten.difference(self._keys.all().values()):

@@ -92,10 +92,10 @@ async def test_a_file_goes_with_the_last_model_that_has_it(
     await keep(snapshots, "a", checkpoint, snapshot)
     assert await snapshots.look_up(model("b", checkpoint), READY) == SIZE
     assert await snapshots.sizes() == {A: SIZE, B: SIZE}
-    snapshots.forget("a")
+    await snapshots.forget("a")
     assert len(list((tmp_path / "snapshots").iterdir())) == 1
-    snapshots.forget("b")
-    snapshots.forget("b")
+    await snapshots.forget("b")
+    await snapshots.forget("b")
     assert not list((tmp_path / "snapshots").iterdir())
 
 

@@ -145,6 +145,12 @@ class SimDevice:
             self._join(live)
         self._report_memory()
 
+    def attach_without_kv(self, live: SimLive) -> None:
+        """Attach a request whose KV is computed anew, from the prompt and the tokens so far."""
+        live.num_repeated, live.done_tokens = len(live.token_times_s), 0
+        self._report(e.Attached(live.request.id, live.num_tokens))
+        self.add(live)
+
     # Orders
 
     def plan(self, turn: Turn | None, then: str | None) -> None:
@@ -273,7 +279,7 @@ class SimDevice:
 
     def _prefill(self, model: str, live: SimLive) -> None:
         self.requests.prefilling = live
-        latency, prompt_tokens = self.models[model].latency, live.request.prompt_tokens
+        latency, prompt_tokens = self.models[model].latency, live.prefill_tokens
         prefill_s = latency.prefill_s([prompt_tokens])
         if live.done_tokens:  # chunked prefill had begun before the order changed
             left = (live.done_tokens, prompt_tokens - live.done_tokens)
@@ -283,8 +289,8 @@ class SimDevice:
     def _prefilled(self, model: str, live: SimLive) -> None:
         if self.requests.prefilling is live:  # else the request was dropped during the prefill
             self.requests.prefilling = None
-            self.memory.add_kv(model, live.request.prompt_tokens - live.done_tokens + 1)
-            live.done_tokens = live.request.prompt_tokens
+            self.memory.add_kv(model, live.prefill_tokens - live.done_tokens + 1)
+            live.done_tokens = live.prefill_tokens
             live.token_times_s.append(self._queue.now_s)
             self.requests.running[model].append(live)
             self._prefill_ended(model, (live,))

@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from vllm.distributed import parallel_state  # noqa: E402
-from vllm.distributed.device_communicators.custom_all_reduce import (  # noqa: E402
+from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.custom_all_reduce import (
     CustomAllreduce,
 )
 
-from gpupoold.worker.engine.all_reduce import (  # noqa: E402
+from gpupoold.worker.engine.all_reduce import (
     between_captures,
     copy_in_captures,
     set_all_reduce_environment,

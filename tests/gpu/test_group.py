@@ -59,6 +59,7 @@ pytestmark = [
 MODELS = (LLAMA, QWEN2)
 NUM_TOKENS = 60
 NUM_LONG = 400
+MAX_LEN = 1000
 ASKED = [(LLAMA, "one rank"), (QWEN2, "another rank"), (LLAMA, "both of them")]
 BACK_S = limit_s(100)
 
@@ -95,7 +96,7 @@ def daemon(
         stack.enter_context(mock.patch.dict(os.environ, environment))
         started = stack.enter_context(private_daemon(config, folder))
         for name in MODELS:
-            options = {"dtype": SCALE.dtype, "max_model_len": min(2048, SCALE.max_model_len)}
+            options = {"dtype": SCALE.dtype, "max_model_len": MAX_LEN}
             started.add_model(name, checkpoints.path(name), **options)
         until(lambda: all(one.state == "ready" for one in ps(started).models), BACK_S)
         yield started

@@ -73,8 +73,6 @@ class SimDevice:
         # The end of the piece of work, or of the switch, under way.
         self._piece: Scheduled[Callable[[], None]] | None = None
 
-    # Models
-
     def add_model(self, model: SimModel) -> None:
         """Add a model; requests of the model are accepted from then on."""
         self.models[model.name] = model
@@ -102,8 +100,6 @@ class SimDevice:
         """Evict the weights of a model without requests."""
         self.memory.evict_weights(name)
         self._report_memory()
-
-    # Requests
 
     def add(self, live: SimLive) -> None:
         model = live.request.model
@@ -150,8 +146,6 @@ class SimDevice:
         live.num_repeated, live.done_tokens = len(live.token_times_s), 0
         self._report(e.Attached(live.request.id, live.num_tokens))
         self.add(live)
-
-    # Orders
 
     def plan(self, turn: Turn | None, then: str | None) -> None:
         """Take an order: the present turn and the next model.

@@ -120,7 +120,8 @@ class FoundInfo(Body):
 class ModelInfo(Body):
     """A registered model.
 
-    ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
+    ``latency`` has the latency measured last, None before; ``latency.model()`` predicts.
+    ``latencies`` has the latencies on all kinds of device, also on groups of GPUs. ``usage`` has
     the present memory and requests. ``usage``, the parsers and the chat template are present for a
     single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
     example ``generate`` or ``embed``. ``devices`` were chosen by hand for its engines.
@@ -142,6 +143,7 @@ class ModelInfo(Body):
     kv_bytes_per_token: int
     created_at: float
     latency: StoredLatency | None = None
+    latencies: list[StoredLatency] = []
     usage: ModelUsage | None = None
     tasks: list[str] = []
     engine: dict[str, str] = {}

@@ -177,7 +177,9 @@ class Explainer:
         device = core.state.devices[number]
         turns = turns_of(core.policy, core.state, device, now_s)
         loading = views.loading(self._workers[number])
-        return _turns_body(turns, device.num_waiting_for_kv, loading)
+        body = _turns_body(turns, device.num_waiting_for_kv, loading)
+        settings = self._workers[number].device
+        return body.model_copy(update={"num_gpus": settings.num_gpus, "gpus": settings.gpus})
 
     def _text(self, request: LiveRequest, standing: str, number: int | None) -> str:
         text = _STANDINGS[standing].format(model=request.model, device=number)

@@ -77,6 +77,10 @@ class FollowerMemory:
         self._copy_streams[number] = stream
         threading.Thread(target=stream.run, name="copy", daemon=True).start()
 
+    def forget_copy_stream(self, number: int) -> None:
+        """Forget a copy stream that the leader has closed, whose thread ends by itself."""
+        del self._copy_streams[number]
+
     def record_copy_fence(self, stream: int, number: int) -> None:
         self._copy_streams[stream].record_fence(number)
 

@@ -44,7 +44,7 @@ from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.heap import HEAP
-from gpupoold.worker.weights import snapshot_loader as snapshot_loader
+from gpupoold.worker.weights import snapshot_loader as snapshot_loader, tensors
 from gpupoold.worker.weights.loading import ModelLoad
 
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
@@ -141,6 +141,12 @@ class ModelEngine:
         """Return the seconds that steps have waited for weights since the last call."""
         gates = self.worker.gates
         return 0.0 if gates is None else gates.take_waited_s()
+
+    def overwrite_weights(self, device: Device, span: range) -> None:
+        """Overwrite bytes of the weights on all ranks, after the steps begun before."""
+        tensors.spoil(device, self.weights.address + span.start, len(span))
+        if isinstance(executor := self._core.model_executor, RankExecutor):
+            executor.overwrite(span)
 
     def isolate(self, request_id: str) -> None:
         """Run a request that is about to be added only in steps without other requests."""

@@ -223,3 +223,27 @@ def test_a_fence_that_is_too_old_is_refused_before_any_rank_copies(pair: Pair) -
         with pytest.raises(Failed, match=text):
             stream.begin([], first)
         stream.wait(stream.begin([], latest))
+
+
+def test_a_batch_arrives_during_an_order_sent_after_its_fence(pair: Pair) -> None:
+    """Weights arrive beside a step that waits for them."""
+    mine, theirs = pair.range(2)
+    source, _ = host(pair, 2)
+    mine.retain(range(2))
+    stream = pair.device.open_copy_stream(Direction.IN)
+    fence = stream.fence()
+    may_end = threading.Event()
+
+    def wait() -> None:
+        may_end.wait(60)
+
+    number = pair.device.regions.new_number()
+    pair.memory.regions.add(number, 0, wait)
+    pair.orders.send("close_region", number)
+    stream.wait(stream.begin([Copy(mine.address, source, PAGE_BYTES)], fence))
+    assert content(theirs) == b"B" * PAGE_BYTES
+    may_end.set()
+    pair.device.wait_for_ranks()
+    stream.close()
+    mine.drop(range(2))
+    mine.close()

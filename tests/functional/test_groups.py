@@ -34,6 +34,7 @@ from tests.functional.daemon_tools import (
     ps,
     undisturbed,
     until,
+    usage,
 )
 from tests.functional.worker_peer import WorkerPeer, prompt
 
@@ -258,6 +259,48 @@ def assert_same(one: Any, other: Any, place: str) -> None:
             assert_same(*pair, place)
     else:
         assert one == other, place
+
+
+async def test_each_degree_loads_the_checkpoint_once(
+    box: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(tiny_models[LLAMA], tmp_path / "both")
+    box.add_model("both", checkpoint, devices=[0, 1], **LOAD_OPTIONS)
+    assert places(box) == [(1, "host"), (2, "host")]
+    async with api_client(box.http_url) as api:
+        alone = await ask(api, LLAMA, "two degrees", NUM_TOKENS)
+        assert await ask(api, "both", "two degrees", NUM_TOKENS) == alone
+        for file in checkpoint.glob("*.safetensors"):
+            file.unlink()
+        before = [device.pid for device in ps(box).devices]
+        for pid in before:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: have_restarted(box, before), BACK_S)
+        for number in (0, 1):
+            with box.client() as client:
+                client.drain(number)
+            assert await ask(api, "both", "two degrees", NUM_TOKENS) == alone
+            with box.client() as client:
+                client.undrain(number)
+        await eventually(lambda: not ps(box).requests)
+    with box.client() as client:
+        assert "snapshot_refused" not in {one.kind for one in client.events()}
+    assert places(box) == [(1, "host"), (2, "host")]
+    check_all(box)
+
+
+def places(daemon: PrivateDaemon) -> list[tuple[int, str]]:
+    """The degrees and places of the snapshots of the model on both devices."""
+    with daemon.client() as client:
+        [found] = [one for one in client.cache().models if one.name == "both"]
+    return [(one.num_gpus, one.state) for one in found.snapshots]
+
+
+def have_restarted(daemon: PrivateDaemon, before: list[int | None]) -> bool:
+    devices = ps(daemon).devices
+    are_new = all(one.pid not in before and one.state == "ready" for one in devices)
+    return are_new and {one.device for one in usage(daemon, "both").engines} == {0, 1}
 
 
 def pids_of(daemon: PrivateDaemon) -> list[int]:

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Copy, CopyStream
 from gpupoold.memory.group.link import Link, RankLost
 from gpupoold.memory.group.orders import OrderBook, OrderCount
@@ -29,7 +30,8 @@ class RankFence(NamedTuple):
 class Fences:
     """Fences of all copy streams of a rank by the group's number.
 
-    A fence applies to all copy streams of a direction, so that streams share this object.
+    A fence applies to all copy streams of a direction, so that streams share this object. The
+    latest 4096 can be waited for.
     """
 
     def __init__(self) -> None:
@@ -43,12 +45,21 @@ class Fences:
                 self._fences.popitem(last=False)
 
     def get(self, number: int) -> RankFence:
-        """Return the fence of a number other than 0."""
-        return self._fences[number]
+        """Return the fence of a number other than 0.
+
+        Raises:
+            Failed: more fences than the limit were recorded since.
+        """
+        with self._lock:
+            fence = self._fences.get(number)
+        if fence is None:
+            text = f"copies wait for fence {number}, which is not among the latest {_MAX_FENCES}"
+            raise Failed(text, "restart the worker; this is an error of gpupool")
+        return fence
 
     def own(self, number: int) -> int:
-        """Return the own fence of a number, 0 for no fence."""
-        return self._fences[number].own if number else 0
+        """Return the own fence of a number, 0 for no fence. Raises Failed as ``get``."""
+        return self.get(number).own if number else 0
 
 
 class LeaderCopyStream:
@@ -87,11 +98,12 @@ class LeaderCopyStream:
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         placed = self._placed(copies)
+        own_after = self._fences.own(after)  # before the followers, which record the same fences
         if placed:
             num_orders = self._fences.get(after).num_orders if after else self._orders.num_sent
             for link in self._links:
                 link.send((num_orders, placed, after))
-        own = self._own.begin(copies, self._fences.own(after))
+        own = self._own.begin(copies, own_after)
         self._num_begun += 1
         self._begun.append((self._num_begun, own, bool(placed)))
         return self._num_begun

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.serial_utils import run_method
@@ -23,11 +22,12 @@ from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
 from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
+from gpupoold.worker.engine.load_start import start_load
 from gpupoold.worker.engine.process_groups import distributed_init_method
 from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.sampling_seeds import seed_sampling
 from gpupoold.worker.heap import HEAP
-from gpupoold.worker.weights import snapshot_loader, tensors
+from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.rank_loads import (
     Answer,
     AnswerKind,
@@ -206,10 +206,7 @@ class FollowerEngines:
             methods[method](*arguments)
 
     def _begin(self, engine: int, name: str, skips_checkpoint: bool) -> None:
-        if skips_checkpoint:
-            snapshot_loader.register()
-        rotary_embedding._ROPE_DICT.clear()
-        HEAP.freeze()
+        start_load(skips_checkpoint=skips_checkpoint)
         load = FollowerLoad(
             name,
             self._device,

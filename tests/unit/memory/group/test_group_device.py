@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
@@ -211,6 +211,18 @@ def test_an_error_of_a_follower_reaches_the_caller(pair: Pair) -> None:
     with pytest.raises(Failed):
         pair.device.share_host(0, -1, fd)
     os.close(fd)
+
+
+def test_a_fence_that_is_too_old_is_refused_before_any_rank_copies(pair: Pair) -> None:
+    with closing(pair.device.open_copy_stream(Direction.IN)) as stream:
+        first = stream.fence()
+        stream.wait(stream.begin([], first))
+        for _ in range(4096):
+            latest = stream.fence()
+        text = f"fence {first}, which is not among the latest 4096"
+        with pytest.raises(Failed, match=text):
+            stream.begin([], first)
+        stream.wait(stream.begin([], latest))
 
 
 def test_a_batch_arrives_during_an_order_sent_after_its_fence(pair: Pair) -> None:

@@ -48,20 +48,14 @@ BACK_S = 120.0
 TEXT = "the ranks of a group have parts of a model"
 ADAPTER = "adapter"
 ALONE = "-alone"
-DRAFTS = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 2,
-}
-ENGINE = {"max_lora_rank": "8", "speculative_config": json.dumps(DRAFTS)}
+ENGINE = {"max_lora_rank": "8"}
 """Options of the Llama's engines."""
 SCHEMA = {"type": "integer", "multipleOf": 7, "minimum": 8, "maximum": 20}  # not xgrammar's
 MORE: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3, "echo": True},
     "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 1},
     "choice": {"structured_outputs": {"choice": ["one and two", "three and four"]}},
-    "regex": {"structured_outputs": {"regex": "[ab]{3}-[0-9]{4}"}, "logprobs": 2},
+    "regex": {"structured_outputs": {"regex": "[ab]{3}-[0-9]{4}"}},
     "schema": {"structured_outputs": {"json": SCHEMA}},
     "drawn": {"temperature": 1.0, "seed": 5, "n": 3, "top_p": 0.9},
     "penalties": {"frequency_penalty": 0.7, "repetition_penalty": 1.2},
@@ -181,6 +175,7 @@ def box(
     num_bytes = int(2.2 * max(weight_bytes(tiny_models[name]) for name in (LLAMA, QWEN2)))
     config = emulated_config(num_bytes, num_gpus=NUM_RANKS) + emulated_config(num_bytes)
     with private_daemon(config, tmp_path_factory.mktemp("groups")) as daemon:
+        until(lambda: {one.state for one in ps(daemon).devices} == {"ready"}, BACK_S)
         for name, device in ((LLAMA, 0), (LLAMA + ALONE, 1)):
             options = LOAD_OPTIONS | {"engine": ENGINE, "devices": [device]}
             daemon.add_model(name, tiny_models[LLAMA], **options)

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -48,6 +48,14 @@ _MAX_PHASE_S = 600.0
 _PAUSE_S = 0.5
 
 
+class Goal(NamedTuple):
+    """The migrations and switches after which a phase of migrations ends, and the longest phase."""
+
+    num_migrations: int = WANTED_MIGRATIONS
+    num_switches: int = WANTED_SWITCHES
+    max_phase_s: float = _MAX_PHASE_S
+
+
 def main() -> int:
     """Run everything; exit code 1 when a figure was missed."""
     parser = argparse.ArgumentParser(prog="benchmarks.groups")
@@ -57,7 +65,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpupool-groups-") as name:
         checkpoints = make_checkpoints(Path(name), ARCHITECTURES, MODEL_BYTES)
         with _groups(checkpoints, arguments.gpus) as daemon:
-            phases = asyncio.run(_run(daemon, [path.name for path in checkpoints]))
+            names = [path.name for path in checkpoints]
+            phases = asyncio.run(run_phases(daemon, names, list(_PHASES), Goal()))
     figures: dict[str, dict[str, Any]] = {}
     for phase, measured in phases.items():
         lost = measured["requests"] - measured["completed"]
@@ -84,16 +93,26 @@ def _groups(checkpoints: Sequence[Path], num_gpus: int) -> Iterator[PrivateDaemo
         yield daemon
 
 
-async def _run(daemon: PrivateDaemon, models: list[str]) -> dict[str, dict[str, Any]]:
+async def run_phases(
+    daemon: PrivateDaemon, models: Sequence[str], names: Sequence[str], goal: Goal
+) -> dict[str, dict[str, Any]]:
+    """Stream from the models while each of the phases goes on; return each phase's results.
+
+    The phases are ``migrations`` between the first two groups, and ``kills`` of the ranks of the
+    first group.
+
+    Raises:
+        TimeoutError: a group is not back after the death of a rank.
+    """
     kinds = [Ask(model, index, NUM_TOKENS) for index in range(NUM_PROMPTS) for model in models]
     async with client_of(daemon.http_url) as client:
         alone = await alone_answers(client, kinds)
         phases = {}
-        for name, disturb in (("migrations", _migrate), ("kills", _kill_each_rank)):
+        for name in names:
             streams: list[Stream] = []
             started_s = time.monotonic()
             async with _streaming(lambda kind: ask(client, kind), kinds, streams):
-                disturbed = await asyncio.to_thread(disturb, daemon)
+                disturbed = await asyncio.to_thread(_PHASES[name], daemon, goal)
             seconds = time.monotonic() - started_s
             await asyncio.to_thread(settle, daemon)
             phases[name] = summary(streams, alone) | disturbed
@@ -120,15 +139,15 @@ async def _streaming(
         await asyncio.gather(*readers)
 
 
-def _migrate(daemon: PrivateDaemon) -> dict[str, Any]:
+def _migrate(daemon: PrivateDaemon, goal: Goal) -> dict[str, Any]:
     """Drain one group after the other until enough requests have migrated."""
     before = _counts(daemon)
-    ends_s = time.monotonic() + _MAX_PHASE_S
+    ends_s = time.monotonic() + goal.max_phase_s
     for number in itertools.cycle(range(NUM_GROUPS)):
         counts = {name: count - before[name] for name, count in _counts(daemon).items()}
         is_enough = (
-            counts["num_migrations"] >= WANTED_MIGRATIONS
-            and counts["num_switches"] >= WANTED_SWITCHES
+            counts["num_migrations"] >= goal.num_migrations
+            and counts["num_switches"] >= goal.num_switches
         )
         if is_enough or time.monotonic() > ends_s:
             return counts
@@ -139,18 +158,21 @@ def _migrate(daemon: PrivateDaemon) -> dict[str, Any]:
     raise AssertionError("the cycle has no end")
 
 
-def _kill_each_rank(daemon: PrivateDaemon) -> dict[str, Any]:
+def _kill_each_rank(daemon: PrivateDaemon, goal: Goal) -> dict[str, Any]:
     """Kill each rank of the first group, the last first, and wait for the new group each time."""
-    num_ranks = len(_ranks(daemon))
+    num_ranks = len(ranks_of(daemon))
     for rank in reversed(range(num_ranks)):
-        pids = _ranks(daemon)
+        pids = ranks_of(daemon)
         os.kill(pids[rank], signal.SIGKILL)
-        ends_s = time.monotonic() + _MAX_PHASE_S
-        while set(_ranks(daemon)) & set(pids) or not _is_ready(daemon):
+        ends_s = time.monotonic() + goal.max_phase_s
+        while set(ranks_of(daemon)) & set(pids) or not _is_ready(daemon):
             if time.monotonic() > ends_s:
                 raise TimeoutError(f"the group is not back after the death of rank {rank}")
             time.sleep(_PAUSE_S)
     return {"num_kills": num_ranks}
+
+
+_PHASES = {"migrations": _migrate, "kills": _kill_each_rank}
 
 
 def _is_ready(daemon: PrivateDaemon) -> bool:
@@ -160,7 +182,7 @@ def _is_ready(daemon: PrivateDaemon) -> bool:
     return states == {"ready"}
 
 
-def _ranks(daemon: PrivateDaemon) -> list[int]:
+def ranks_of(daemon: PrivateDaemon) -> list[int]:
     """Return the processes of the first group by rank, none while it is down."""
     with daemon.client() as client:
         leader = client.ps().devices[0].pid

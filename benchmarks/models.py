@@ -3,9 +3,9 @@
     python -m benchmarks.models [--only FAMILY ...] [--missing | --page-only] [--gpus N]
 
 Makes a tiny checkpoint of each family, runs real workers on emulated devices beside vLLM alone, and
-keeps the results in ``benchmarks/results/models/families.json``, from which the page is generated.
-With ``--gpus`` the devices are groups, vLLM alone has the same tensor parallelism, and the results
-are in ``groups-N.json`` beside.
+keeps the results in ``benchmarks/results/models/families.json``. With ``--gpus`` the devices are
+groups, vLLM alone has the same tensor parallelism, and the results are in ``groups-N.json`` beside.
+The page is generated from all results.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from gpupoold.wire.channel import ChannelClosed
 
 _ROOT = Path(__file__).resolve().parent.parent
 RESULTS = _ROOT / "benchmarks" / "results" / "models" / "families.json"
+GROUP_SIZES = (2, 4)
 PAGE = _ROOT / "docs" / "models.md"
 _FAMILIES_PER_GROUP = 6
 # Families that complete a small group, so that its models do not fit on the device together.
@@ -114,18 +115,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page-only", action="store_true", help="generate the page again")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of each device")
     args = parser.parse_args(argv)
-    results = RESULTS if args.gpus == 1 else RESULTS.with_name(f"groups-{args.gpus}.json")
+    results = RESULTS if args.gpus == 1 else group_results(args.gpus)
     rows = read_rows(results)
     if not args.page_only:
         rows = _check(args, rows, results)
-    if args.gpus > 1:
-        failed = [name for name, row in rows.items() if row.has_failed]
-        print(f"{results}: {len(rows)} families, {len(failed)} with a failure", flush=True)
-        return 1 if failed else 0
-    PAGE.write_text(page_text(FAMILIES, rows))
+    PAGE.write_text(current_page())
     failed = [name for name, row in rows.items() if row.has_failed]
-    print(f"{PAGE}: {len(rows)} families, {len(failed)} with a failure", flush=True)
+    print(f"{results}: {len(rows)} families, {len(failed)} with a failure", flush=True)
     return 1 if failed else 0
+
+
+def group_results(num_gpus: int) -> Path:
+    """Return the results file of groups of a size."""
+    return RESULTS.with_name(f"groups-{num_gpus}.json")
+
+
+def current_page() -> str:
+    """Return the page of the results that are kept now."""
+    of_groups = {size: read_rows(group_results(size)) for size in GROUP_SIZES}
+    return page_text(FAMILIES, read_rows(RESULTS), of_groups)
 
 
 def _check(args: argparse.Namespace, rows: dict[str, Row], results: Path) -> dict[str, Row]:

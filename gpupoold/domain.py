@@ -257,6 +257,7 @@ ModelEvent = Literal[
     "adapter_added",
     "adapter_failed",
     "adapter_removed",
+    "device_rests",
     "engine_evicted",
     "model_added",
     "model_changed",

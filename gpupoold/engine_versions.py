@@ -19,7 +19,7 @@ def check_engine_version() -> str:
     Raises:
         Failed: vLLM is missing, or the release is not among ``CHECKED_VERSIONS``.
     """
-    found = _installed_version()
+    found = installed_version()
     checked = " or ".join(CHECKED_VERSIONS)
     if found is None:
         raise Failed("vLLM is not installed", f"install vllm {checked}")
@@ -39,7 +39,8 @@ def is_built_for_gpus() -> bool:
         return False
 
 
-def _installed_version() -> str | None:
+def installed_version() -> str | None:
+    """Return the installed vLLM's version, None without vLLM."""
     for name in _DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)

@@ -29,7 +29,7 @@ from gpupoold.access.tls import check_files
 from gpupoold.admin.app import build_app
 from gpupoold.admin.guard import Door, Guard
 from gpupoold.api.paths import check_runtime_dir
-from gpupoold.config.engine_variables import drop_unlisted
+from gpupoold.config.engine_variables import drop_unlisted, set_platform
 from gpupoold.config.file import read_config_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.missing_gpus import check_gpus_found
@@ -71,6 +71,7 @@ def main() -> None:
         _prepare_folders(file.settings)
         start_logging(file.settings)
         _drop_unlisted_variables(file.settings)
+        set_platform(os.environ, {device.kind for device in file.settings.devices})
         configuration = Configuration(file, arguments.config)
         asyncio.run(serve(configuration, take_environment(os.environ, os.getpid())))
     except GpupoolError as error:

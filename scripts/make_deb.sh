@@ -5,6 +5,7 @@
 #   VENV=.venv           the environment; its Python is this distribution's, in /usr/bin
 #   DIST=dist            where the package goes
 #   DEB_COMPRESS=zstd    xz is smaller and takes much longer
+#   DEB_LEVEL=3          how hard to compress; dpkg's own level for zstd, 19, takes half an hour for CUDA
 #   DEBFULLNAME, DEBEMAIL   the maintainer, as for Debian's own tools
 #   OUTSIDE=refuse       allow: an environment that imports from folders that are not packaged
 #
@@ -13,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 umask 022
 
-readonly VENV=${VENV:-.venv} DIST=${DIST:-dist} COMPRESS=${DEB_COMPRESS:-zstd}
+readonly VENV=${VENV:-.venv} DIST=${DIST:-dist} COMPRESS=${DEB_COMPRESS:-zstd} LEVEL=${DEB_LEVEL:-3}
 readonly MAINTAINER="${DEBFULLNAME:-gpupool} <${DEBEMAIL:-gpupool@localhost.localdomain}>"
 readonly STAGE=build/deb SOURCES=packaging/debian
 readonly LIB=usr/lib/gpupool DOC=usr/share/doc/gpupool
@@ -131,7 +132,7 @@ main() {
     write_control
     mkdir -p "$DIST"
     file=$DIST/gpupool_${version}_$architecture.deb
-    dpkg-deb --root-owner-group -Z"$COMPRESS" --build "$root" "$file" >/dev/null
+    dpkg-deb --root-owner-group -Z"$COMPRESS" -z"$LEVEL" --build "$root" "$file" >/dev/null
     rm -rf "$STAGE"
     printf 'deb: %s\n' "$file"
 }

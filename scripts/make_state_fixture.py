@@ -71,6 +71,7 @@ async def _add_models(registry: state.Registry) -> None:
         await registry.set_engine(name, {"max_num_seqs": "16"})
         await registry.set_devices(name, range(number))
         await registry.set_engine_bytes(name, "A10", number << 20)
+        await registry.divisions.replace(name, "0.32.0", {4: "10 heads"})
         await registry.add_further(name, Preset(f"preset-{number}", {"temperature": 0.2}, 20.0))
         await registry.add_further(name, Adapter(f"adapter-{number}", "org/a", "/a", None, 8))
 

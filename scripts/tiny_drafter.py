@@ -160,12 +160,22 @@ def _write(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
+def make_all(parent: Path) -> list[Path]:
+    """Make all checkpoints below a folder."""
+    llama, qwen2 = make_calm(parent), make_calm(parent, "qwen2")
+    return [llama, make_eagle(llama), qwen2, make_eagle3(qwen2), make_mtp(qwen2)]
+
+
+def make_drafting(parent: Path, name: str) -> Path:
+    """Return a model of ``make_all`` by name; all are made, unless this one is there."""
+    if not (parent / name).exists():
+        make_all(parent)
+    return parent / name
+
+
 def main() -> int:
     """Make all checkpoints below the folder in the command line, and print their paths."""
-    parent = Path(sys.argv[1])
-    llama, qwen2 = make_calm(parent), make_calm(parent, "qwen2")
-    made = [llama, make_eagle(llama), qwen2, make_eagle3(qwen2), make_mtp(qwen2)]
-    print(*made, sep="\n")
+    print(*make_all(Path(sys.argv[1])), sep="\n")
     return 0
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.families.cells import COLUMNS, Cell, Outcome
 from benchmarks.families.family import Family
-from benchmarks.families.plain import PlainVllm, VllmCannot
+from benchmarks.families.plain import PlainVllm
+from benchmarks.families.problems import problem_of
 from benchmarks.families.prompts import (
     LONG,
     SIZES,
@@ -24,9 +25,9 @@ from benchmarks.families.prompts import (
 )
 from benchmarks.families.workers import FamilyWorker
 from gpupoold.checkpoints.tiny_vision import VISION_FAMILIES
-from gpupoold.wire.channel import ChannelClosed
 
 _ENCODER_BYTES = 2 << 20  # kept free for the outputs of an image encoder
+_MAX_ATTEMPTS = 4  # to have requests of all families running
 _MAX_SWITCH_REQUESTS = 120  # of a group under memory pressure
 _TOLERANCE = 1e-5  # of the numbers of pooling models
 _NUM_ROUNDS = 2  # of all prompts, under memory pressure
@@ -51,6 +52,7 @@ class GroupCheck:
         self._num_gpus = num_gpus
         self._expected: dict[tuple[str, int], list[int]] = {}
         self._numbers: dict[str, list[float]] = {}
+        self._weight_bytes: dict[str, int] = {}  # of loaded families
         self._prompts: dict[tuple[str, int], Prompt] = {}  # with images
         # Families whose tokens depend on the batch in vLLM too: these get one request at a time.
         self._alone: set[str] = set()
@@ -65,6 +67,9 @@ class GroupCheck:
         self._ask_vllm()
         if not self.families:
             return
+        if self._has_estimates:
+            with self._worker(0, log_path) as sample:
+                self._load_first(sample)
         with self._worker(0, log_path) as first:
             self._load_first(first)
             self._serve(first)
@@ -79,12 +84,12 @@ class GroupCheck:
     def _ask_vllm(self) -> None:
         """Get vLLM's answers; families that vLLM cannot run get their cells, and leave."""
         for family in list(self.families):
-            problem = _problem_of(self._get_answers, family)
+            problem = problem_of(self._get_answers, family)
             if problem is None:
                 continue
             # Of states at block boundaries vLLM's CPU kernels of Mamba 2 have none.
             self._notes[family.name] = "vLLM alone without prefix cache"
-            again = _problem_of(
+            again = problem_of(
                 lambda one: self._get_answers(one, enable_prefix_caching=False), family
             )
             if again is not None:
@@ -95,6 +100,8 @@ class GroupCheck:
     def _get_answers(self, family: Family, **options: Any) -> None:
         name = family.name
         options |= {"max_model_len": family.max_model_len}
+        if drafts := family.speculative_config(self._paths[name]):
+            options["speculative_config"] = drafts
         self._plain.load(name, self._paths[name], family.dtype, **options)
         if not family.generates:
             self._numbers[name] = self._plain.pool(name, prompt_of(LONG), family.task)
@@ -120,15 +127,25 @@ class GroupCheck:
     def _prompt(self, family: Family, index: int) -> Prompt:
         return self._prompts.get((family.name, index)) or prompt_of(index)
 
+    @property
+    def _has_estimates(self) -> bool:
+        """True if only a load shows how large weights become, so that a device would be too large
+        for switches.
+        """
+        return any(family.weight_growth > 1 for family in self.families)
+
     @contextmanager
     def _worker(self, number: int, log_path: Path) -> Iterator[FamilyWorker]:
         sizes = [
-            family.weight_growth
+            self._weight_bytes.get(family.name)
+            or family.weight_growth
             * sum(file.stat().st_size for file in self._paths[family.name].glob("*.safetensors"))
             for family in self.families
         ]
         has_images = any(family.task == "vision" for family in self.families)
+        is_latent = any(family.mechanism == "MLA" for family in self.families)
         room_bytes = _KV_ROOM_BYTES + has_images * _ENCODER_BYTES
+        room_bytes *= self._num_gpus if is_latent else 1  # each GPU has the complete latent KV
         device_bytes = int(max(sizes)) + room_bytes
         log_path = log_path.with_suffix(f".worker-{number}")
         worker = FamilyWorker(number, device_bytes, log_path, self._num_gpus)
@@ -141,12 +158,11 @@ class GroupCheck:
 
     def _load_first(self, worker: FamilyWorker) -> None:
         def load(family: Family) -> None:
-            worker.load_family(
-                family.name, self._paths[family.name], family.dtype, family.max_model_len, None
-            )
+            loaded = worker.load_family(family, self._paths[family.name], None)
+            self._weight_bytes[family.name] = loaded.model.weight_bytes
 
         for family in list(self.families):
-            problem = _problem_of(load, family)
+            problem = problem_of(load, family)
             if problem is not None:
                 self._set(family, "serve", problem)
                 self.families.remove(family)
@@ -241,18 +257,13 @@ class GroupCheck:
         """Load the second worker from the snapshots of the first."""
 
         def load(family: Family) -> None:
-            problem = second.load_family(
-                family.name,
-                self._paths[family.name],
-                family.dtype,
-                family.max_model_len,
-                first.snapshots[family.name],
-            )
-            if problem:
-                self._set(family, "serve", Cell(Outcome.NO, problem))
+            snapshot = first.snapshots[family.name]
+            loaded = second.load_family(family, self._paths[family.name], snapshot)
+            if loaded.snapshot_problem:
+                self._set(family, "serve", Cell(Outcome.NO, loaded.snapshot_problem))
 
         for family in list(self.families):
-            problem = _problem_of(load, family)
+            problem = problem_of(load, family)
             if problem is not None:
                 self._set(family, "migrate", problem)
                 self.families.remove(family)
@@ -286,14 +297,7 @@ class GroupCheck:
     def _kill_and_resume(self, first: FamilyWorker, second: FamilyWorker) -> None:
         """Kill the first worker while it answers for all families."""
         num_tokens = SIZES[LONG][1]
-        before: dict[str, list[int]] = {}
-        for family in self._generating:
-            request_id = f"resume-{family.name}"
-            self._ask(first, family, request_id, LONG)
-        for family in self._generating:
-            first.wait_tokens(f"resume-{family.name}", _NUM_TOKENS_BEFORE_KILL)
-        for family in self._generating:
-            before[family.name] = first.tokens[f"resume-{family.name}"]
+        before = {name: first.tokens[one] for name, one in self._ask_all(first).items()}
         first.kill(rank=self._num_gpus - 1)
 
         def resume(family: Family) -> Cell:
@@ -310,6 +314,23 @@ class GroupCheck:
         for family in self.families:
             self._fill(family, "resume", resume)
         second.call("check_integrity")
+
+    def _ask_all(self, worker: FamilyWorker) -> dict[str, str]:
+        """Return a request of each family, all of which have begun to answer.
+
+        A request that has ended before the others began is asked again.
+        """
+        ids: dict[str, str] = {}
+        for attempt in range(_MAX_ATTEMPTS):
+            missing = [
+                one for one in self._generating if ids.get(one.name) in (None, *worker.ended)
+            ]
+            for family in missing:
+                ids[family.name] = f"resume-{family.name}-{attempt}"
+                self._ask(worker, family, ids[family.name], LONG)
+            for family in missing:
+                worker.wait_tokens(ids[family.name], _NUM_TOKENS_BEFORE_KILL)
+        return ids
 
     @property
     def _generating(self) -> list[Family]:
@@ -372,7 +393,7 @@ class GroupCheck:
 
     def _fill(self, family: Family, column: str, check: Callable[[Family], Cell]) -> None:
         found: list[Cell] = []
-        problem = _problem_of(lambda one: found.append(check(one)), family)
+        problem = problem_of(lambda one: found.append(check(one)), family)
         self._set(family, column, found[0] if problem is None else problem)
 
     def _set(self, family: Family, column: str, cell: Cell) -> None:
@@ -380,16 +401,3 @@ class GroupCheck:
         old = self.cells[family.name].get(column)
         if old is None or old.outcome is Outcome.YES:
             self.cells[family.name][column] = cell
-
-
-def _problem_of(check: Callable[[Family], None], family: Family) -> Cell | None:
-    """Run a check; return the cell of its failure."""
-    try:
-        check(family)
-    except ChannelClosed:
-        raise
-    except (AssertionError, TimeoutError, VllmCannot) as error:
-        [said] = error.args[:1] or [error]
-        text = getattr(said, "message", None) or str(said)
-        return Cell(Outcome.NO, " ".join(text.split())[:300])
-    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 HIDDEN_SIZE = 128
@@ -22,10 +23,12 @@ Task = Literal["generate", "vision", "embed", "classify"]
 class Family:
     """A family of models: ``config`` has arguments of its Transformers configuration class.
 
-    ``mechanism`` names the part that a page or a test selects by. A family in ``bfloat16`` cannot
-    compute in float32 in vLLM. vLLM's weights have ``weight_growth`` times the bytes of the
-    file. ``maker`` is the key of gpupool's maker of vision or pooling
-    checkpoints; ``template`` is the file of a real chat template in ``tests/templates``.
+    ``mechanism`` names the part that a page or a test selects by. A family in another ``dtype``
+    than float32 cannot compute in float32 in vLLM. vLLM's weights have at most ``weight_growth``
+    times the bytes of the file. ``maker`` is the key of gpupool's maker of vision, pooling or
+    quantized checkpoints, or the name of a calm model for ``drafts``: the options of vLLM's
+    speculative decoding, where ``model`` is the end of the drafter's folder name after the model's.
+    ``template`` is the file of a real chat template in ``tests/templates``.
     """
 
     name: str
@@ -33,11 +36,12 @@ class Family:
     model_type: str
     mechanism: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     task: Task = "generate"
     weight_growth: float = 1.0
     maker: str = ""
     template: str = ""
+    drafts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:
@@ -48,6 +52,13 @@ class Family:
     def max_model_len(self) -> int:
         """Tokens of the longest request; the tiny encoders have 256 positions."""
         return 512 if self.generates else 256
+
+    def speculative_config(self, path: Path) -> dict[str, Any]:
+        """Return vLLM's options of drafts for the checkpoint ``path``, empty without drafts."""
+        options = dict(self.drafts)
+        if "model" in options:
+            options["model"] = f"{path}{options['model']}"
+        return options
 
     @property
     def architecture(self) -> str:

@@ -25,9 +25,13 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.families.family import HIDDEN_SIZE, Family
 from benchmarks.families.table import FAMILIES, family_named
 from gpupoold.checkpoints.maker import whole_folder
+from gpupoold.checkpoints.tiny import DEFAULT_SIZE, Recipe
 from gpupoold.checkpoints.tiny_pooling import PoolingRecipe, make_pooling_checkpoint
 from gpupoold.checkpoints.tiny_tokenizer import write_tokenizer
 from gpupoold.checkpoints.tiny_vision import VISION_FAMILIES, make_vision_checkpoint
+from gpupoold.units import parse_size_bytes
+from scripts.tiny_drafter import make_drafting
+from scripts.tiny_quantized import make_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +64,10 @@ def make_family(family: Family, parent: Path) -> Path:
     """
     if family.task == "vision":
         return make_vision_checkpoint(parent, VISION_FAMILIES[family.maker])
+    if family.mechanism == "quantized":
+        return make_quantized(parent, family.maker, Recipe("llama", parse_size_bytes(DEFAULT_SIZE)))
+    if family.drafts:
+        return make_drafting(parent, family.maker)
     if family.maker:
         return make_pooling_checkpoint(parent, PoolingRecipe(family.maker))
     target = parent / family.name

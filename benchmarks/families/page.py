@@ -16,8 +16,8 @@ file. `python -m benchmarks.models --only FAMILY` checks some families.
 
 Each family has a tiny checkpoint with random weights, the structure of the family and short \
 windows. Two real workers on emulated devices, in the middle of their work, are compared with vLLM \
-alone token by token, in float32 unless the family requires bfloat16. Families share one device \
-that is too small for all of them.
+alone token by token, in float32 unless another dtype is named. Families share one device that is \
+too small for all of them.
 
 | column | what is compared with vLLM alone |
 | --- | --- |
@@ -38,23 +38,46 @@ request at a time" marks families whose tokens depend on other requests of a ste
 "vLLM alone without prefix cache" marks families whose prefill fails in vLLM's CPU build with the \
 prefix cache, and not in gpupool.
 """
+_GROUPS = """\
+Both workers are [groups](groups.md) of {num_gpus} emulated GPUs, and vLLM alone has a tensor \
+parallelism of {num_gpus} (`python -m benchmarks.models --gpus {num_gpus}`, results in \
+[groups-{num_gpus}.json](../benchmarks/results/models/groups-{num_gpus}.json)). "Resume" kills \
+the process of the last rank."""
 _TITLES = {"kv": "KV"}
 _SIGNS = {Outcome.YES: "yes", Outcome.NO: "**no**", Outcome.VLLM_CANNOT: "vLLM cannot"}
 
 
-def page_text(families: Sequence[Family], rows: Mapping[str, Row]) -> str:
-    """Return the page; families without a row are not listed."""
-    known = [family for family in families if family.name in rows]
-    titles = ["family", "mechanism", *(_TITLES.get(column, column) for column in COLUMNS)]
-    lines = [_HEAD, _line(titles), _line(["---"] * len(titles))]
-    for family in known:
-        cells = rows[family.name].cells
-        shown = [_shown(cells.get(column)) for column in COLUMNS]
-        name = family.title + (f" ({family.dtype})" if family.dtype != "float32" else "")
-        lines.append(_line([name, family.mechanism, *shown]))
-    lines += _reasons("Not right yet", known, rows, Outcome.NO)
-    lines += _reasons("For a run on a GPU", known, rows, Outcome.VLLM_CANNOT)
+def page_text(
+    families: Sequence[Family], rows: Mapping[str, Row], of_groups: Mapping[int, Mapping[str, Row]]
+) -> str:
+    """Return the page; families without a row are not listed.
+
+    ``of_groups`` has the rows of groups by the number of GPUs.
+    """
+    lines = [_HEAD, *_table(families, rows, COLUMNS)]
+    lines += _reasons("Not right yet", families, rows, Outcome.NO)
+    lines += _reasons("For a run on a GPU", families, rows, Outcome.VLLM_CANNOT)
+    for num_gpus, found in of_groups.items():
+        title = f"On groups of {num_gpus} GPUs"
+        head = _GROUPS.format(num_gpus=num_gpus)
+        lines += ["", f"## {title}", "", head, "", *_table(families, found, COLUMNS[:-1])]
+        lines += _reasons(f"{title}: not right yet", families, found, Outcome.NO)
+        lines += _reasons(f"{title}: what vLLM cannot", families, found, Outcome.VLLM_CANNOT)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(
+    families: Sequence[Family], rows: Mapping[str, Row], columns: Sequence[str]
+) -> list[str]:
+    titles = ["family", "mechanism", *(_TITLES.get(column, column) for column in columns)]
+    lines = [_line(titles), _line(["---"] * len(titles))]
+    for family in families:
+        if family.name in rows:
+            cells = rows[family.name].cells
+            shown = [_shown(cells.get(column)) for column in columns]
+            name = family.title + (f" ({family.dtype})" if family.dtype != "float32" else "")
+            lines.append(_line([name, family.mechanism, *shown]))
+    return lines
 
 
 def _shown(cell: Cell | None) -> str:
@@ -73,6 +96,8 @@ def _reasons(
     """Return a section with the reasons of an outcome, one line per family and reason."""
     lines = []
     for family in families:
+        if family.name not in rows:
+            continue
         reasons: dict[str, list[str]] = {}
         for column in COLUMNS:
             cell = rows[family.name].cells.get(column)

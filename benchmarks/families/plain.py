@@ -35,10 +35,13 @@ _ENVIRONMENT = {
 }
 
 
+_RANK = "benchmarks.families.plain_rank.PlainRank"
 _NUM_COMPARED = 48  # tokens of answers about two images
 
 # vLLM's own error for a model class that cannot be imported does not name the missing package.
 _IMPORT_ERROR = re.compile(r"(?:ModuleNotFoundError|ImportError): [^\n]+")
+# The error of a rank, which the engine's own error does not repeat.
+_RANK_ERROR = re.compile(r"ERROR [^\n\]]*\] (\w+Error: [^\n]+)")
 
 
 class VllmCannot(Exception):
@@ -77,6 +80,8 @@ class PlainVllm:
             VllmCannot: vLLM cannot serve the model.
         """
         options |= {"tensor_parallel_size": self._num_gpus}
+        if self._num_gpus > 1:
+            options |= {"worker_extension_cls": _RANK}
         self._call("load", name=name, path=str(path), dtype=dtype, options=options)
 
     def with_image(self, name: str, prompt: Prompt, image_text: str, seed: int) -> Prompt:
@@ -138,8 +143,9 @@ class PlainVllm:
         if "error" in reply:
             with self._log_path.open("rb") as log:
                 log.seek(said_before)
-                found = _IMPORT_ERROR.search(log.read().decode(errors="replace"))
-            raise VllmCannot(reply["error"] if found is None else found[0])
+                said = log.read().decode(errors="replace")
+            found = _IMPORT_ERROR.search(said) or _RANK_ERROR.search(said)
+            raise VllmCannot(reply["error"] if found is None else found[found.lastindex or 0])
         return reply["result"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.families.family import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, SLIDING_WINDOW, Family
+from benchmarks.families.made import MADE_FAMILIES
 from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, MAX_POSITION_EMBEDDINGS, PAD_ID, VOCAB_SIZE
 from gpupoold.errors import UsageError
 
@@ -297,7 +298,7 @@ FAMILIES: tuple[Family, ...] = (
             initial_context_length=MAX_POSITION_EMBEDDINGS,
         ),
         template="openai-gpt-oss-120b",
-        weight_growth=8.0,
+        weight_growth=14.0,
     ),
     Family(
         "deepseek-v2",
@@ -387,45 +388,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         template="google-gemma-4-31B-it",
     ),
-    Family("gemma3-vision", "Gemma 3 (vision)", "gemma3", "vision", maker="gemma3", task="vision"),
-    Family(
-        "qwen2.5-vl",
-        "Qwen2.5-VL (vision)",
-        "qwen2_5_vl",
-        "vision",
-        maker="qwen2_5_vl",
-        task="vision",
-    ),
-    Family("qwen3-vl", "Qwen3-VL (vision)", "qwen3_vl", "vision", maker="qwen3_vl", task="vision"),
-    Family(
-        "gemma4-vision",
-        "Gemma 4 (vision)",
-        "gemma4",
-        "vision",
-        maker="gemma4",
-        task="vision",
-        template="google-gemma-4-31B-it",
-    ),
-    Family("bert", "BERT (embeddings)", "bert", "pooling", maker="bert-embed", task="embed"),
-    Family(
-        "modernbert",
-        "ModernBERT (embeddings)",
-        "modernbert",
-        "pooling",
-        maker="modernbert-embed",
-        task="embed",
-    ),
-    Family(
-        "qwen3-embedding", "Qwen3-Embedding", "qwen3", "pooling", maker="qwen3-embed", task="embed"
-    ),
-    Family(
-        "cross-encoder",
-        "Cross-encoder (BERT)",
-        "bert",
-        "pooling",
-        maker="bert-rerank",
-        task="classify",
-    ),
+    *MADE_FAMILIES,
 )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.families.family import Family
 from benchmarks.families.prompts import Prompt, decoded_features
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import Targets
@@ -47,23 +49,22 @@ class FamilyWorker(WorkerPeer):
         )
         self.number = number
 
-    def load_family(
-        self, name: str, path: Path, dtype: str, max_model_len: int, snapshot: Snapshot | None
-    ) -> str:
-        """Load a checkpoint; return the problem with ``snapshot``, empty if none.
+    def load_family(self, family: Family, path: Path, snapshot: Snapshot | None) -> m.ModelLoaded:
+        """Load a checkpoint, from ``snapshot`` if there is one.
 
         Raises:
             AssertionError: the worker refused the model; the argument is its answer.
         """
-        loaded = self.load(
-            name,
+        drafts = family.speculative_config(path)
+        return self.load(
+            family.name,
             path,
-            dtype=dtype,
-            max_model_len=max_model_len,
+            dtype=family.dtype,
+            max_model_len=family.max_model_len,
+            engine={"speculative_config": json.dumps(drafts)} if drafts else {},
             snapshot=snapshot,
             timeout_s=_LOAD_TIMEOUT_S,
         )
-        return loaded.snapshot_problem
 
     def meet(self, other: FamilyWorker) -> None:
         """Get access to the host cache of ``other``, for KV transfers from there."""

@@ -15,6 +15,10 @@ RESIDENT_S = 0.005
 LANE_SHARE = 0.9
 HIDDEN_SHARE = 0.5
 DECODE_RATIO = 0.98
+# Of groups of GPUs: beside the plain copies of the slowest rank, and beside vLLM with as many GPUs.
+GROUP_SWITCH_COPIES = 1.3
+GROUP_SWITCH_EXTRA_S = 0.005
+GROUP_DECODE_RATIO = 0.95
 SLEEP_RATIO = 3.0
 GOODPUT_RATIO = 2.0
 ATTAINMENT = 0.9
@@ -41,6 +45,11 @@ def host_cached_limit_s(weight_bytes: float, kv_bytes: float, copy_bytes_per_s: 
     """How long a switch may take that moves so many bytes, by the copies of the same run."""
     weights_s = weight_bytes / (HOST_CACHED_SHARE * copy_bytes_per_s)
     return weights_s + kv_bytes / (KV_SHARE * copy_bytes_per_s) + HOST_CACHED_EXTRA_S
+
+
+def group_switch_limit_s(copies_s: float) -> float:
+    """How long a group's switch may take, when plain copies on all ranks at once take so long."""
+    return GROUP_SWITCH_COPIES * copies_s + GROUP_SWITCH_EXTRA_S
 
 
 def derived(figures: Mapping[str, Figure]) -> dict[str, Figure]:

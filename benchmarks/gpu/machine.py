@@ -19,7 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpupoold.doctor.facts import MemoryFacts
+from gpupoold.doctor.facts import GpuFacts, GpuLink, MemoryFacts
+from gpupoold.doctor.machine import index_of
+from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_memory import memory_facts
 from gpupoold.memory.numa import node_of
 
@@ -49,6 +51,8 @@ def hardware() -> dict[str, Any]:
     memory = memory_facts()
     return {
         "gpu": _known(_gpu) or _known(_gpu_of_torch),
+        "num_gpus": num_gpus(),
+        "gpu_links": [link_row(link) for link in gpu_facts().links],
         "cpu": cpu_model(_known(lambda: Path("/proc/cpuinfo").read_text("utf-8")) or ""),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory.total_bytes,
@@ -56,6 +60,23 @@ def hardware() -> dict[str, Any]:
         "shm_free_bytes": _known(lambda: shutil.disk_usage(_SHM).free),
         "temporary_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
         "kernel": platform.release(),
+    }
+
+
+def num_gpus(environment: Mapping[str, str] = os.environ, facts: GpuFacts | None = None) -> int:
+    """How many GPUs a process with this environment sees; ``facts`` are NVML's unless given."""
+    found = facts or gpu_facts()
+    indexes = (index_of(found, ordinal, environment) for ordinal in range(len(found.gpus)))
+    return sum(index is not None for index in indexes)
+
+
+def link_row(link: GpuLink) -> dict[str, Any]:
+    """A connection of two GPUs as ``gpupool doctor`` reads it; ``path`` is None if unknown."""
+    return {
+        "gpus": [link.first, link.second],
+        "num_nvlinks": link.num_nvlinks,
+        "is_switched": link.is_switched,
+        "path": None if link.path is None else link.path.name.lower(),
     }
 
 

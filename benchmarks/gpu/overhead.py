@@ -1,6 +1,7 @@
 """Speed of a model through gpupool and through ``vllm serve``, measured alternately on one GPU.
 
-vLLM is started with the defaults of ``vllm serve``.
+vLLM is started with the defaults of ``vllm serve``. On a group of GPUs vLLM has as many GPUs, with
+tensor parallelism, and both are measured with 1, 16 and 64 streams.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _PLAN = OverheadPlan(
     vllm_options=(*_VLLM_OPTIONS, str(_KV_BYTES)),
 )
 _EMULATED_PLAN = OverheadPlan(rounds=2, num_streams=2, num_prompts=4, max_tokens=16, num_single=2)
+_GROUP_STREAMS = (1, 64)  # besides 16
+_EMULATED_GROUP_STREAMS = (1,)
 
 
 def run(setting: Setting, shape: str) -> None:
@@ -44,12 +47,37 @@ def run(setting: Setting, shape: str) -> None:
     elif setting.is_dry:
         kv_bytes = _DRY_KV_BYTES
         plan = replace(_PLAN, rounds=2, vllm_options=(*_VLLM_OPTIONS, str(kv_bytes)))
-    config = setting.device(weight_bytes + kv_bytes)
+    if setting.num_gpus > 1:
+        plan = on_group(plan, setting.num_gpus, is_emulated=setting.is_emulated)
+    config = setting.device(weight_bytes + setting.num_gpus * kv_bytes)
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape])}\n"
     checkpoint = setting.checkpoint(shape)
     plan = replace(plan, ends_s=time.monotonic() + setting.left_s - _END_S)
     measured = measure_overhead(plan, checkpoint, config, setting.folder)
-    setting.report.add(overhead_figures(shape, measured), overhead=measured)
+    found = overhead_figures(setting.label(shape), measured)
+    found |= stream_figures(setting.label(shape), measured.get("by_streams", {}))
+    setting.report.add(found, overhead=measured)
+
+
+def on_group(plan: OverheadPlan, num_gpus: int, *, is_emulated: bool) -> OverheadPlan:
+    """The plan for tensor parallelism over so many GPUs; KV sizes of vLLM are those of a GPU."""
+    return replace(
+        plan,
+        more_streams=_EMULATED_GROUP_STREAMS if is_emulated else _GROUP_STREAMS,
+        vllm_options=(*plan.vllm_options, "--tensor-parallel-size", str(num_gpus)),
+    )
+
+
+def stream_figures(label: str, by_streams: Mapping[int, Any]) -> dict[str, figures.Figure]:
+    """The figures of a group for each number of streams."""
+    found = {}
+    for count, row in by_streams.items():
+        name, limit = f"{label}_with_{count}_streams", figures.GROUP_DECODE_RATIO
+        found[f"{name}_decode_ratio"] = figures.at_least(row["tokens_per_s_ratio"], limit)
+        for server in ("gpupool", "vllm"):
+            rate = row[server]["tokens_per_s"]
+            found[f"{name}_{server}_tokens_per_s"] = figures.measured(rate)
+    return found
 
 
 def overhead_figures(shape: str, measured: Mapping[str, Any]) -> dict[str, figures.Figure]:

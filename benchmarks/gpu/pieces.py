@@ -10,6 +10,10 @@ from gpupoold.errors import UsageError
 
 # Devices for a dry run: an emulated device, or a GPU's driver.
 DRY_KINDS = ("emulated", "cuda")
+# GPUs of a group, the most first: the degrees that every measured shape can be divided by.
+_GROUP_SIZES = (8, 4, 2)
+# Emulated GPUs of a group in a dry run.
+_DRY_GROUP_SIZE = 2
 # Time reserved for the runner: the end of a piece, the results, the archive of logs.
 _KEPT_S = 8.0
 
@@ -19,7 +23,8 @@ class Piece:
     """A process of the run. ``arguments`` are words after ``python3 -m``.
 
     With less than ``least_s`` left it is not begun; ``limit_s`` is the most it gets, and it is
-    interrupted ``interrupt_s`` before its time is over, to write what it has.
+    interrupted ``interrupt_s`` before its time is over, to write what it has. ``num_groups`` is the
+    number of groups of GPUs that the piece needs, 0 for one GPU alone.
     """
 
     name: str
@@ -28,6 +33,7 @@ class Piece:
     least_s: float
     in_dry_run: bool = True
     interrupt_s: float = 0.0
+    num_groups: int = 0
 
 
 TESTS = Piece(
@@ -52,6 +58,12 @@ PIECES = (
     Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 300.0, 150.0),
     Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 300.0, 150.0, False),
     Piece("decode-layouts", _of("decode_layouts"), 150.0, 70.0),
+    Piece("group-start", _of("group_start"), 120.0, 30.0, num_groups=1),
+    Piece("group-tokens", _of("group_tokens"), 240.0, 90.0, num_groups=1),
+    Piece("group-switch-8B", _of("switch", "--shape", "8B"), 200.0, 60.0, False, num_groups=1),
+    Piece("group-overhead", _of("overhead"), 300.0, 120.0, False, num_groups=1),
+    Piece("group-kill", _of("group_streams", "kills"), 240.0, 60.0, num_groups=1),
+    Piece("group-migration", _of("group_streams", "migrations"), 240.0, 60.0, False, num_groups=2),
     *(
         piece
         for shape in ("1B", "14B", "3B")
@@ -86,6 +98,26 @@ def allotted_s(piece: Piece, left_s: float, *, is_last: bool = False) -> float |
     if usable_s < piece.least_s:
         return None
     return usable_s if is_last else min(piece.limit_s, usable_s)
+
+
+def group_size(piece: Piece, num_gpus: int, *, is_emulated: bool) -> int:
+    """GPUs of each of the piece's groups, of so many in the machine; 0 when they are too few.
+
+    The groups are as large as they can be. A piece without groups has one GPU.
+    """
+    if not piece.num_groups:
+        return 1
+    if is_emulated:
+        return _DRY_GROUP_SIZE
+    sizes = (size for size in _GROUP_SIZES if size * piece.num_groups <= num_gpus)
+    return next(sizes, 0)
+
+
+def why_too_few(piece: Piece, num_gpus: int) -> str:
+    """The reason in the results, when ``group_size`` is 0."""
+    return (
+        f"needs {piece.num_groups * min(_GROUP_SIZES)} NVIDIA GPUs, and this machine has {num_gpus}"
+    )
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:

@@ -39,6 +39,13 @@ _NOTHING = "Nothing has been measured on a GPU yet."
 
 _SECTIONS = (
     (
+        "Groups of GPUs",
+        r"^group\d",
+        "Models on several GPUs with tensor parallelism; names begin with the number of GPUs. A "
+        "switch may take 1.3 plain copies of the same bytes on all ranks at once, and 5 ms; bytes "
+        "and rates are those of a GPU. `decode_ratio` compares with vLLM on as many GPUs.",
+    ),
+    (
         "Switching between models",
         r"_switch_|_sleep_|_wake_|_weights_copy_",
         "Two models of equal size on one GPU. `host_cached`: one model is evicted and the other is "

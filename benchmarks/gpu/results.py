@@ -13,7 +13,7 @@ from benchmarks.values import value_text
 
 FORMAT = 1
 DONE, FAILED, TIMED_OUT = "done", "failed", "timed out"
-NO_TIME, NOT_ASKED_FOR = "no time left", "not asked for"
+NO_TIME, NOT_ASKED_FOR, SKIPPED = "no time left", "not asked for", "skipped"
 
 
 def begin(facts: Mapping[str, Any], *, is_dry: bool) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class Setting:
     report: Report
     ends_s: float
     """When it has to have ended, on ``time.monotonic``."""
+    num_gpus: int = 1
+    """GPUs of a device: a group if several."""
 
     @property
     def left_s(self) -> float:
@@ -80,6 +82,10 @@ class Setting:
     def dtype(self) -> str:
         """What models are added with."""
         return "float32" if self.is_emulated else "auto"
+
+    def label(self, what: str) -> str:
+        """How names of figures begin: ``what``, behind the size of the group if there is one."""
+        return f"group{self.num_gpus}_{what}" if self.num_gpus > 1 else what
 
     def shape(self, name: str) -> Shape:
         """The shape of that name, in its size for this run."""
@@ -104,13 +110,21 @@ class Setting:
         """The folder of a checkpoint of that shape, made if it is not there."""
         return make_synthetic(self.scratch / "checkpoints", self.shape(name))
 
-    def device(self, num_bytes: int, dry_slack_bytes: int = _DRY_SLACK_BYTES) -> str:
-        """TOML of a device with so much for models, and some more."""
+    def device(
+        self, num_bytes: int, dry_slack_bytes: int = _DRY_SLACK_BYTES, num_devices: int = 1
+    ) -> str:
+        """TOML of devices with so much for models each, and some more. The GPUs of a group share
+        the bytes."""
         if self.is_emulated:
-            return emulated_config(num_bytes + dry_slack_bytes)
+            return emulated_config(num_bytes + dry_slack_bytes, num_devices, self.num_gpus)
         slack_bytes = self.dry_bytes(dry_slack_bytes) if self.is_dry else _DEVICE_SLACK_BYTES
-        memory = num_bytes + slack_bytes + CUDA_RESERVE_BYTES
-        return f'[[device]]\nkind = "cuda"\nmemory = {memory}\n'
+        memory = -(-num_bytes // self.num_gpus) + slack_bytes + CUDA_RESERVE_BYTES
+        device = f'[[device]]\nkind = "cuda"\nmemory = {memory}\n'
+        if self.num_gpus == 1:
+            return device
+        firsts = range(0, num_devices * self.num_gpus, self.num_gpus)
+        groups = (list(range(first, first + self.num_gpus)) for first in firsts)
+        return "".join(f"{device}gpus = {gpus}\n" for gpus in groups)
 
     @property
     def folder(self) -> Path:
@@ -151,6 +165,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")
     parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds it may take")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of a device: a group if several")
     add_dry_run(parser)
     return parser
 
@@ -159,7 +174,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """What the command line says."""
     ends_s = time.monotonic() + args.limit
     is_dry, is_emulated = bool(args.dry_run), args.dry_run == "emulated"
-    return Setting(args.name, is_dry, is_emulated, args.scratch, Report(args.out), ends_s)
+    report = Report(args.out)
+    return Setting(args.name, is_dry, is_emulated, args.scratch, report, ends_s, args.gpus)
 
 
 def shape_main(description: str | None, run: Callable[[Setting, str], None]) -> int:

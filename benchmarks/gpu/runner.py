@@ -27,7 +27,15 @@ from xml.etree import ElementTree
 import psutil
 
 from benchmarks.gpu import figures, machine, results
-from benchmarks.gpu.pieces import TESTS, Piece, add_dry_run, allotted_s, chosen
+from benchmarks.gpu.pieces import (
+    TESTS,
+    Piece,
+    add_dry_run,
+    allotted_s,
+    chosen,
+    group_size,
+    why_too_few,
+)
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.system.process import die_with_parent
 
@@ -59,25 +67,30 @@ class Runner:
         self.results = results.begin(self._facts(), is_dry=self._dry_kind is not None)
         for name in skipped:
             self._note(name, results.NOT_ASKED_FOR)
+        num_gpus = machine.num_gpus()
         for piece in pieces:
+            size = group_size(piece, num_gpus, is_emulated=self._dry_kind == "emulated")
+            if not size:
+                self._note(piece.name, results.SKIPPED, problem=why_too_few(piece, num_gpus))
+                continue
             left_s = self._budget_s - (time.monotonic() - self._started_s)
             seconds = allotted_s(piece, left_s, is_last=piece is pieces[-1])
             if seconds is None:
                 self._note(piece.name, results.NO_TIME)
                 continue
-            self._run_piece(piece, seconds)
+            self._run_piece(piece, seconds, size)
         self.results["wall_s"] = time.monotonic() - self._started_s
         self._write()
         pack_logs(self._scratch, self._out / "logs.tar.gz")
 
-    def _run_piece(self, piece: Piece, seconds: float) -> None:
+    def _run_piece(self, piece: Piece, seconds: float, num_gpus: int) -> None:
         print(f"{piece.name}: at most {seconds:.0f} s", flush=True)
         log_path = self._scratch / "logs" / f"{piece.name}.log"
         report_path = self._scratch / "reports" / f"{piece.name}.json"
         started_s = time.monotonic()
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                self._command(piece, report_path, seconds),
+                self._command(piece, report_path, seconds, num_gpus),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -98,12 +111,14 @@ class Runner:
         )
         print(f"{piece.name}: {outcome} after {took_s:.0f} s {problem}".rstrip(), flush=True)
 
-    def _command(self, piece: Piece, report_path: Path, seconds: float) -> list[str]:
+    def _command(self, piece: Piece, report_path: Path, seconds: float, num_gpus: int) -> list[str]:
         command = [sys.executable, "-m", *piece.arguments]
         if piece is TESTS:
             return [*command, f"--junitxml={self._out.resolve() / 'junit.xml'}"]
         command += ["--name", piece.name, "--out", str(report_path)]
         command += ["--scratch", str(self._scratch), "--limit", str(seconds - _GRACE_S)]
+        if piece.num_groups:
+            command += ["--gpus", str(num_gpus)]
         return [*command, "--dry-run", self._dry_kind] if self._dry_kind else command
 
     def _facts(self) -> dict[str, Any]:

@@ -48,8 +48,10 @@ def run(setting: Setting, shape: str) -> None:
         _report(setting, shape, client.bench_switch(request), "with_kv")
 
 
-def switch_figures(shape: str, modes: Mapping[str, Any]) -> dict[str, figures.Figure]:
-    """The figures of some modes, as the worker measured them."""
+def switch_figures(
+    shape: str, modes: Mapping[str, Any], *, is_group: bool = False
+) -> dict[str, figures.Figure]:
+    """The figures of some modes, as the worker measured them; the bytes are those of a GPU."""
     found: dict[str, figures.Figure] = {}
     for mode, kinds in modes.items():
         for kind, row in kinds.items():
@@ -62,6 +64,8 @@ def switch_figures(shape: str, modes: Mapping[str, Any]) -> dict[str, figures.Fi
                 copying = row["bytes"] / row["memcpy_p50_s"]
                 kv_bytes = row["kv_bytes"]
                 limit_s = figures.host_cached_limit_s(row["bytes"] - kv_bytes, kv_bytes, copying)
+                if is_group:
+                    limit_s = figures.group_switch_limit_s(row["memcpy_p50_s"])
                 found[f"{name}_p50_s"] = figures.at_most(row["p50_s"], limit_s)
                 found[f"{shape}_weights_copy_bytes_per_s"] = figures.measured(copying)
     return found
@@ -94,7 +98,9 @@ def _report(setting: Setting, shape: str, measured: Mapping[str, Any], kind: str
     [(mode, kinds)] = measured["modes"].items()
     row = kinds[kind]
     details = {f"{mode}_{kind}": row, "weight_bytes": measured["weight_bytes"]}
-    setting.report.add(switch_figures(shape, {mode: {kind: row}}), **details)
+    is_group = setting.num_gpus > 1
+    found = switch_figures(setting.label(shape), {mode: {kind: row}}, is_group=is_group)
+    setting.report.add(found, **details)
 
 
 def _report_first_tokens(
@@ -102,7 +108,7 @@ def _report_first_tokens(
 ) -> None:
     request = BenchSwitchRequest(models=names, rounds=_ROUNDS, prompts=_PROMPTS)
     rows = client.bench_switch(request)["first_tokens"]
-    setting.report.add(first_token_figures(shape, rows), first_tokens=rows)
+    setting.report.add(first_token_figures(setting.label(shape), rows), first_tokens=rows)
 
 
 def _report_kv(
@@ -110,7 +116,7 @@ def _report_kv(
 ) -> None:
     request = BenchMemoryRequest(part="kv", models=names, rounds=_KV_ROUNDS, kv_bytes=kv_bytes)
     measured = client.bench_memory(request)
-    setting.report.add(kv_figures(shape, measured), **measured)
+    setting.report.add(kv_figures(setting.label(shape), measured), **measured)
 
 
 if __name__ == "__main__":

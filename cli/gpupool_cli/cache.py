@@ -83,13 +83,20 @@ def warm(ctx: typer.Context, name: NameArgument) -> None:
 def _row(model: CachedModel) -> list[str]:
     return [
         model.name,
-        model.state,
+        _places(model),
         output.size_text(model.num_bytes),
         _yes(model.is_saved),
         _yes(model.is_pinned),
         str(model.num_live),
         output.NOTHING if model.last_used_at is None else output.time_text(model.last_used_at),
     ]
+
+
+def _places(model: CachedModel) -> str:
+    """Return the place of the snapshot, or of each with the number of GPUs."""
+    if len(model.snapshots) < 2:
+        return model.state
+    return ", ".join(f"{one.state} ({one.num_gpus})" for one in model.snapshots)
 
 
 def _budgets(answer: CacheInfo) -> dict[str, str]:

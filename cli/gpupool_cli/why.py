@@ -81,16 +81,15 @@ def _show_request(request: RequestWhy) -> None:
 
 def _show_device(device: DeviceTurns) -> None:
     output.print_line("")
+    name = f"device {device.device}{_group_text(device)}"
     if device.on_turn is None:
-        output.print_line(f"device {device.device}: idle")
+        output.print_line(f"{name}: idle")
     else:
         left_s = device.left_s
         left = "until another model waits" if left_s is None else f"{format_duration(left_s)} left"
         because = f": {device.why}" if device.why else ""
         used = format_duration(device.used_s)
-        output.print_line(
-            f"device {device.device}: {device.on_turn} on turn for {used}, {left}{because}"
-        )
+        output.print_line(f"{name}: {device.on_turn} on turn for {used}, {left}{because}")
     if device.loading is not None:
         output.print_line(loading_text(device.device, device.loading))
     if device.num_waiting_for_kv:
@@ -98,6 +97,15 @@ def _show_device(device: DeviceTurns) -> None:
     if device.line:
         rows = [_line_row(number, one) for number, one in enumerate(device.line, start=1)]
         output.print_table(_LINE_COLUMNS, rows)
+
+
+def _group_text(device: DeviceTurns) -> str:
+    """Return the GPUs of a group, empty for a single GPU."""
+    if device.num_gpus == 1:
+        return ""
+    if device.gpus:
+        return f" (GPUs {', '.join(map(str, device.gpus))})"
+    return f" ({device.num_gpus} GPUs)"
 
 
 def _line_row(number: int, one: WaitingTurn) -> list[str]:

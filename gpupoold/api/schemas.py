@@ -120,7 +120,8 @@ class FoundInfo(Body):
 class ModelInfo(Body):
     """A registered model.
 
-    ``latency`` has the measured latency, None before; ``latency.model()`` predicts. ``usage`` has
+    ``latency`` has the latency measured last, None before; ``latency.model()`` predicts.
+    ``latencies`` has the latencies on all kinds of device, also on groups of GPUs. ``usage`` has
     the present memory and requests. ``usage``, the parsers and the chat template are present for a
     single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
     example ``generate`` or ``embed``. ``devices`` were chosen by hand for its engines.
@@ -142,6 +143,7 @@ class ModelInfo(Body):
     kv_bytes_per_token: int
     created_at: float
     latency: StoredLatency | None = None
+    latencies: list[StoredLatency] = []
     usage: ModelUsage | None = None
     tasks: list[str] = []
     engine: dict[str, str] = {}
@@ -305,7 +307,8 @@ class ModelUsage(Body):
 
     Bytes are sums over devices: ``kv_resident_bytes`` on devices, ``kv_host_bytes`` of paused
     requests in host memory. ``encoder_bytes`` counts outputs of the image encoder, in the devices'
-    reserve. ``cached_bytes`` is the snapshot in host memory, shared by all devices.
+    reserve. ``cached_bytes`` counts the snapshots in host memory, each shared by all
+    devices with equally many GPUs.
     ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
     token, which would have been late. Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
@@ -444,11 +447,21 @@ class Status(Body):
     frontends: list[FrontendInfo] = []
 
 
-class CachedModel(Body):
-    """A model's weights snapshot: in host memory, on disk only, or absent.
+class SnapshotPlace(Body):
+    """The place of a model's snapshot for devices of ``num_gpus`` GPUs."""
 
-    ``num_bytes`` is the size, or the expected size of an absent snapshot. ``last_used_at`` is in
-    wall-clock seconds.
+    num_gpus: int
+    state: Literal["host", "disk", "none"]
+    num_bytes: int
+    is_saved: bool
+
+
+class CachedModel(Body):
+    """A model's weights snapshots: in host memory, on disk only, or absent.
+
+    ``snapshots`` has one entry for each number of GPUs of the model's devices. ``state`` is "host"
+    if one of these is in host memory; ``is_saved`` means all. ``num_bytes`` is the sum of the
+    sizes, of the expected sizes of absent snapshots too. ``last_used_at`` is in wall-clock seconds.
     """
 
     name: str
@@ -458,6 +471,7 @@ class CachedModel(Body):
     is_pinned: bool
     num_live: int
     last_used_at: float | None
+    snapshots: list[SnapshotPlace] = []
 
 
 class CacheInfo(Body):

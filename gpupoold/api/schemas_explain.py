@@ -46,7 +46,8 @@ class DeviceTurns(Body):
     """The present turn on a device and the queue behind the turn.
 
     ``left_s`` is None for a turn without an end: no other model waits. ``loading`` is a model that
-    is being loaded beside the turns.
+    is being loaded beside the turns. A group has ``num_gpus``; ``gpus`` has the CUDA ordinals, and
+    is empty for other kinds of device.
     """
 
     device: int
@@ -58,6 +59,8 @@ class DeviceTurns(Body):
     line: list[WaitingTurn]
     num_waiting_for_kv: int
     loading: LoadingInfo | None = None
+    num_gpus: int = 1
+    gpus: tuple[int, ...] = ()
 
 
 class RequestWhy(Body):

@@ -6,7 +6,7 @@ variable known to be harmless reaches the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Set
 
 PREFIX = "VLLM_"
 
@@ -38,3 +38,12 @@ def drop_unlisted(environment: MutableMapping[str, str], listed: Iterable[str] =
     for name in dropped:
         del environment[name]
     return dropped
+
+
+def set_platform(environment: MutableMapping[str, str], kinds: Set[str]) -> None:
+    """Let vLLM's API layer run without a GPU if all devices are simulated.
+
+    Without the variable vLLM's build for CUDA finds no platform on a machine without a GPU.
+    """
+    if kinds == {"sim"}:
+        environment["VLLM_TARGET_DEVICE"] = "cpu"

@@ -56,7 +56,8 @@ async def build_control_plane(
     )
     cache, saved, stored = _snapshot_stores(settings, fd_store)
     simulated = [i for i, device in enumerate(settings.devices) if device.kind == "sim"]
-    fleet = Fleet(cache, without_snapshots=simulated)
+    degrees = [device.num_gpus for device in settings.devices]
+    fleet = Fleet(cache, simulated, degrees)
     fleet.restore(await registry.list())
     forks = ForkServer(settings, engine_environment(settings), _preloaded(settings))
     frontends = Frontends(settings, forks, listener)
@@ -73,7 +74,8 @@ async def build_control_plane(
     snapshots = ModelSnapshots(
         settings,
         history,
-        dispatcher.live,
+        fleet,
+        dispatcher,
         supervisor,
         cache,
         saved,
@@ -92,9 +94,12 @@ async def build_control_plane(
         cache,
         Inspector(settings, forks),
     )
+    await lifecycle.room.divisions.restore()
     host_budget = snapshots.host_budget
     operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
-    cache_control = CacheControl(registry, lifecycle, dispatcher.live, cache, host_budget, saved)
+    cache_control = CacheControl(
+        registry, lifecycle, fleet, dispatcher.live, cache, host_budget, saved
+    )
     return ControlPlane(
         settings=settings,
         registry=registry,

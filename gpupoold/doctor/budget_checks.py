@@ -41,8 +41,8 @@ def check_budgets(
     is_simulated = settings.simulated_host.memory_bytes is not None
     yield _check_use(budgets, None if is_simulated else facts.memory, facts.daemon)
     yield from _shown(budgets)
-    if facts.daemon.weight_bytes and budgets.parts:
-        yield _check_model_cache(budgets.model_cache_bytes, facts.daemon.weight_bytes)
+    if facts.daemon.snapshot_bytes and budgets.parts:
+        yield _check_model_cache(budgets.model_cache_bytes, facts.daemon.snapshot_bytes)
     machine = machine_of(settings, facts.memory, facts.gpu, facts.numa.node_bytes)
     yield from _check_nodes(machine, budgets.kv_host_bytes)
 
@@ -74,10 +74,10 @@ def _shown(budgets: Budgets) -> Iterator[Check]:
         yield ok(key, f"{figure}: {budgets.reasons.get(key, 'set in the configuration')}")
 
 
-def _check_model_cache(budget_bytes: int, weight_bytes: int) -> Check:
-    found = f"the weights snapshots of all models take {format_bytes(weight_bytes)}"
+def _check_model_cache(budget_bytes: int, snapshot_bytes: int) -> Check:
+    found = f"the weights snapshots of all models take {format_bytes(snapshot_bytes)}"
     found += f" of {format_bytes(budget_bytes)}"
-    if weight_bytes > budget_bytes:
+    if snapshot_bytes > budget_bytes:
         text = f"{found}: models used least are loaded again on request"
         fix = "raise memory.model_cache, or set memory.snapshot_files to read snapshots from disk"
         return warning("model cache", text, fix)

@@ -178,7 +178,7 @@ class DaemonFacts:
     """The running daemon; ``problem`` is the reason why no daemon answers, ``fix`` a remedy.
 
     ``unsound`` has the failures of the daemon's own check, ``failed`` maps failed models to errors,
-    ``weight_bytes`` is the sum over all models.
+    ``snapshot_bytes`` is the sum over the weights snapshots of all models.
     """
 
     problem: str = ""
@@ -190,7 +190,7 @@ class DaemonFacts:
     lost_rows: int = 0
     unsound: str = ""
     failed: dict[str, str] = field(default_factory=dict)
-    weight_bytes: int = 0
+    snapshot_bytes: int = 0
 
     @property
     def is_running(self) -> bool:

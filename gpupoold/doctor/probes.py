@@ -136,7 +136,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
     """Return the facts reported by the daemon's admin API."""
     try:
         status = client.status()
-        models = client.models()
+        models, cached = client.models(), client.cache().models
     except GpupoolError as error:
         return DaemonFacts(problem=error.message, fix=error.hint)
     unsound = ""
@@ -152,7 +152,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
         lost_rows=status.dropped_history_rows,
         unsound=unsound if status.state == "ready" else "",
         failed={one.name: one.error for one in models if one.state == "failed"},
-        weight_bytes=sum(one.weight_bytes for one in models),
+        snapshot_bytes=sum(one.num_bytes for one in cached),
     )
 
 

@@ -7,7 +7,10 @@ heads than GPUs.
 
 from __future__ import annotations
 
+import re
+
 MAX_GROUP_GPUS = 8
+_GROUP_NAME = re.compile(r"(\d+) x (.+)")
 # vLLM pads the vocabulary to a multiple of this number.
 _VOCAB_MULTIPLE = 64
 
@@ -35,6 +38,17 @@ def why_undivided(
         if padded % degree:
             return f"the padded vocabulary of {padded} is not divisible by {degree}"
     return ""
+
+
+def group_name(num_gpus: int, gpu: str) -> str:
+    """Return the name of a kind of device: the GPU's, behind the number of GPUs of a group."""
+    return f"{num_gpus} x {gpu}" if num_gpus > 1 else gpu
+
+
+def parse_group_name(name: str) -> tuple[int, str]:
+    """Return the number of GPUs and the GPU's name of a kind of device."""
+    found = _GROUP_NAME.fullmatch(name)
+    return (int(found[1]), found[2]) if found else (1, name)
 
 
 def held_kv_heads(num_kv_heads: int, degree: int) -> int:

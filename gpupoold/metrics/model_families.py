@@ -157,12 +157,12 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             held[one.model, "kv"] += one.kv_resident_bytes
             held[one.model, "kv_host"] += one.kv_host_bytes
             held[one.model, "encoder"] += one.encoder_bytes
-    for name, snapshot in scrape.control_plane.cache.snapshots.items():
-        held[name, "snapshot_host"] += snapshot.num_bytes
+    for of, snapshot in scrape.control_plane.cache.snapshots.items():
+        held[of.model, "snapshot_host"] += snapshot.num_bytes
     yield gauge(
         "model_memory_bytes",
         "The model's memory: weights and kv on devices; encoder (outputs of the image encoder) in "
-        "the devices' reserve; kv_host (offloaded KV) and snapshot_host (the weights snapshot) in "
+        "the devices' reserve; kv_host (offloaded KV) and snapshot_host (the weights snapshots) in "
         "host memory.",
         ("model", "kind"),
         (

@@ -73,8 +73,6 @@ class SimDevice:
         # The end of the piece of work, or of the switch, under way.
         self._piece: Scheduled[Callable[[], None]] | None = None
 
-    # Models
-
     def add_model(self, model: SimModel) -> None:
         """Add a model; requests of the model are accepted from then on."""
         self.models[model.name] = model
@@ -102,8 +100,6 @@ class SimDevice:
         """Evict the weights of a model without requests."""
         self.memory.evict_weights(name)
         self._report_memory()
-
-    # Requests
 
     def add(self, live: SimLive) -> None:
         model = live.request.model
@@ -145,7 +141,11 @@ class SimDevice:
             self._join(live)
         self._report_memory()
 
-    # Orders
+    def attach_without_kv(self, live: SimLive) -> None:
+        """Attach a request whose KV is computed anew, from the prompt and the tokens so far."""
+        live.num_repeated, live.done_tokens = len(live.token_times_s), 0
+        self._report(e.Attached(live.request.id, live.num_tokens))
+        self.add(live)
 
     def plan(self, turn: Turn | None, then: str | None) -> None:
         """Take an order: the present turn and the next model.
@@ -274,7 +274,7 @@ class SimDevice:
 
     def _prefill(self, model: str, live: SimLive) -> None:
         self.requests.prefilling = live
-        latency, prompt_tokens = self.models[model].latency, live.request.prompt_tokens
+        latency, prompt_tokens = self.models[model].latency, live.prefill_tokens
         prefill_s = latency.prefill_s([prompt_tokens])
         if live.done_tokens:  # chunked prefill had begun before the order changed
             left = (live.done_tokens, prompt_tokens - live.done_tokens)
@@ -284,8 +284,8 @@ class SimDevice:
     def _prefilled(self, model: str, live: SimLive) -> None:
         if self.requests.prefilling is live:  # else the request was dropped during the prefill
             self.requests.prefilling = None
-            self.memory.add_kv(model, live.request.prompt_tokens - live.done_tokens + 1)
-            live.done_tokens = live.request.prompt_tokens
+            self.memory.add_kv(model, live.prefill_tokens - live.done_tokens + 1)
+            live.done_tokens = live.prefill_tokens
             live.token_times_s.append(self._queue.now_s)
             self.requests.running[model].append(live)
             self._prefill_ended(model, (live,))

@@ -80,6 +80,7 @@ class Simulation:
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._events: deque[e.Event] = deque()
         self._lives: dict[str, SimLive] = {}
+        self._kinds = [device.kind for device in devices]
         self._devices = [
             SimDevice(
                 number,
@@ -209,8 +210,12 @@ class Simulation:
 
     def _migrate(self, live: SimLive, source: int, target: int) -> None:
         ready_s = self._devices[source].release(live)
-        assert ready_s is not None
-        self._queue.schedule(ready_s, lambda: self._devices[target].attach(live))
+        if ready_s is None or self._kinds[source] != self._kinds[target]:
+            # As in the daemon: groups of different sizes have different parts of the KV.
+            now_s, to = self._queue.now_s, self._devices[target]
+            self._queue.schedule(now_s, lambda: to.attach_without_kv(live))
+        else:
+            self._queue.schedule(ready_s, lambda: self._devices[target].attach(live))
 
     def _result(self, live: SimLive) -> RequestResult:
         targets = self._models[live.request.model].targets

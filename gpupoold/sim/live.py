@@ -12,7 +12,8 @@ from gpupoold.sim.workloads import SimRequest
 class SimLive:
     """A request on a device, with the times of its tokens so far.
 
-    ``done_tokens`` counts prefilled prompt tokens during chunked prefill. An answer begun by
+    ``done_tokens`` counts prefilled tokens during chunked prefill. ``num_repeated`` tokens of the
+    answer are prefilled with the prompt, after a migration without KV. An answer begun by
     another process is represented by a longer prompt and fewer output tokens; ``num_before`` is the
     number of earlier tokens, for deadlines.
     """
@@ -21,6 +22,12 @@ class SimLive:
     token_times_s: list[float] = field(default_factory=list)
     done_tokens: int = 0
     num_before: int = 0
+    num_repeated: int = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Number of tokens to prefill before the next token."""
+        return self.request.prompt_tokens + self.num_repeated
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +98,7 @@ class DeviceRequests:
     def take_prefilled(self, model: str) -> list[SimLive]:
         """Move a model's requests with prefilled prompts to ``running``; return the requests."""
         waiting = self.waiting[model]
-        ready = [live for live in waiting if live.done_tokens == live.request.prompt_tokens]
+        ready = [live for live in waiting if live.done_tokens == live.prefill_tokens]
         for live in ready:
             waiting.remove(live)
             self.running[model].append(live)

@@ -78,7 +78,7 @@ def chunks_of(
     left = max(1, chunk_tokens - num_running)
     chunks: list[tuple[SimLive, int]] = []
     for live in waiting:
-        num_tokens = min(left, live.request.prompt_tokens - live.done_tokens)
+        num_tokens = min(left, live.prefill_tokens - live.done_tokens)
         chunks.append((live, num_tokens))
         left -= num_tokens
         if not left:

@@ -11,6 +11,7 @@ import torch
 from vllm.platforms import current_platform
 
 from gpupoold.errors import Failed
+from gpupoold.latency.division import group_name
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
@@ -146,7 +147,7 @@ def device_name(kind: str, num_ranks: int = 1) -> str:
     """
     is_emulated = kind == "emulated"
     name = f"CPU x {torch.get_num_threads()}" if is_emulated else torch.cuda.get_device_name(0)
-    return f"{num_ranks} x {name}" if num_ranks > 1 else str(name)
+    return group_name(num_ranks, str(name))
 
 
 def compute_streams() -> Iterable[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from scripts.vllm_seams.seam import Seam
 
+_ALL_REDUCE = "gpupoold/worker/engine/all_reduce.py"
 _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _LEDGER = "gpupoold/worker/engine/block_ledger.py"
@@ -44,6 +45,16 @@ _WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWo
 
 # (file, owner, attributes): compared by signature or presence.
 _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
+    (
+        _ALL_REDUCE,
+        "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce",
+        "_IS_CAPTURING _capture_registered",
+    ),
+    (
+        _ALL_REDUCE,
+        "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator",
+        "ca_comm",
+    ),
     (
         _ENGINE,
         "vllm.v1.engine.core.EngineCore",
@@ -286,6 +297,11 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (
         "gpupoold/worker/engine/process_groups.py",
         "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator",
+    ),
+    # Captures without registered buffers, and what an all-reduce does between two captures.
+    (
+        _ALL_REDUCE,
+        "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.custom_all_reduce",
     ),
     # The blocks' states are followed through this queue, which sees every change.
     (_ENGINE, "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue"),

@@ -13,6 +13,7 @@ Imports only the standard library, aiosqlite and the domain, errors and file hel
 
 from gpupool_state.api_keys import ApiKeys, KeyPowers, KeyRow, KeyUse
 from gpupool_state.db import Database
+from gpupool_state.divisions import KnownDivisions
 from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
 from gpupool_state.profiles import ProfilePhase, ProfileRow
@@ -32,6 +33,7 @@ __all__ = [
     "KeyPowers",
     "KeyRow",
     "KeyUse",
+    "KnownDivisions",
     "MinuteRow",
     "ModelRow",
     "ProfilePhase",

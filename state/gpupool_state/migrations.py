@@ -14,6 +14,7 @@ from gpupool_state.schema import (
     ADD_OPTIONS,
     ADD_PINS,
     CREATE_API_KEYS,
+    CREATE_DIVISIONS,
     CREATE_HISTORY,
     CREATE_PROFILES,
     CREATE_REGISTRY,
@@ -70,6 +71,7 @@ MIGRATIONS: tuple[SchemaMigration, ...] = (
     SchemaMigration(7, "device_columns", RENAME_INSTANCES),
     SchemaMigration(8, "options", ADD_OPTIONS),
     SchemaMigration(9, "hosting", ADD_HOSTING),
+    SchemaMigration(10, "divisions", CREATE_DIVISIONS),
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpupool_state.db import Database
+from gpupool_state.divisions import KnownDivisions
 from gpupool_state.further_names import SELECT_FURTHER, insert_further, read_further
 from gpupool_state.profiles import ProfileRow, all_profiles, profiles_of, replace_profiles
 from gpupool_state.writer import Transaction
@@ -71,6 +72,7 @@ class Registry:
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
+        self.divisions = KnownDivisions(db)
         self._db = db
         self._now = now
         self._listed: tuple[ModelRow, ...] | None = None

@@ -202,3 +202,21 @@ ADD_OPTIONS = (
     "CHECK (kind IN ('alias', 'preset', 'adapter'))",
     "ALTER TABLE aliases ADD COLUMN details TEXT NOT NULL DEFAULT '{}'",
 )
+
+# What vLLM said of groups that cannot divide a model. Other options need another verdict.
+CREATE_DIVISIONS = (
+    """
+    CREATE TABLE divisions (
+        model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,
+        engine_version TEXT NOT NULL,
+        degree INTEGER NOT NULL,
+        reason TEXT NOT NULL,
+        PRIMARY KEY (model, engine_version, degree)
+    )
+    """,
+    """
+    CREATE TRIGGER divisions_are_of_options AFTER UPDATE OF engine ON models
+    WHEN NEW.engine != OLD.engine
+    BEGIN DELETE FROM divisions WHERE model = NEW.name; END
+    """,
+)

@@ -1,25 +1,31 @@
 #!/usr/bin/env bash
-# Boots a Debian root with systemd as process 1, installs gpupool there and tries the service
+# Boots a Debian or Ubuntu root with systemd as process 1, installs gpupool there and tries the service
 # for real. Needs root, mmdebstrap and systemd-nspawn; takes some minutes, so it is not a part of
 # `make test`.
 #
 #   tests/boot/run.sh            sockets, reload, kill -9, watchdog, stop, journal, uninstall
 #                                (inside.sh)
 #   tests/boot/run.sh deb.sh     packages: install, upgrade, downgrade, remove, purge
+#   tests/boot/run.sh cuda_deb.sh   the package with the CUDA engine, on a machine without a GPU
 #
-#   ROOT=build/boot-root         the Debian root; made when it is not there
+#   ROOT=build/boot-root         the root; made when it is not there
+#   SUITE=bookworm               what is made: noble for Ubuntu 24.04
+#   MIRROR=...                   where from, as mmdebstrap takes it; KEYRING=file for its keys
 #   PACKAGES=folder              a site-packages folder to use there, read-only, instead of
-#                                downloading all packages again
+#                                downloading all packages again; of the same version of Python
+#   DEB=file                     the package for cuda_deb.sh, made by `make deb` in such a root
 #   MMDEBSTRAP=..., NSPAWN=...   the two programs
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 readonly ROOT=${ROOT:-$PWD/build/boot-root} SOURCE=$PWD
 readonly INSIDE=${1:-inside.sh}
+readonly SUITE=${SUITE:-bookworm} MIRROR=${MIRROR:-} KEYRING=${KEYRING:-}
 readonly MMDEBSTRAP=${MMDEBSTRAP:-mmdebstrap} NSPAWN=${NSPAWN:-systemd-nspawn}
 readonly INCLUDE=libnuma1,systemd,systemd-sysv,dbus,python3,python3-venv,make,gcc,g++,libc6-dev,python3-dev,git,curl,ca-certificates,procps,man-db
 
 if [[ ! -e $ROOT/etc/os-release ]]; then
-    "$MMDEBSTRAP" --variant=minbase --include="$INCLUDE" bookworm "$ROOT"
+    "$MMDEBSTRAP" --variant=minbase --include="$INCLUDE" ${KEYRING:+"--keyring=$KEYRING"} \
+        "$SUITE" "$ROOT" ${MIRROR:+"$MIRROR"}
 fi
 rm -rf "$ROOT"/{src,result,log} "$ROOT"/{var/lib,var/cache,etc,usr/local/lib}/gpupool \
     "$ROOT/var/log/journal"
@@ -41,6 +47,7 @@ ln -sf ../boot-test.service "$ROOT/etc/systemd/system/default.target.wants/boot-
 options=()
 # A network of its own, as long as nothing is downloaded: the ports of the host may be in use.
 if [[ -n ${PACKAGES:-} ]]; then options=(--private-network "--bind-ro=$PACKAGES:/opt/packages"); fi
+if [[ -n ${DEB:-} ]]; then options=(--private-network "--bind-ro=$(realpath "$DEB"):/opt/gpupool.deb"); fi
 "$NSPAWN" --quiet --directory="$ROOT" --register=no --keep-unit "${options[@]}" --boot \
     >"$ROOT/console" 2>&1 || true
 cat "$ROOT/log"

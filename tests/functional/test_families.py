@@ -1,8 +1,7 @@
-"""One family of each mechanism, in one group: everything that `make models-table` checks."""
+"""One family of each mechanism, on one device: everything that `make models-table` checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,53 @@ from benchmarks.families.plain import PlainVllm
 from benchmarks.families.table import family_named
 from tests.conftest import ROOT
 
-FAMILIES = ("mistral-window", "granite4", "deepseek-v2", "qwen3-moe")
+ON_ONE_GPU = ("mistral-window", "granite4", "deepseek-v2", "qwen3-moe")
+ON_TWO_GPUS = ("granite4", "deepseek-v2", "llama-gptq", "drafts-eagle", "qwen2.5-vl", "bert")
 COLUMNS = ("serve", "switch", "kv", "migrate", "resume")
+WITHOUT_KV = ("kv", "migrate")
+"""Columns that pooling models do not have."""
+
+
+def check(names: tuple[str, ...], logs: Path, num_gpus: int) -> dict[str, dict[str, Cell]]:
+    """Return the results of families."""
+    folder = ROOT / "build" / "families"
+    folder.mkdir(parents=True, exist_ok=True)
+    families = {family_named(name): make_family(family_named(name), folder) for name in names}
+    with PlainVllm(logs / "plain.log", num_gpus) as plain:
+        checked = GroupCheck(families, plain, num_gpus)
+        checked.run(logs / "group.log")
+        return checked.cells
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Cell]]]:
-    """The results of all families."""
-    folder, logs = ROOT / "build" / "families", tmp_path_factory.mktemp("logs")
-    folder.mkdir(parents=True, exist_ok=True)
-    paths: dict[str, Path] = {name: make_family(family_named(name), folder) for name in FAMILIES}
-    with PlainVllm(logs / "plain.log") as plain:
-        check = GroupCheck({family_named(name): path for name, path in paths.items()}, plain)
-        check.run(logs / "group.log")
-        yield check.cells
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Cell]]:
+    """The results on one GPU."""
+    return check(ON_ONE_GPU, tmp_path_factory.mktemp("logs"), 1)
+
+
+@pytest.fixture(scope="module")
+def cells_of_group(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict[str, Cell]]:
+    """The results on a group of two GPUs."""
+    return check(ON_TWO_GPUS, tmp_path_factory.mktemp("logs"), 2)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ON_ONE_GPU)
 def test_every_token_equals_vllm_alone(
     cells: dict[str, dict[str, Cell]], name: str, column: str
 ) -> None:
     cell = cells[name][column]
     assert cell.outcome is Outcome.YES, cell.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_TWO_GPUS)
+def test_every_token_of_a_group_equals_tensor_parallelism_of_vllm_alone(
+    cells_of_group: dict[str, dict[str, Cell]], name: str
+) -> None:
+    found = cells_of_group[name]
+    wanted = [one for one in COLUMNS if family_named(name).generates or one not in WITHOUT_KV]
+    for column in wanted:
+        assert found[column].outcome is Outcome.YES, f"{column}: {found[column].text}"

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from gpupool_cli.bench.rig import weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.schemas import AddAdapterRequest
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
     QWEN2,
+    Answer,
     Background,
     api_client,
+    ask,
     check_all,
     emulated_config,
     eventually,
     ps,
     undisturbed,
     until,
+    usage,
 )
 from tests.functional.worker_peer import WorkerPeer, prompt
 
@@ -34,6 +45,28 @@ NUM_RANKS = 2
 ASKED = [(LLAMA, "one rank"), (QWEN2, "another rank"), (LLAMA, "both of them")]
 NUM_TOKENS = 60
 BACK_S = 120.0
+TEXT = "the ranks of a group have parts of a model"
+ADAPTER = "adapter"
+ALONE = "-alone"
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 2,
+}
+ENGINE = {"max_lora_rank": "8", "speculative_config": json.dumps(DRAFTS)}
+"""Options of the Llama's engines."""
+SCHEMA = {"type": "integer", "multipleOf": 7, "minimum": 8, "maximum": 20}  # not xgrammar's
+MORE: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 3, "echo": True},
+    "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 1},
+    "choice": {"structured_outputs": {"choice": ["one and two", "three and four"]}},
+    "regex": {"structured_outputs": {"regex": "[ab]{3}-[0-9]{4}"}, "logprobs": 2},
+    "schema": {"structured_outputs": {"json": SCHEMA}},
+    "drawn": {"temperature": 1.0, "seed": 5, "n": 3, "top_p": 0.9},
+    "penalties": {"frequency_penalty": 0.7, "repetition_penalty": 1.2},
+}
+"""Kinds of requests by the fields that make the difference."""
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +136,89 @@ def test_answers_without_a_seed_are_drawn_alike_on_all_ranks(peer: WorkerPeer) -
     assert rests[0] == rests[1]
 
 
-@pytest.fixture
-def box(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[PrivateDaemon]:
-    """A group of two GPUs, and a GPU alone."""
-    num_bytes = int(1.8 * max(weight_bytes(tiny_models[name]) for name in (LLAMA, QWEN2)))
+def test_loads_that_fail_leave_the_group_as_before(
+    peer: WorkerPeer,
+    of_one_gpu: dict[tuple[str, int], list[int]],
+    tiny_models: dict[str, Path],
+    tiny_pooling_models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """Before the ranks build, and in the self-check: vLLM's ModernBERT runs on one rank only."""
+    shutil.copytree(tiny_models[LLAMA], tmp_path / "one-head")
+    config = json.loads((tmp_path / "one-head" / "config.json").read_text())
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    (tmp_path / "one-head" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AssertionError, match="attention heads"):
+        peer.load("one-head", tmp_path / "one-head", max_model_len=512)
+    with pytest.raises(AssertionError, match="in its self-check: split_with_sizes"):
+        peer.load("modernbert", tiny_pooling_models["tiny-modernbert-embed"], max_model_len=256)
+    model, index = MODELS[0], 0
+    peer.ask(model, "afterwards", prompt(index), max_tokens=MAX_TOKENS)
+    peer.run_until_ended("afterwards")
+    assert peer.tokens["afterwards"] == of_one_gpu[model, index]
+    peer.call("check_integrity")
+
+
+@pytest.fixture(scope="module")
+def adapter(
+    tiny_models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    project_env: dict[str, str],
+) -> Path:
+    """An adapter of the Llama."""
+    folder = tmp_path_factory.mktemp("adapter")
+    command = [sys.executable, "-m", "gpupoold.checkpoints.tiny_adapter", str(folder)]
+    options = ["--base", str(tiny_models[LLAMA]), "--name", ADAPTER, "--rank", "8"]
+    subprocess.run([*command, *options], check=True, env=project_env)
+    return folder / ADAPTER
+
+
+@pytest.fixture(scope="module")
+def box(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    """A group of two GPUs with two models, and a GPU that has the first one too."""
+    num_bytes = int(2.2 * max(weight_bytes(tiny_models[name]) for name in (LLAMA, QWEN2)))
     config = emulated_config(num_bytes, num_gpus=NUM_RANKS) + emulated_config(num_bytes)
-    with private_daemon(config, tmp_path / "daemon") as daemon:
-        for name in (LLAMA, QWEN2):
-            daemon.add_model(name, tiny_models[name], devices=[0], **LOAD_OPTIONS)
+    with private_daemon(config, tmp_path_factory.mktemp("groups")) as daemon:
+        for name, device in ((LLAMA, 0), (LLAMA + ALONE, 1)):
+            options = LOAD_OPTIONS | {"engine": ENGINE, "devices": [device]}
+            daemon.add_model(name, tiny_models[LLAMA], **options)
+        daemon.add_model(QWEN2, tiny_models[QWEN2], devices=[0], **LOAD_OPTIONS)
         until(lambda: all(one.state == "ready" for one in ps(daemon).models), BACK_S)
         yield daemon
+        until(lambda: not ps(daemon).requests)
+        check_all(daemon)
+
+
+async def test_every_kind_of_request_is_answered_as_on_one_gpu(box: PrivateDaemon) -> None:
+    async with httpx.AsyncClient(base_url=box.http_url, timeout=BACK_S) as http:
+
+        async def answer(model: str, kind: str) -> Any:
+            body = {"prompt": f"{TEXT} {TEXT} {TEXT}", "max_tokens": 24, "temperature": 0}
+            found = await http.post("/v1/completions", json=body | MORE[kind] | {"model": model})
+            assert found.status_code == 200, found.text
+            return found.json()["choices"]
+
+        found = [
+            await asyncio.gather(*(answer(model, kind) for kind in MORE))
+            for model in (LLAMA, LLAMA + ALONE)
+        ]
+    for kind, ours, theirs in zip(MORE, *found, strict=True):
+        assert_same(ours, theirs, kind)
+
+
+async def test_adapters_answer_as_on_one_gpu(box: PrivateDaemon, adapter: Path) -> None:
+    names = (LLAMA, LLAMA + ALONE)
+    with box.client() as client:
+        for base in names:
+            request = AddAdapterRequest(name=f"{ADAPTER}-{base}", base=base, source=str(adapter))
+            for _ in client.add_adapter(request):
+                pass
+    async with api_client(box.http_url) as api:
+        asked = [*names, *(f"{ADAPTER}-{base}" for base in names)]
+        answers = [one.token_ids for one in await together(api, asked)]
+    assert answers[0] == answers[1] != answers[2] == answers[3]
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -132,7 +238,69 @@ async def test_answers_survive_the_death_of_a_rank(box: PrivateDaemon, rank: int
         assert not set(before) & set(pids_of(box)), "a rank of the old group still runs"
         assert await undisturbed(api, ASKED, NUM_TOKENS) == alone
         await eventually(lambda: not ps(box).requests)
+
+
+async def together(api: AsyncOpenAI, models: Sequence[str]) -> list[Answer]:
+    """Ask models the same at the same time."""
+    return await asyncio.gather(*(ask(api, name, TEXT, NUM_TOKENS) for name in models))
+
+
+def assert_same(one: Any, other: Any, place: str) -> None:
+    """Compare two parts of answers; the numbers of logarithms may differ by rounding."""
+    if isinstance(one, float):
+        assert one == pytest.approx(other, abs=1e-4), place
+    elif isinstance(one, dict):
+        assert set(one) == set(other), place
+        for key, value in one.items():
+            assert_same(value, other[key], f"{place}.{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), place
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair, place)
+    else:
+        assert one == other, place
+
+
+async def test_each_degree_loads_the_checkpoint_once(
+    box: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(tiny_models[LLAMA], tmp_path / "both")
+    box.add_model("both", checkpoint, devices=[0, 1], **LOAD_OPTIONS)
+    assert places(box) == [(1, "host"), (2, "host")]
+    async with api_client(box.http_url) as api:
+        alone = await ask(api, LLAMA, "two degrees", NUM_TOKENS)
+        assert await ask(api, "both", "two degrees", NUM_TOKENS) == alone
+        for file in checkpoint.glob("*.safetensors"):
+            file.unlink()
+        before = [device.pid for device in ps(box).devices]
+        for pid in before:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: have_restarted(box, before), BACK_S)
+        for number in (0, 1):
+            with box.client() as client:
+                client.drain(number)
+            assert await ask(api, "both", "two degrees", NUM_TOKENS) == alone
+            with box.client() as client:
+                client.undrain(number)
+        await eventually(lambda: not ps(box).requests)
+    with box.client() as client:
+        assert "snapshot_refused" not in {one.kind for one in client.events()}
+    assert places(box) == [(1, "host"), (2, "host")]
     check_all(box)
+
+
+def places(daemon: PrivateDaemon) -> list[tuple[int, str]]:
+    """The degrees and places of the snapshots of the model on both devices."""
+    with daemon.client() as client:
+        [found] = [one for one in client.cache().models if one.name == "both"]
+    return [(one.num_gpus, one.state) for one in found.snapshots]
+
+
+def have_restarted(daemon: PrivateDaemon, before: list[int | None]) -> bool:
+    devices = ps(daemon).devices
+    are_new = all(one.pid not in before and one.state == "ready" for one in devices)
+    return are_new and {one.device for one in usage(daemon, "both").engines} == {0, 1}
 
 
 def pids_of(daemon: PrivateDaemon) -> list[int]:

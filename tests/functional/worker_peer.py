@@ -219,6 +219,9 @@ class WorkerPeer:
         try:
             with contextlib.suppress(ChannelClosed):
                 self.channel.send(m.Shutdown())
+                deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+                while time.monotonic() < deadline_s:  # a worker may wait with a full channel
+                    self.channel.receive(1.0)
             assert self.process.wait(_STOP_TIMEOUT_S) == 0
         finally:
             self.process.kill()

@@ -24,7 +24,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.processes.child import Child
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
@@ -182,20 +182,20 @@ class SnapshotKept(Scenario):
         self._new: int | None = memory()
 
     async def act(self) -> None:
-        snapshot = self._cache.get("a")
+        snapshot = self._cache.get(SnapshotId("a"))
         if self._new is not None:
             new, self._new = self._new, None
-            snapshot = self._cache.put("a", new, "layout", (1, 2))
+            snapshot = self._cache.put(SnapshotId("a"), new, "layout", (1, 2))
         assert snapshot is not None
-        self._stored_snapshots.store("a", snapshot)
-        self._saved.keep("a", snapshot)
-        await self._saved.settled("a")
+        self._stored_snapshots.store(SnapshotId("a"), snapshot)
+        self._saved.keep(SnapshotId("a"), snapshot)
+        await self._saved.settled(SnapshotId("a"))
 
     async def state(self) -> Any:
-        snapshot = self._cache.get("a")
+        snapshot = self._cache.get(SnapshotId("a"))
         held = snapshot and os.pread(snapshot.fd, 7, 0)
         self._hear()
-        saved = await self._saved.read("a")
+        saved = await self._saved.read(SnapshotId("a"))
         if saved is not None:
             os.close(saved.fd)
         # The file is named after the checkpoint's folder, which is another in each run.

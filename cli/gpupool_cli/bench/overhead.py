@@ -42,13 +42,16 @@ _POLLING_S = 1.2
 _PROMPTS_PER_STREAM = 2
 _PROMPT = "Write about the number {index} and then about the number after it. "
 
+Results = dict[str, list[LoadResult]]  # by server, a result for each round
+
 
 @dataclass(frozen=True, slots=True)
 class OverheadPlan:
     """The amount of requests per server, and vLLM's options beside gpupool.
 
     ``num_prompts`` is at least 8, and 2 for each stream, unless set: with fewer prompts than
-    streams, some streams would have none. No round except the first begins after ``ends_s`` on
+    streams, some streams would have none. ``more_streams`` are further numbers of streams, each
+    with 2 prompts for each stream. No round except the first begins after ``ends_s`` on
     ``time.monotonic``.
     """
 
@@ -61,6 +64,13 @@ class OverheadPlan:
     dtype: str = "float32"
     vllm_options: tuple[str, ...] = EMULATED_OPTIONS
     ends_s: float = math.inf
+    more_streams: tuple[int, ...] = ()
+
+    def prompts_of(self, num_streams: int) -> int:
+        """Return the number of prompts of a round with so many streams."""
+        if num_streams != self.num_streams:
+            return _PROMPTS_PER_STREAM * num_streams
+        return self.num_prompts or max(8, _PROMPTS_PER_STREAM * num_streams)
 
 
 def measure_overhead(
@@ -71,6 +81,8 @@ def measure_overhead(
     ``config`` is gpupool's configuration; ``folder`` keeps the logs of both servers. By default
     both use float32, eager mode, the same block size, the same linear kernels, the same priority of
     the engine, and one compute thread less than there are cores.
+
+    With ``more_streams``, the key ``by_streams`` has the rates for each number of streams.
 
     Raises:
         GpupoolError: a server did not start or answered with an error.
@@ -83,25 +95,32 @@ def measure_overhead(
         serving = (checkpoint, plan.max_model_len, plan.dtype, plan.vllm_options, log_path)
         vllm_url = stack.enter_context(vllm_serve(*serving))
         urls = {"gpupool": daemon.http_url, "vllm": vllm_url}
+        counts = (plan.num_streams, *plan.more_streams)
         for url in urls.values():
-            _streams(plan, url, name)  # warm up both
-        throughput: dict[str, list[LoadResult]] = {server: [] for server in urls}
+            _streams(plan, url, name, max(counts))  # warm up both
+        throughput: dict[int, Results] = {
+            count: {server: [] for server in urls} for count in counts
+        }
         single: dict[str, list[LoadResult]] = {server: [] for server in urls}
         for index in range(plan.rounds):
             if index and time.monotonic() > plan.ends_s:
                 break
             order = list(urls) if index % 2 == 0 else list(reversed(urls))
             for server in order:
-                throughput[server].append(_streams(plan, urls[server], name))
+                for count in counts:
+                    loaded = _streams(plan, urls[server], name, count)
+                    throughput[count][server].append(loaded)
                 single[server].append(_alone(plan, urls[server], name, index))
-    return _compare(throughput, single)
+    result = _compare(throughput[plan.num_streams], single)
+    if plan.more_streams:
+        result["by_streams"] = {count: _rates(throughput[count]) for count in sorted(counts)}
+    return result
 
 
-def _streams(plan: OverheadPlan, url: str, model: str) -> LoadResult:
-    num_prompts = plan.num_prompts or max(8, _PROMPTS_PER_STREAM * plan.num_streams)
-    prompts = [_PROMPT.format(index=index) for index in range(num_prompts)]
+def _streams(plan: OverheadPlan, url: str, model: str, num_streams: int) -> LoadResult:
+    prompts = [_PROMPT.format(index=index) for index in range(plan.prompts_of(num_streams))]
     time.sleep(_POLLING_S)
-    return run_load(url, model, prompts, plan.max_tokens, plan.num_streams)
+    return run_load(url, model, prompts, plan.max_tokens, num_streams)
 
 
 def _alone(plan: OverheadPlan, url: str, model: str, index: int) -> LoadResult:
@@ -110,26 +129,25 @@ def _alone(plan: OverheadPlan, url: str, model: str, index: int) -> LoadResult:
     return run_load(url, model, prompts, 2, 1)
 
 
-def _compare(
-    throughput: dict[str, list[LoadResult]], single: dict[str, list[LoadResult]]
-) -> dict[str, Any]:
-    rates = {s: [result.tokens_per_s for result in results] for s, results in throughput.items()}
+def _compare(throughput: Results, single: Results) -> dict[str, Any]:
     ttfts = {s: [result.ttft_p50_s for result in results] for s, results in single.items()}
-    pairs = list(zip(rates["gpupool"], rates["vllm"], strict=True))
+    measured = _rates(throughput)
+    for server, seconds in ttfts.items():
+        measured[server]["ttft_p50_s"] = statistics.median(seconds)
+    pairs = zip(ttfts["gpupool"], ttfts["vllm"], strict=True)
+    return measured | {
+        "ttft_p50_delta_s": statistics.median(ours - theirs for ours, theirs in pairs),
+        "rounds": len(ttfts["gpupool"]),
+    }
+
+
+def _rates(throughput: Results) -> dict[str, Any]:
+    """Return the tokens per second of both servers, and the median of the rounds' ratios."""
+    rates = {s: [result.tokens_per_s for result in results] for s, results in throughput.items()}
+    pairs = zip(rates["gpupool"], rates["vllm"], strict=True)
     return {
         "tokens_per_s_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
-        "ttft_p50_delta_s": statistics.median(
-            ours - theirs for ours, theirs in zip(ttfts["gpupool"], ttfts["vllm"], strict=True)
-        ),
-        "gpupool": {
-            "tokens_per_s": statistics.median(rates["gpupool"]),
-            "ttft_p50_s": statistics.median(ttfts["gpupool"]),
-        },
-        "vllm": {
-            "tokens_per_s": statistics.median(rates["vllm"]),
-            "ttft_p50_s": statistics.median(ttfts["vllm"]),
-        },
-        "rounds": len(pairs),
+        **{server: {"tokens_per_s": statistics.median(found)} for server, found in rates.items()},
     }
 
 

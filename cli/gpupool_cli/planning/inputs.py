@@ -131,7 +131,7 @@ def _planned(info: ModelInfo) -> PlannedModel:
         kv_bytes_per_token,
         shape,
         problem,
-        info.latency,
+        tuple(info.latencies),
         info.max_model_len,
         generates=info.generates,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from gpupool_state import ModelRow
 from gpupoold.control.fleet.circuit_breaker import CircuitBreakers
+from gpupoold.control.fleet.device_snapshots import DeviceSnapshots
 from gpupoold.control.fleet.hosts import Hosts
 from gpupoold.control.fleet.shared_lock import SharedLock
 from gpupoold.control.fleet.signals import Signals
@@ -94,13 +95,17 @@ class _Record:
 class Fleet:
     """The models by name; one object per daemon, on its event loop."""
 
-    def __init__(self, cache: SnapshotCache, without_snapshots: Iterable[int] = ()) -> None:
-        """``without_snapshots`` are the numbers of the simulated devices."""
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        without_snapshots: Iterable[int] = (),
+        degrees: Sequence[int] = (),
+    ) -> None:
+        """See :class:`DeviceSnapshots` for the arguments."""
         self.hosts = Hosts()
+        self.snapshots = DeviceSnapshots(cache, self.hosts, without_snapshots, degrees)
         self.breakers = CircuitBreakers()
         self.signals = Signals()
-        self._cache = cache
-        self._without_snapshots = frozenset(without_snapshots)
         self._draining_devices: set[int] = set()
         self._records: dict[str, _Record] = {}
         self._changing: defaultdict[str, SharedLock] = defaultdict(SharedLock)
@@ -120,21 +125,22 @@ class Fleet:
         )
 
     def is_warm(self, model: str) -> bool:
-        """Return whether requests of the model can run now: all devices have the snapshot."""
+        """Return whether requests of the model can run now, on all devices that do not rest."""
         record = self._records.get(model)
         if record is not None and (record.is_warming or record.is_evicted):
             return False
         devices = self.devices_with_snapshot(model)
-        if not devices:
-            return True
-        attached = all(self.hosts.of(model, number).has_snapshot for number in devices)
-        return attached and self._cache.get(model) is not None
+        return not devices or self.snapshots.are_attached(model, devices)
 
     def devices_with_snapshot(self, model: str) -> list[int]:
         """Return the model's devices that need a snapshot."""
         record = self._records.get(model)
-        devices = record.devices if record is not None else ()
-        return [number for number in devices if number not in self._without_snapshots]
+        return self.snapshots.needing(record.devices if record is not None else ())
+
+    def asleep(self) -> list[str]:
+        """Return the models whose devices all rest."""
+        records, resting = self._records.items(), self.snapshots.resting
+        return [name for name, one in records if one.devices and resting(name) >= {*one.devices}]
 
     def num_served(self) -> int:
         """Return the number of models that some device has."""
@@ -229,6 +235,7 @@ class Fleet:
     def remove(self, model: str) -> None:
         self._move(model, ModelEvent.REMOVE)
         self.breakers.reset(model)
+        self.snapshots.forget(model)
         del self._records[model]
 
     def changed(self, spec: ModelSpec) -> None:
@@ -254,13 +261,16 @@ class Fleet:
         record.loaded, record.is_evicted = loaded, False
         if number not in record.devices:
             record.devices.append(number)
+        self.snapshots.wake(loaded.name, number)
         self._follow_facts(record)
 
-    def unhost(self, model: str, number: int) -> None:
-        """Remove a device of the model."""
+    def unhost(self, model: str, number: int, *, is_evicted: bool = False) -> None:
+        """Remove a device of the model; see ``evict`` for ``is_evicted``."""
         record = self._records.get(model)
         if record is not None and number in record.devices:
             record.devices.remove(number)
+            self.snapshots.wake(model, number)
+            record.is_evicted = is_evicted and not record.devices
             self._follow_facts(record)
 
     def unhost_all(self, model: str) -> None:
@@ -268,6 +278,7 @@ class Fleet:
         record = self._records.get(model)
         if record is not None:
             record.devices.clear()
+            self.snapshots.forget(model)
             record.is_evicted = False
             self._follow_facts(record)
 
@@ -276,11 +287,7 @@ class Fleet:
 
         A model without another device stays open: a request loads the model again.
         """
-        record = self._records.get(model)
-        if record is not None and number in record.devices:
-            record.devices.remove(number)
-            record.is_evicted = not record.devices
-            self._follow_facts(record)
+        self.unhost(model, number, is_evicted=True)
 
     def lose_device(self, number: int) -> None:
         """Remove a device of all models."""

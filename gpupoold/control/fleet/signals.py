@@ -30,7 +30,8 @@ class Signals:
     """Events of a model's requests; the first argument of each signal is the model's name."""
 
     request_began: Signal[str] = field(default_factory=Signal)
-    request_ended: Signal[str] = field(default_factory=Signal)
+    request_ended: Signal[str, int | None] = field(default_factory=Signal)
+    """The device is None if no device had the request."""
     weights_wanted: Signal[str] = field(default_factory=Signal)
     """A request waits until the model is warm."""
     weights_damaged: Signal[WrongAnswer] = field(default_factory=Signal)

@@ -123,6 +123,7 @@ class Additions:
             added = await self._registry.add(spec)
             self._fleet.register(spec)
             try:
+                await self._divisions.keep(spec)
                 self._fleet.loading(spec.name)
                 await self._registry.set_state(spec.name, ModelState.LOADING)
                 await self._mounts.publish()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from gpupool_state import ModelRow, Registry
-from gpupoold.api.schemas import CachedModel, CacheInfo
+from gpupoold.api.schemas import CachedModel, CacheInfo, SnapshotPlace
+from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.models.lifecycle import ModelLifecycle
-from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.errors import Refused
@@ -20,6 +21,7 @@ class CacheControl:
         self,
         registry: Registry,
         lifecycle: ModelLifecycle,
+        fleet: Fleet,
         live: LiveRequests,
         cache: SnapshotCache,
         host_budget: HostMemoryBudget,
@@ -27,6 +29,7 @@ class CacheControl:
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
+        self._fleet = fleet
         self._live = live
         self._cache = cache
         self._host_budget = host_budget
@@ -93,7 +96,7 @@ class CacheControl:
     def set_disk_budget(self, num_bytes: int) -> None:
         """Set the budget of disk space; snapshots beyond the budget are deleted."""
         self._saved.budget_bytes = num_bytes
-        self._saved.shrink(self._cache.last_used_at)
+        self._saved.shrink(self._cache.last_use_of)
 
     async def check_budget(self, num_bytes: int) -> None:
         """Check that all pinned snapshots fit into a model cache of ``num_bytes``.
@@ -113,7 +116,7 @@ class CacheControl:
                 "unpin a model (`gpupool cache unpin`) or choose a larger cache",
             )
 
-    async def _check_pin(self, row: ModelRow, saved_bytes: dict[str, int]) -> None:
+    async def _check_pin(self, row: ModelRow, saved_bytes: dict[SnapshotId, int]) -> None:
         views = [self._view(one, saved_bytes) for one in await self._registry.list()]
         pinned = {view.name: view.num_bytes for view in views if view.is_pinned}
         pinned[row.spec.name] = self._view(row, saved_bytes).num_bytes
@@ -125,15 +128,40 @@ class CacheControl:
                 "unpin another model or raise memory.model_cache",
             )
 
-    def _view(self, row: ModelRow, saved_bytes: dict[str, int]) -> CachedModel:
+    def _view(self, row: ModelRow, saved_bytes: dict[SnapshotId, int]) -> CachedModel:
         name = row.spec.name
-        snapshot, saved = self._cache.get(name), saved_bytes.get(name)
+        places = [self._place(of, row, saved_bytes) for of in self._snapshots(name, saved_bytes)]
+        states = {one.state for one in places}
         return CachedModel(
             name=name,
-            state="host" if snapshot is not None else "none" if saved is None else "disk",
-            num_bytes=snapshot.num_bytes if snapshot is not None else saved or row.weight_bytes,
-            is_saved=saved is not None,
+            state="host" if "host" in states else "disk" if "disk" in states else "none",
+            num_bytes=sum(one.num_bytes for one in places),
+            is_saved=all(one.is_saved for one in places),
             is_pinned=row.is_pinned,
             num_live=self._live.num_of(name),
             last_used_at=self._cache.last_used_at(name),
+            snapshots=places,
+        )
+
+    def _snapshots(self, model: str, saved_bytes: dict[SnapshotId, int]) -> list[SnapshotId]:
+        """Return the snapshots that the model's devices need, and others in host memory.
+
+        A model on no device has the saved snapshots, or one for a single GPU.
+        """
+        numbers = self._fleet.devices_with_snapshot(model)
+        needed = self._fleet.snapshots.all_of(model, numbers)
+        cached = [SnapshotId(model, degree) for degree in self._cache.degrees(model)]
+        saved = sorted(of for of in saved_bytes if of.model == model)
+        return sorted({*needed, *cached}) or saved or [SnapshotId(model)]
+
+    def _place(
+        self, of: SnapshotId, row: ModelRow, saved_bytes: dict[SnapshotId, int]
+    ) -> SnapshotPlace:
+        snapshot, saved = self._cache.get(of), saved_bytes.get(of)
+        expected_bytes = saved or self._cache.known_bytes(of) or row.weight_bytes
+        return SnapshotPlace(
+            num_gpus=of.degree,
+            state="host" if snapshot is not None else "none" if saved is None else "disk",
+            num_bytes=expected_bytes if snapshot is None else snapshot.num_bytes,
+            is_saved=saved is not None,
         )

@@ -3,39 +3,70 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from gpupool_state import KnownDivisions
 from gpupoold.checkpoints.check import read_json
 from gpupoold.checkpoints.division import why_checkpoint_undivided
+from gpupoold.checkpoints.drafter import drafter_of
 from gpupoold.checkpoints.layout import CONFIG_FILE
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.domain import ModelSpec
+from gpupoold.engine_versions import installed_version
 from gpupoold.errors import Refused
 
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """The degrees that cannot divide a model of this checkpoint and these options, and why."""
+    """The degrees that cannot divide a model of this checkpoint and these options, and why.
+
+    ``by_vllm`` are the degrees whose reasons are vLLM's.
+    """
 
     path: str
     engine: dict[str, str]
     reasons: dict[int, str] = field(default_factory=dict)
+    by_vllm: set[int] = field(default_factory=set)
+
+    def add(self, reasons: Mapping[int, str]) -> None:
+        """Add reasons of vLLM."""
+        self.reasons.update(reasons)
+        self.by_vllm.update(reasons)
 
 
 class Divisions:
     """The devices that cannot host a model, because their GPUs cannot share the model equally.
 
-    The dimensions in ``config.json`` decide first, then vLLM: by an inspection before the model is
-    added, or by the refusal of a load. What vLLM said is forgotten at a restart.
+    The dimensions in ``config.json`` decide first, of the model and of its drafter; then vLLM: by
+    an inspection before the model is added, or by the refusal of a load. The registry keeps what
+    this version of vLLM said.
     """
 
-    def __init__(self, settings: Settings, inspector: Inspector) -> None:
+    def __init__(
+        self, settings: Settings, inspector: Inspector, known: KnownDivisions | None = None
+    ) -> None:
         self._degrees = [device.num_gpus for device in settings.devices]
         self._inspector = inspector
         self._judged: dict[str, _Judged] = {}
+        self._known = known
+        self._engine_version = installed_version() or ""
+        self._earlier: dict[str, dict[int, str]] = {}
+
+    async def restore(self) -> None:
+        """Recall what vLLM said in earlier lives of the daemon."""
+        if self._known is not None:
+            self._earlier = await self._known.of_version(self._engine_version)
+
+    async def keep(self, spec: ModelSpec) -> None:
+        """Store what vLLM said of a registered model with these options."""
+        judged = self._judgement(spec)
+        if self._known is not None:
+            said = {degree: judged.reasons[degree] for degree in judged.by_vllm}
+            await self._known.replace(spec.name, self._engine_version, said)
 
     def why_not(self, spec: ModelSpec, device: int) -> str:
         """Return why a device cannot divide a model; empty if the device can."""
@@ -69,14 +100,15 @@ class Divisions:
             "use a single GPU, or a group of another number of GPUs",
         )
 
-    def note(self, spec: ModelSpec, device: int, reason: str) -> bool:
+    async def note(self, spec: ModelSpec, device: int, reason: str) -> bool:
         """Record that a group's worker refused a model; no effect for single GPUs.
 
         Return whether another device may still host the model.
         """
         if self._degrees[device] == 1:
             return False
-        self._reasons(spec)[self._degrees[device]] = reason
+        self._judgement(spec).add({self._degrees[device]: reason})
+        await self.keep(spec)
         numbers = spec.devices or range(len(self._degrees))
         return not self.lacking(spec).issuperset(numbers)
 
@@ -96,25 +128,38 @@ class Divisions:
             GpupoolError: the model cannot be served.
             Refused: as of :meth:`require_one`.
         """
-        reasons = self._reasons(spec)
+        judged = self._judgement(spec)
         degrees = set(self._degrees) - {1}
-        reasons |= await self._inspector.check(spec, sorted(degrees.difference(reasons)))
+        judged.add(await self._inspector.check(spec, sorted(degrees.difference(judged.reasons))))
         self.require_one(spec)
 
     def _reasons(self, spec: ModelSpec) -> dict[int, str]:
+        return self._judgement(spec).reasons
+
+    def _judgement(self, spec: ModelSpec) -> _Judged:
         judged = self._judged.get(spec.name)
         if judged is None or (judged.path, judged.engine) != (spec.path, spec.engine):
             judged = self._judged[spec.name] = self._judge(spec)
-        return judged.reasons
+            judged.add(self._earlier.pop(spec.name, {}))
+        return judged
 
     def _judge(self, spec: ModelSpec) -> _Judged:
-        """Read the checkpoint's dimensions; nothing is known of a file that cannot be read."""
+        """Read the dimensions of the checkpoint and of the drafter's."""
         judged = _Judged(spec.path, dict(spec.engine))
         degrees = set(self._degrees) - {1}
-        try:
-            config = read_json(Path(spec.path) / CONFIG_FILE) if degrees else {}
-        except Refused:
-            return judged
-        reasons = {degree: why_checkpoint_undivided(config, degree) for degree in degrees}
-        judged.reasons.update({degree: reason for degree, reason in reasons.items() if reason})
+        _, drafter = drafter_of(spec.engine)
+        folders = {"": Path(spec.path), "the drafter: ": drafter}
+        for whose, folder in folders.items() if degrees else ():
+            config = {} if folder is None else _dimensions(folder)
+            for degree in degrees.difference(judged.reasons):
+                if reason := why_checkpoint_undivided(config, degree):
+                    judged.reasons[degree] = f"{whose}{reason}"
         return judged
+
+
+def _dimensions(folder: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``; empty if the file cannot be read."""
+    try:
+        return read_json(folder / CONFIG_FILE)
+    except Refused:
+        return {}

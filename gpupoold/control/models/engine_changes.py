@@ -89,20 +89,37 @@ class EngineChanges:
         await self._room.divisions.check(new)
         self._check_hosts(new)
         if await asyncio.to_thread(_have_same_engine, old, new):
-            return await self._registry.set_engine(old.name, engine)
+            return await self._record(new)
         done: list[Worker] = []
-        with self._snapshots.host_budget.holding(old.name):
+        numbers, needed = self._fleet.availability(old.name).devices, self._fleet.snapshots.all_of
+        with self._snapshots.host_budget.holding(*needed(old.name, numbers)):
             async with self._fleet.lock(old.name).alone():
+                await self._leave_resting(old.name)
                 try:
                     hosts = self._workers_of(old.name)
-                    for worker in hosts[:1]:  # makes the snapshot for the others
+                    degrees = {one.device.num_gpus: one for one in reversed(hosts)}
+                    firsts = list(degrees.values())
+                    for worker in firsts:  # makes the snapshot for the others
                         await self._replace(new, worker)
                         done.append(worker)
-                    await self._replace_all(new, hosts[1:], done)
+                    await self._replace_all(new, [one for one in hosts if one not in firsts], done)
                 except BaseException:
                     await self._undo(old, done)
                     raise
-                return await self._registry.set_engine(old.name, engine)
+                self._snapshots.drop_outdated(old.name)
+                return await self._record(new)
+
+    async def _record(self, new: ModelSpec) -> ModelRow:
+        row = await self._registry.set_engine(new.name, new.engine)
+        await self._room.divisions.keep(new)
+        return row
+
+    async def _leave_resting(self, name: str) -> None:
+        """Unload resting engines, for whose new snapshots there would be no memory."""
+        for number in self._fleet.snapshots.resting(name):
+            worker = self._supervisor.workers[number]
+            self._dispatcher.unhost(name, worker)
+            await self._supervisor.unload(worker, name)
 
     def _check_hosts(self, spec: ModelSpec) -> None:
         """Check that the devices with the model can divide the model with new options too.
@@ -135,7 +152,7 @@ class EngineChanges:
                 raise error
 
     async def _replace(self, spec: ModelSpec, worker: Worker) -> None:
-        given = self._snapshots.cached(spec.name)
+        given = self._snapshots.cached(spec.name, worker)
         budget_s = self._facts.full_budget_s(worker)
         async with worker.load_lock:
             # Both engines exist for a moment.

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpupool_state import ModelRow
 from gpupoold.api.schemas import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
 from gpupoold.checkpoints.parsers import found_parsers
-from gpupoold.control.models.profiles import latency_on
+from gpupoold.control.models.profiles import latencies_of, latency_on
 from gpupoold.domain import Adapter, ModelSpec, ModelState
 from gpupoold.wire.messages import LoadedModel
 
@@ -42,6 +42,7 @@ def model_info(
         kv_bytes_per_token=row.kv_bytes_per_token,
         created_at=row.created_at,
         latency=latency_on(row.profiles),
+        latencies=latencies_of(row.profiles),
         tasks=[] if loaded is None else list(loaded.supported_tasks),
     )
 

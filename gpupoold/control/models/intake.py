@@ -18,6 +18,7 @@ from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.models.specs import checked_info, spec_of
+from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
@@ -158,12 +159,16 @@ class Intake:
         return max(sizes)
 
     def _check_host_memory(self, weight_bytes: int) -> None:
-        """Check that a snapshot fits in the model cache, and in the memory that is free now."""
+        """Check that a snapshot fits in the model cache, and in the memory that is free now.
+
+        Devices of another degree rest if there is no room for a snapshot of each degree.
+        """
         name = self._request.name
+        of = SnapshotId(name)  # whichever degree comes first
         if self._settings.simulated_host.memory_bytes is not None:
-            self._host_budget.check(name, weight_bytes)
+            self._host_budget.check(of, weight_bytes)
         elif any(device.kind != "sim" for device in self._settings.devices):
-            freed_bytes = self._host_budget.check(name, weight_bytes)
+            freed_bytes = self._host_budget.check(of, weight_bytes)
             free_bytes = available_bytes() + freed_bytes
             if weight_bytes > free_bytes:
                 raise Refused(

@@ -68,7 +68,7 @@ class ModelLifecycle:
         self._snapshots = snapshots
         mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends)
         facts = LoadFacts(registry, history)
-        divisions = Divisions(settings, inspector)
+        divisions = Divisions(settings, inspector, registry.divisions)
         self.room = room = EngineRoom(
             settings, registry, history, fleet, dispatcher, supervisor, cache, divisions
         )
@@ -96,7 +96,6 @@ class ModelLifecycle:
             history,
             fleet,
             dispatcher,
-            supervisor,
             snapshots,
             placement,
             mounts,

@@ -71,7 +71,9 @@ class ModelLoader:
         """
         async with self._alone_with(spec.name, worker):
             lock = self._fleet.lock(spec.name)
-            with self._snapshots.host_budget.holding(spec.name):
+            with self._snapshots.host_budget.holding(
+                self._fleet.snapshots.of(spec.name, worker.number)
+            ):
                 while True:
                     async with lock.shared():
                         if self._has(worker, spec):
@@ -107,7 +109,7 @@ class ModelLoader:
         self._dispatcher.forget(name)
         async with self._fleet.lock(name).alone():
             await self._take_off(name)
-            self._snapshots.forget(name)
+            await self._snapshots.forget(name)
 
     async def withdraw(self, name: str) -> None:
         """Unload the model from all frontends and workers, keeping the saved snapshot.
@@ -169,7 +171,7 @@ class ModelLoader:
                     await self._room.settle(name, worker, reason)
                     if fd is not None:
                         kept.pop_all()  # closed by the cache, also after an error
-                        await self._snapshots.keep(fd, loaded, snapshot)
+                        await self._snapshots.keep(fd, worker, loaded, snapshot)
             except BaseException:
                 self._clean_up(worker, name)  # the worker may still finish the load
                 raise

@@ -100,9 +100,18 @@ class EnginePlacement:
                 full.add(choice.device)
                 _logger.info("%s", error)
             except Refused as error:
-                if isinstance(error, CacheFull) or not self._is_elsewhere(spec, choice, error):
+                if isinstance(error, CacheFull):
+                    raise
+                if not await self._is_elsewhere(spec, choice, error):
                     raise
                 _logger.info("%s", error)
+
+    def first_worker(self, row: ModelRow) -> Worker | None:
+        """Return the worker on which ``load_first`` would load now, None without a choice."""
+        try:
+            return self._worker(self._first_choice(row, row.weight_bytes, set()))
+        except GpupoolError:
+            return None
 
     async def load_on(self, name: str, worker: Worker, reason: HostingReason | None = None) -> None:
         """Load a registered model on a worker, and open the model; no effect on a model that is
@@ -249,14 +258,14 @@ class EnginePlacement:
             self._postpone(key)
             row = await self._registry.get(name)
             if row is not None and isinstance(error, Refused):
-                self._is_elsewhere(row.spec, choice, error)
+                await self._is_elsewhere(row.spec, choice, error)
             await self._failures.not_loaded(name, error)
         else:
             self._waits.pop(key, None)
 
-    def _is_elsewhere(self, spec: ModelSpec, choice: HostingChoice, error: Refused) -> bool:
+    async def _is_elsewhere(self, spec: ModelSpec, choice: HostingChoice, error: Refused) -> bool:
         """Record the refusal of a group; return whether another device may host the model."""
-        return self._room.divisions.note(spec, choice.device, error.message)
+        return await self._room.divisions.note(spec, choice.device, error.message)
 
     def _postpone(self, key: tuple[str, int]) -> None:
         last_s, _ = self._waits.get(key, (0.0, 0.0))

@@ -82,6 +82,13 @@ def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> Sto
     )
 
 
+def latencies_of(profiles: Sequence[ProfileRow]) -> list[StoredLatency]:
+    """Return the stored latencies of a model, one for each kind of device, the latest last."""
+    devices = dict.fromkeys(profile.device for profile in reversed(profiles))
+    found = (latency_on(profiles, device) for device in reversed(devices))
+    return [latency for latency in found if latency is not None]
+
+
 def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel | None:
     """Return the latency model of a registered model on a kind of device, None while unknown.
 

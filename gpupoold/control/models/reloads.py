@@ -12,7 +12,6 @@ from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import GpupoolError
 
 
@@ -25,7 +24,6 @@ class Reloads:
         history: History,
         fleet: Fleet,
         dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
         placement: EnginePlacement,
         mounts: ModelMounts,
@@ -35,7 +33,6 @@ class Reloads:
         self._history = history
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._supervisor = supervisor
         self._snapshots = snapshots
         self._placement = placement
         self._mounts = mounts
@@ -71,7 +68,7 @@ class Reloads:
         row = await self._registry.get(name)
         if row is None or self._fleet.is_draining(name):
             return
-        with self._snapshots.host_budget.holding(name):
+        with self._snapshots.host_budget.holding(self._fleet.snapshots.of(name, worker.number)):
             await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
             await self._placement.load_on(name, worker)
 
@@ -85,10 +82,11 @@ class Reloads:
             GpupoolError: the reason of the failure.
         """
         row = await find_model(self._registry, name)
-        ready = [one for one in self._supervisor.workers if one.is_ready]
-        with self._snapshots.host_budget.holding(name):
-            for worker in ready[:1]:
-                await self._snapshots.wait_for_memory(row.spec, worker, row.weight_bytes)
+        first = self._placement.first_worker(row)
+        held = [] if first is None else [self._fleet.snapshots.of(name, first.number)]
+        with self._snapshots.host_budget.holding(*held):
+            if first is not None:
+                await self._snapshots.wait_for_memory(row.spec, first, row.weight_bytes)
             async with self._fleet.changing(name).shared():
                 row = await find_model(self._registry, name)
                 if not self._fleet.is_open(name) and not self._fleet.is_draining(name):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
-from gpupoold.control.live_requests import LiveRequests
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.models.startup import rows_in_start_order
-from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.host_budget import CacheSetting, HostMemoryBudget
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
@@ -34,7 +36,8 @@ class ModelSnapshots:
         self,
         settings: Settings,
         history: History,
-        live: LiveRequests,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         cache: SnapshotCache,
         saved: SavedSnapshots,
@@ -44,103 +47,139 @@ class ModelSnapshots:
         """``setting`` returns the origin of the model cache's size, for messages."""
         self._settings = settings
         self._history = history
-        self._live = live
+        self._devices = fleet.snapshots
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._live = dispatcher.live
         self._supervisor = supervisor
         self._cache = cache
         self._saved = saved
         self._stored = stored
-        self.host_budget = HostMemoryBudget(cache, self.is_in_use, self._drop_from_workers, setting)
+        self.host_budget = HostMemoryBudget(cache, self.is_in_use, self._take_out, setting)
 
-    def is_in_use(self, model: str) -> bool:
-        return self._live.num_of(model) > 0
+    def is_in_use(self, of: SnapshotId) -> bool:
+        """Return whether requests are on devices of the snapshot's degree, or may come there."""
+        if len(self._devices.degrees) == 1:
+            return self._live.num_of(of.model) > 0
+        return any(of.degree in self._degrees_of(one) for one in self._live.of_model(of.model))
 
-    def cached(self, model: str) -> CachedSnapshot | None:
-        """Return the model's snapshot if in host memory."""
-        return self._cache.get(model)
+    def cached(self, model: str, worker: Worker) -> CachedSnapshot | None:
+        """Return the model's snapshot for a worker if in host memory."""
+        return self._cache.get(self._devices.of(model, worker.number))
+
+    def has_any(self, model: str) -> bool:
+        """Return whether a snapshot of the model is in host memory, for whatever devices."""
+        return bool(self._cache.degrees(model))
 
     def is_at_hand(self, model: str, worker: Worker) -> bool:
         """Return whether a load on the worker makes no snapshot."""
-        return worker.device.kind == "sim" or self._cache.get(model) is not None
+        return worker.device.kind == "sim" or self.cached(model, worker) is not None
 
-    def touch(self, model: str) -> None:
-        """Record a use of the model, which may have become idle."""
-        self._cache.touch(model)
-        if not self.is_in_use(model):
+    def touch(self, model: str, device: int | None = None) -> None:
+        """Record a use of the model on a device; the model may have become idle there."""
+        degree = None if device is None else self._devices.degree(device)
+        self._cache.touch(model, degree=degree)
+        present = [SnapshotId(model, degree) for degree in self._cache.degrees(model)]
+        if not all(self.is_in_use(one) for one in present):
             self.host_budget.changed()
 
-    async def wait_for_memory(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Reserve host memory for the model's snapshot, unless present.
+    def fits_again(self, model: str) -> bool:
+        """Return whether the snapshot of a resting device fits without evictions."""
+        ids = self._devices.all_of(model, self._devices.resting(model))
+        sizes = ((of, self._cache.known_bytes(of)) for of in ids)
+        return any(
+            num_bytes is not None and self.host_budget.fits(of, num_bytes)
+            for of, num_bytes in sizes
+        )
 
-        The caller holds the model, but no lock, because other tasks may need the lock to finish and
-        free memory.
+    async def wait_for_memory(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
+        """As :meth:`reserve`, and wait for memory.
+
+        The caller holds no lock, because other tasks may need the lock to finish and free memory.
 
         Raises:
             CacheFull, TimedOut: see :meth:`HostMemoryBudget.reserve`.
         """
-        is_sim = worker.device.kind == "sim"
-        if is_sim or worker.ready is None or self._cache.get(spec.name) is not None:
+        await self.reserve(spec, worker, expected_bytes, self._settings.limits.load_timeout_s)
+
+    async def reserve(
+        self, spec: ModelSpec, worker: Worker, expected_bytes: int, wait_s: float = 0.0
+    ) -> None:
+        """Reserve host memory for the model's snapshot for a worker, unless present.
+
+        The caller holds the snapshot.
+
+        Raises:
+            CacheFull, TimedOut: see :meth:`HostMemoryBudget.reserve`.
+        """
+        if worker.ready is None or self.is_at_hand(spec.name, worker):
             return
-        saved_bytes = await self._saved.look_up(to_load(spec, self._settings), worker.ready)
-        num_bytes = saved_bytes or _whole_pages(expected_bytes, worker)
-        await self.host_budget.reserve(spec.name, num_bytes, self._settings.limits.load_timeout_s)
+        num_bytes = await self._look_up(spec, worker) or _whole_pages(expected_bytes, worker)
+        of = self._devices.of(spec.name, worker.number)
+        await self.host_budget.reserve(of, num_bytes, wait_s)
 
     async def for_load(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int
     ) -> CachedSnapshot | None:
-        """Return the model's snapshot, reading the disk if needed.
+        """Return the model's snapshot for a worker, reading the disk if needed.
 
         If the result is None, the worker must make the snapshot; host memory is then reserved.
 
         Raises:
             CacheFull: too few snapshots can be evicted now.
         """
-        name, ready = spec.name, worker.ready
-        if worker.device.kind == "sim" or ready is None:
+        if worker.device.kind == "sim" or worker.ready is None:
             return None
-        snapshot = self._cache.get(name) or await self.read(spec, ready)
+        snapshot = self.cached(spec.name, worker) or await self.read(spec, worker)
         if snapshot is None:
-            await self.host_budget.reserve(name, _whole_pages(expected_bytes, worker))
+            of = self._devices.of(spec.name, worker.number)
+            await self.host_budget.reserve(of, _whole_pages(expected_bytes, worker))
         return snapshot
 
-    async def read(self, spec: ModelSpec, ready: m.WorkerReady) -> CachedSnapshot | None:
-        """Read the model's snapshot from disk into the cache; return None if there is none.
+    async def read(self, spec: ModelSpec, worker: Worker) -> CachedSnapshot | None:
+        """Read the model's snapshot for a worker from disk into the cache; return None if there is
+        none.
 
-        The caller holds the model and its lock.
+        The caller holds the snapshot and the model's lock.
 
         Raises:
             CacheFull: too few snapshots can be evicted now.
         """
-        num_bytes = await self._saved.look_up(to_load(spec, self._settings), ready)
+        num_bytes = await self._look_up(spec, worker)
         if num_bytes is None:
             return None
-        await self.host_budget.reserve(spec.name, num_bytes)
+        of = self._devices.of(spec.name, worker.number)
+        await self.host_budget.reserve(of, num_bytes)
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        saved = await self._saved.read(spec.name)
+        saved = await self._saved.read(of)
         if saved is None:
             return None
         size, took_s = format_bytes(saved.num_bytes), loop.time() - started_s
-        _logger.info("%s: snapshot of %s read in %.2f s", spec.name, size, took_s)
-        return self._cache.put(spec.name, saved.fd, saved.layout_digest, saved.self_check)
+        _logger.info("%s: snapshot of %s read in %.2f s", of, size, took_s)
+        return self._cache.put(of, saved.fd, saved.layout_digest, saved.self_check)
 
-    async def keep(self, fd: int, loaded: m.ModelLoaded, given: CachedSnapshot | None) -> None:
+    async def keep(
+        self, fd: int, worker: Worker, loaded: m.ModelLoaded, given: CachedSnapshot | None
+    ) -> None:
         """Keep the snapshot from a worker; ``given`` is the snapshot sent with the load, or None.
 
         Raises:
             CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
         """
         name = loaded.model.name
+        of = self._devices.of(name, worker.number)
         if loaded.snapshot_problem:
             self._history.record_event("error", "snapshot_refused", name, loaded.snapshot_problem)
         try:
             # The reserved size was an estimate.
-            await self.host_budget.reserve(name, os.fstat(fd).st_size)
+            await self.host_budget.reserve(of, os.fstat(fd).st_size)
         except BaseException:
             os.close(fd)
             raise
-        kept = self._cache.put(name, fd, loaded.layout_digest, loaded.self_check)
+        kept = self._cache.put(of, fd, loaded.layout_digest, loaded.self_check)
         if given is None or loaded.snapshot_problem:
-            self._saved.keep(name, kept)
+            self._saved.keep(of, kept)
 
     async def keep_changed(
         self, fd: int, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded
@@ -150,46 +189,116 @@ class ModelSnapshots:
         Raises:
             CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
         """
-        if worker.ready is not None:  # the key of the saved snapshot contains the options
-            await self._saved.look_up(to_load(spec, self._settings), worker.ready)
-        await self.keep(fd, msgspec.structs.replace(loaded, snapshot_problem=""), None)
+        await self._look_up(spec, worker)  # the key of the saved snapshot contains the options
+        await self.keep(fd, worker, msgspec.structs.replace(loaded, snapshot_problem=""), None)
 
     def drop(self, model: str) -> None:
-        """Drop the snapshot from host memory; a saved snapshot stays."""
-        self._cache.drop(model)
+        """Drop the model's snapshots from host memory; saved snapshots stay."""
+        self._cache.drop_all(model)
         self.host_budget.changed()
 
-    def renew(self, model: str) -> None:
-        """Drop a damaged snapshot from host memory and from disk."""
-        self._cache.drop(model)
-        self._saved.forget(model)
+    def drop_outdated(self, model: str) -> None:
+        """Drop the snapshots that no device of a changed model has, and that were not made anew."""
+        present = {SnapshotId(model, degree) for degree in self._cache.degrees(model)}
+        for of in present.difference(self._needed(model)):
+            self._cache.drop(of)
+        self.host_budget.changed()
 
-    def forget(self, model: str) -> None:
+    async def renew(self, model: str) -> None:
+        """Drop damaged snapshots from host memory and from disk."""
+        self._cache.drop_all(model)
+        await self._saved.forget(model)
+
+    async def forget(self, model: str) -> None:
         """Forget a removed model and its snapshots."""
         self._cache.forget(model)
-        self._saved.forget(model)
+        await self._saved.forget(model)
         self.host_budget.changed()
 
     async def start_order(self, registry: Registry) -> list[ModelRow]:
         """See :func:`rows_in_start_order`."""
-        return await rows_in_start_order(registry, self._history, self._cache)
+
+        def num_snapshots(row: ModelRow) -> int:
+            numbers = row.spec.devices or range(len(self._supervisor.workers))
+            return len(self._devices.all_of(row.spec.name, numbers))
+
+        return await rows_in_start_order(registry, self._history, self._cache, num_snapshots)
 
     async def restore(self, rows: Sequence[ModelRow], worker: Worker) -> None:
         """Restore snapshots from the service manager; to be called before reads from disk."""
         if worker.ready is not None:
             needs_snapshots = worker.device.kind != "sim"
             models = [to_load(row.spec, self._settings) for row in rows if needs_snapshots]
-            await self._stored.restore(models, worker.ready, self._cache)
+            degree = self._devices.degree(worker.number)
+            later = self._devices.degrees - {degree}
+            await self._stored.restore(models, worker.ready, self._cache, degree, later)
 
     async def tidy(self, registry: Registry) -> None:
-        """Delete files that belong to no registered model."""
-        await self._saved.tidy([row.spec.name for row in await registry.list()])
+        """Delete files that belong to no registered model, when a worker of each degree is up."""
+        workers = {
+            self._devices.degree(one.number): one
+            for one in self._supervisor.workers
+            if one.is_ready and one.device.kind != "sim"
+        }
+        rows = await registry.list()
+        for row in rows:
+            for degree, worker in workers.items():
+                if not self._saved.is_known(SnapshotId(row.spec.name, degree)):
+                    await self._look_up(row.spec, worker)
+        degrees = self._devices.degrees
+        await self._saved.tidy(SnapshotId(row.spec.name, one) for row in rows for one in degrees)
 
-    async def _drop_from_workers(self, model: str) -> None:
-        """Make all workers release the model's snapshot; return after the release."""
-        await self._saved.settled(model)  # a save in progress would keep the memory
-        workers = self._supervisor.workers
+    def rest(self, model: str, numbers: Iterable[int], why: str) -> None:
+        """Let devices of the model rest, whose snapshot has no place, while others serve."""
+        numbers = sorted(set(numbers) - self._devices.resting(model))
+        for number in numbers:
+            self._dispatcher.rest(model, number)
+        if numbers:
+            where = f"device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+            text = f"{where}: no requests for lack of host memory, other devices serve: {why}"
+            self._history.record_event("info", "device_rests", model, text)
+
+    def _take_out(self, of: SnapshotId) -> Awaitable[None]:
+        """Let the devices of an evicted snapshot rest if others can serve; return the release by
+        all workers.
+        """
+        others = [one for one in self._needed(of.model) if one != of]
+        if any(self._cache.get(one) is not None for one in others):
+            numbers = self._fleet.devices_with_snapshot(of.model)
+            mine = [one for one in numbers if self._devices.of(of.model, one) == of]
+            budget = format_bytes(self._cache.budget_bytes)
+            self.rest(of.model, mine, f"the model cache of {budget} has no room for all snapshots")
+        return self._drop_from_workers(of)
+
+    async def _drop_from_workers(self, of: SnapshotId) -> None:
+        """Make all workers release a snapshot; return after the release."""
+        await self._saved.settled(of)  # a save in progress would keep the memory
+        model = of.model
+        workers = [
+            one for one in self._supervisor.workers if self._devices.of(model, one.number) == of
+        ]
         await asyncio.gather(*(self._supervisor.drop_snapshot(one, model) for one in workers))
+
+    async def _look_up(self, spec: ModelSpec, worker: Worker) -> int | None:
+        """Return the bytes of the saved snapshot for a worker, None without one."""
+        if worker.ready is None:
+            return None
+        degree = self._devices.degree(worker.number)
+        return await self._saved.look_up(to_load(spec, self._settings), worker.ready, degree)
+
+    def _needed(self, model: str) -> list[SnapshotId]:
+        return self._devices.all_of(model, self._fleet.devices_with_snapshot(model))
+
+    def _degrees_of(self, request: LiveRequest) -> set[int]:
+        """Return the degrees of the devices that have a request or may get the request."""
+        if request.device is None:
+            hosts = self._fleet.devices_with_snapshot(request.model)
+            awake = set(hosts) - self._devices.resting(request.model)
+            return {self._devices.degree(one) for one in awake} if hosts else self._devices.degrees
+        numbers = {request.device}
+        if request.migration is not None:
+            numbers |= {request.migration.source, request.migration.target}
+        return {self._devices.degree(number) for number in numbers}
 
 
 def _whole_pages(num_bytes: int, worker: Worker) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.control.weights.cache import SnapshotCache
@@ -13,11 +14,15 @@ _logger = logging.getLogger(__name__)
 
 
 async def rows_in_start_order(
-    registry: Registry, history: History, cache: SnapshotCache
+    registry: Registry,
+    history: History,
+    cache: SnapshotCache,
+    num_snapshots: Callable[[ModelRow], int] = lambda _: 1,
 ) -> list[ModelRow]:
     """Return all models, ordered to fill the cache with pinned, then recently used snapshots.
 
-    Also records pins and earlier uses in the cache.
+    Also records pins and earlier uses in the cache. ``num_snapshots`` returns for how many degrees
+    a model has snapshots.
 
     Raises:
         Failed: the registry cannot be read.
@@ -26,7 +31,12 @@ async def rows_in_start_order(
     cache.pinned = {name for name, row in rows.items() if row.is_pinned}
     await _recall_use(rows, history, cache)
     candidates = [
-        Candidate(name, row.weight_bytes, cache.last_used_at(name) or 0.0, row.is_pinned)
+        Candidate(
+            name,
+            num_snapshots(row) * row.weight_bytes,
+            cache.last_used_at(name) or 0.0,
+            row.is_pinned,
+        )
         for name, row in rows.items()
     ]
     return [rows[name] for name in start_order(candidates, cache.budget_bytes)]

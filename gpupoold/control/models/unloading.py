@@ -81,8 +81,7 @@ class ModelUnloader:
         device_bytes = sum(_held_bytes(worker, model) for worker in ready)
         calls = (self._supervisor.call(one, "page_out", model=model) for one in ready)
         await asyncio.gather(*calls)
-        snapshot = self._cache.get(model)
-        host_bytes = 0 if snapshot is None or keep_host else snapshot.num_bytes
+        host_bytes = 0 if keep_host else self._cache.num_bytes(model)
         if host_bytes:
             await self._host_budget.drop(model)
         return Unloaded(name=model, device_bytes=device_bytes, host_bytes=host_bytes)

@@ -14,10 +14,10 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.cache import CachedSnapshot
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
+from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, NoSuchModel, TimedOut, Unavailable
 from gpupoold.wire import messages as m
 
@@ -31,7 +31,8 @@ class Warmer:
 
     A model is warm when its snapshot is in host memory and attached to all workers with its engine.
     A missing snapshot is read from disk; without a saved snapshot, a worker builds the engine again
-    from the checkpoint. A model whose last engine was evicted is loaded again.
+    from the checkpoint. A model whose last engine was evicted is loaded again. If the snapshots of
+    all degrees have no place in host memory, the workers of the other degrees rest.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Warmer:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         fleet.signals.weights_wanted.connect(self.begin)
         fleet.signals.weights_damaged.connect(self._damaged)
-        fleet.signals.request_began.connect(snapshots.touch)
+        fleet.signals.request_began.connect(self._began)
         fleet.signals.request_ended.connect(snapshots.touch)
 
     def begin(self, model: str) -> asyncio.Task[None]:
@@ -73,7 +74,7 @@ class Warmer:
         Raises:
             GpupoolError: the reason of the failure.
         """
-        if not self._fleet.is_warm(model):
+        if not self._fleet.is_warm(model) or self._fleet.snapshots.resting(model):
             # Other callers may wait for the same task: the end of one wait does not end the task.
             await asyncio.shield(self.begin(model))
 
@@ -88,6 +89,12 @@ class Warmer:
         """Cancel all warming; the workers have stopped before."""
         for model in list(self._tasks):
             await self.cancel(model)
+
+    def _began(self, model: str) -> None:
+        """Record a use; bring the snapshot of resting devices back if there is room now."""
+        self._snapshots.touch(model)
+        if self._fleet.snapshots.resting(model) and self._snapshots.fits_again(model):
+            self.begin(model)
 
     def _damaged(self, message: m.WrongAnswer) -> None:
         """Renew the snapshot from the checkpoint: the saved snapshot may be damaged too."""
@@ -105,12 +112,17 @@ class Warmer:
         workers = self._supervisor.workers
         return [workers[number] for number in self._fleet.devices_with_snapshot(model)]
 
+    def _needed(self, model: str) -> list[SnapshotId]:
+        numbers = self._fleet.devices_with_snapshot(model)
+        return self._fleet.snapshots.all_of(model, numbers)
+
     def _begin(self, model: str, bring: Bring) -> asyncio.Task[None]:
         if model not in self._tasks:
             task = asyncio.create_task(self._warm(model, bring), name=f"warm-{model}")
             task.add_done_callback(_retrieve)
             self._tasks[model] = task
-            self._fleet.set_warming(model, is_warming=True)
+            if bring != self._bring or not self._fleet.is_warm(model):
+                self._fleet.set_warming(model, is_warming=True)
         return self._tasks[model]
 
     def _ended(self, model: str) -> None:
@@ -121,12 +133,12 @@ class Warmer:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         hosts = self._workers_of(model)
-        was_cached = self._snapshots.cached(model) is not None and bring == self._bring
+        was_cached = self._snapshots.has_any(model) and bring == self._bring
         try:
             row = await self._registry.get(model)
             if row is None:
                 raise NoSuchModel(f"no model is named {model!r}")
-            with self._snapshots.host_budget.holding(model):
+            with self._snapshots.host_budget.holding(*self._needed(model)):
                 await bring(row, hosts)
         except GpupoolError as error:
             self._ended(model)
@@ -160,47 +172,92 @@ class Warmer:
             await self._failures.not_loaded(model, error)
 
     async def _bring(self, row: ModelRow, hosts: list[Worker]) -> None:
-        """Attach the snapshot to all workers with the model."""
+        """Attach the snapshots to all workers with the model, for which there is memory.
+
+        Raises:
+            CacheFull: there is no memory for the snapshot of any degree.
+        """
         model = row.spec.name
         if self._fleet.availability(model).is_evicted:
             await self._placement.load_first(row.spec, row.weight_bytes, self._load_timeout_s())
             return
         if not hosts:
             raise Unavailable(f"no worker has {model}", "see `gpupool ps` and `gpupool logs`")
-        size = row.weight_bytes
-        await self._snapshots.wait_for_memory(row.spec, hosts[0], size)
+        first = self._by_degree(model, hosts)[0][0]
+        await self._snapshots.wait_for_memory(row.spec, first, row.weight_bytes)
         async with self._fleet.lock(model).alone():
-            hosts = self._workers_of(model)
-            if not hosts:
-                return  # all workers have died, and load the model after the restart
-            snapshot = self._snapshots.cached(model) or await self._read(row.spec, hosts[0])
-            if snapshot is None:
-                await self._loader.reload(row.spec, self._least_busy(hosts), size)
-                snapshot = self._snapshots.cached(model)
-            if snapshot is not None:
-                await self._hand_out(row, snapshot)
+            full: list[tuple[list[Worker], CacheFull]] = []
+            groups = self._by_degree(model, self._workers_of(model))
+            for workers in groups:  # none if all have died, and load the model after the restart
+                try:
+                    await self._bring_to(row, workers)
+                except CacheFull as error:
+                    full.append((workers, error))
+            if full and len(full) == len(groups):
+                raise full[0][1]
+            for workers, problem in full:
+                numbers = [worker.number for worker in workers]
+                self._snapshots.rest(model, numbers, problem.message)
+
+    async def _bring_to(self, row: ModelRow, workers: list[Worker]) -> None:
+        """Attach the snapshot to the workers of one degree.
+
+        Raises:
+            CacheFull: there is no memory for the snapshot; the engines stay.
+        """
+        model, size = row.spec.name, row.weight_bytes
+        await self._snapshots.reserve(row.spec, workers[0], size)
+        snapshot = self._snapshots.cached(model, workers[0])
+        snapshot = snapshot or await self._snapshots.read(row.spec, workers[0])
+        if snapshot is None:
+            worker = self._least_busy(workers)
+            await self._loader.reload(row.spec, worker, size)
+            snapshot = self._snapshots.cached(model, worker)
+        if snapshot is not None:
+            await self._hand_out(row, snapshot, workers)
+        for worker in workers:
+            if self._fleet.hosts.of(model, worker.number).has_snapshot:
+                self._dispatcher.wake(model, worker.number)
 
     async def _renew(self, row: ModelRow, hosts: list[Worker]) -> None:
-        """Make the model's snapshot again and attach the new snapshot to all its workers."""
-        async with self._fleet.lock(row.spec.name).alone():
-            self._snapshots.renew(row.spec.name)
-            hosts = self._workers_of(row.spec.name)
-            for worker in hosts[:1]:  # makes the snapshot for the others
-                await self._loader.reload(row.spec, worker, row.weight_bytes)
-            await self._reload_all(row, hosts[1:])
+        """Make the model's snapshots again and attach the new ones to all workers not at rest."""
+        model = row.spec.name
+        async with self._fleet.lock(model).alone():
+            await self._snapshots.renew(model)
+            resting = self._fleet.snapshots.resting(model)
+            hosts = [one for one in self._workers_of(model) if one.number not in resting]
+            for workers in self._by_degree(model, hosts):
+                for worker in workers[:1]:  # makes the snapshot for the others
+                    await self._loader.reload(row.spec, worker, row.weight_bytes)
+                await self._reload_all(row, workers[1:])
 
-    async def _read(self, spec: ModelSpec, worker: Worker) -> CachedSnapshot | None:
-        assert worker.ready is not None
-        return await self._snapshots.read(spec, worker.ready)
+    def _by_degree(self, model: str, workers: list[Worker]) -> list[list[Worker]]:
+        """Return the workers of each degree, first those whose snapshot is in host memory."""
+        resting = self._fleet.snapshots.resting(model)
+        by_degree: dict[int, list[Worker]] = {}
+        for worker in sorted(
+            workers,
+            key=lambda one: (
+                self._snapshots.cached(model, one) is None,
+                one.number in resting,
+            ),
+        ):
+            by_degree.setdefault(worker.device.num_gpus, []).append(worker)
+        return list(by_degree.values())
 
     def _least_busy(self, workers: list[Worker]) -> Worker:
         return min(workers, key=lambda one: len(self._dispatcher.live.on_device(one.number)))
 
-    async def _hand_out(self, row: ModelRow, snapshot: CachedSnapshot) -> None:
-        """Attach the snapshot to all workers; rebuild engines of another layout."""
+    async def _hand_out(
+        self, row: ModelRow, snapshot: CachedSnapshot, workers: list[Worker]
+    ) -> None:
+        """Attach the snapshot to the workers of its degree; rebuild engines of another layout."""
         model, hosts = row.spec.name, self._fleet.hosts
+        present = self._workers_of(model)
         lacking = [
-            one for one in self._workers_of(model) if not hosts.of(model, one.number).has_snapshot
+            one
+            for one in workers
+            if one in present and not hosts.of(model, one.number).has_snapshot
         ]
         fitting = [
             one for one in lacking if hosts.of(model, one.number).layout_digest == snapshot.digest

@@ -165,6 +165,20 @@ class Dispatcher:
         if worker.number in self._fleet.availability(name).devices:
             self._fleet.unhost(name, worker.number)
             self.scheduler.unhost(worker.number, name)
+            self._wake_asleep()
+
+    def rest(self, name: str, number: int) -> None:
+        """Send no requests of a model to a device without the snapshot, while others serve."""
+        self._fleet.snapshots.rest(name, number)
+        self.scheduler.unhost(number, name)
+
+    def wake(self, name: str, number: int) -> None:
+        """Send requests again to a resting device that has the snapshot."""
+        if number in self._fleet.snapshots.resting(name):
+            self._fleet.snapshots.wake(name, number)
+            state = self.scheduler.state
+            speed = state.models[name].speed(state.devices[number].kind)
+            self.scheduler.host(number, name, speed.costs)
 
     def evict(self, name: str, worker: Worker) -> None:
         """Remove an idle model from a worker, for another model's engine."""
@@ -283,6 +297,7 @@ class Dispatcher:
         self._fail(convicted, f"the request crashed a second worker when retried alone: {reason}")
         for request in convicted:
             self.isolation.convicted(request)
+        self._wake_asleep()
         self._try_suspects(self._clock())
 
     def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
@@ -334,6 +349,12 @@ class Dispatcher:
         self.accounts.admitted(message, is_warm=is_warm)
         self._fleet.signals.request_began(message.model)
         self._schedule(request, is_warm=is_warm)
+
+    def _wake_asleep(self) -> None:
+        """Ask for the snapshots of models with requests whose devices all rest."""
+        for name in self._fleet.asleep():
+            if self.live.num_of(name):
+                self._fleet.signals.weights_wanted(name)
 
     def _known(self, request_ids: Iterable[str]) -> list[LiveRequest]:
         """Return the live requests among ``request_ids``."""
@@ -405,4 +426,4 @@ class Dispatcher:
             return
         self.isolation.ended(request, reason)
         self.accounts.ended(request, reason, error)
-        self._fleet.signals.request_ended(request.model)
+        self._fleet.signals.request_ended(request.model, request.device)

@@ -38,6 +38,14 @@ class KvPeers:
         if transfer is not None:
             self.transfers[transfer.transfer_id] = source, target
 
+    def have_equal_parts(self, source: int, target: int) -> bool:
+        """Return whether KV of one worker is of use on the other.
+
+        The ranks of groups of different sizes have different parts of the KV, which is computed
+        anew.
+        """
+        return self._workers[source].device.num_gpus == self._workers[target].device.num_gpus
+
     def used(self, transfer_id: str) -> None:
         """Release KV without further use by the target."""
         source, _ = self.transfers.pop(transfer_id, (None, None))
@@ -61,8 +69,8 @@ class KvPeers:
         worker, to = self._workers.get(source), self._workers.get(target)
         if worker is None or to is None or not (worker.is_ready and to.is_ready):
             return
-        if worker.device.num_gpus != to.device.num_gpus:
-            return  # the ranks have other parts of the KV, which is computed anew
+        if not self.have_equal_parts(source, target):
+            return
         ready = worker.ready
         if worker.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
             to.send(m.PeerHost(source, ready.kv_host_bytes), (worker.kv_host_fd,))

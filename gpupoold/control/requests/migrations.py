@@ -90,10 +90,12 @@ class Migrations:
             self._decline(source, message)
             return request
         request.device = migration.target
-        self._kv_peers.register(message.kv_transfer, migration.source, migration.target)
-        order = msgspec.structs.replace(
-            request.order_now(), is_moving=True, kv_transfer=message.kv_transfer
-        )
+        transfer = message.kv_transfer
+        if not self._kv_peers.have_equal_parts(migration.source, migration.target):
+            self._decline(source, message)
+            transfer, fds = None, ()
+        self._kv_peers.register(transfer, migration.source, migration.target)
+        order = msgspec.structs.replace(request.order_now(), is_moving=True, kv_transfer=transfer)
         self._workers[migration.target].send(order, fds)
         return None
 

@@ -225,7 +225,7 @@ def usage(
     has_minutes: bool = True,
 ) -> Values:
     """Return the values of ``ModelUsage``; attainment by minute only if ``has_minutes``."""
-    snapshot, held = cache.get(name), [one for _, one in memories_of.get(name, ())]
+    held = [one for _, one in memories_of.get(name, ())]
     stats = dispatcher.accounts.stats.get(name) or ModelStats()
     so_far, hour = stats.so_far(), stats.hour_percentiles()
     return {
@@ -234,7 +234,7 @@ def usage(
         "num_live": dispatcher.live.num_of(name),
         "num_waiting": dispatcher.live.num_waiting(name) + sum(one.num_waiting for one in held),
         **memory_bytes(held),
-        "cached_bytes": snapshot.num_bytes if snapshot else 0,
+        "cached_bytes": cache.num_bytes(name),
         **{name: getattr(so_far, name) for name in _USAGE_COUNTS},
         "attainment": so_far.attainment,
         **hour._asdict(),

@@ -137,7 +137,6 @@ class Explainer:
         devices = self._devices_of(name, now_s)
         known = self._state.models.get(name)
         first_s = first_token_in_s(self._state, known, _PROMPT_TOKENS, now_s) if known else None
-        snapshot = self._cache.get(name)
         span_s = NUM_MINUTES * 60.0
         return ModelWhy(
             name=name,
@@ -147,7 +146,7 @@ class Explainer:
             tbt_s=targets.tbt_s,
             attainment_1m=stats.attainment_1m(now_s),
             hour=span_info(self._wall_clock() - span_s, span_s, hour),
-            cached_bytes=snapshot.num_bytes if snapshot else 0,
+            cached_bytes=self._cache.num_bytes(name),
             weight_bytes=row.weight_bytes,
             standings=dict(self._standings(name)),
             devices=devices,
@@ -178,7 +177,9 @@ class Explainer:
         device = core.state.devices[number]
         turns = turns_of(core.policy, core.state, device, now_s)
         loading = views.loading(self._workers[number])
-        return _turns_body(turns, device.num_waiting_for_kv, loading)
+        body = _turns_body(turns, device.num_waiting_for_kv, loading)
+        settings = self._workers[number].device
+        return body.model_copy(update={"num_gpus": settings.num_gpus, "gpus": settings.gpus})
 
     def _text(self, request: LiveRequest, standing: str, number: int | None) -> str:
         text = _STANDINGS[standing].format(model=request.model, device=number)

@@ -6,12 +6,23 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class SnapshotId(NamedTuple):
+    """A model's snapshot for devices of ``degree`` GPUs, with a part for each GPU."""
+
+    model: str
+    degree: int = 1
+
+    def __str__(self) -> str:
+        """Return the text for messages."""
+        return f"{self.model} (groups of {self.degree})" if self.degree > 1 else self.model
 
 
 @dataclass(frozen=True, slots=True)
 class CachedSnapshot:
-    """A model's snapshot: the daemon's memfd descriptor, and the digest of the layout.
+    """A snapshot: the daemon's memfd descriptor, and the digest of the layout.
 
     ``self_check`` has the tokens that the model answers to its self-check.
     """
@@ -25,15 +36,15 @@ class CachedSnapshot:
 class FdStorePort(Protocol):
     """Storage of snapshots beyond the daemon's life."""
 
-    def store(self, model: str, snapshot: CachedSnapshot) -> None:
-        """Store the model's snapshot."""
+    def store(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
+        """Store a snapshot."""
 
     def release(self, snapshot: CachedSnapshot) -> None:
         """Remove a snapshot from the storage."""
 
 
 class SnapshotCache:
-    """One snapshot per model within a byte budget; all workers share the memory.
+    """One snapshot per model and degree within a byte budget; all workers share the memory.
 
     ``fd_store`` keeps the snapshots beyond the daemon's life. ``now`` returns wall-clock seconds.
     ``pinned`` are the models whose snapshots stay. Bytes of reserved and retired snapshots count as
@@ -51,10 +62,12 @@ class SnapshotCache:
         self.pinned: set[str] = set()
         self.num_evicted = 0
         self._now = now
-        self._snapshots: dict[str, CachedSnapshot] = {}
-        self._leaving: dict[str, CachedSnapshot] = {}
-        self._reserved_bytes: dict[str, int] = {}
+        self._snapshots: dict[SnapshotId, CachedSnapshot] = {}
+        self._leaving: dict[SnapshotId, CachedSnapshot] = {}
+        self._reserved_bytes: dict[SnapshotId, int] = {}
+        self._known_bytes: dict[SnapshotId, int] = {}
         self._last_used_at: dict[str, float] = {}
+        self._uses: dict[SnapshotId, float] = {}
 
     @property
     def used_bytes(self) -> int:
@@ -65,98 +78,136 @@ class SnapshotCache:
         )
 
     @property
-    def snapshots(self) -> dict[str, CachedSnapshot]:
-        """The snapshots by model, without reserved and retired snapshots."""
+    def snapshots(self) -> dict[SnapshotId, CachedSnapshot]:
+        """The snapshots, without reserved and retired snapshots."""
         return dict(self._snapshots)
 
-    def get(self, model: str) -> CachedSnapshot | None:
-        """Return the model's snapshot if in host memory."""
-        return self._snapshots.get(model)
+    def get(self, of: SnapshotId) -> CachedSnapshot | None:
+        """Return a snapshot if in host memory."""
+        return self._snapshots.get(of)
 
-    def short_bytes(self, model: str, num_bytes: int) -> int:
+    def degrees(self, model: str) -> list[int]:
+        """Return the degrees of the model's snapshots in host memory."""
+        return [one.degree for one in self._snapshots if one.model == model]
+
+    def num_bytes(self, model: str) -> int:
+        """Return the bytes of the model's snapshots in host memory."""
+        return sum(one.num_bytes for of, one in self._snapshots.items() if of.model == model)
+
+    def known_bytes(self, of: SnapshotId) -> int | None:
+        """Return the bytes of the present or latest snapshot, None if unknown."""
+        return self._known_bytes.get(of)
+
+    def short_bytes(self, of: SnapshotId | None, num_bytes: int) -> int:
         """Return by how much a snapshot of ``num_bytes`` would exceed the budget, or 0.
 
-        The model's present snapshot counts as replaced.
+        The present snapshot of the same model and degree counts as replaced; None replaces none.
         """
-        others_bytes = self.used_bytes - self._reserved_bytes.get(model, 0)
-        if (snapshot := self._snapshots.get(model)) is not None:
-            others_bytes -= snapshot.num_bytes
+        others_bytes = self.used_bytes
+        if of is not None:
+            others_bytes -= self._reserved_bytes.get(of, 0)
+            if (snapshot := self._snapshots.get(of)) is not None:
+                others_bytes -= snapshot.num_bytes
         return max(0, others_bytes + num_bytes - self.budget_bytes)
 
-    def reserve(self, model: str, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` for the model's snapshot."""
-        snapshot = self._snapshots.get(model)
+    def reserve(self, of: SnapshotId, num_bytes: int) -> None:
+        """Reserve ``num_bytes`` for a snapshot."""
+        snapshot = self._snapshots.get(of)
         held_bytes = 0 if snapshot is None else snapshot.num_bytes
-        self._reserved_bytes[model] = max(0, num_bytes - held_bytes)
+        self._reserved_bytes[of] = max(0, num_bytes - held_bytes)
 
-    def release(self, model: str) -> None:
+    def release(self, of: SnapshotId) -> None:
         """Release a reservation."""
-        self._reserved_bytes.pop(model, None)
+        self._reserved_bytes.pop(of, None)
 
     def put(
-        self, model: str, fd: int, digest: str, self_check: tuple[int, ...] = ()
+        self, of: SnapshotId, fd: int, digest: str, self_check: tuple[int, ...] = ()
     ) -> CachedSnapshot:
         """Add the snapshot behind ``fd`` and drop the reservation; the cache then owns ``fd``.
 
         An identical present snapshot is kept instead.
         """
-        self.release(model)
-        old = self._snapshots.get(model)
+        self.release(of)
+        old = self._snapshots.get(of)
         snapshot = CachedSnapshot(fd, os.fstat(fd).st_size, digest, self_check)
         if old is not None and _is_same(old, snapshot):
             os.close(fd)
             return old
-        self.drop(model)
-        self._snapshots[model] = snapshot
+        self.drop(of)
+        self._snapshots[of] = snapshot
+        self._known_bytes[of] = snapshot.num_bytes
+        self._uses.setdefault(of, self._last_used_at.get(of.model, 0.0))
         if self._fd_store is not None:
-            self._fd_store.store(model, snapshot)
+            self._fd_store.store(of, snapshot)
         return snapshot
 
-    def retire(self, model: str) -> None:
+    def retire(self, of: SnapshotId) -> None:
         """Remove the snapshot while its memory still counts as used."""
-        snapshot = self._snapshots.pop(model)
+        snapshot = self._snapshots.pop(of)
         self._drop_from_fd_store(snapshot)
-        self._leaving[model] = snapshot
+        self._leaving[of] = snapshot
         self.num_evicted += 1
 
-    def drop_retired(self, model: str) -> None:
+    def drop_retired(self, of: SnapshotId) -> None:
         """Drop a retired snapshot after all workers have released the memory."""
-        self._close(self._leaving, model)
+        self._close(self._leaving, of)
 
-    def drop(self, model: str) -> None:
+    def drop(self, of: SnapshotId) -> None:
         """Drop the snapshot; the memory is freed when no worker maps the snapshot."""
-        if (snapshot := self._snapshots.get(model)) is not None:
+        if (snapshot := self._snapshots.get(of)) is not None:
             self._drop_from_fd_store(snapshot)
-        self._close(self._snapshots, model)
+        self._close(self._snapshots, of)
 
-    def touch(self, model: str, at: float | None = None) -> None:
-        """Record a use of the model, now or ``at`` (wall-clock seconds)."""
-        self._last_used_at[model] = self._now() if at is None else at
+    def drop_all(self, model: str) -> None:
+        """Drop the model's snapshots of all degrees."""
+        for degree in self.degrees(model):
+            self.drop(SnapshotId(model, degree))
+
+    def touch(self, model: str, at: float | None = None, degree: int | None = None) -> None:
+        """Record a use of the model, now or ``at`` (wall-clock seconds).
+
+        ``degree`` is that of the device, None if no device was used.
+        """
+        used_at = self._now() if at is None else at
+        self._last_used_at[model] = used_at
+        if degree is not None:
+            self._uses[SnapshotId(model, degree)] = used_at
 
     def last_used_at(self, model: str) -> float | None:
         """Return the time of the model's last use in wall-clock seconds, None if unknown."""
         return self._last_used_at.get(model)
 
+    def last_use_of(self, of: SnapshotId) -> float:
+        """Return the time of a snapshot's last use in wall-clock seconds.
+
+        A snapshot that no device has used counts as used when its model was before; with one
+        snapshot only, every use of the model counts.
+        """
+        model_at = self._last_used_at.get(of.model, 0.0)
+        return self._uses.get(of, model_at) if len(self.degrees(of.model)) > 1 else model_at
+
     def forget(self, model: str) -> None:
-        """Forget a removed model and its snapshot."""
-        self.drop(model)
-        self.release(model)
+        """Forget a removed model and its snapshots."""
+        self.drop_all(model)
         self.pinned.discard(model)
         self._last_used_at.pop(model, None)
+        for record in (self._reserved_bytes, self._known_bytes, self._uses):
+            for of in [one for one in record if one.model == model]:
+                del record[of]
 
     def close(self) -> None:
         """Close all snapshots; the fd store keeps its copies."""
         for snapshots in (self._snapshots, self._leaving):
-            for model in list(snapshots):
-                self._close(snapshots, model)
+            for of in list(snapshots):
+                self._close(snapshots, of)
 
     def _drop_from_fd_store(self, snapshot: CachedSnapshot) -> None:
         if self._fd_store is not None:
             self._fd_store.release(snapshot)
 
     @staticmethod
-    def _close(snapshots: dict[str, CachedSnapshot], model: str) -> None:
-        snapshot = snapshots.pop(model, None)
+    def _close(snapshots: dict[SnapshotId, CachedSnapshot], of: SnapshotId) -> None:
+        snapshot = snapshots.pop(of, None)
         if snapshot is not None:
             os.close(snapshot.fd)
 

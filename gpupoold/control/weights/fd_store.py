@@ -4,7 +4,8 @@ Each stored snapshot has two memfds under one name (``snapshot-`` and 16 random 
 and a small sealed label. A new daemon gets both back and uses the snapshot if
 
 - both memfds have sealed sizes, and the data has the size in the label;
-- the label names a registered model whose checkpoint and engine still have the same key
+- the label names a registered model whose checkpoint and engine still have the same key for the
+  workers of the label's degree
   (:mod:`gpupoold.control.weights.keys`);
 - the snapshot fits in ``memory.model_cache``.
 
@@ -20,12 +21,12 @@ import logging
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.system.systemd import FdStore
 from gpupoold.units import format_bytes
@@ -43,7 +44,7 @@ _MAX_LABEL_BYTES = 1 << 16
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot's description: model, key, and the fields of ``CachedSnapshot``."""
+    """A snapshot's description: model, degree, key, and the fields of ``CachedSnapshot``."""
 
     format: int = _FORMAT
     model: str
@@ -51,6 +52,11 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     digest: str
     self_check: tuple[int, ...]
+    degree: int = 1
+
+    @property
+    def of(self) -> SnapshotId:
+        return SnapshotId(self.model, self.degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +83,22 @@ class StoredSnapshots:
         self._store = store
         self._keys = keys
         self._names: dict[int, str] = {}  # by the descriptor of the snapshot in this process
-        self._found: dict[str, _StoredSnapshot] = {}
+        self._found: dict[SnapshotId, _StoredSnapshot] = {}
         self._taking = asyncio.Lock()
         self._sort_out()
 
-    def store(self, model: str, snapshot: CachedSnapshot) -> None:
-        """Store the model's snapshot unless stored already.
+    def store(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
+        """Store a snapshot unless stored already.
 
         A failure is logged: the snapshot then ends with the daemon.
         """
-        key = self._keys.get(model)
+        key = self._keys.get(of)
         if snapshot.fd in self._names or key is None or not self._store.is_there:
             return
         name = f"{PREFIX}{secrets.token_hex(8)}"
         label = Label(
-            model=model,
+            model=of.model,
+            degree=of.degree,
             key=key,
             num_bytes=snapshot.num_bytes,
             digest=snapshot.digest,
@@ -100,7 +107,7 @@ class StoredSnapshots:
         try:
             label_fd = _sealed(msgspec.json.encode(label))
         except OSError as error:
-            _logger.warning("%s: the snapshot is not stored by systemd: %s", model, error)
+            _logger.warning("%s: the snapshot is not stored by systemd: %s", of, error)
             return
         try:
             if self._store.keep(name, (snapshot.fd, label_fd)):
@@ -115,40 +122,50 @@ class StoredSnapshots:
             self._store.drop(name)
 
     async def restore(
-        self, models: Sequence[ModelToLoad], ready: WorkerReady, cache: SnapshotCache
+        self,
+        models: Sequence[ModelToLoad],
+        ready: WorkerReady,
+        cache: SnapshotCache,
+        degree: int = 1,
+        later: Collection[int] = (),
     ) -> None:
         """Put returned snapshots of ``models`` into the cache, in that order while they fit.
 
-        Other returned snapshots are dropped. ``ready`` describes the worker.
+        ``ready`` describes a worker of ``degree`` GPUs. Other returned snapshots are dropped,
+        except those of the degrees in ``later``, whose workers will come.
         """
         async with self._taking:
             for model in models if self._found else ():
-                await self._restore(model, ready, cache)
-            for stored in self._found.values():
+                await self._restore(model, ready, cache, degree)
+            kept = {of: one for of, one in self._found.items() if of.degree in later}
+            for of, stored in self._found.items():
+                if of in kept:
+                    continue
                 _logger.warning(
                     "%s: the snapshot of %s stored by systemd is not needed",
-                    stored.label.model,
+                    of,
                     format_bytes(stored.label.num_bytes),
                 )
                 self._release(stored.name, stored.fd)
-            self._found.clear()
+            self._found = kept
 
-    async def _restore(self, model: ModelToLoad, ready: WorkerReady, cache: SnapshotCache) -> None:
-        stored = self._found.get(model.name)
-        if stored is None or cache.get(model.name) is not None:
+    async def _restore(
+        self, model: ModelToLoad, ready: WorkerReady, cache: SnapshotCache, degree: int
+    ) -> None:
+        of = SnapshotId(model.name, degree)
+        stored = self._found.get(of)
+        if stored is None or cache.get(of) is not None:
             return
         label = stored.label
-        if await self._keys.note(model, ready) != label.key:
-            _logger.warning(
-                "%s: the snapshot stored by systemd is of another checkpoint", model.name
-            )
-        elif cache.short_bytes(model.name, label.num_bytes) == 0:
-            del self._found[model.name]
+        if await self._keys.note(model, ready, degree) != label.key:
+            _logger.warning("%s: the snapshot stored by systemd is of another checkpoint", of)
+        elif cache.short_bytes(of, label.num_bytes) == 0:
+            del self._found[of]
             self._names[stored.fd] = stored.name
-            cache.put(model.name, stored.fd, label.digest, label.self_check)
+            cache.put(of, stored.fd, label.digest, label.self_check)
             _logger.info(
                 "%s: the snapshot of %s has outlived the last daemon",
-                model.name,
+                of,
                 format_bytes(label.num_bytes),
             )
 
@@ -159,13 +176,13 @@ class StoredSnapshots:
         for name, fds in by_name.items():
             try:
                 stored = _checked(name, fds)
-                if stored.label.model in self._found:
-                    raise _Unfit(f"a second snapshot of {stored.label.model}")
+                if stored.label.of in self._found:
+                    raise _Unfit(f"a second snapshot of {stored.label.of}")
             except (_Unfit, OSError) as error:
                 _logger.warning("%s: the snapshot stored by systemd is not used: %s", name, error)
                 self._release(name, *fds)
                 continue
-            self._found[stored.label.model] = stored
+            self._found[stored.label.of] = stored
             for fd in fds:
                 if fd != stored.fd:
                     os.close(fd)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 from blake3 import blake3
 
+from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.snapshot_files import FORMAT
 from gpupoold.engine_options.adapter_support import without_adapter_support
 from gpupoold.engine_options.names import engine_part
@@ -38,6 +39,7 @@ _NOT_IN_SNAPSHOT = frozenset(
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
     """Return a hex digest of all inputs of the model's snapshot.
 
+    The name of a group's device begins with the number of its GPUs.
     A checkpoint counts by paths, sizes and modification times of its files, without hidden files.
     To be called before the engine reads the files, because a later change would go unnoticed.
 
@@ -59,37 +61,39 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
 
 
 class SnapshotKeys:
-    """The keys of models' snapshots as of the latest examination of each checkpoint."""
+    """The keys of snapshots as of the latest examination of each checkpoint."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, str] = {}
+        self._keys: dict[SnapshotId, str] = {}
 
-    async def note(self, model: ModelToLoad, ready: WorkerReady) -> str | None:
-        """Examine a model's checkpoint; return the key for such a worker.
+    async def note(self, model: ModelToLoad, ready: WorkerReady, degree: int = 1) -> str | None:
+        """Examine a model's checkpoint; return the key for such a worker of ``degree`` GPUs.
 
         Returns None, with a line in the log, if the folder cannot be read.
         """
+        of = SnapshotId(model.name, degree)
         try:
             key = await asyncio.to_thread(
                 snapshot_key, model, ready.engine_version, ready.device_name, ready.page_bytes
             )
         except GpupoolError as error:
             _logger.warning("%s", error)
-            self.forget(model.name)
+            self._keys.pop(of, None)
             return None
-        self._keys[model.name] = key
+        self._keys[of] = key
         return key
 
-    def get(self, model: str) -> str | None:
-        """Return the model's key, None if its checkpoint was not examined."""
-        return self._keys.get(model)
+    def get(self, of: SnapshotId) -> str | None:
+        """Return a snapshot's key, None if the checkpoint was not examined."""
+        return self._keys.get(of)
 
-    def all(self) -> dict[str, str]:
+    def all(self) -> dict[SnapshotId, str]:
         return dict(self._keys)
 
-    def forget(self, model: str) -> None:
-        """Forget a model after a removal, or before a new snapshot."""
-        self._keys.pop(model, None)
+    def forget(self, model: str) -> set[str]:
+        """Forget a model after a removal, or before new snapshots; return its keys."""
+        forgotten = [of for of in self._keys if of.model == model]
+        return {self._keys.pop(of) for of in forgotten}
 
 
 def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:

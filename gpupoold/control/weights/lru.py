@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A model's snapshot of ``num_bytes``; ``last_used_at`` is wall-clock seconds."""
+class Candidate(Generic[K]):
+    """A snapshot of ``num_bytes``; ``last_used_at`` is wall-clock seconds.
 
-    model: str
+    ``key`` names the snapshot, or its model.
+    """
+
+    key: K
     num_bytes: int
     last_used_at: float
     is_pinned: bool = False
     is_busy: bool = False
 
 
-def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[str] | None:
-    """Return the models whose snapshots to evict for ``short_bytes``, None if too few.
+def choose_victims(candidates: Sequence[Candidate[K]], short_bytes: int) -> list[K] | None:
+    """Return the snapshots to evict for ``short_bytes``, None if too few.
 
     Pinned and busy snapshots stay. Least recently used snapshots go first; a chosen
     snapshot stays nevertheless if the other chosen snapshots suffice.
     """
     idle = [one for one in candidates if not one.is_pinned and not one.is_busy]
-    chosen: list[Candidate] = []
+    chosen: list[Candidate[K]] = []
     freed_bytes = 0
     for one in sorted(idle, key=lambda one: one.last_used_at):
         if freed_bytes >= short_bytes:
@@ -37,10 +43,10 @@ def choose_victims(candidates: Sequence[Candidate], short_bytes: int) -> list[st
         if freed_bytes - one.num_bytes >= short_bytes:
             chosen = [other for other in chosen if other is not one]
             freed_bytes -= one.num_bytes
-    return [one.model for one in chosen]
+    return [one.key for one in chosen]
 
 
-def start_order(candidates: Sequence[Candidate], budget_bytes: int) -> list[str]:
+def start_order(candidates: Sequence[Candidate[K]], budget_bytes: int) -> list[K]:
     """Return the order in which to load all models within the budget.
 
     Pinned snapshots come first, then the most recently used snapshots within the budget. All other
@@ -59,4 +65,4 @@ def start_order(candidates: Sequence[Candidate], budget_bytes: int) -> list[str]
         num_first -= 1
         kept_bytes -= ranked[num_first].num_bytes
     order = [*ranked[:num_first], *others, *ranked[num_first:num_kept]]
-    return [one.model for one in order]
+    return [one.key for one in order]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from gpupoold.control.weights.cache import CachedSnapshot
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.snapshot_files import SavedSnapshot, SnapshotFiles
 from gpupoold.errors import GpupoolError
@@ -29,34 +29,35 @@ class SavedSnapshots:
         self.budget_bytes = budget_bytes
         self._files = SnapshotFiles(folder)
         self._keys = keys
-        self._saving: dict[str, asyncio.Task[None]] = {}
+        self._saving: dict[SnapshotId, asyncio.Task[None]] = {}
         self._shrinking: set[asyncio.Task[None]] = set()
 
-    async def look_up(self, model: ModelToLoad, ready: WorkerReady) -> int | None:
-        """Return the bytes of the model's saved snapshot for such a worker, None without one.
+    async def look_up(self, model: ModelToLoad, ready: WorkerReady, degree: int = 1) -> int | None:
+        """Return the bytes of the model's saved snapshot for such a worker of ``degree`` GPUs, None
+        without one.
 
         ``read`` and ``keep`` then refer to this snapshot.
         """
-        if await self._keys.note(model, ready) is None:
+        if await self._keys.note(model, ready, degree) is None:
             return None
-        return (await self.sizes()).get(model.name)
+        return (await self.sizes()).get(SnapshotId(model.name, degree))
 
-    async def read(self, name: str) -> SavedSnapshot | None:
-        """Return the saved snapshot of a model, or None; the caller owns the descriptor.
+    async def read(self, of: SnapshotId) -> SavedSnapshot | None:
+        """Return a saved snapshot, or None; the caller owns the descriptor.
 
         ``look_up`` must have been called before.
         """
-        key = self._keys.get(name)
+        key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return None
         return await asyncio.to_thread(self._files.load, key)
 
-    async def sizes(self) -> dict[str, int]:
-        """Return the bytes of saved snapshots by model, for models passed to ``look_up`` before."""
+    async def sizes(self) -> dict[SnapshotId, int]:
+        """Return the bytes of saved snapshots that were passed to ``look_up`` before."""
         if not self.budget_bytes:
             return {}
         found = {file.key: file.num_bytes for file in await asyncio.to_thread(self._files.list)}
-        return {name: found[key] for name, key in self._keys.all().items() if key in found}
+        return {of: found[key] for of, key in self._keys.all().items() if key in found}
 
     async def used_bytes(self) -> int:
         """Bytes of all snapshots in the folder."""
@@ -64,48 +65,57 @@ class SavedSnapshots:
             return 0
         return sum(file.num_bytes for file in await asyncio.to_thread(self._files.list))
 
-    def keep(self, name: str, snapshot: CachedSnapshot) -> None:
-        """Save a model's snapshot in the background; ``look_up`` must have been called before."""
-        key = self._keys.get(name)
+    def is_known(self, of: SnapshotId) -> bool:
+        """Return whether ``look_up`` has found the key of a snapshot."""
+        return self._keys.get(of) is not None
+
+    def keep(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
+        """Save a snapshot in the background; ``look_up`` must have been called before."""
+        key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return
         try:
             copy = _copy(snapshot)
         except OSError as error:
-            _logger.warning("%s: the snapshot could not be saved: %s", name, error)
+            _logger.warning("%s: the snapshot could not be saved: %s", of, error)
             return
-        before = self._saving.get(name)
-        task = asyncio.create_task(self._save_after(before, name, key, copy))
-        self._saving[name] = task
-        task.add_done_callback(lambda done: self._saved(name, done))
+        before = self._saving.get(of)
+        task = asyncio.create_task(self._save_after(before, of, key, copy))
+        self._saving[of] = task
+        task.add_done_callback(lambda done: self._saved(of, done))
 
-    async def settled(self, name: str) -> None:
+    async def settled(self, of: SnapshotId) -> None:
         """Return after the end of a save in progress, which needs the memory of the snapshot."""
-        if name in self._saving:
-            await asyncio.wait({self._saving[name]})
+        if of in self._saving:
+            await asyncio.wait({self._saving[of]})
 
-    def forget(self, name: str) -> None:
-        """Delete a removed model's file, unless another model has the same key."""
-        key = self._keys.get(name)
-        self._keys.forget(name)
-        if self.budget_bytes and key is not None and key not in self._keys.all().values():
-            self._files.drop(key)
+    async def forget(self, model: str) -> None:
+        """Delete a removed model's files of all degrees, unless another model has the same key.
 
-    async def tidy(self, names: list[str]) -> None:
+        Saves in progress end before, because each would bring a file back.
+        """
+        for of in [one for one in self._saving if one.model == model]:
+            await self.settled(of)
+        forgotten = self._keys.forget(model)
+        if self.budget_bytes:
+            for key in forgotten.difference(self._keys.all().values()):
+                self._files.drop(key)
+
+    async def tidy(self, wanted: Iterable[SnapshotId]) -> None:
         """Delete files that belong to no model, for example of changed checkpoints.
 
-        Has no effect before all models have been looked up.
+        Has no effect before all ``wanted`` snapshots have been looked up.
         """
         keys = self._keys.all()
-        if self.budget_bytes and all(name in keys for name in names):
+        if self.budget_bytes and all(of in keys for of in wanted):
             await asyncio.to_thread(self._files.remove_others, set(keys.values()))
 
-    def shrink(self, last_used_at: Callable[[str], float | None]) -> None:
+    def shrink(self, last_use_of: Callable[[SnapshotId], float]) -> None:
         """Delete files beyond a smaller budget in the background.
 
         Files of unknown models go first, then the least recently used.
         """
-        used_at = {key: last_used_at(name) or 0.0 for name, key in self._keys.all().items()}
+        used_at = {key: last_use_of(of) for of, key in self._keys.all().items()}
         task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-snapshots")
         self._shrinking.add(task)
         task.add_done_callback(self._shrinking.discard)
@@ -124,25 +134,25 @@ class SavedSnapshots:
         waits = [*self._saving.values(), *self._shrinking]
         await asyncio.gather(*waits, return_exceptions=True)
 
-    def _saved(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._saving.get(name) is task:
-            del self._saving[name]
+    def _saved(self, of: SnapshotId, task: asyncio.Task[None]) -> None:
+        if self._saving.get(of) is task:
+            del self._saving[of]
 
     async def _save_after(
-        self, before: asyncio.Task[None] | None, name: str, key: str, snapshot: CachedSnapshot
+        self, before: asyncio.Task[None] | None, of: SnapshotId, key: str, snapshot: CachedSnapshot
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
-        await asyncio.to_thread(self._save, name, key, snapshot)
+        await asyncio.to_thread(self._save, of, key, snapshot)
 
-    def _save(self, name: str, key: str, snapshot: CachedSnapshot) -> None:
+    def _save(self, of: SnapshotId, key: str, snapshot: CachedSnapshot) -> None:
         try:
             others = [file for file in self._files.list() if file.key != key]
             used_bytes = sum(file.num_bytes for file in others)
             if used_bytes + snapshot.num_bytes > self.budget_bytes:
                 _logger.warning(
                     "%s: a snapshot of %s is not saved: %s of %s are used (memory.snapshot_files)",
-                    name,
+                    of,
                     format_bytes(snapshot.num_bytes),
                     format_bytes(used_bytes),
                     format_bytes(self.budget_bytes),
@@ -150,7 +160,7 @@ class SavedSnapshots:
                 return
             self._files.save(key, snapshot.fd, snapshot.digest, snapshot.self_check)
         except (GpupoolError, OSError) as error:
-            _logger.warning("%s: the snapshot could not be saved: %s", name, error)
+            _logger.warning("%s: the snapshot could not be saved: %s", of, error)
         finally:
             os.close(snapshot.fd)
 

@@ -6,7 +6,9 @@ import select
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Copy, CopyStream
 from gpupoold.memory.group.link import Link, RankLost
 from gpupoold.memory.group.orders import OrderBook, OrderCount
@@ -18,32 +20,54 @@ _MAX_UNDER_WAY = 2
 PlacedCopy = tuple[RegionPlace, RegionPlace, int]
 
 
+class RankFence(NamedTuple):
+    """A rank's own fence; on the leader also the number of orders before and with the fence."""
+
+    own: int
+    num_orders: int = 0
+
+
 class Fences:
     """Fences of all copy streams of a rank by the group's number.
 
-    A fence applies to all copy streams of a direction, so that streams share this object.
+    A fence applies to all copy streams of a direction, so that streams share this object. The
+    latest 4096 can be waited for.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._own: OrderedDict[int, int] = OrderedDict()
+        self._fences: OrderedDict[int, RankFence] = OrderedDict()
 
-    def add(self, number: int, own: int) -> None:
+    def add(self, number: int, fence: RankFence) -> None:
         with self._lock:
-            self._own[number] = own
-            while len(self._own) > _MAX_FENCES:
-                self._own.popitem(last=False)
+            self._fences[number] = fence
+            while len(self._fences) > _MAX_FENCES:
+                self._fences.popitem(last=False)
+
+    def get(self, number: int) -> RankFence:
+        """Return the fence of a number other than 0.
+
+        Raises:
+            Failed: more fences than the limit were recorded since.
+        """
+        with self._lock:
+            fence = self._fences.get(number)
+        if fence is None:
+            text = f"copies wait for fence {number}, which is not among the latest {_MAX_FENCES}"
+            raise Failed(text, "restart the worker; this is an error of gpupool")
+        return fence
 
     def own(self, number: int) -> int:
-        """Return the own fence of a number, 0 for no fence."""
-        return self._own[number] if number else 0
+        """Return the own fence of a number, 0 for no fence. Raises Failed as ``get``."""
+        return self.get(number).own if number else 0
 
 
 class LeaderCopyStream:
     """The leader's end: each batch goes to the followers' copy streams and to the leader's own.
 
     A batch with an address outside of all regions is copied by the leader alone, as in
-    measurements.
+    measurements. A follower begins a batch after the orders before the batch's fence, not after
+    later ones: the batch may arrive during a step that was ordered after the fence.
     """
 
     def __init__(
@@ -67,17 +91,19 @@ class LeaderCopyStream:
         self._num_begun = 0
 
     def fence(self) -> int:
-        number = self._next_fence()
-        self._fences.add(number, self._own.fence())
-        self._orders.send("record_copy_fence", self._number, number)
+        number, own = self._next_fence(), self._own.fence()
+        num_orders = self._orders.send("record_copy_fence", self._number, number)
+        self._fences.add(number, RankFence(own, num_orders))
         return number
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         placed = self._placed(copies)
+        own_after = self._fences.own(after)  # before the followers, which record the same fences
         if placed:
+            num_orders = self._fences.get(after).num_orders if after else self._orders.num_sent
             for link in self._links:
-                link.send((self._orders.num_sent, placed, after))
-        own = self._own.begin(copies, self._fences.own(after))
+                link.send((num_orders, placed, after))
+        own = self._own.begin(copies, own_after)
         self._num_begun += 1
         self._begun.append((self._num_begun, own, bool(placed)))
         return self._num_begun
@@ -93,6 +119,7 @@ class LeaderCopyStream:
     def close(self) -> None:
         for link in self._links:
             link.close()  # ends the followers' threads
+        self._orders.send("forget_copy_stream", self._number)
         self._own.close()
 
     def _placed(self, copies: Sequence[Copy]) -> list[PlacedCopy]:
@@ -125,7 +152,7 @@ class FollowerCopyStream:
 
     def record_fence(self, number: int) -> None:
         """Record a fence after all kernels launched so far, for the thread of orders."""
-        self._fences.add(number, self._own.fence())
+        self._fences.add(number, RankFence(self._own.fence()))
 
     def run(self) -> None:
         """Make copies until the leader closes the copy stream."""

@@ -17,7 +17,7 @@ from gpupoold.memory.contracts import CopyStream, Device, Direction, Fence, Page
 from gpupoold.memory.group.copy_stream import Fences, LeaderCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderBook
-from gpupoold.memory.group.regions import LeaderRegions, PlacedMapping
+from gpupoold.memory.group.regions import CopyMethod, LeaderRegions, PlacedMapping
 
 
 class GroupDevice(Device):
@@ -189,11 +189,11 @@ class GroupDevice(Device):
         place = self.regions.place(address)
         return None if place is None else (place, runs)
 
-    def _copied(self, method: str, target: int, source: int, num_bytes: int) -> None:
+    def _copied(self, method: CopyMethod, target: int, source: int, num_bytes: int) -> None:
         to, from_ = self.regions.place(target), self.regions.place(source)
         assert (to is None) == (from_ is None), "the ranks share one address of a copy only"
         if to is not None and from_ is not None:
-            self._orders.send(method, to, from_, num_bytes)
+            self._orders.send("copy", method, to, from_, num_bytes)
 
     def _open(self, direction: Direction, own: CopyStream) -> CopyStream:
         number = next(self._streams)

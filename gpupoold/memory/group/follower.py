@@ -10,7 +10,7 @@ from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
 from gpupoold.memory.group.copy_stream import Fences, FollowerCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
-from gpupoold.memory.group.regions import FollowerRegions, PlacedMapping, RegionPlace
+from gpupoold.memory.group.regions import CopyMethod, FollowerRegions, PlacedMapping, RegionPlace
 from gpupoold.memory.host import HostBuffer
 
 
@@ -53,17 +53,11 @@ class FollowerMemory:
     def zero(self, place: RegionPlace, num_bytes: int) -> None:
         self._device.zero(self.regions.address(place), num_bytes)
 
-    def copy_in(self, target: RegionPlace, source: RegionPlace, num_bytes: int) -> None:
-        target_address = self.regions.address(target)
-        self._device.copy_in(target_address, self.regions.address(source), num_bytes)
-
-    def copy_out(self, target: RegionPlace, source: RegionPlace, num_bytes: int) -> None:
-        target_address = self.regions.address(target)
-        self._device.copy_out(target_address, self.regions.address(source), num_bytes)
-
-    def copy_in_host(self, target: RegionPlace, source: RegionPlace, num_bytes: int) -> None:
-        target_address = self.regions.address(target)
-        self._device.copy_in_host(target_address, self.regions.address(source), num_bytes)
+    def copy(
+        self, method: CopyMethod, target: RegionPlace, source: RegionPlace, num_bytes: int
+    ) -> None:
+        addresses = self.regions.address(target), self.regions.address(source)
+        getattr(self._device, method)(*addresses, num_bytes)
 
     def synchronize(self) -> None:
         self._device.synchronize()
@@ -82,6 +76,10 @@ class FollowerMemory:
         stream = FollowerCopyStream(Link.of(fd), own, self.regions, self._copy_fences, self._done)
         self._copy_streams[number] = stream
         threading.Thread(target=stream.run, name="copy", daemon=True).start()
+
+    def forget_copy_stream(self, number: int) -> None:
+        """Forget a copy stream that the leader has closed, whose thread ends by itself."""
+        del self._copy_streams[number]
 
     def record_copy_fence(self, stream: int, number: int) -> None:
         self._copy_streams[stream].record_fence(number)

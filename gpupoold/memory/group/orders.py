@@ -40,14 +40,15 @@ class OrderBook:
         """Number of orders so far, which side messages carry."""
         return self._num_sent
 
-    def send(self, method: str, *arguments: Any) -> None:
-        """Order all followers to call a method.
+    def send(self, method: str, *arguments: Any) -> int:
+        """Order all followers to call a method; return the number of orders with this one.
 
         Raises:
             RankLost: a follower has ended.
         """
         with self._lock:
             self._send(method, arguments)
+            return self._num_sent
 
     def send_each(self, method: str, fds: Sequence[int], *arguments: Any) -> None:
         """Order each follower to call a method, with a descriptor of its own."""

@@ -10,7 +10,7 @@ import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpupoold.memory.contracts import PageRun
 
@@ -24,6 +24,9 @@ class RegionPlace(NamedTuple):
 
 PlacedMapping = tuple[RegionPlace, list[PageRun]]
 """The place from which runs are mapped one after the other."""
+
+CopyMethod = Literal["copy_in", "copy_out", "copy_in_host"]
+"""The methods of a device that copy between an address of the device and host memory."""
 
 
 class LeaderRegions:

@@ -17,7 +17,7 @@ from gpupoold.latency.profiles import measured_profiles
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.load import PlanLoad
-from gpupoold.sim.planner.models import PlannedModel, place, place_on
+from gpupoold.sim.planner.models import PlannedModel, measured_degrees, place, place_on
 from gpupoold.sim.planner.run import Attained, OnProgress, Runner, Setup
 from gpupoold.sim.workloads import SimRequest
 
@@ -125,7 +125,7 @@ def _feasible(
 ) -> tuple[list[tuple[int, ...]], list[GroupingTried]]:
     """Return the groupings to simulate, and single GPUs if these cannot run all models."""
     num_gpus = sum(question.box.groups)
-    degrees = sorted({one.num_gpus for one in measured_profiles()})
+    degrees = _degrees(question)
     usable = [one for one in degrees if one <= min(num_gpus, MAX_GROUP_GPUS)]
     singles = (1,) * num_gpus
     needs = _needs(question)
@@ -152,7 +152,7 @@ def _throughputs(question: GroupQuestion) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for model in question.models:
         found[model.name] = {}
-        for degree in sorted({one.num_gpus for one in measured_profiles()}):
+        for degree in _degrees(question):
             try:
                 placed, _ = place_on(model, question.box, degree)
             except UsageError:
@@ -160,6 +160,12 @@ def _throughputs(question: GroupQuestion) -> dict[str, dict[int, float]]:
             context = contexts.get(model.name, 1.0)
             found[model.name][degree] = _throughput(placed, question.box, degree, context)
     return found
+
+
+def _degrees(question: GroupQuestion) -> list[int]:
+    """Return the sizes of groups with published or own measurements."""
+    own = {one for model in question.models for one in measured_degrees(model, question.box)}
+    return sorted({one.num_gpus for one in measured_profiles()} | own)
 
 
 def _throughput(model: SimModel, box: Box, degree: int, context_tokens: float) -> float:

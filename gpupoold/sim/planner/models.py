@@ -13,7 +13,7 @@ from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.fit import estimate_weight_bytes
 from gpupoold.domain import Targets
 from gpupoold.errors import Refused, UsageError
-from gpupoold.latency.division import MAX_GROUP_GPUS
+from gpupoold.latency.division import MAX_GROUP_GPUS, parse_group_name
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.models import LatencyModel
@@ -34,8 +34,9 @@ class PlannedModel:
     """A model before its placement on a device.
 
     ``shape`` is None for unknown dimensions, with the reason in ``shape_problem``; the model then
-    needs ``measured`` step times. ``max_len`` is the longest prompt plus answer in tokens; ``rps``
-    is the rate in requests per second. A model that does not generate only prefills.
+    needs ``measured`` step times. ``measured`` has a daemon's measurements on several kinds of
+    device, the latest last. ``max_len`` is the longest prompt plus answer in tokens; ``rps`` is the
+    rate in requests per second. A model that does not generate only prefills.
     """
 
     name: str
@@ -44,7 +45,7 @@ class PlannedModel:
     kv_bytes_per_token: int
     shape: ModelShape | None = None
     shape_problem: str = ""
-    measured: StoredLatency | None = None
+    measured: tuple[StoredLatency, ...] = ()
     max_len: int | None = None
     rps: float | None = None
     generates: bool = True
@@ -191,10 +192,8 @@ def _served_dtype(config: Mapping[str, Any], dtype: str) -> str | None:
 
 def _latency(model: PlannedModel, box: Box, degree: int) -> tuple[LatencyModel, Basis]:
     try:
-        if model.measured is not None and _is_same_device(model.measured, box, degree):
-            measured = model.measured.model()
-            if measured is not None:
-                return measured, "measured"
+        if (measured := measured_on(model, box, degree)) is not None:
+            return measured, "measured"
         if model.shape is None:
             raise UsageError(
                 f"{model.name}: step times on {box.gpu} need the model's dimensions: "
@@ -206,11 +205,29 @@ def _latency(model: PlannedModel, box: Box, degree: int) -> tuple[LatencyModel, 
     return known, "scaled" if known.is_scaled else "published"
 
 
+def measured_on(model: PlannedModel, box: Box, degree: int) -> LatencyModel | None:
+    """Return what a daemon measured last on groups of ``degree`` GPUs of ``box``, None for nothing.
+
+    Raises:
+        LatencyError: a stored profile has an unknown form.
+    """
+    fitting = [one for one in model.measured if _is_same_device(one, box, degree)]
+    found = [latency for one in fitting if (latency := one.model()) is not None]
+    return found[-1] if found else None
+
+
+def measured_degrees(model: PlannedModel, box: Box) -> list[int]:
+    """Return the sizes of groups of the GPUs of ``box`` on which a daemon measured the model."""
+    degrees = sorted({parse_group_name(one.device)[0] for one in model.measured})
+    return [one for one in degrees if measured_on(model, box, one) is not None]
+
+
 def _is_same_device(measured: StoredLatency, box: Box, degree: int) -> bool:
-    if degree > 1:
+    num_gpus, gpu = parse_group_name(measured.device)
+    if num_gpus != degree:
         return False
     try:
-        return hardware(measured.device) == hardware(box.gpu)
+        return hardware(gpu) == hardware(box.gpu)
     except LatencyError:  # an emulated device, or a GPU without a profile
         return False
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from gpupoold.latency.division import group_name
 from gpupoold.latency.hardware import hardware
-from gpupoold.sim.planner.models import Basis, PlannedModel
+from gpupoold.sim.boxes import Box
+from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion
 from gpupoold.sim.planner.text import names_text
 from gpupoold.units import format_duration
@@ -53,8 +55,7 @@ def _step_times(
     by_basis: dict[Basis, list[str]] = {"measured": [], "published": [], "scaled": []}
     for name, kind in basis.items():
         by_basis[kind].append(name)
-    if names := by_basis["measured"]:
-        yield f"Step times of {names_text(names, num_models)}: measured by the daemon on {gpu}."
+    yield from _own_measurements(question.box, models)
     if names := by_basis["published"]:
         yield f"Step times of {names_text(names, num_models)}: published measurements on {gpu}."
     if names := by_basis["scaled"]:
@@ -64,13 +65,23 @@ def _step_times(
         )
     elsewhere: dict[str, list[str]] = {}
     for model in models:
-        if model.measured is not None and basis[model.name] != "measured":
-            elsewhere.setdefault(model.measured.device, []).append(model.name)
+        if model.measured and basis[model.name] != "measured":
+            elsewhere.setdefault(model.measured[-1].device, []).append(model.name)
     for device, names in elsewhere.items():
         named = names_text(names, num_models)
-        yield f"The daemon's measurements of {named} on {device} do not apply to {gpu}."
+        kinds = " or ".join(group_name(degree, gpu) for degree in sorted(set(question.box.groups)))
+        yield f"The daemon's measurements of {named} on {device} do not apply to {kinds}."
     if not hardware(gpu).is_pcie_measured and len(by_basis["measured"]) < num_models:
         yield f"The host link of {gpu} is taken from GPUs with the same kind of link."
+
+
+def _own_measurements(box: Box, models: Sequence[PlannedModel]) -> Iterator[str]:
+    """Yield the models that have step times of the daemon, for each size of group of the box."""
+    for degree in sorted(set(box.groups)):
+        names = [one.name for one in models if measured_on(one, box, degree) is not None]
+        if names:
+            named, kind = names_text(names, len(models)), group_name(degree, box.gpu)
+            yield f"Step times of {named}: measured by the daemon on {kind}."
 
 
 def _left_out(question: PlanQuestion, plan: Plan) -> Iterator[str]:

@@ -83,6 +83,9 @@ def engine_config(
     config: VllmConfig = EngineArgs(**arguments).create_engine_config(
         UsageContext.OPENAI_API_SERVER
     )
+    # The fused all-reduce and norm writes into FlashInfer's workspace without a check of the size,
+    # which is that of the first model of the process.
+    config.compilation_config.pass_config.fuse_allreduce_rms = False
     kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
     check_kind(model.name, kind.architectures[0], kind)
     return config

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 from vllm import PoolingParams, SamplingParams
-from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.engine import EngineCoreRequest, core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -37,6 +36,7 @@ from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.engine.load_start import start_load
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
@@ -44,7 +44,7 @@ from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.heap import HEAP
-from gpupoold.worker.weights import snapshot_loader as snapshot_loader
+from gpupoold.worker.weights import snapshot_loader as snapshot_loader, tensors
 from gpupoold.worker.weights.loading import ModelLoad
 
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
@@ -141,6 +141,12 @@ class ModelEngine:
         """Return the seconds that steps have waited for weights since the last call."""
         gates = self.worker.gates
         return 0.0 if gates is None else gates.take_waited_s()
+
+    def overwrite_weights(self, device: Device, span: range) -> None:
+        """Overwrite bytes of the weights on all ranks, after the steps begun before."""
+        tensors.spoil(device, self.weights.address + span.start, len(span))
+        if isinstance(executor := self._core.model_executor, RankExecutor):
+            executor.overwrite(span)
 
     def isolate(self, request_id: str) -> None:
         """Run a request that is about to be added only in steps without other requests."""
@@ -337,10 +343,7 @@ def load_engine(
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
     """
     started_s = time.monotonic()
-    HEAP.freeze()
-    # vLLM shares rotary modules through this cache. A relocated buffer of one model must not appear
-    # in another model.
-    rotary_embedding._ROPE_DICT.clear()
+    start_load(skips_checkpoint=load.skips_checkpoint)
     with load.active():
         try:
             core = _build_core(model, device, skips_checkpoint=load.skips_checkpoint)
@@ -364,14 +367,10 @@ def load_engine(
 
 
 def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
-    load_format = None
-    if skips_checkpoint:
-        snapshot_loader.register()
-        load_format = snapshot_loader.LOAD_FORMAT
     config = engine_config(
         model,
         is_emulated=device.is_host_addressable,
-        load_format=load_format,
+        load_format=snapshot_loader.LOAD_FORMAT if skips_checkpoint else None,
         num_ranks=device.num_ranks,
     )
     scheduling = config.scheduler_config

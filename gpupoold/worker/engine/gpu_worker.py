@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_worker import Worker
 
+from gpupoold.worker.engine.all_reduce import between_captures
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.weights.loading import current_load
@@ -95,5 +96,6 @@ class CudaWorker(PooledMemory, Worker):
 def _let_steps_run(turns: TurnThread) -> None:
     """Let other engines step now; restore the state of vLLM that steps change."""
     own_workspace = workspace._manager  # one per process, and in the addresses of graphs
-    turns.give_way()
+    with between_captures():
+        turns.give_way()
     workspace._manager = own_workspace

@@ -67,6 +67,10 @@ class RankExecutor(UniProcExecutor):
         """Return the engine's adapters on the followers of ``device``."""
         return FollowerAdapters(self._engine, device, self._orders)
 
+    def overwrite(self, span: range) -> None:
+        """Order the followers to overwrite bytes of their weights, as ``tensors.spoil`` does."""
+        self._orders.send("overwrite", self._engine, span)
+
     def close_engine(self) -> None:
         """Order the followers to free their shards."""
         self._orders.send("close_engine", self._engine)

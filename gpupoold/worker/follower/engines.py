@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.serial_utils import run_method
@@ -21,11 +22,12 @@ from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
 from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
+from gpupoold.worker.engine.load_start import start_load
 from gpupoold.worker.engine.process_groups import distributed_init_method
 from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.sampling_seeds import seed_sampling
 from gpupoold.worker.heap import HEAP
-from gpupoold.worker.weights import snapshot_loader
+from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.rank_loads import (
     Answer,
     AnswerKind,
@@ -35,6 +37,8 @@ from gpupoold.worker.weights.rank_loads import (
 )
 
 _logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0  # after an error of a step
 
 
 class Shard:
@@ -68,7 +72,8 @@ class Shard:
 
     @property
     def _runner(self) -> Any:
-        return getattr(getattr(self.worker, "worker", None), "model_runner", None)
+        # A wrapper without a worker, of a load that ended before, looks attributes up for ever.
+        return getattr(vars(self.worker).get("worker"), "model_runner", None)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the worker between two orders.
@@ -119,6 +124,7 @@ class FollowerEngines:
         self._rank = rank
         self._done = done
         self._shards: dict[int, Shard] = {}
+        self._ends: dict[int, threading.Timer] = {}  # of engines with a failed step
         self._loading: Shard | None = None
         self._undo = contextlib.ExitStack()
         self._turns = FollowerTurns()
@@ -130,20 +136,44 @@ class FollowerEngines:
     def step(self, engine: int, output: SchedulerOutput, seed: int | None) -> None:
         """Run a step, and sample if there is a seed; for the thread of orders."""
         shard = self._shards[engine]
-        if shard.call("execute_model", (output,), {}) is None and seed is not None:
-            self.sample(engine, None, seed)
+        with self._failing_with_leader(engine):
+            if shard.call("execute_model", (output,), {}) is None and seed is not None:
+                self.sample(engine, None, seed)
 
     def sample(self, engine: int, grammars: GrammarOutput | None, seed: int) -> None:
         """Sample the tokens of the latest step, for the thread of orders."""
         seed_sampling(seed)
         self._shards[engine].call("sample_tokens", (grammars,), {})
 
+    @contextlib.contextmanager
+    def _failing_with_leader(self, engine: int) -> Iterator[None]:
+        """Survive an error of a step if the leader gives the engine up, having the same error.
+
+        A model that vLLM cannot run on several ranks fails on all ranks in its self-check. If the
+        error is this rank's alone, the leader waits for this rank, so this process ends soon.
+        """
+        try:
+            yield
+        except Exception:
+            _logger.exception("a step failed")
+            end = threading.Timer(_CLOSE_TIMEOUT_S, os._exit, (1,))
+            end.daemon = True
+            self._ends[engine] = end
+            end.start()
+
     def hold(self) -> None:
         """Let the present load run alone, see :class:`FollowerTurns`; for the thread of orders."""
         self._turns.hold()
 
+    def overwrite(self, engine: int, span: range) -> None:
+        """Overwrite bytes of a shard's weights, for the thread of orders."""
+        load = self._shards[engine].load
+        tensors.spoil(self._device, load.weights_address + span.start, len(span))
+
     def close_engine(self, engine: int) -> None:
         """Free a shard, for the thread of orders."""
+        if (end := self._ends.pop(engine, None)) is not None:
+            end.cancel()
         self._shards.pop(engine).close()
 
     def read_adapter(self, engine: int, number: int, name: str, path: str) -> None:
@@ -176,10 +206,7 @@ class FollowerEngines:
             methods[method](*arguments)
 
     def _begin(self, engine: int, name: str, skips_checkpoint: bool) -> None:
-        if skips_checkpoint:
-            snapshot_loader.register()
-        rotary_embedding._ROPE_DICT.clear()
-        HEAP.freeze()
+        start_load(skips_checkpoint=skips_checkpoint)
         load = FollowerLoad(
             name,
             self._device,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
+from vllm.model_executor.layers.linear import RowParallelLinear
 
-from gpupoold.memory.contracts import Device, OutOfPages
+from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, OutOfPages
 from gpupoold.memory.transfers import BATCH_BYTES
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.engine.engine import ModelEngine
@@ -22,7 +24,6 @@ from gpupoold.worker.engine.layer_gates import LayerGates, plan_gates, recorded_
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turns.self_check import NoAnswer, is_same_answer, run_self_check
-from gpupoold.worker.weights import tensors
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def first_self_check(
 
     A slice has one step. Raises as ``run_self_check``.
     """
-    if not device.has_link or device.num_ranks > 1:  # other ranks would not wait at gates
+    if not device.has_link:
         return (yield from run_self_check(engine, residency))
     with recorded_calls(engine.runner.compilation_config) as called:
         answer = yield from run_self_check(engine, residency)
@@ -59,16 +60,21 @@ def _allow_early_start(
     engine.worker.gates = gates
     limit_bytes = max(1, int(residency.bandwidth_bytes_per_s * _COPY_S))
     ends = [gate.num_bytes for gate in gates.gates]
-    for span in _windows([engine.layer_ends[0], *ends], limit_bytes):
-        missing = MissingWeights(device, engine.weights, span)
-        if not (yield from _is_right(engine, residency, gates, missing, expected)):
-            _logger.warning(
-                "%s: steps begin with all weights present, because a step reads weights of a layer "
-                "before the layers in front have run",
-                engine.info.name,
-            )
-            engine.worker.gates = None
-            return
+    stream = device.open_copy_stream(Direction.IN)
+    overwrite = partial(engine.overwrite_weights, device)
+    try:
+        for span in _windows([engine.layer_ends[0], *ends], limit_bytes):
+            missing = MissingWeights(engine.weights, stream, overwrite, span)
+            if not (yield from _is_right(engine, residency, gates, missing, expected)):
+                _logger.warning(
+                    "%s: steps begin with all weights present, because a step reads weights of a "
+                    "layer before the layers in front have run",
+                    engine.info.name,
+                )
+                engine.worker.gates = None
+                return
+    finally:
+        stream.close()
     engine.weights.start_bytes = engine.layer_ends[0]
 
 
@@ -76,12 +82,14 @@ def _gates_of(engine: ModelEngine, called: Sequence[str]) -> LayerGates | None:
     """Return the gates of a model, None if steps cannot begin early."""
     runner, weights = engine.runner, engine.weights
     config = runner.vllm_config
-    if config.parallel_config.world_size > 1 or config.model_config.is_encoder_decoder:
+    if config.model_config.is_encoder_decoder:
         return None
     # A drafter runs after the model, with layers of its own. Slots of adapters follow the weights.
     if runner.get_draft_model() is not None or weights.own_bytes:
         return None
     layers = runner.compilation_config.static_forward_context
+    if config.parallel_config.world_size > 1 and not _all_meet(engine, called):
+        return None
     calls = [(name, _layer_index(engine, layers[name])) for name in called]
     gates = plan_gates(calls, engine.layer_ends, weights.num_bytes)
     if not gates or weights.num_bytes - engine.layer_ends[0] < _MIN_LATE_BYTES:
@@ -91,32 +99,55 @@ def _gates_of(engine: ModelEngine, called: Sequence[str]) -> LayerGates | None:
 
 def _layer_index(engine: ModelEngine, layer: Any) -> int | None:
     """Return the decoder layer of an attention layer, None if it belongs to none."""
+    return engine.layers.index_of(_module_name(engine, layer))
+
+
+def _module_name(engine: ModelEngine, layer: Any) -> str:
     model: nn.Module = engine.runner.get_model()
-    found = next((name for name, module in model.named_modules() if module is layer), "")
-    return engine.layers.index_of(found)
+    return next((name for name, module in model.named_modules() if module is layer), "")
+
+
+def _all_meet(engine: ModelEngine, called: Sequence[str]) -> bool:
+    """Return whether the ranks of a group meet after each attention layer.
+
+    Only the leader has gates, at which all ranks' weights are waited for. Where the projection of
+    an attention layer's output adds the parts of all ranks, no other rank can go on to the next
+    decoder layer before the leader has passed the gate.
+    """
+    model: nn.Module = engine.runner.get_model()
+    layers = engine.runner.compilation_config.static_forward_context
+    for name in called:
+        parent = _module_name(engine, layers[name]).rpartition(".")[0]
+        # A mixer with a state has its projection inside, attention has its projection beside.
+        near = (*layers[name].children(), *model.get_submodule(parent).children())
+        projections = [module for module in near if isinstance(module, RowParallelLinear)]
+        if not any(one.reduce_results and one.tp_size > 1 for one in projections):
+            return False
+    return True
 
 
 class MissingWeights:
     """Weights whose bytes are overwritten, and restored from the snapshot when waited for."""
 
-    def __init__(self, device: Device, weights: WeightMemory, span: range) -> None:
-        self._device = device
+    def __init__(
+        self,
+        weights: WeightMemory,
+        stream: CopyStream,
+        overwrite: Callable[[range], None],
+        span: range,
+    ) -> None:
         self._weights = weights
+        self._stream = stream
+        self._overwrite = overwrite
         self._span = span
         self._next = span.stop
+        self._after = 0
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[None]:
-        """Overwrite the bytes; all are restored at the end of the context.
-
-        Floating-point numbers of any size become NaN.
-        """
-        target = self._weights.address + self._span.start
-        tensors.over(self._device, target, len(self._span)).fill_(-1)
-        written = self._device.open_fence()
-        written.record()
-        written.wait()
-        written.close()
+        """Overwrite the bytes on all ranks; all are restored at the end of the context."""
+        self._overwrite(self._span)
+        self._after = self._stream.fence()
         self._next = self._span.start
         try:
             yield
@@ -128,8 +159,9 @@ class MissingWeights:
         count = min(num_bytes, self._span.stop) - self._next
         if count > 0:
             weights, first = self._weights, self._next
-            self._device.copy_in(weights.address + first, weights.snapshot.address + first, count)
-            self._device.synchronize()
+            copy = Copy(weights.address + first, weights.snapshot.address + first, count)
+            # After the fence only, because the step is under way on the other ranks.
+            self._stream.wait(self._stream.begin([copy], self._after))
             self._next += count
 
 

@@ -56,11 +56,18 @@ class Answer(NamedTuple):
 
 
 class ShardShape(NamedTuple):
-    """What the ranks compare: the digest of a shard, and the bytes of weights and of slots."""
+    """What the ranks compare: the digest of a shard, the bytes of weights and of slots, and the
+    ends of the layers."""
 
     digest: str
     num_bytes: int
     slot_bytes: int
+    layer_ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: WeightLayout, slots: WeightLayout) -> ShardShape:
+        """Return the shape of this rank's shard."""
+        return cls(layout.digest, layout.num_bytes, slots.num_bytes, layout.layer_ends)
 
 
 class RegionNumbers(NamedTuple):
@@ -217,14 +224,18 @@ class LeaderLoad(ModelLoad):
             self._add_region(self._numbers.kv, self.kv_address_range)
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
-        mine = ShardShape(layout.digest, layout.num_bytes, slots.num_bytes)
-        shapes = [mine, *self.links.receive()]
+        shapes = [ShardShape.of(layout, slots), *self.links.receive()]
         sizes = {(shape.num_bytes, shape.slot_bytes) for shape in shapes}
         if len(sizes) > 1:
             text = f"{self._name}: the shards have different sizes: {sorted(sizes)}"
             raise Failed(text, "host the model on single GPUs")
         digests = "".join(shape.digest for shape in shapes)
-        return replace(layout, digest=hashlib.sha256(digests.encode()).hexdigest())
+        ends = zip(*(shape.layer_ends for shape in shapes), strict=True)
+        return replace(
+            layout,
+            digest=hashlib.sha256(digests.encode()).hexdigest(),
+            layer_ends=tuple(map(max, ends)),
+        )
 
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
         snapshot, is_new = super()._usable_snapshot(layout, num_pages)
@@ -340,7 +351,7 @@ class FollowerLoad(ModelLoad):
         super()._give_back()
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
-        self.answer(ShardShape(layout.digest, layout.num_bytes, slots.num_bytes))
+        self.answer(ShardShape.of(layout, slots))
         return layout
 
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:

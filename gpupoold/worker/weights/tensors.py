@@ -18,6 +18,11 @@ def over(device: Device, address: int, num_bytes: int) -> torch.Tensor:
     return at_pointer(address, num_bytes, torch.device("cuda", torch.cuda.current_device()))
 
 
+def spoil(device: Device, address: int, num_bytes: int) -> None:
+    """Overwrite bytes, after the kernels launched before; floating-point numbers become NaN."""
+    over(device, address, num_bytes).fill_(-1)
+
+
 def at_pointer(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return an int8 tensor over memory of ``device``, without ownership.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.families.cells import COLUMNS, Cell, Outcome, Row, read_rows, write_rows
 from benchmarks.families.make import TEMPLATES
 from benchmarks.families.page import page_text
 from benchmarks.families.table import FAMILIES, family_named
-from benchmarks.models import PAGE, RESULTS
+from benchmarks.models import PAGE, RESULTS, current_page, group_results
 
 YES = Cell(Outcome.YES, "")
 
@@ -19,11 +21,22 @@ def row(**cells: Cell) -> Row:
 
 
 def test_the_page_is_generated_from_the_results() -> None:
-    assert PAGE.read_text() == page_text(FAMILIES, read_rows(RESULTS))
+    assert PAGE.read_text() == current_page()
 
 
-def test_every_family_has_results() -> None:
-    assert set(read_rows(RESULTS)) == {family.name for family in FAMILIES}
+@pytest.mark.parametrize("results", [RESULTS, group_results(2)], ids=lambda path: path.stem)
+def test_every_family_has_results(results: Path) -> None:
+    assert set(read_rows(results)) == {family.name for family in FAMILIES}
+
+
+def test_groups_have_a_table_without_parsers() -> None:
+    bad = row(serve=Cell(Outcome.NO, "token 3 differs"))
+    page = page_text([family_named("gpt2")], {"gpt2": row()}, {2: {"gpt2": bad}})
+    single, _, group = page.partition("## On groups of 2 GPUs")
+    assert "| parsers |" in single
+    assert "token 3 differs" not in single
+    assert "| parsers |" not in group
+    assert "## On groups of 2 GPUs: not right yet\n\n- GPT-2, serve: `token 3 differs`" in page
 
 
 def test_names_are_unique_and_templates_exist() -> None:
@@ -35,7 +48,7 @@ def test_names_are_unique_and_templates_exist() -> None:
 
 def test_failures_are_listed_with_their_columns() -> None:
     bad = Cell(Outcome.NO, "token 3 differs")
-    page = page_text([family_named("gpt2")], {"gpt2": row(kv=bad, migrate=bad)})
+    page = page_text([family_named("gpt2")], {"gpt2": row(kv=bad, migrate=bad)}, {})
     assert "- GPT-2, KV, migrate: `token 3 differs`" in page
     assert "| **no** | **no** |" in page
     assert "For a run on a GPU" not in page
@@ -44,14 +57,14 @@ def test_failures_are_listed_with_their_columns() -> None:
 def test_what_vllm_cannot_is_for_a_gpu() -> None:
     cannot = row(serve=Cell(Outcome.VLLM_CANNOT, "no `kernel`"))
     assert not cannot.has_failed
-    page = page_text([family_named("gpt2")], {"gpt2": cannot})
+    page = page_text([family_named("gpt2")], {"gpt2": cannot}, {})
     assert "## For a run on a GPU\n\n- GPT-2, serve: `no 'kernel'`" in page
 
 
 def test_untried_cells_have_the_reason_if_there_is_one() -> None:
     no_template = row(parsers=Cell(Outcome.UNTRIED, "no template at hand"))
-    assert "| no template at hand |" in page_text([family_named("gpt2")], {"gpt2": no_template})
-    assert "| - |" in page_text([family_named("bert")], {"bert": row(kv=Cell(Outcome.UNTRIED))})
+    assert "| no template at hand |" in page_text([family_named("gpt2")], {"gpt2": no_template}, {})
+    assert "| - |" in page_text([family_named("bert")], {"bert": row(kv=Cell(Outcome.UNTRIED))}, {})
 
 
 def test_results_survive_writing(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from gpupoold.config.engine_variables import KNOWN_VARIABLES, drop_unlisted
+import pytest
+
+from gpupoold.config.engine_variables import KNOWN_VARIABLES, drop_unlisted, set_platform
 
 
 def test_only_listed_variables_are_left() -> None:
@@ -25,3 +27,13 @@ def test_vllm_has_what_is_known() -> None:
     script = "from vllm.envs import environment_variables as v; print(*v)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert set(done.stdout.split()) >= KNOWN_VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [({"sim"}, {"VLLM_TARGET_DEVICE": "cpu"}), ({"sim", "cuda"}, {}), ({"emulated"}, {})],
+)
+def test_only_simulated_devices_need_no_gpu(kinds: set[str], expected: dict[str, str]) -> None:
+    environment: dict[str, str] = {}
+    set_platform(environment, kinds)
+    assert environment == expected

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.transitions import HostEvent
-from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.domain import ModelName, ModelSpec, Targets
 
 LAYOUT = "layout"
@@ -21,15 +21,15 @@ class Warm:
         self._cache = cache
 
     def add(self, name: str) -> None:
-        if self._cache.get(name) is None:
-            self._cache.put(name, os.memfd_create(name), LAYOUT)
+        if self._cache.get(SnapshotId(name)) is None:
+            self._cache.put(SnapshotId(name), os.memfd_create(name), LAYOUT)
 
     def discard(self, name: str) -> None:
-        self._cache.drop(name)
+        self._cache.drop(SnapshotId(name))
 
     def clear(self) -> None:
-        for name in self._cache.snapshots:
-            self.discard(name)
+        for of in self._cache.snapshots:
+            self._cache.drop(of)
 
 
 class FleetBox:

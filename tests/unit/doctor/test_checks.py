@@ -191,7 +191,7 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
         "model cache",
         healthy(
             settings=settings(memory={"model_cache": "8GiB"}),
-            daemon=replace(healthy().daemon, weight_bytes=9 * GIB),
+            daemon=replace(healthy().daemon, snapshot_bytes=9 * GIB),
         ),
         "9 GiB of 8 GiB",
         "raise memory.model_cache",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from gpupoold.api.schemas import EventInfo
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
@@ -158,3 +160,19 @@ def test_nothing_of_that_name(daemon: FakeDaemon, cli: Cli) -> None:
     result = cli("why", "nobody")
     assert result.exit_code == 4
     assert "neither a model nor a request is named 'nobody'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gpus", "name"),
+    [
+        (1, (0,), "device 1: llama"),
+        (2, (2, 3), "device 1 (GPUs 2, 3): llama"),
+        (4, (), "device 1 (4 GPUs): llama"),
+    ],
+)
+def test_the_gpus_of_a_group_are_named(
+    num_gpus: int, gpus: tuple[int, ...], name: str, daemon: FakeDaemon, cli: Cli
+) -> None:
+    turns = DEVICE.model_copy(update={"num_gpus": num_gpus, "gpus": gpus})
+    daemon.whys["cmpl-1"] = Why(request=REQUEST.model_copy(update={"turns": turns}))
+    assert name in cli("why", "cmpl-1").stdout

@@ -297,3 +297,24 @@ def test_an_answer_that_is_given_away_keeps_the_tokens_it_has() -> None:
     assert bench.device.memory.held_bytes("a")[1] == KV * other.context_tokens
     reported = [one.request_ids for _, one in bench.reported if isinstance(one, e.Stepped)]
     assert reported[-1] == ("other",)
+
+
+def test_kv_of_a_group_of_another_size_is_computed_anew() -> None:
+    """The prompt and the tokens so far are prefilled, and the answer goes on where it was."""
+    [(name, model)] = models("a").items()
+    events: list[e.Event] = []
+    queue: EventQueue[Callable[[], None]] = EventQueue()
+    device = SimDevice(0, {name: model}, 80 * GB, queue, events.append)
+    live = SimLive(request(name, request_id="r", output_tokens=8))
+    live.token_times_s = [0.1, 0.2, 0.3]
+    device.attach_without_kv(live)
+    assert events == [e.Attached("r", 3)]
+    assert device.requests.kv_tokens(name) == 0
+    device.plan(Turn(1, name, 10.0, None), None)
+    while (due := queue.pop()) is not None:
+        due.event()
+    assert len(live.token_times_s) == 8
+    assert e.Ended("r") in events
+    switch_s = model.latency.switch_s(model.weight_bytes)
+    assert live.token_times_s[3] == pytest.approx(switch_s + model.latency.prefill_s([103]))
+    device.check_memory()

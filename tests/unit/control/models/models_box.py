@@ -71,10 +71,10 @@ class PlayedWorker:
         if self._number in self._box.broken:
             self.end(1)
             return
+        degree = self._box.degrees[self._number]
+        kind = "cuda" if degree == 1 else f"{degree} x cuda"
         self.channel.send(
-            m.WorkerReady(
-                self._number, self.pid, self._box.device_bytes, PAGE, 1e9, "0.32.0", "cuda"
-            )
+            m.WorkerReady(self._number, self.pid, self._box.device_bytes, PAGE, 1e9, "0.32.0", kind)
         )
         with contextlib.suppress(ChannelClosed):
             while True:
@@ -118,7 +118,9 @@ class PlayedWorker:
             self.channel.send(m.ModelFailed(name, error.code, error.message))
         elif name not in self._box.slow:
             dropped = self._box.requests.pop(self._number, [])
-            answer = m.ModelLoaded(loaded(name), LAYOUT, True, self_check=(1, 2), dropped=dropped)
+            layout = f"{LAYOUT}{self._box.degrees[self._number]}"
+            assert order.layout_digest in ("", layout), "a snapshot of another degree"
+            answer = m.ModelLoaded(loaded(name), layout, True, self_check=(1, 2), dropped=dropped)
             answer.memory = m.EngineMemory(self._box.engine_bytes, 0)
             self.channel.send(answer, (fd,))
         os.close(fd)
@@ -212,11 +214,12 @@ class ModelsBox:
             },
             "test",
         )
+        self.degrees = [one.num_gpus for one in settings.devices]
         keys = SnapshotKeys()
         stored = StoredSnapshots(FdStore(Notifier()), keys)
         self.cache = SnapshotCache(num_snapshots * PAGE, stored)
         self.saved = SavedSnapshots(folder / "snapshots", 1 << 20, keys)
-        self.fleet = Fleet(self.cache)
+        self.fleet = Fleet(self.cache, degrees=self.degrees)
         self.supervisor = WorkerSupervisor(
             settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start
         )
@@ -233,7 +236,8 @@ class ModelsBox:
         self.snapshots = snapshots = ModelSnapshots(
             settings,
             history,
-            self.dispatcher.live,
+            self.fleet,
+            self.dispatcher,
             self.supervisor,
             self.cache,
             self.saved,

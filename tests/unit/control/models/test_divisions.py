@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from gpupool_state import History, Registry
 from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.engine_versions import installed_version
 from gpupoold.errors import Refused
 from tests.unit.checkpoints.samples import checkpoint, write
 from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
@@ -123,3 +124,57 @@ async def test_a_registered_model_after_the_box_was_grouped(
     async with running(box):
         await up(box)
         await box.until(lambda: box.hosts_of("old") == [1])
+
+
+async def test_a_restart_remembers_what_vllm_said(
+    tmp_path: Path, registry: Registry, history: History
+) -> None:
+    box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S, devices=GROUP_AND_SINGLE)
+    box.inspector.undivided = {4: "blocks of 128"}
+    async with running(box):
+        await up(box)
+        await added(box, num_attention_heads=8)
+    again = ModelsBox(
+        tmp_path, registry, history, load_timeout_s=TIMEOUT_S, devices=GROUP_AND_SINGLE
+    )
+    again.fleet.restore(await registry.list())
+    await again.lifecycle.room.divisions.restore()
+    await again.start()
+    try:
+        await up(again)
+        assert again.hosts_of("new") == [1]
+        assert [one for one in again.told if "on 0" in one] == []
+    finally:
+        await again.stop()
+
+
+async def test_other_options_and_other_versions_of_vllm_need_another_verdict(
+    mixed: ModelsBox,
+) -> None:
+    why = "new: vLLM cannot load the model: 3 blocks"
+    mixed.errors["new on 0"] = Refused(why)
+    await added(mixed, devices=(0, 1), num_attention_heads=8)
+    known = mixed.registry.divisions
+    version = installed_version() or ""
+    assert await known.of_version(version) == {"new": {4: why}}
+    assert await known.of_version("0.1") == {}
+    await mixed.registry.set_engine("new", {"quantization": "fp8"})
+    assert await known.of_version(version) == {}
+    await known.replace("new", version, {4: why})
+    await mixed.registry.remove("new")
+    await known.replace("new", version, {4: why})
+    assert await known.of_version(version) == {}
+
+
+async def test_the_drafter_must_be_divisible_too(mixed: ModelsBox) -> None:
+    drafter = write(mixed.folder / "drafter", checkpoint(num_attention_heads=6))
+    path = write(mixed.folder / "checkpoint", checkpoint(num_attention_heads=8))
+    engine = {"speculative_config.method": "draft_model", "speculative_config.model": str(drafter)}
+    request = AddModelRequest(name="new", source=str(path), engine=engine, devices=[0])
+    why = "4 GPUs: the drafter: 6 attention heads are not divisible by 4"
+    with pytest.raises(Refused, match=why):
+        _ = [line async for line in mixed.lifecycle.add(request)]
+    assert not mixed.fleet.knows("new")
+    elsewhere = request.model_copy(update={"devices": []})
+    _ = [line async for line in mixed.lifecycle.add(elsewhere)]
+    assert mixed.hosts_of("new") == [1]

@@ -13,6 +13,7 @@ import pytest_asyncio
 from gpupool_state import History, Registry
 from gpupoold.api.schemas import AddModelRequest, Progress, SetModelRequest
 from gpupoold.control.fleet.transitions import HostPhase, ModelPhase
+from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.domain import ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut
 from gpupoold.wire import messages as m
@@ -162,7 +163,7 @@ async def test_a_removed_model_is_nowhere(box: ModelsBox) -> None:
     assert box.frontends.mounted == {"b"}
     assert box.frontends.states() == {"b": "ready"}
     assert not box.fleet.knows("a")
-    assert box.cache.get("a") is None
+    assert box.cache.get(SnapshotId("a")) is None
     assert await box.registry.get("a") is None
     with pytest.raises(NoSuchModel, match="registered: b") as raised:
         await box.lifecycle.find("a")

@@ -33,7 +33,7 @@ class Cold:
         signals = box.fleet.signals
         signals.weights_wanted.connect(self.begun.append)
         signals.request_began.connect(lambda model: self.uses.append(f"used {model}"))
-        signals.request_ended.connect(lambda model: self.uses.append(f"left {model}"))
+        signals.request_ended.connect(lambda model, _: self.uses.append(f"left {model}"))
         signals.weights_damaged.connect(lambda one: self.uses.append(f"damaged {one.model}"))
 
 

@@ -318,3 +318,24 @@ class TestIntroductions:
         three.dispatcher.set_role(0, Role.PREFILL)
         three.dispatcher.set_role(2, Role.DECODE)
         assert self.introduced(three) == [[], [], []]
+
+
+def test_kv_does_not_go_to_a_group_of_another_size() -> None:
+    """The source may free the KV at once, and the target computes it anew."""
+    made = Box(2)
+    made.dispatcher.set_draining(TARGET, is_draining=True)
+    made.ask(LENGTH)
+    made.exchange()
+    made.workers[SOURCE].step(MODELS[0])
+    made.exchange()
+    target = made.workers[TARGET]
+    target.device = target.device.model_copy(update={"gpus_as_written": 2})
+    made.dispatcher.set_draining(TARGET, is_draining=False)
+    made.dispatcher.set_draining(SOURCE, is_draining=True)
+    made.exchange()
+    assert not made.workers[SOURCE].kv_transfers
+    assert not target.coming
+    assert list(target.answers) == ["r1"]
+    assert target.answers["r1"].order.kv_transfer is None
+    assert made.migrations.num_migrated == 1
+    made.settle()

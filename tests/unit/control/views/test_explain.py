@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import DATABASE_NAME, Database, History, Registry
+from gpupoold.config.schema import DeviceSettings
 from gpupoold.control.views.explain import Explainer
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
@@ -195,3 +196,14 @@ def _memory(**some: int) -> dict[str, int]:
 async def test_nothing_of_that_name(told: Told) -> None:
     with pytest.raises(NoSuchModel, match="neither a model nor a request is named 'x'"):
         await told.explainer.why("x")
+
+
+async def test_the_gpus_of_a_group_are_told(told: Told) -> None:
+    told.bench.cold.warm.add(NAME)
+    told.bench.ask("cmpl-1")
+    group = DeviceSettings.model_validate({"kind": "cuda", "gpus": [2, 3]})
+    told.bench.worker.device = group
+    request = (await told.explainer.why("cmpl-1")).request
+    assert request is not None
+    assert request.turns is not None
+    assert (request.turns.num_gpus, request.turns.gpus) == (2, (2, 3))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
+
+A, B, C = SnapshotId("a"), SnapshotId("b"), SnapshotId("c")
 
 
 def snapshot(num_bytes: int) -> int:
@@ -24,16 +26,16 @@ def is_open(fd: int) -> bool:
 def test_snapshots_come_and_go() -> None:
     cache = SnapshotCache(10_000)
     first, second = snapshot(3000), snapshot(4000)
-    cache.put("a", first, "d1")
-    cache.put("b", second, "d2")
-    assert cache.get("a") == CachedSnapshot(first, 3000, "d1")
-    assert cache.get("c") is None
+    cache.put(A, first, "d1")
+    cache.put(B, second, "d2")
+    assert cache.get(A) == CachedSnapshot(first, 3000, "d1")
+    assert cache.get(C) is None
     assert cache.used_bytes == 7000
-    cache.drop("a")
-    cache.drop("a")
+    cache.drop(A)
+    cache.drop(A)
     assert not is_open(first)
     assert cache.used_bytes == 4000
-    assert list(cache.snapshots) == ["b"]
+    assert list(cache.snapshots) == [B]
     cache.close()
     assert not is_open(second)
     assert cache.used_bytes == 0
@@ -42,27 +44,27 @@ def test_snapshots_come_and_go() -> None:
 def test_a_new_snapshot_replaces_the_old_one() -> None:
     cache = SnapshotCache(10_000)
     old, new = snapshot(3000), snapshot(5000)
-    cache.put("a", old, "d1")
-    cache.put("a", new, "d2")
+    cache.put(A, old, "d1")
+    cache.put(A, new, "d2")
     assert not is_open(old)
-    assert cache.get("a") == CachedSnapshot(new, 5000, "d2")
+    assert cache.get(A) == CachedSnapshot(new, 5000, "d2")
     cache.close()
 
 
 def test_room_that_is_kept_is_used() -> None:
     cache = SnapshotCache(10_000)
-    assert (cache.short_bytes("a", 10_000), cache.short_bytes("a", 10_001)) == (0, 1)
-    cache.reserve("a", 6000)
+    assert (cache.short_bytes(A, 10_000), cache.short_bytes(A, 10_001)) == (0, 1)
+    cache.reserve(A, 6000)
     assert cache.used_bytes == 6000
-    assert cache.short_bytes("a", 10_000) == 0  # its own
-    assert cache.short_bytes("b", 5000) == 1000
-    cache.put("a", snapshot(5500), "d")
+    assert cache.short_bytes(A, 10_000) == 0  # its own
+    assert cache.short_bytes(B, 5000) == 1000
+    cache.put(A, snapshot(5500), "d")
     assert cache.used_bytes == 5500
-    cache.reserve("a", 7000)  # to be replaced by a larger one
+    cache.reserve(A, 7000)  # to be replaced by a larger one
     assert cache.used_bytes == 7000
-    assert cache.short_bytes("b", 5000) == 2000
-    cache.release("a")
-    cache.release("a")
+    assert cache.short_bytes(B, 5000) == 2000
+    cache.release(A)
+    cache.release(A)
     assert cache.used_bytes == 5500
     cache.close()
 
@@ -70,19 +72,19 @@ def test_room_that_is_kept_is_used() -> None:
 def test_an_snapshot_on_its_way_out_is_used_but_nobodys() -> None:
     cache = SnapshotCache(10_000)
     old, new = snapshot(3000), snapshot(4000)
-    cache.put("a", old, "d")
-    cache.retire("a")
-    assert cache.get("a") is None
+    cache.put(A, old, "d")
+    cache.retire(A)
+    assert cache.get(A) is None
     assert cache.snapshots == {}
     assert cache.used_bytes == 3000
     assert is_open(old)
-    cache.put("a", new, "d")
+    cache.put(A, new, "d")
     assert cache.used_bytes == 7000
-    cache.drop_retired("a")
-    cache.drop_retired("a")
+    cache.drop_retired(A)
+    cache.drop_retired(A)
     assert not is_open(old)
     assert cache.used_bytes == 4000
-    cache.retire("a")
+    cache.retire(A)
     cache.close()
     assert not is_open(new)
 
@@ -102,8 +104,8 @@ def test_when_models_were_used() -> None:
 def test_a_model_that_is_gone_leaves_nothing() -> None:
     cache = SnapshotCache(10_000)
     fd = snapshot(3000)
-    cache.put("a", fd, "d")
-    cache.reserve("a", 4000)
+    cache.put(A, fd, "d")
+    cache.reserve(A, 4000)
     cache.touch("a")
     cache.pinned.add("a")
     cache.forget("a")
@@ -115,11 +117,29 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
 def test_an_snapshot_that_is_there_already_stays() -> None:
     cache = SnapshotCache(10_000)
     fd = snapshot(3000)
-    first = cache.put("a", fd, "d1", (1,))
+    first = cache.put(A, fd, "d1", (1,))
     again = os.dup(fd)
-    assert cache.put("a", again, "d1", (1,)) is first
+    assert cache.put(A, again, "d1", (1,)) is first
     assert not is_open(again)
     other = os.dup(fd)
-    assert cache.put("a", other, "d1", (2,)) == CachedSnapshot(other, 3000, "d1", (2,))
+    assert cache.put(A, other, "d1", (2,)) == CachedSnapshot(other, 3000, "d1", (2,))
     assert not is_open(fd)
     cache.close()
+
+
+def test_each_degree_counts_and_goes_alone() -> None:
+    cache = SnapshotCache(10_000, now=lambda: 5.0)
+    group = SnapshotId("a", 2)
+    cache.touch("a", at=1.0)
+    cache.put(A, snapshot(3000), "d1")
+    cache.put(group, snapshot(4000), "d2")
+    assert (cache.used_bytes, cache.num_bytes("a"), cache.degrees("a")) == (7000, 7000, [1, 2])
+    assert (cache.short_bytes(group, 7000), cache.short_bytes(group, 7001)) == (0, 1)
+    cache.touch("a", degree=2)
+    assert (cache.last_use_of(A), cache.last_use_of(group)) == (1.0, 5.0)
+    cache.drop(A)
+    assert list(cache.snapshots) == [group]
+    assert cache.known_bytes(A) == 3000
+    cache.put(A, snapshot(3000), "d1")
+    cache.forget("a")
+    assert (cache.used_bytes, cache.known_bytes(A)) == (0, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import Label, StoredSnapshots, _sealed
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.memory.memfd import create_memfd
@@ -52,11 +52,11 @@ class Daemon:
         await self.keys.note(model, READY)
         fd = create_memfd("snapshot", SIZE)
         os.pwrite(fd, data, 0)
-        self.cache.put(model.name, fd, "layout", (1, 2))
+        self.cache.put(SnapshotId(model.name), fd, "layout", (1, 2))
 
     async def restore(self, *models: ModelToLoad) -> dict[str, bytes]:
         await self.stored_snapshots.restore(models, READY, self.cache)
-        return {name: os.pread(one.fd, 7, 0) for name, one in self.cache.snapshots.items()}
+        return {of.model: os.pread(one.fd, 7, 0) for of, one in self.cache.snapshots.items()}
 
     def end(self) -> None:
         self.cache.close()
@@ -75,7 +75,7 @@ async def test_an_snapshot_outlives_daemons(manager: FakeManager, model: ModelTo
     for _ in range(2):
         daemon = Daemon(manager)
         assert await daemon.restore(model) == {"a": b"weights"}
-        snapshot = daemon.cache.get("a")
+        snapshot = daemon.cache.get(SnapshotId("a"))
         assert snapshot is not None
         assert (snapshot.num_bytes, snapshot.digest, snapshot.self_check) == (
             SIZE,
@@ -100,7 +100,8 @@ async def test_what_leaves_the_cache_is_not_kept(
         assert before not in manager.stored
         assert len(manager.stored) == 1
     else:
-        daemon.cache.drop("a") if how == "drop" else daemon.cache.retire("a")
+        leave = daemon.cache.drop if how == "drop" else daemon.cache.retire
+        leave(SnapshotId("a"))
         manager.wait_for("FDSTOREREMOVE")
         assert manager.stored == {}
     daemon.end()
@@ -201,6 +202,32 @@ async def test_nothing_is_kept_without_a_manager(model: ModelToLoad) -> None:
     keys = SnapshotKeys()
     cache = SnapshotCache(SIZE, StoredSnapshots(FdStore(Notifier()), keys))
     await keys.note(model, READY)
-    cache.put("a", create_memfd("snapshot", SIZE), "layout")
-    cache.drop("a")
+    cache.put(SnapshotId("a"), create_memfd("snapshot", SIZE), "layout")
+    cache.drop(SnapshotId("a"))
     assert cache.used_bytes == 0
+
+
+async def test_a_snapshot_of_another_degree_waits_for_its_worker(
+    manager: FakeManager, model: ModelToLoad
+) -> None:
+    ready = msgspec.structs.replace(READY, device_name="2 x CPU")
+    daemon = Daemon(manager)
+    await daemon.put(model)
+    await daemon.keys.note(model, ready, 2)
+    daemon.cache.put(SnapshotId("a", 2), create_memfd("snapshot", SIZE), "layout of two")
+    manager.wait_for("FDSTORE", 2)
+    daemon.end()
+    daemon = Daemon(manager)
+    await daemon.stored_snapshots.restore([model], READY, daemon.cache, 1, later={2})
+    assert list(daemon.cache.snapshots) == [SnapshotId("a")]
+    assert len(manager.stored) == 2
+    await daemon.stored_snapshots.restore([model], ready, daemon.cache, 2, later={1})
+    found = daemon.cache.get(SnapshotId("a", 2))
+    assert found is not None
+    assert found.digest == "layout of two"
+    daemon.end()
+    daemon = Daemon(manager)  # the box has no group any more
+    assert await daemon.restore(model) == {"a": b"weights"}
+    manager.wait_for("FDSTOREREMOVE")
+    assert len(manager.stored) == 1
+    daemon.end()

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.host_budget import CacheFull, CacheSetting, HostMemoryBudget
 from gpupoold.errors import Refused, TimedOut
 
 MIB = 1 << 20
+A, C = SnapshotId("a"), SnapshotId("c")
 
 
 class Bench:
@@ -21,34 +22,38 @@ class Bench:
 
     def __init__(self) -> None:
         self.cache = SnapshotCache(4 * MIB)
-        self.in_use: set[str] = set()
+        self.in_use: set[SnapshotId] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.gone: list[str] = []
         self.error: Exception | None = None
         self.host_budget = HostMemoryBudget(self.cache, self.in_use.__contains__, self._release)
 
-    async def _release(self, model: str) -> None:
+    async def _release(self, of: SnapshotId) -> None:
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        self.gone.append(model)
+        self.gone.append(str(of))
+
+    @property
+    def present(self) -> list[str]:
+        return sorted(map(str, self.cache.snapshots))
 
     def put(self, model: str, mib: int, at: float = 0.0) -> None:
         fd = os.memfd_create("snapshot")
         os.ftruncate(fd, mib * MIB)
-        self.cache.put(model, fd, "d")
+        self.cache.put(SnapshotId(model), fd, "d")
         self.cache.touch(model, at)
 
     async def bring(self, model: str, mib: int, wait_s: float = 0.0) -> None:
-        with self.host_budget.holding(model):
-            await self.host_budget.reserve(model, mib * MIB, wait_s)
+        with self.host_budget.holding(SnapshotId(model)):
+            await self.host_budget.reserve(SnapshotId(model), mib * MIB, wait_s)
             assert self.cache.used_bytes <= self.cache.budget_bytes
             self.put(model, mib)
 
     def end(self, model: str) -> None:
         """The model has no requests any more."""
-        self.in_use.discard(model)
+        self.in_use.discard(SnapshotId(model))
         self.host_budget.changed()
 
 
@@ -71,7 +76,7 @@ async def test_the_least_recently_used_makes_room(bench: Bench) -> None:
     bench.put("b", 2, at=1.0)
     await bench.bring("c", 2)
     assert bench.gone == ["b"]
-    assert sorted(bench.cache.snapshots) == ["a", "c"]
+    assert bench.present == ["a", "c"]
     assert bench.cache.used_bytes == 4 * MIB
 
 
@@ -83,9 +88,9 @@ async def test_nothing_goes_while_there_is_room(bench: Bench) -> None:
 
 
 async def test_room_that_is_not_used_is_given_up(bench: Bench) -> None:
-    with bench.host_budget.holding("a"):
-        with bench.host_budget.holding("a"):
-            await bench.host_budget.reserve("a", 3 * MIB)
+    with bench.host_budget.holding(A):
+        with bench.host_budget.holding(A):
+            await bench.host_budget.reserve(A, 3 * MIB)
         assert bench.cache.used_bytes == 3 * MIB
     assert bench.cache.used_bytes == 0
 
@@ -105,9 +110,9 @@ async def test_pinned_snapshots_stay(bench: Bench) -> None:
             "/etc/gpupool/gpupool.toml, then run `gpupool reload`"
         )
     with pytest.raises(Refused):
-        bench.host_budget.check("c", 3 * MIB)
+        bench.host_budget.check(C, 3 * MIB)
     await bench.bring("c", 2)
-    assert sorted(bench.cache.snapshots) == ["a", "c"]
+    assert bench.present == ["a", "c"]
 
 
 async def test_an_snapshot_larger_than_the_cache(bench: Bench) -> None:
@@ -126,40 +131,40 @@ async def test_a_worked_out_cache_is_refused_with_the_arithmetic(bench: Bench) -
         bench.cache, bench.in_use.__contains__, bench._release, lambda: setting
     )
     with pytest.raises(CacheFull) as caught:
-        budget.check("c", 5 * MIB)
+        budget.check(C, 5 * MIB)
     assert caught.value.message == (
         f"c: a snapshot of 5 MiB does not fit in the model cache of 4 MiB ({why})"
     )
     assert "set memory.model_cache to 5MiB or more in /etc/g.toml" in caught.value.hint
     with pytest.raises(CacheFull) as caught:
-        budget.check("c", 7 * MIB)
+        budget.check(C, 7 * MIB)
     assert "memory.model_cache can have 6 MiB at most" in caught.value.hint
 
 
 async def test_a_check_tells_what_evictions_would_free(bench: Bench) -> None:
     bench.put("a", 1, at=1.0)
     bench.put("b", 2, at=2.0)
-    assert bench.host_budget.check("c", MIB) == 0
-    assert bench.host_budget.check("c", 2 * MIB) == MIB
-    assert bench.host_budget.check("c", 4 * MIB) == 3 * MIB
+    assert bench.host_budget.check(C, MIB) == 0
+    assert bench.host_budget.check(C, 2 * MIB) == MIB
+    assert bench.host_budget.check(C, 4 * MIB) == 3 * MIB
     assert bench.gone == []
 
 
 async def test_without_patience_busy_snapshots_are_in_the_way(bench: Bench) -> None:
     bench.put("a", 2)
     bench.put("b", 1)
-    bench.in_use.add("a")
+    bench.in_use.add(A)
     with pytest.raises(Refused, match="of 4 MiB, where 2 MiB in use"):
         await bench.bring("c", 3)
     with pytest.raises(Refused):
-        bench.host_budget.check("c", 3 * MIB)
-    bench.host_budget.check("c", 2 * MIB)
+        bench.host_budget.check(C, 3 * MIB)
+    bench.host_budget.check(C, 2 * MIB)
     assert bench.gone == []
 
 
 async def test_one_waits_until_a_model_is_idle(bench: Bench) -> None:
     bench.put("a", 4)
-    bench.in_use.add("a")
+    bench.in_use.add(A)
     task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
     assert not await soon(task)
     bench.host_budget.changed()
@@ -172,19 +177,19 @@ async def test_one_waits_until_a_model_is_idle(bench: Bench) -> None:
 async def test_one_waits_until_a_pin_is_removed_beside_busy_ones(bench: Bench) -> None:
     bench.put("a", 2)
     bench.put("b", 2)
-    bench.in_use.add("a")
+    bench.in_use.add(A)
     bench.cache.pinned.add("b")
     task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
     assert not await soon(task)
     bench.cache.pinned.clear()
     bench.host_budget.changed()
     await task
-    assert sorted(bench.cache.snapshots) == ["a", "c"]
+    assert bench.present == ["a", "c"]
 
 
 async def test_waiting_ends(bench: Bench) -> None:
     bench.put("a", 4)
-    bench.in_use.add("a")
+    bench.in_use.add(A)
     with pytest.raises(
         TimedOut, match=r"c: no memory for a snapshot of 2 MiB .* within 0.02 s"
     ) as e:
@@ -195,7 +200,7 @@ async def test_waiting_ends(bench: Bench) -> None:
 
 async def test_held_snapshots_stay(bench: Bench) -> None:
     bench.put("a", 4)
-    with bench.host_budget.holding("a"):
+    with bench.host_budget.holding(A):
         task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
         assert not await soon(task)
     await task
@@ -211,18 +216,18 @@ async def test_two_that_want_the_same_bytes(bench: Bench) -> None:
     bench.gate.set()
     await asyncio.gather(*tasks)
     assert bench.gone == ["a"]
-    assert sorted(bench.cache.snapshots) == ["b", "c", "d"]
+    assert bench.present == ["b", "c", "d"]
 
 
 async def test_one_that_waits_does_not_keep_others_from_room_that_is_there(bench: Bench) -> None:
     bench.put("a", 2)
-    bench.in_use.add("a")
+    bench.in_use.add(A)
     large = asyncio.create_task(bench.bring("c", 3, wait_s=60.0))
     assert not await soon(large)
     await bench.bring("d", 2, wait_s=60.0)
     bench.end("a")
     await large
-    assert sorted(bench.cache.snapshots) == ["c"]
+    assert bench.present == ["c"]
 
 
 async def test_who_gives_up_leaves_the_books_right(bench: Bench) -> None:
@@ -233,7 +238,7 @@ async def test_who_gives_up_leaves_the_books_right(bench: Bench) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.cache.get("a") is None  # workers were told
+    assert bench.cache.get(A) is None  # workers were told
     assert bench.cache.used_bytes == 4 * MIB  # and have not answered
     again = asyncio.create_task(bench.bring("a", 4))
     assert not await soon(again)
@@ -249,7 +254,7 @@ async def test_a_worker_that_does_not_answer(
     bench.put("a", 4)
     bench.error = TimedOut("worker 0 did not answer")
     await bench.bring("c", 2)
-    assert sorted(bench.cache.snapshots) == ["c"]
+    assert bench.present == ["c"]
     assert "a: the snapshot may still take memory: worker 0" in caplog.text
 
 
@@ -267,13 +272,13 @@ class TestDrop:
             await bench.host_budget.drop("a")
         assert caught.value.hint == "run `gpupool cache unpin a` first"
         bench.cache.pinned.clear()
-        bench.in_use.add("a")
+        bench.in_use.add(A)
         with pytest.raises(Refused, match="a has live requests"):
             await bench.host_budget.drop("a")
         bench.in_use.clear()
-        with bench.host_budget.holding("a"), pytest.raises(Refused, match="a is being loaded"):
+        with bench.host_budget.holding(A), pytest.raises(Refused, match="a is being loaded"):
             await bench.host_budget.drop("a")
-        assert bench.cache.get("a") is not None
+        assert bench.cache.get(A) is not None
 
 
 async def test_a_smaller_cache_lets_idle_snapshots_go_at_once_and_others_later(
@@ -282,14 +287,14 @@ async def test_a_smaller_cache_lets_idle_snapshots_go_at_once_and_others_later(
     bench.put("a", 1, at=1.0)
     bench.put("b", 1, at=2.0)
     bench.put("c", 2, at=3.0)
-    bench.in_use.add("c")
+    bench.in_use.add(C)
     bench.cache.budget_bytes = MIB
     bench.host_budget.shrink()
     bench.host_budget.shrink()  # one that is under way is enough
     for _ in range(50):
         await asyncio.sleep(0)
     assert bench.gone == ["a", "b"]
-    assert sorted(bench.cache.snapshots) == ["c"]
+    assert bench.present == ["c"]
     bench.end("c")
     for _ in range(50):
         await asyncio.sleep(0)
@@ -314,4 +319,4 @@ async def test_shrinking_ends_with_the_daemon(bench: Bench) -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     await bench.host_budget.stop()
-    assert sorted(bench.cache.snapshots) == ["a"]
+    assert bench.present == ["a"]

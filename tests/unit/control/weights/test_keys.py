@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gpupoold.control.weights import keys as snapshot_keys
+from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys, snapshot_key
 from gpupoold.domain import Adapter, Preset
 from gpupoold.errors import Failed
@@ -173,14 +174,14 @@ async def test_a_key_is_that_of_the_last_look(
     model = ModelToLoad(name="a", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
     ready = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
     keys = SnapshotKeys()
-    assert keys.get("a") is None
+    assert keys.get(SnapshotId("a")) is None
     first = await keys.note(model, ready)
     assert first is not None
-    assert keys.all() == {"a": first}
+    assert keys.all() == {SnapshotId("a"): first}
     (checkpoint / "config.json").write_text('{"changed": true}')
     second = await keys.note(model, ready)
     assert second not in (first, None)
-    assert keys.get("a") == second
+    assert keys.get(SnapshotId("a")) == second
     shutil.rmtree(checkpoint)
     assert await keys.note(model, ready) is None
     assert "cannot read the checkpoint" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from gpupoold.control.weights.lru import Candidate, choose_victims, start_order
 
 
-def snapshot(model: str, num_bytes: int, last_used_at: float, **flags: bool) -> Candidate:
+def snapshot(model: str, num_bytes: int, last_used_at: float, **flags: bool) -> Candidate[str]:
     return Candidate(model, num_bytes, last_used_at, **flags)
 
 
@@ -63,7 +63,7 @@ class TestOrder:
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[list[Candidate], int]:
+def boxes(draw: st.DrawFn) -> tuple[list[Candidate[str]], int]:
     sizes = draw(st.lists(st.integers(1, 40), max_size=8))
     times = draw(st.permutations(range(len(sizes))))
     snapshots = [
@@ -75,29 +75,29 @@ def boxes(draw: st.DrawFn) -> tuple[list[Candidate], int]:
 
 
 @given(boxes())
-def test_loading_in_this_order_leaves_the_best(box: tuple[list[Candidate], int]) -> None:
+def test_loading_in_this_order_leaves_the_best(box: tuple[list[Candidate[str]], int]) -> None:
     """Played through, with snapshots going as they do: never over the budget, no model left out."""
     snapshots, budget_bytes = box
-    by_name = {one.model: one for one in snapshots}
+    by_name = {one.key: one for one in snapshots}
     order = start_order(snapshots, budget_bytes)
     assert sorted(order) == sorted(by_name)
-    cached: list[Candidate] = []
+    cached: list[Candidate[str]] = []
     for name in order:
         used_bytes = sum(one.num_bytes for one in cached)
         victims = choose_victims(cached, used_bytes + by_name[name].num_bytes - budget_bytes)
         assert victims is not None, "a pinned snapshot was loaded too early"
-        cached = [one for one in cached if one.model not in victims]
+        cached = [one for one in cached if one.key not in victims]
         cached.append(by_name[name])
     kept = _expected(snapshots, budget_bytes)
-    assert kept <= {one.model for one in cached}
+    assert kept <= {one.key for one in cached}
 
 
-def _expected(snapshots: Sequence[Candidate], budget_bytes: int) -> set[str]:
+def _expected(snapshots: Sequence[Candidate[str]], budget_bytes: int) -> set[str]:
     """Pinned ones, then the most recently used, up to the first that does not fit."""
     kept: set[str] = set()
     for one in sorted(snapshots, key=lambda one: (not one.is_pinned, -one.last_used_at)):
         budget_bytes -= one.num_bytes
         if budget_bytes < 0:
             break
-        kept.add(one.model)
+        kept.add(one.key)
     return kept

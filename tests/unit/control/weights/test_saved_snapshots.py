@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.control.weights.cache import CachedSnapshot
+from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.memory.memfd import create_memfd
@@ -17,6 +17,7 @@ from tests.unit.descriptors import open_descriptors, opened_since
 
 READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
 SIZE = 8192
+A, B, C = SnapshotId("a"), SnapshotId("b"), SnapshotId("c")
 
 
 @pytest.fixture
@@ -43,8 +44,8 @@ async def keep(
     snapshots: SavedSnapshots, name: str, checkpoint: Path, snapshot: CachedSnapshot
 ) -> None:
     assert await snapshots.look_up(model(name, checkpoint), READY) is None
-    assert await snapshots.read(name) is None
-    snapshots.keep(name, snapshot)
+    assert await snapshots.read(SnapshotId(name)) is None
+    snapshots.keep(SnapshotId(name), snapshot)
     await snapshots.stop()
 
 
@@ -55,8 +56,8 @@ async def test_what_is_kept_is_found(
     await keep(snapshots, "a", checkpoint, snapshot)
     again = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
     assert await again.look_up(model("b", checkpoint), READY) == SIZE
-    assert (await again.sizes(), await again.used_bytes()) == ({"b": SIZE}, SIZE)
-    found = await again.read("b")
+    assert (await again.sizes(), await again.used_bytes()) == ({B: SIZE}, SIZE)
+    found = await again.read(B)
     assert found is not None
     assert (found.num_bytes, found.layout_digest, found.self_check) == (SIZE, "layout", (1, 2, 3))
     assert os.pread(found.fd, 7, 0) == b"weights"
@@ -90,11 +91,11 @@ async def test_a_file_goes_with_the_last_model_that_has_it(
     snapshots = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
     await keep(snapshots, "a", checkpoint, snapshot)
     assert await snapshots.look_up(model("b", checkpoint), READY) == SIZE
-    assert await snapshots.sizes() == {"a": SIZE, "b": SIZE}
-    snapshots.forget("a")
+    assert await snapshots.sizes() == {A: SIZE, B: SIZE}
+    await snapshots.forget("a")
     assert len(list((tmp_path / "snapshots").iterdir())) == 1
-    snapshots.forget("b")
-    snapshots.forget("b")
+    await snapshots.forget("b")
+    await snapshots.forget("b")
     assert not list((tmp_path / "snapshots").iterdir())
 
 
@@ -108,9 +109,9 @@ async def test_a_file_goes_when_its_checkpoint_has_changed(
     snapshots = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
     await keep(snapshots, "a", checkpoint, snapshot)
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
-    await snapshots.tidy(["a", "not looked for yet"])
+    await snapshots.tidy([A, SnapshotId("not looked for yet")])
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
-    await snapshots.tidy(["a"])
+    await snapshots.tidy([A])
     assert len(list((tmp_path / "snapshots").iterdir())) == 1
     assert await snapshots.look_up(model("a", checkpoint), READY) == SIZE
 
@@ -128,14 +129,14 @@ async def test_settled_is_after_saving(
     tmp_path: Path, checkpoint: Path, snapshot: CachedSnapshot
 ) -> None:
     snapshots = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
-    await snapshots.settled("a")
+    await snapshots.settled(A)
     await snapshots.look_up(model("a", checkpoint), READY)
     before = open_descriptors()
     for _ in range(3):
-        snapshots.keep("a", snapshot)
+        snapshots.keep(A, snapshot)
     assert len(opened_since(before)) == 3
-    await snapshots.settled("a")
-    assert await snapshots.sizes() == {"a": SIZE}
+    await snapshots.settled(A)
+    assert await snapshots.sizes() == {A: SIZE}
     assert not opened_since(before)  # no descriptor keeps the memory
 
 
@@ -148,10 +149,10 @@ async def test_a_smaller_budget_deletes_what_was_used_least_recently(
         folder.mkdir()
         await keep(snapshots, name, folder, snapshot)
     snapshots.budget_bytes = 2 * SIZE
-    snapshots.shrink({"a": 2.0, "b": 1.0, "c": 3.0}.get)
+    snapshots.shrink({A: 2.0, B: 1.0, C: 3.0}.__getitem__)
     await snapshots.stop()
-    assert await snapshots.sizes() == {"a": SIZE, "c": SIZE}
+    assert await snapshots.sizes() == {A: SIZE, C: SIZE}
     snapshots.budget_bytes = 0
-    snapshots.shrink({"a": 2.0}.get)
+    snapshots.shrink({A: 2.0, B: 0.0, C: 0.0}.__getitem__)
     await snapshots.stop()
     assert not list((tmp_path / "snapshots").iterdir())

@@ -171,7 +171,7 @@ class TestDaemon:
             bandwidth_bytes_per_s=2e10,
             decode=decode,
         )
-        daemon.add(name, latency=latency)
+        daemon.add(name, latency=latency, latencies=[latency])
 
     def test_registered_and_recorded(self, daemon: FakeDaemon, cli: Cli) -> None:
         self.measured(daemon, "qwen")
@@ -203,7 +203,7 @@ class TestDaemon:
         assert result.exit_code == 2
         assert "/models/qwen/config.json: cannot be read" in result.stderr
         daemon.add(
-            "qwen", latency=daemon.models["qwen"].latency, path=str(tiny_models["tiny-qwen2"])
+            "qwen", latencies=daemon.models["qwen"].latencies, path=str(tiny_models["tiny-qwen2"])
         )
         plan = document(cli(*base, "--json"))
         assert plan["models"][0]["step_times"] == "scaled"

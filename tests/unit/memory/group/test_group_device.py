@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
@@ -211,3 +211,39 @@ def test_an_error_of_a_follower_reaches_the_caller(pair: Pair) -> None:
     with pytest.raises(Failed):
         pair.device.share_host(0, -1, fd)
     os.close(fd)
+
+
+def test_a_fence_that_is_too_old_is_refused_before_any_rank_copies(pair: Pair) -> None:
+    with closing(pair.device.open_copy_stream(Direction.IN)) as stream:
+        first = stream.fence()
+        stream.wait(stream.begin([], first))
+        for _ in range(4096):
+            latest = stream.fence()
+        text = f"fence {first}, which is not among the latest 4096"
+        with pytest.raises(Failed, match=text):
+            stream.begin([], first)
+        stream.wait(stream.begin([], latest))
+
+
+def test_a_batch_arrives_during_an_order_sent_after_its_fence(pair: Pair) -> None:
+    """Weights arrive beside a step that waits for them."""
+    mine, theirs = pair.range(2)
+    source, _ = host(pair, 2)
+    mine.retain(range(2))
+    stream = pair.device.open_copy_stream(Direction.IN)
+    fence = stream.fence()
+    may_end = threading.Event()
+
+    def wait() -> None:
+        may_end.wait(60)
+
+    number = pair.device.regions.new_number()
+    pair.memory.regions.add(number, 0, wait)
+    pair.orders.send("close_region", number)
+    stream.wait(stream.begin([Copy(mine.address, source, PAGE_BYTES)], fence))
+    assert content(theirs) == b"B" * PAGE_BYTES
+    may_end.set()
+    pair.device.wait_for_ranks()
+    stream.close()
+    mine.drop(range(2))
+    mine.close()

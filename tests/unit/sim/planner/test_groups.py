@@ -12,10 +12,12 @@ from gpupoold.errors import UsageError
 from gpupoold.latency.group_rate import group_throughput
 from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import builtin_shape
+from gpupoold.latency.stored import StoredFit, StoredLatency
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.planner.groups import GroupQuestion, choose_groups, groupings
 from gpupoold.sim.planner.load import poisson_load
 from gpupoold.sim.planner.models import PlannedModel, place
+from gpupoold.sim.planner.notes import notes_on
 from gpupoold.sim.planner.plan import PlanQuestion, make_plan
 
 ALL = (1, 2, 4, 8)
@@ -131,3 +133,42 @@ def test_unlike_groups_miss_targets_as_equal_ones_do() -> None:
     single = make_plan(replace(setup, box=parse_box("1x4xH800"), models=alone.models, by_degree={}))
     assert mixed.attained.overall == pytest.approx(single.attained.overall)
     assert {one.kind for one in mixed.changes}.isdisjoint({"link", "gpu"})
+
+
+class TestMeasured:
+    """What a daemon has measured on a group decides, and the report says so."""
+
+    def asked(self, device: str, decode_s: float) -> GroupQuestion:
+        fit = StoredFit("LinearPrefill", (1e-4, 0.01), 0.99, 0.03, 0.07, 9)
+        decode = StoredFit("LinearDecode", (1e-9, 1e-5, decode_s), 0.99, 0.03, 0.07, 9)
+        own = StoredLatency(device, "0.32.0", "bfloat16", 1.75e9, 5e10, fit, decode)
+        model = replace(planned("one", "Qwen2.5-7B"), measured=(own,))
+        return GroupQuestion(parse_box("2xH800"), (model,), poisson_load({"one": 0.2}, 60.0), 0.99)
+
+    @pytest.mark.parametrize(("decode_s", "groups"), [(0.0001, (2,)), (5.0, (1, 1))])
+    def test_a_fast_group_is_chosen_and_a_slow_one_is_not(
+        self, decode_s: float, groups: tuple[int, ...]
+    ) -> None:
+        asked = self.asked("2 x NVIDIA H800", decode_s)
+        # A target that only fast steps meet.
+        strict = replace(asked.models[0], targets=Targets(10.0, 0.004 if decode_s < 1 else 0.1))
+        choice = choose_groups(replace(asked, models=(strict,)))
+        assert choice.box.groups == groups
+
+    def test_the_notes_name_the_group(self) -> None:
+        asked = self.asked("2 x NVIDIA H800", 0.01)
+        box = asked.box.split((2,))
+        placed = place(asked.models, box)
+        assert placed.basis == {"one": "measured"}
+        question = PlanQuestion(box, placed.models, asked.load, 0.99)
+        notes = " ".join(notes_on(question, make_plan(question), placed.basis, asked.models))
+        assert "Step times of one: measured by the daemon on 2 x H800." in notes
+
+    def test_a_measurement_on_single_gpus_is_not_one_of_groups(self) -> None:
+        asked = self.asked("NVIDIA H800", 0.01)
+        box = asked.box.split((2,))
+        placed = place(asked.models, box)
+        assert placed.basis == {"one": "scaled"}
+        question = PlanQuestion(box, placed.models, asked.load, 0.99)
+        notes = " ".join(notes_on(question, make_plan(question), placed.basis, asked.models))
+        assert "measurements of one on NVIDIA H800 do not apply to 2 x H800" in notes

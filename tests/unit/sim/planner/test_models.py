@@ -14,7 +14,13 @@ from gpupoold.latency.shape import builtin_shape
 from gpupoold.latency.stored import StoredFit, StoredLatency
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.planner.file import read_models
-from gpupoold.sim.planner.models import PlannedModel, place, read_checkpoint
+from gpupoold.sim.planner.models import (
+    PlannedModel,
+    measured_degrees,
+    place,
+    place_on,
+    read_checkpoint,
+)
 
 
 class TestModels:
@@ -29,19 +35,36 @@ class TestModels:
         return StoredLatency(device, "0.32.0", "bfloat16", 1.75e9, 2e10, prefill, decode)
 
     def test_what_was_measured_belongs_to_its_device(self) -> None:
-        model = self.planned(measured=self.measured("NVIDIA A10"))
+        model = self.planned(measured=(self.measured("NVIDIA A10"),))
         here = place([model], parse_box("2xA10"))
         assert here.basis == {"one": "measured"}
         assert here.models["one"].latency.prefill_s([100]) == pytest.approx(0.02)
         assert place([model], parse_box("2xH800")).basis == {"one": "published"}
         assert place([model], parse_box("2xL40S")).basis == {"one": "scaled"}
         assert place([model], parse_box("4xA10", 4)).basis == {"one": "scaled"}
-        emulated = self.planned(measured=self.measured("CPU x 2"))
+        emulated = self.planned(measured=(self.measured("CPU x 2"),))
         assert place([emulated], parse_box("A10")).basis == {"one": "published"}
+
+    def test_what_was_measured_on_a_group_belongs_to_groups_of_that_size(self) -> None:
+        single, group = self.measured("NVIDIA A10"), self.measured("2 x NVIDIA A10")
+        group = replace(
+            group, prefill=StoredFit("LinearPrefill", (5e-5, 0.01), 0.99, 0.03, 0.07, 9)
+        )
+        model = self.planned(measured=(single, group))
+        box = parse_box("4xA10")
+        assert measured_degrees(model, box) == [1, 2]
+        for degree, prefill_s in ((1, 0.02), (2, 0.015)):
+            placed, basis = place_on(model, box, degree)
+            assert basis == "measured"
+            assert placed.latency.prefill_s([100]) == pytest.approx(prefill_s)
+        assert place_on(model, box, 4)[1] == "scaled"
+        assert place_on(model, parse_box("4xH800"), 2)[1] != "measured"
+        incomplete = self.planned(measured=(single, replace(group, decode=None)))
+        assert measured_degrees(incomplete, box) == [1]
 
     def test_without_dimensions_only_where_it_was_measured(self) -> None:
         model = self.planned(
-            shape=None, shape_problem="it is gone", measured=self.measured("NVIDIA A10")
+            shape=None, shape_problem="it is gone", measured=(self.measured("NVIDIA A10"),)
         )
         assert place([model], parse_box("A10")).basis == {"one": "measured"}
         with pytest.raises(

@@ -11,7 +11,10 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from hypothesis import given, strategies as st
 
+from gpupoold.memory.contracts import Direction
+from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.turns.early_start import MissingWeights, _windows
+from gpupoold.worker.weights import tensors
 from tests.unit.memory.rig import PAGE, Rig, read
 
 
@@ -20,6 +23,14 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.close()
+
+
+def missing_weights(rig: Rig, weights: WeightMemory, span: range) -> MissingWeights:
+    def overwrite(span: range) -> None:
+        tensors.spoil(rig.device, weights.address + span.start, len(span))
+
+    stream = rig.device.open_copy_stream(Direction.IN)
+    return MissingWeights(weights, stream, overwrite, span)
 
 
 @given(
@@ -50,7 +61,7 @@ def test_bytes_are_away_until_they_are_waited_for(rig: Rig) -> None:
     weights, data = rig.weights(12, "w")
     weights.load()
     span = range(3 * PAGE + 100, 9 * PAGE + 5)
-    missing = MissingWeights(rig.device, weights, span)
+    missing = missing_weights(rig, weights, span)
     with missing.removed():
         assert read(weights.address + span.start, len(span)) == b"\xff" * len(span)
         assert read(weights.address, span.start) == data[: span.start]
@@ -68,7 +79,7 @@ def test_bytes_are_away_until_they_are_waited_for(rig: Rig) -> None:
 def test_an_error_in_between_leaves_nothing_away(rig: Rig) -> None:
     weights, data = rig.weights(12, "w")
     weights.load()
-    missing = MissingWeights(rig.device, weights, range(PAGE, 12 * PAGE))
+    missing = missing_weights(rig, weights, range(PAGE, 12 * PAGE))
     with pytest.raises(ZeroDivisionError), missing.removed():
         raise ZeroDivisionError
     assert read(weights.address, 12 * PAGE) == data

@@ -24,6 +24,7 @@ from gpupoold.scheduling.policies.base import (
     SimplePolicy,
     waiting_for_kv,
 )
+from gpupoold.scheduling.policies.homes import HomePlanner
 from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
@@ -75,14 +76,16 @@ class GpupoolPolicy(SimplePolicy):
         self._no_starvation_turn_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
         self._roles = RolePlanner()
+        self._planned_homes = HomePlanner(self._tuning.lead_share)
         self._rebalancer = Rebalancer(self._tuning)
 
     def set_quota_max(self, quota_max_s: float) -> None:
         self._tuning = replace(self._tuning, turn_max_s=quota_max_s)
 
     def arrived(self, request: Request, state: State) -> None:
-        """Count the request for the roles."""
+        """Count the request for roles and homes."""
         self._roles.arrived(request)
+        self._planned_homes.arrived(request)
 
     def ended(self, request: Request, state: State) -> None:
         self._rebalancer.ended(request)
@@ -91,6 +94,8 @@ class GpupoolPolicy(SimplePolicy):
         return self._rebalancer.migrations(state, now_s)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
+        if not state.is_split:
+            self._planned_homes.update(state, now_s)
         return self._roles.changes(state, now_s)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
@@ -106,11 +111,24 @@ class GpupoolPolicy(SimplePolicy):
                         request, devices, state, now_s, converts_decoders=converts
                     )
                 else:
-                    chosen, rule = choose(request, devices, loads, self._home, self._tuning)
+                    chosen, rule = self._choose_place(request, devices, loads)
                 yield Placement(request, chosen, rule)
                 loads.forget(chosen)
         yield from self._migrations(state, loads)
         yield from self._moves_for_kv(state, loads)
+
+    def _choose_place(
+        self, request: Request, devices: list[DeviceState], loads: Loads
+    ) -> tuple[DeviceState, Rule]:
+        """Choose the planned home while the home keeps up, else among devices that may help."""
+        number = self._planned_homes.homes.get(request.model.name)
+        home = next((one for one in devices if one.number == number), None)
+        if home is None:
+            return choose(request, devices, loads, self._home, self._tuning)
+        able = self._planned_homes.able(request.model, devices)
+        if len(able) == 1 or (loads.of(home) <= self._tuning.full_load and admits(home, request)):
+            return home, Rule.PLANNED_HOME
+        return choose(request, able, loads, self._home, self._tuning)
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Return requests of models that work there already or have the turn.
@@ -241,7 +259,8 @@ class GpupoolPolicy(SimplePolicy):
         for device in state.devices.values():
             for name in [one for one in device.queued if one not in device.working]:
                 batch = device.queued[name]
-                others = [one for one in state.prefill_hosts(batch.model) if one is not device]
+                able = self._planned_homes.able(batch.model, state.prefill_hosts(batch.model))
+                others = [one for one in able if one is not device]
                 if loads.of(device) <= full_load or not others:
                     continue
                 target = min(others, key=loads.of)

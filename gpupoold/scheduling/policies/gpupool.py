@@ -10,7 +10,7 @@ device. A device without KV memory for a request is full for the request.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from gpupoold.scheduling.policies.base import (
     waiting_for_kv,
 )
 from gpupoold.scheduling.policies.homes import HomePlanner
-from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
+from gpupoold.scheduling.policies.placement import able_devices, choose, is_worth_a_copy, place
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     BatchWork,
@@ -51,7 +51,7 @@ from gpupoold.scheduling.policies.stages import (
 )
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, PlannedHome, Request, State
 
 
 class _Plan(NamedTuple):
@@ -94,9 +94,10 @@ class GpupoolPolicy(SimplePolicy):
         return self._rebalancer.migrations(state, now_s)
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        if not state.is_split:
-            self._planned_homes.update(state, now_s)
         return self._roles.changes(state, now_s)
+
+    def homes(self, state: State, now_s: float) -> Mapping[str, PlannedHome | None]:
+        return self._planned_homes.changes(state, now_s)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Place held requests, and queued requests that a better device can take."""
@@ -111,24 +112,11 @@ class GpupoolPolicy(SimplePolicy):
                         request, devices, state, now_s, converts_decoders=converts
                     )
                 else:
-                    chosen, rule = self._choose_place(request, devices, loads)
+                    chosen, rule = place(request, devices, loads, self._home, self._tuning)
                 yield Placement(request, chosen, rule)
                 loads.forget(chosen)
         yield from self._migrations(state, loads)
         yield from self._moves_for_kv(state, loads)
-
-    def _choose_place(
-        self, request: Request, devices: list[DeviceState], loads: Loads
-    ) -> tuple[DeviceState, Rule]:
-        """Choose the planned home while the home keeps up, else among devices that may help."""
-        number = self._planned_homes.homes.get(request.model.name)
-        home = next((one for one in devices if one.number == number), None)
-        if home is None:
-            return choose(request, devices, loads, self._home, self._tuning)
-        able = self._planned_homes.able(request.model, devices)
-        if len(able) == 1 or (loads.of(home) <= self._tuning.full_load and admits(home, request)):
-            return home, Rule.PLANNED_HOME
-        return choose(request, able, loads, self._home, self._tuning)
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Return requests of models that work there already or have the turn.
@@ -259,7 +247,7 @@ class GpupoolPolicy(SimplePolicy):
         for device in state.devices.values():
             for name in [one for one in device.queued if one not in device.working]:
                 batch = device.queued[name]
-                able = self._planned_homes.able(batch.model, state.prefill_hosts(batch.model))
+                able = able_devices(batch.model, state.prefill_hosts(batch.model))
                 others = [one for one in able if one is not device]
                 if loads.of(device) <= full_load or not others:
                     continue

@@ -13,7 +13,7 @@ from gpupoold.scheduling.pressure import (
     has_hurried,
     switching_growth,
 )
-from gpupoold.scheduling.state import DeviceState, Model, Request, State
+from gpupoold.scheduling.state import DeviceState, Model, PlannedHome, Request, State
 from gpupoold.scheduling.velocity import RequestClass
 
 # Long enough for sixty arrivals of a model with a request in ten seconds.
@@ -35,40 +35,40 @@ class HomePlanner:
         self._lead_share = lead_share
         self._arrivals = ArrivalWindow(_WINDOW_S)
         self._next_s = -math.inf
-        self.homes: dict[str, int] = {}
-        """The planned homes; models without arrivals have none."""
-        self._helpers: dict[str, frozenset[int]] = {}
+        self._homes: dict[str, int] = {}
 
     def arrived(self, request: Request) -> None:
         """Count a request."""
         self._arrivals.add(request)
 
-    def update(self, state: State, now_s: float) -> None:
-        """Plan again if it is time."""
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + _PERIOD_S
-        devices = self._devices(state, now_s)
-        if not any(map(has_hurried, devices)):
-            self.homes, self._helpers = {}, {}
-            return
-        self.homes = better_homes(self.homes, devices, _THRESHOLD)
-        self._helpers = {name: self._helpers_of(name, devices) for name in self.homes}
+    def changes(self, state: State, now_s: float) -> dict[str, PlannedHome | None]:
+        """Return the homes that have changed, if it is time to plan again.
 
-    def able(self, model: Model, devices: Sequence[DeviceState]) -> list[DeviceState]:
-        """Return the home of a model and the devices that may help a full home, of ``devices``.
-
-        A device may help if its switches to the model and back would take little time and make no
-        answers of other models late. Without a home, or if none is left, all devices are able.
+        Models without arrivals have no home; neither have any if roles are split.
         """
-        home = self.homes.get(model.name)
-        helpers = self._helpers.get(model.name, frozenset())
-        able = [one for one in devices if one.number == home or one.number in helpers]
-        return able if home is not None and able else list(devices)
+        if now_s < self._next_s:
+            return {}
+        self._next_s = now_s + _PERIOD_S
+        devices = [] if state.is_split else self._devices(state, now_s)
+        if any(map(has_hurried, devices)):
+            self._homes = better_homes(self._homes, devices, _THRESHOLD)
+        else:
+            self._homes = {}
+        planned = {
+            name: PlannedHome(number, self._helpers_of(name, devices))
+            for name, number in self._homes.items()
+        }
+        changed = {name: home for name, home in planned.items() if state.models[name].home != home}
+        gone = [name for name, model in state.models.items() if model.home and name not in planned]
+        return changed | dict.fromkeys(gone)
 
     def _helpers_of(self, name: str, devices: Sequence[HomeDevice]) -> frozenset[int]:
+        """Return the devices where switches to a model would take little time.
+
+        Such switches make no answers of other models late either.
+        """
         placed: dict[int, list[str]] = {device.number: [] for device in devices}
-        for one, number in self.homes.items():
+        for one, number in self._homes.items():
             if one != name:
                 placed[number].append(one)
         return frozenset(

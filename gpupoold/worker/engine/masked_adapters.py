@@ -45,6 +45,9 @@ class MaskedAdapters(PunicaWrapperCPU):
     ) -> None:
         x = x.view(-1, x.shape[-1]).clone()
         _mask(x, self.sampler_indices)
+        # For prompt log-probabilities vLLM has a row per prompt token, and adapters by sampled row.
+        if x.shape[0] != self.sampler_indices.shape[0]:
+            return
         super().add_lora_logits(
             y, x, lora_a_stacked, lora_b_stacked, scale, buffer=buffer, **kwargs
         )

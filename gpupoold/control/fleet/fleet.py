@@ -17,7 +17,7 @@ from gpupoold.control.fleet.hosts import Hosts
 from gpupoold.control.fleet.shared_lock import SharedLock
 from gpupoold.control.fleet.signals import Signals
 from gpupoold.control.fleet.transitions import MODEL_TRANSITIONS, Life, ModelEvent, ModelPhase
-from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, Refused
 from gpupoold.wire.messages import LoadedModel
@@ -136,6 +136,10 @@ class Fleet:
         """Return the model's devices that need a snapshot."""
         record = self._records.get(model)
         return self.snapshots.needing(record.devices if record is not None else ())
+
+    def needed_snapshots(self, model: str) -> list[SnapshotId]:
+        """Return the snapshots that the model's devices need."""
+        return self.snapshots.all_of(model, self.devices_with_snapshot(model))
 
     def asleep(self) -> list[str]:
         """Return the models whose devices all rest."""

@@ -148,11 +148,9 @@ class CacheControl:
 
         A model on no device has the saved snapshots, or one for a single GPU.
         """
-        numbers = self._fleet.devices_with_snapshot(model)
-        needed = self._fleet.snapshots.all_of(model, numbers)
-        cached = [SnapshotId(model, degree) for degree in self._cache.degrees(model)]
-        saved = sorted(of for of in saved_bytes if of.model == model)
-        return sorted({*needed, *cached}) or saved or [SnapshotId(model)]
+        present = {*self._fleet.needed_snapshots(model), *self._cache.of_model(model)}
+        saved = (of for of in saved_bytes if of.model == model)
+        return sorted(present) or sorted(saved) or [SnapshotId(model)]
 
     def _place(
         self, of: SnapshotId, row: ModelRow, saved_bytes: dict[SnapshotId, int]

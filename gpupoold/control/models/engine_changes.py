@@ -91,8 +91,7 @@ class EngineChanges:
         if await asyncio.to_thread(_have_same_engine, old, new):
             return await self._record(new)
         done: list[Worker] = []
-        numbers, needed = self._fleet.availability(old.name).devices, self._fleet.snapshots.all_of
-        with self._snapshots.host_budget.holding(*needed(old.name, numbers)):
+        with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(old.name)):
             async with self._fleet.lock(old.name).alone():
                 await self._leave_resting(old.name)
                 try:

@@ -69,7 +69,7 @@ class ModelSnapshots:
 
     def has_any(self, model: str) -> bool:
         """Return whether a snapshot of the model is in host memory, for whatever devices."""
-        return bool(self._cache.degrees(model))
+        return bool(self._cache.of_model(model))
 
     def is_at_hand(self, model: str, worker: Worker) -> bool:
         """Return whether a load on the worker makes no snapshot."""
@@ -79,8 +79,7 @@ class ModelSnapshots:
         """Record a use of the model on a device; the model may have become idle there."""
         degree = None if device is None else self._devices.degree(device)
         self._cache.touch(model, degree=degree)
-        present = [SnapshotId(model, degree) for degree in self._cache.degrees(model)]
-        if not all(self.is_in_use(one) for one in present):
+        if not all(self.is_in_use(one) for one in self._cache.of_model(model)):
             self.host_budget.changed()
 
     def fits_again(self, model: str) -> bool:
@@ -199,8 +198,7 @@ class ModelSnapshots:
 
     def drop_outdated(self, model: str) -> None:
         """Drop the snapshots that no device of a changed model has, and that were not made anew."""
-        present = {SnapshotId(model, degree) for degree in self._cache.degrees(model)}
-        for of in present.difference(self._needed(model)):
+        for of in set(self._cache.of_model(model)).difference(self._fleet.needed_snapshots(model)):
             self._cache.drop(of)
         self.host_budget.changed()
 
@@ -262,7 +260,7 @@ class ModelSnapshots:
         """Let the devices of an evicted snapshot rest if others can serve; return the release by
         all workers.
         """
-        others = [one for one in self._needed(of.model) if one != of]
+        others = [one for one in self._fleet.needed_snapshots(of.model) if one != of]
         if any(self._cache.get(one) is not None for one in others):
             numbers = self._fleet.devices_with_snapshot(of.model)
             mine = [one for one in numbers if self._devices.of(of.model, one) == of]
@@ -285,9 +283,6 @@ class ModelSnapshots:
             return None
         degree = self._devices.degree(worker.number)
         return await self._saved.look_up(to_load(spec, self._settings), worker.ready, degree)
-
-    def _needed(self, model: str) -> list[SnapshotId]:
-        return self._devices.all_of(model, self._fleet.devices_with_snapshot(model))
 
     def _degrees_of(self, request: LiveRequest) -> set[int]:
         """Return the degrees of the devices that have a request or may get the request."""

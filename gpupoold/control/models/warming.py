@@ -14,7 +14,7 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
+from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -112,10 +112,6 @@ class Warmer:
         workers = self._supervisor.workers
         return [workers[number] for number in self._fleet.devices_with_snapshot(model)]
 
-    def _needed(self, model: str) -> list[SnapshotId]:
-        numbers = self._fleet.devices_with_snapshot(model)
-        return self._fleet.snapshots.all_of(model, numbers)
-
     def _begin(self, model: str, bring: Bring) -> asyncio.Task[None]:
         if model not in self._tasks:
             task = asyncio.create_task(self._warm(model, bring), name=f"warm-{model}")
@@ -138,7 +134,7 @@ class Warmer:
             row = await self._registry.get(model)
             if row is None:
                 raise NoSuchModel(f"no model is named {model!r}")
-            with self._snapshots.host_budget.holding(*self._needed(model)):
+            with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(model)):
                 await bring(row, hosts)
         except GpupoolError as error:
             self._ended(model)

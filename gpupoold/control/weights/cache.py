@@ -86,13 +86,13 @@ class SnapshotCache:
         """Return a snapshot if in host memory."""
         return self._snapshots.get(of)
 
-    def degrees(self, model: str) -> list[int]:
-        """Return the degrees of the model's snapshots in host memory."""
-        return [one.degree for one in self._snapshots if one.model == model]
+    def of_model(self, model: str) -> list[SnapshotId]:
+        """Return the model's snapshots in host memory."""
+        return [one for one in self._snapshots if one.model == model]
 
     def num_bytes(self, model: str) -> int:
         """Return the bytes of the model's snapshots in host memory."""
-        return sum(one.num_bytes for of, one in self._snapshots.items() if of.model == model)
+        return sum(self._snapshots[one].num_bytes for one in self.of_model(model))
 
     def known_bytes(self, of: SnapshotId) -> int | None:
         """Return the bytes of the present or latest snapshot, None if unknown."""
@@ -160,8 +160,8 @@ class SnapshotCache:
 
     def drop_all(self, model: str) -> None:
         """Drop the model's snapshots of all degrees."""
-        for degree in self.degrees(model):
-            self.drop(SnapshotId(model, degree))
+        for one in self.of_model(model):
+            self.drop(one)
 
     def touch(self, model: str, at: float | None = None, degree: int | None = None) -> None:
         """Record a use of the model, now or ``at`` (wall-clock seconds).
@@ -184,7 +184,7 @@ class SnapshotCache:
         snapshot only, every use of the model counts.
         """
         model_at = self._last_used_at.get(of.model, 0.0)
-        return self._uses.get(of, model_at) if len(self.degrees(of.model)) > 1 else model_at
+        return self._uses.get(of, model_at) if len(self.of_model(of.model)) > 1 else model_at
 
     def forget(self, model: str) -> None:
         """Forget a removed model and its snapshots."""

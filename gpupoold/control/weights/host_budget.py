@@ -138,7 +138,7 @@ class HostMemoryBudget:
             Refused: a snapshot is pinned, in use, or loading; all stay.
         """
         async with self._evicting:
-            present = [SnapshotId(model, degree) for degree in self._cache.degrees(model)]
+            present = self._cache.of_model(model)
             if model in self._cache.pinned:
                 raise Refused(f"{model} is pinned", f"run `gpupool cache unpin {model}` first")
             if any(self._is_in_use(one) for one in present):

@@ -137,14 +137,19 @@ async def history_of(box: ModelsBox) -> list[EventRow]:
     return await box.history.events_after(0, 1000)
 
 
+async def let_single_gpu_rest(box: ModelsBox) -> None:
+    """Make the cache so small that only the group, which was used last, keeps its snapshot."""
+    box.cache.touch("a", degree=2)
+    box.cache.budget_bytes = PAGE
+    box.snapshots.host_budget.shrink()
+    await box.until(lambda: serving(box) == {1})
+
+
 async def test_a_resting_device_serves_again_when_there_is_room(
     tmp_path: Path, registry: Registry, history: History
 ) -> None:
     async with running(box_of(tmp_path, registry, history), "a") as box:
-        box.cache.touch("a", degree=2)
-        box.cache.budget_bytes = PAGE
-        box.snapshots.host_budget.shrink()
-        await box.until(lambda: serving(box) == {1})
+        await let_single_gpu_rest(box)
         box.ask("a", "r1")
         box.told.clear()
         box.cache.budget_bytes = 2 * PAGE
@@ -158,10 +163,7 @@ async def test_requests_of_a_lost_device_go_on_on_the_resting_one(
     tmp_path: Path, registry: Registry, history: History
 ) -> None:
     async with running(box_of(tmp_path, registry, history), "a") as box:
-        box.cache.touch("a", degree=2)
-        box.cache.budget_bytes = PAGE
-        box.snapshots.host_budget.shrink()
-        await box.until(lambda: serving(box) == {1})
+        await let_single_gpu_rest(box)
         box.ask("a", "r1")
         await box.until(lambda: box.requests.get(1) == ["r1"])
         box.broken.add(1)

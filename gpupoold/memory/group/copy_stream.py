@@ -98,12 +98,12 @@ class LeaderCopyStream:
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         placed = self._placed(copies)
-        own_after = self._fences.own(after)  # before the followers, which record the same fences
+        # Looked up before the followers begin, which record the same fences.
+        fence = self._fences.get(after) if after else RankFence(0, self._orders.num_sent)
         if placed:
-            num_orders = self._fences.get(after).num_orders if after else self._orders.num_sent
             for link in self._links:
-                link.send((num_orders, placed, after))
-        own = self._own.begin(copies, own_after)
+                link.send((fence.num_orders, placed, after))
+        own = self._own.begin(copies, fence.own)
         self._num_begun += 1
         self._begun.append((self._num_begun, own, bool(placed)))
         return self._num_begun

@@ -43,11 +43,12 @@ class MaskedAdapters(PunicaWrapperCPU):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        x = x.view(-1, x.shape[-1]).clone()
-        _mask(x, self.sampler_indices)
+        rows = x.view(-1, x.shape[-1])
         # For prompt log-probabilities vLLM has a row per prompt token, and adapters by sampled row.
-        if x.shape[0] != self.sampler_indices.shape[0]:
+        if len(rows) != len(self.sampler_indices):
             return
+        x = rows.clone()
+        _mask(x, self.sampler_indices)
         super().add_lora_logits(
             y, x, lora_a_stacked, lora_b_stacked, scale, buffer=buffer, **kwargs
         )

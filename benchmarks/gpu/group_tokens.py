@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
 from benchmarks.load import Ask, Stream, ask, client_of
 from gpupool_cli.bench.overhead import EMULATED_OPTIONS, vllm_serve
+from gpupoold.worker.environment import set_group_environment
 
 _SHAPES = ("1B", "3B")
 _ROOM = 1.2  # of the larger model's weights
@@ -28,15 +28,14 @@ _NUM_TOKENS = 64
 _DRY_NUM_PROMPTS = 3
 _DRY_NUM_TOKENS = 24
 _VLLM_KV_BYTES = 1 << 30
-# The all-reduces that gpupool turns off, because these add in another order.
-_SAME_ORDER = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "NCCL_GRAPH_REGISTER": "0"}
+# Turned off by gpupool, because it adds in another order.
 _NO_FUSION = json.dumps({"pass_config": {"fuse_allreduce_rms": False}})
 _SEQUENCES = 64  # as in a daemon that starts quickly: the same graphs
 
 
 def run(setting: Setting) -> None:
     """Measure and report."""
-    os.environ |= _SAME_ORDER
+    set_group_environment()  # of vLLM alone too: the same all-reduces
     num_prompts = _DRY_NUM_PROMPTS if setting.is_dry else _NUM_PROMPTS
     num_tokens = _DRY_NUM_TOKENS if setting.is_dry else _NUM_TOKENS
     checkpoints = {name: setting.checkpoint(name) for name in _SHAPES}

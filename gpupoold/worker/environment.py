@@ -38,6 +38,19 @@ def set_engine_environment(log_level: str) -> None:
     logging.getLogger("vllm").setLevel(log_level.upper())
 
 
+def set_group_environment() -> None:
+    """Turn off the all-reduces that depend on one model's sizes or graphs, unless set.
+
+    To be called before the process groups are made.
+    """
+    # FlashInfer's workspace has the size of the first model of the process, and the creation is
+    # collective, at the first step that needs the workspace.
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    # NCCL registers the buffers of captured collectives with the peers, and forgets these at some
+    # call after the graph's end. Meanwhile torch frees the memory, which the peers still map.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 def engine_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return further arguments of vLLM's engines, for tests and benchmarks.
 

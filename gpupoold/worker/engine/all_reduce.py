@@ -7,24 +7,10 @@ and go, and step while another engine captures graphs.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from vllm.distributed import parallel_state
-
-
-def set_all_reduce_environment() -> None:
-    """Turn off the all-reduces that depend on one model's sizes or graphs, unless set.
-
-    To be called before the process groups are made.
-    """
-    # FlashInfer's workspace has the size of the first model of the process, and the creation is
-    # collective, at the first step that needs the workspace.
-    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-    # NCCL registers the buffers of captured collectives with the peers, and forgets these at some
-    # call after the graph's end. Meanwhile torch frees the memory, which the peers still map.
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def copy_in_captures() -> None:

@@ -11,7 +11,8 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
-from gpupoold.worker.engine.all_reduce import copy_in_captures, set_all_reduce_environment
+from gpupoold.worker.engine.all_reduce import copy_in_captures
+from gpupoold.worker.environment import set_group_environment
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -34,7 +35,7 @@ def join_group(store: Path, rank: int, num_ranks: int, *, may_spin: bool = True)
     # Part of the name of the shared memory; ranks with different names use sockets.
     leader = os.getppid() if rank else os.getpid()
     os.environ["VLLM_DIST_IDENT"] = f"gpupool-{leader}" + ("" if may_spin else f"-{rank}")
-    set_all_reduce_environment()
+    set_group_environment()
     _ensure(_init_method, rank, num_ranks, local_rank=rank)
     copy_in_captures()
     if rank == 0:  # vLLM removes the names at an orderly end only

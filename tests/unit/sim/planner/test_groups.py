@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -155,20 +156,21 @@ class TestMeasured:
         choice = choose_groups(replace(asked, models=(strict,)))
         assert choice.box.groups == groups
 
-    def test_the_notes_name_the_group(self) -> None:
-        asked = self.asked("2 x NVIDIA H800", 0.01)
+    def noted(self, device: str) -> tuple[Mapping[str, str], str]:
+        """The basis and the notes of a plan for the group, after a measurement on ``device``."""
+        asked = self.asked(device, 0.01)
         box = asked.box.split((2,))
         placed = place(asked.models, box)
-        assert placed.basis == {"one": "measured"}
         question = PlanQuestion(box, placed.models, asked.load, 0.99)
-        notes = " ".join(notes_on(question, make_plan(question), placed.basis, asked.models))
+        notes = notes_on(question, make_plan(question), placed.basis, asked.models)
+        return placed.basis, " ".join(notes)
+
+    def test_the_notes_name_the_group(self) -> None:
+        basis, notes = self.noted("2 x NVIDIA H800")
+        assert basis == {"one": "measured"}
         assert "Step times of one: measured by the daemon on 2 x H800." in notes
 
     def test_a_measurement_on_single_gpus_is_not_one_of_groups(self) -> None:
-        asked = self.asked("NVIDIA H800", 0.01)
-        box = asked.box.split((2,))
-        placed = place(asked.models, box)
-        assert placed.basis == {"one": "scaled"}
-        question = PlanQuestion(box, placed.models, asked.load, 0.99)
-        notes = " ".join(notes_on(question, make_plan(question), placed.basis, asked.models))
+        basis, notes = self.noted("NVIDIA H800")
+        assert basis == {"one": "scaled"}
         assert "measurements of one on NVIDIA H800 do not apply to 2 x H800" in notes

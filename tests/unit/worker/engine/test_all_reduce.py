@@ -18,8 +18,8 @@ from vllm.distributed.device_communicators.custom_all_reduce import (
 from gpupoold.worker.engine.all_reduce import (
     between_captures,
     copy_in_captures,
-    set_all_reduce_environment,
 )
+from gpupoold.worker.environment import set_group_environment
 
 
 @pytest.fixture
@@ -71,6 +71,6 @@ def test_single_gpus_and_the_cpu_have_no_such_object(
 def test_the_environment_wins_over_the_choice_of_gpupool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    set_all_reduce_environment()
+    set_group_environment()
     assert os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] == "1"
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"

@@ -18,20 +18,11 @@ from gpupool_tui.once import ask_once
 from gpupool_tui.view import Panel, View
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.named_models import SMALL_BOX
 from gpupoold.sim.workloads import poisson_workload
 
 SIZE = (148, 40)
 BOX = "4xA10"
-# Name, dimensions, targets in seconds, requests a second.
-MODELS = (
-    ("qwen-7b", "Qwen2.5-7B", 2.0, 0.05, 0.35),
-    ("coder-7b", "Qwen2.5-7B", 1.0, 0.05, 0.12),
-    ("llama-8b", "Qwen2.5-7B", 4.0, 0.1, 0.2),
-    ("yi-9b", "Yi-1.5-9B", 4.0, 0.1, 0.15),
-    ("translate", "Yi-1.5-9B", 10.0, 0.2, 0.12),
-    ("support-bot", "Qwen2.5-7B", 2.0, 0.1, 0.25),
-    ("summaries", "Yi-1.5-9B", 30.0, 0.5, 0.1),
-)
 LOAD_S = 75.0
 
 
@@ -44,15 +35,16 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="gpupool-") as folder,
         private_daemon(sim_config(parse_box(BOX)), Path(folder) / "pool") as daemon,
     ):
-        for name, shape, ttft_s, tbt_s, _ in MODELS:
-            checkpoint = make_dummy_checkpoint(Path(folder), shape)
-            daemon.add_model(name, checkpoint, max_model_len=8192, ttft_s=ttft_s, tbt_s=tbt_s)
+        for one in SMALL_BOX:
+            checkpoint = make_dummy_checkpoint(Path(folder), one.shape)
+            targets = {"ttft_s": one.targets.ttft_s, "tbt_s": one.targets.tbt_s}
+            daemon.add_model(one.name, checkpoint, max_model_len=8192, **targets)
         asyncio.run(_draw(daemon, path))
     print(path)
 
 
 async def _draw(daemon: PrivateDaemon, path: Path) -> None:
-    rates = {name: rate for name, *_, rate in MODELS}
+    rates = {one.name: one.rps for one in SMALL_BOX}
     requests = poisson_workload(rates, LOAD_S, CappedLengths(1024, 256), seed=3)
     load = asyncio.create_task(send_all(daemon.http_url, requests, 3, 1.0))
     await asyncio.sleep(LOAD_S - 5.0)

@@ -35,6 +35,7 @@ from gpupoold.scheduling import (
 from gpupoold.scheduling.policies import (
     aegaeon,
     gpupool,
+    homes,
     planned_turns,
     rebalancing,
     request_level,
@@ -43,7 +44,7 @@ from gpupoold.scheduling.policies import (
 )
 
 _SCHEDULING = (actions, core, costs, demand, output_length, phases, roles, rules, state)
-_POLICIES = (aegaeon, gpupool, planned_turns, rebalancing, request_level, static, unified)
+_POLICIES = (aegaeon, gpupool, homes, planned_turns, rebalancing, request_level, static, unified)
 _CLASSES: dict[str, type] = {
     name: kind
     for module in (domain, *_SCHEDULING, *_POLICIES)

@@ -165,6 +165,8 @@ class Core:
                 device.role = role
                 self._actions.append(ChangeRole(device.number, role))
                 self._must_assign = True
+        for name, home in self.policy.homes(self.state, now_s).items():
+            self.state.models[name].home = home
         for request, target in self.policy.rebalance(self.state, now_s):
             self._try_migrate(request, target, Rule.REBALANCED)
         self._migrate_out(now_s)

@@ -45,17 +45,14 @@ class Eviction:
     num_pages: int
 
 
-def plan_evictions(
-    num_pages: int, holdings: Sequence[PageHolding], *, may_move: bool = True
-) -> list[Eviction]:
+def plan_evictions(num_pages: int, holdings: Sequence[PageHolding]) -> list[Eviction]:
     """Return evictions in order until ``num_pages`` are free, or all if too few.
 
     Order: free KV; weights of models without live requests (by idle time; among similar idle times
     larger TTFT first); KV of paused requests (latest deadline first); weights of paused models. If
     paused KV alone does not suffice, the paused models' weights go first: dropping weights moves no
     bytes, and the remaining KV need not be copied out and in. KV without host memory is dropped
-    last, and then all KV of a model. Without ``may_move`` live KV stays, as for a prefetch: only
-    memory that needs no copy is evicted.
+    last, and then all KV of a model.
     """
     idle = [h for h in holdings if not h.num_live]
     paused = sorted((h for h in holdings if h.num_live), key=lambda h: -h.next_deadline_s)
@@ -65,8 +62,6 @@ def plan_evictions(
     # A model without live requests has no live KV, unless the engine has not freed the KV yet.
     live_kv = _evictions(Victim.LIVE_KV, [*idle, *paused])
     paused_weights = _evictions(Victim.WEIGHTS, paused)
-    if not may_move:
-        return _until(num_pages, [*free_kv, *idle_weights, *paused_weights])
     gentle = [*free_kv, *idle_weights, *live_kv]
     if sum(eviction.num_pages for eviction in gentle) >= num_pages:
         return _until(num_pages, gentle)

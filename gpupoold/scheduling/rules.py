@@ -26,6 +26,10 @@ class Rule(StrEnum):
     NO_COPY = "no-copy", "the device serves the model already, and a second device would not pay"
     LEAST_LOADED = "least-loaded", "the device has the least load"
     HOME = "home", "of the least loaded devices, this device had the model last"
+    PLANNED_HOME = (
+        "planned-home",
+        "the models' rates and targets go best together if this device serves the model",
+    )
     RESIDENT = "resident", "of the least loaded devices, this device has the model's weights"
     KV_ROOM = "kv-room", "the preferred devices have no room for the request's KV"
     WAITS_FOR_KV = (

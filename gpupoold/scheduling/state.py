@@ -33,6 +33,14 @@ class Speed:
         return max(self.costs.step_s(batch_size, context_tokens) * self.step_ratio, 1e-6)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedHome:
+    """The device planned for a model, and the devices that may help while the home is full."""
+
+    device: int
+    helpers: frozenset[int] = frozenset()
+
+
 @dataclass(slots=True, eq=False)
 class Model:
     """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
@@ -48,6 +56,7 @@ class Model:
     costs: ModelCosts
     generates: bool = True
     revision: int = 0
+    home: PlannedHome | None = None
     hosts: set[int] = field(default_factory=set)
     speeds: dict[str, Speed] = field(default_factory=dict)
 

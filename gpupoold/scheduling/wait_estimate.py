@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import RequestPhase
-from gpupoold.scheduling.policies.placement import choose
+from gpupoold.scheduling.policies.placement import place
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     BatchWork,
@@ -118,8 +118,8 @@ def first_token_in_s(
         if rule is Rule.CONVERTED:
             return in_s
     else:
-        # Without a home device, which only the policy knows.
-        device, _ = choose(newcomer, hosts, Loads(), {}, tuning)
+        # Without the device that had the model last, which only the policy knows.
+        device, _ = place(newcomer, hosts, Loads(), {}, tuning)
     return _first_on(device, newcomer, now_s, tuning)
 
 

@@ -251,6 +251,7 @@ class SimDevice:
         turn = self.turn
         assert turn is not None
         waiting = self.requests.waiting[turn.model]
+        self._prefetch(turn.model)  # of more, if memory has become free
         if self._is_over(turn, is_new):
             self._end_turn()
         elif waiting and turn.chunk_tokens is not None:

@@ -75,7 +75,7 @@ class Simulation:
         if roles is not None and len(roles) != len(devices):
             raise UsageError(f"{len(roles)} roles for {len(devices)} devices: each needs one")
         # Sorted by name: a tie broken by the order of models must not depend on the caller's order.
-        self._models = {name: models[name] for name in sorted(models)}
+        self._models = dict(sorted(models.items()))
         self.core = Core(policy)
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._events: deque[e.Event] = deque()
@@ -84,7 +84,7 @@ class Simulation:
         self._devices = [
             SimDevice(
                 number,
-                device.models,
+                dict(sorted(device.models.items())),
                 device.num_bytes,
                 self._queue,
                 self._events.append,

@@ -1,11 +1,16 @@
-"""A simulated device's memory: weights and KV in bytes, evicted in the same order as by workers."""
+"""A simulated device's memory: weights and KV in bytes, evicted in the same order as by workers.
+
+As on a worker, weights are evicted page by page and only as far as needed, and a prefetch takes
+what is free beside the present model.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gpupoold.scheduling.eviction import PageHolding, Victim, plan_evictions
+from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
 from gpupoold.sim.model import SimModel
 
 
@@ -23,9 +28,19 @@ class MovedBytes:
     kv_out: int = 0
 
 
+PAGE_BYTES = 8 << 20
+"""The default size of a page on CUDA, the unit in which weights are evicted."""
+# Smaller pieces are not prefetched, unless a model lacks less.
+_LEAST_PIECE_BYTES = 64 << 20
+# As a worker's guess: the part of its KV by which the present model may grow during a turn.
+_GROWTH_SHARE = 0.25
+
+
 @dataclass(slots=True)
 class _Held:
-    weights: bool = False
+    """``weight_bytes`` are on the device or on the way."""
+
+    weight_bytes: int = 0
     kv_bytes: int = 0
     kv_host_bytes: int = 0
     last_used_s: float = 0.0
@@ -53,6 +68,7 @@ class SimMemory:
         self._switch_overhead_s = switch_overhead_s
         self._held = {name: _Held() for name in models}
         self._used_bytes = 0
+        self._next: str | None = None  # being prefetched
         self._now_s = 0.0  # of the latest switch or prefetch
         self._in_free_s = 0.0
         self._out_free_s = 0.0
@@ -60,13 +76,13 @@ class SimMemory:
 
     @property
     def resident(self) -> frozenset[str]:
-        """Models whose weights are on the device or on the way."""
-        return frozenset(name for name, held in self._held.items() if held.weights)
+        """Models with all weights on the device or on the way."""
+        return frozenset(n for n, held in self._held.items() if held.weight_bytes == self._whole(n))
 
     def missing_bytes(self, name: str) -> int:
         """Bytes to move for a switch to the model now."""
         held = self._held[name]
-        return held.kv_host_bytes + (0 if held.weights else self._models[name].weight_bytes)
+        return held.kv_host_bytes + self._whole(name) - held.weight_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -85,20 +101,23 @@ class SimMemory:
         del self._held[name]
         self._changed.discard(name)
 
-    def evict_weights(self, name: str) -> None:
-        """Evict a model's weights."""
+    def evict_weights(self, name: str, num_bytes: int | None = None) -> None:
+        """Evict a model's weights, or only pages for ``num_bytes``."""
         held = self._held[name]
-        if held.weights:
-            self._used_bytes -= self._models[name].weight_bytes
-            held.weights, held.ready_s = False, 0.0
-            held.moved.weights = held.moved.prefetched = 0
+        gone = held.weight_bytes
+        if num_bytes is not None:
+            gone = min(gone, math.ceil(num_bytes / PAGE_BYTES) * PAGE_BYTES)
+        if gone:
+            self._used_bytes -= gone
+            held.weight_bytes -= gone
+            held.moved.weights = max(0, held.moved.weights - gone)
+            held.moved.prefetched = min(held.moved.prefetched, held.moved.weights)
             self._changed.add(name)
 
     def held_bytes(self, name: str) -> tuple[int, int, int]:
         """Return the bytes of a model's weights and KV on the device, and of KV in host memory."""
         held = self._held[name]
-        weight_bytes = self._models[name].weight_bytes if held.weights else 0
-        return weight_bytes, held.kv_bytes, held.kv_host_bytes
+        return held.weight_bytes, held.kv_bytes, held.kv_host_bytes
 
     def check(self, kv_tokens: Mapping[str, int]) -> None:
         """Raise AssertionError unless the models hold KV for ``kv_tokens`` and all sums match."""
@@ -134,39 +153,47 @@ class SimMemory:
         """Make a model resident; return the seconds until then, and the moved bytes."""
         held, model = self._held[name], self._models[name]
         held.last_used_s = self._now_s = now_s
+        self._next = None
         missing = self.missing_bytes(name)
         if not missing:
             return max(held.ready_s - now_s, 0.0), 0
         out_bytes = self._free_pages(missing, keep={name})
         out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
-        overhead_s = 0.0 if held.weights else self._switch_overhead_s
+        overhead_s = 0.0 if held.weight_bytes == model.weight_bytes else self._switch_overhead_s
         held.moved.kv_out += out_bytes
         self._take(name, held, missing)
         end_s = self._copy_in(model, missing, max(now_s, out_s), overhead_s)
         return max(end_s, held.ready_s) - now_s, missing + out_bytes
 
     def prefetch(self, name: str, current: str, now_s: float) -> int:
-        """Prefetch a model during the turn of ``current``; return the bytes to copy.
+        """Prefetch a model during the turn of ``current``, or go on; return the bytes to copy.
 
-        Without effect if the device cannot hold both models.
+        Takes what is free beside ``current`` and the growth of its KV: weights first, then KV. Only
+        the first call for a model evicts others: as the switch would, or, if both models fit
+        together, as far as needed for the whole model.
         """
         held, model = self._held[name], self._models[name]
         self._now_s = now_s
         missing = self.missing_bytes(name)
-        if not missing or not self._fit_together(name, current):
+        if not missing or name == current:
             return 0
+        growth = int(_GROWTH_SHARE * self._held[current].kv_bytes)
         out_s = now_s
-        self._free_pages(missing, keep={name, current}, may_move=False)
-        if self.free_bytes < missing:
-            out_bytes = self._free_pages(missing, keep={name, current})
+        if self._next != name:
+            self._next = name
+            is_room = self._fit_together(name, current, growth)
+            keep, untouched = ({name, current}, None) if is_room else ({name}, current)
+            out_bytes = self._free_pages(missing + growth, keep, untouched)
             out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
-        if self.free_bytes < missing:
+        taken = min(missing, self.free_bytes - growth)
+        if taken < min(missing, _LEAST_PIECE_BYTES):
             return 0
-        overhead_s = 0.0 if held.weights else self._switch_overhead_s
-        self._take(name, held, missing, is_beside=name != current)
-        held.ready_s = self._copy_in(model, missing, out_s, overhead_s)
+        is_begun = held.weight_bytes == model.weight_bytes or held.moved.prefetched > 0
+        overhead_s = 0.0 if is_begun else self._switch_overhead_s
+        self._take(name, held, taken, is_beside=True)
+        held.ready_s = self._copy_in(model, taken, out_s, overhead_s)
         held.last_used_s = now_s
-        return missing
+        return taken
 
     def add_kv(self, name: str, num_tokens: int) -> None:
         """Add KV for ``num_tokens`` tokens of a model, or free KV if negative."""
@@ -192,24 +219,28 @@ class SimMemory:
         self._held[name].kv_host_bytes += num_tokens * self._models[name].kv_bytes_per_token
         self._changed.add(name)
 
-    def _fit_together(self, name: str, current: str) -> bool:
-        """Return whether two models (or one, named twice) with all KV fit on an empty device."""
-        together = {one: self._held[one] for one in (name, current)}
+    def _fit_together(self, name: str, current: str, growth: int) -> bool:
+        """Return whether two models with all KV fit on an empty device."""
         held_bytes = sum(
-            self._models[one].weight_bytes + held.kv_bytes + held.kv_host_bytes
-            for one, held in together.items()
+            self._whole(one) + self._held[one].kv_bytes + self._held[one].kv_host_bytes
+            for one in (name, current)
         )
-        return held_bytes <= self.capacity_bytes
+        return held_bytes + growth <= self.capacity_bytes
 
-    def _take(self, name: str, held: _Held, missing: int, *, is_beside: bool = False) -> None:
-        weight_bytes = missing - held.kv_host_bytes
+    def _whole(self, name: str) -> int:
+        return self._models[name].weight_bytes
+
+    def _take(self, name: str, held: _Held, num_bytes: int, *, is_beside: bool = False) -> None:
+        """Count ``num_bytes`` of a model's missing bytes as copied: weights first, then KV."""
+        weight_bytes = min(num_bytes, self._whole(name) - held.weight_bytes)
+        kv_bytes = num_bytes - weight_bytes
         held.moved.weights += weight_bytes
         held.moved.prefetched += weight_bytes if is_beside else 0
-        held.moved.kv_in += held.kv_host_bytes
-        self._used_bytes += missing
-        held.kv_bytes += held.kv_host_bytes
-        held.kv_host_bytes = 0
-        held.weights = True
+        held.moved.kv_in += kv_bytes
+        self._used_bytes += num_bytes
+        held.weight_bytes += weight_bytes
+        held.kv_bytes += kv_bytes
+        held.kv_host_bytes -= kv_bytes
         self._changed.add(name)
 
     def _copy_in(self, model: SimModel, num_bytes: int, now_s: float, overhead_s: float) -> float:
@@ -222,8 +253,11 @@ class SimMemory:
         self._out_free_s = start_s + model.latency.switch_s(num_bytes)
         return self._out_free_s
 
-    def _free_pages(self, num_bytes: int, keep: set[str], *, may_move: bool = True) -> int:
-        """Evict until ``num_bytes`` are free; return the bytes of KV to copy to the host."""
+    def _free_pages(self, num_bytes: int, keep: set[str], untouched: str | None = None) -> int:
+        """Evict until ``num_bytes`` are free; return the bytes of KV to copy to the host.
+
+        The plan counts the evictions of ``untouched`` as if made.
+        """
         short = num_bytes - self.free_bytes
         if short <= 0:
             return 0
@@ -231,18 +265,27 @@ class SimMemory:
         holdings = [
             self._holding(name)
             for name, held in self._held.items()
-            if (held.weights or held.kv_bytes) and name not in keep
+            if (held.weight_bytes or held.kv_bytes) and name not in keep
         ]
-        for eviction in plan_evictions(short, holdings, may_move=may_move):
-            held = self._held[eviction.model]
-            if eviction.victim is Victim.WEIGHTS:
-                self.evict_weights(eviction.model)
-            elif eviction.victim is Victim.LIVE_KV:
-                moved += held.kv_bytes
-                self._used_bytes -= held.kv_bytes
-                held.kv_host_bytes += held.kv_bytes
-                held.kv_bytes = 0
-            self._changed.add(eviction.model)
+        for eviction in plan_evictions(short, holdings):
+            short = num_bytes - self.free_bytes
+            if short <= 0:
+                break
+            if eviction.model != untouched:
+                moved += self._evict(eviction, short)
+        return moved
+
+    def _evict(self, eviction: Eviction, short: int) -> int:
+        """Evict until ``short`` more bytes are free; return the bytes of KV to copy out."""
+        held = self._held[eviction.model]
+        if eviction.victim is Victim.WEIGHTS:
+            self.evict_weights(eviction.model, short)
+            return 0
+        moved = min(held.kv_bytes, math.ceil(short / PAGE_BYTES) * PAGE_BYTES)
+        self._used_bytes -= moved
+        held.kv_host_bytes += moved
+        held.kv_bytes -= moved
+        self._changed.add(eviction.model)
         return moved
 
     def _holding(self, name: str) -> PageHolding:
@@ -254,7 +297,7 @@ class SimMemory:
             idle_s=self._now_s - held.last_used_s,
             ttft_s=self._models[name].targets.ttft_s,
             next_deadline_s=next_deadline_s,
-            weight_pages=self._models[name].weight_bytes if held.weights else 0,
+            weight_pages=held.weight_bytes,
             free_kv_pages=0,
             live_kv_pages=held.kv_bytes,
         )

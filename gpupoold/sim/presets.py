@@ -15,6 +15,7 @@ from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.lengths import Lengths
+from gpupoold.sim.named_models import SMALL_BOX, NamedArrivals
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import (
     FigurePanel,
@@ -144,6 +145,21 @@ def _figures() -> tuple[FigurePanel, ...]:
         *(_fig17_a10(suffix, scale) for suffix, scale in _SCALES),
         *(_fig17_72b(suffix, scale) for suffix, scale in _SCALES),
         *_bursts(),
+        _small_box(),
+    )
+
+
+def _small_box() -> FigurePanel:
+    """Return a box in which placement decides: rows have the strictest targets of its models."""
+    return FigurePanel(
+        "small-box",
+        "4xA10, seven models of 7 to 9 billion parameters with targets of their own",
+        Box(4, "A10"),
+        NamedArrivals(SMALL_BOX),
+        COMPARED,
+        targets=min((one.targets for one in SMALL_BOX), key=lambda one: (one.ttft_s, one.tbt_s)),
+        duration_s=1800.0,
+        num_prefill=2,
     )
 
 

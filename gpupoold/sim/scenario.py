@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -56,12 +56,24 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnModel:
+    """Dimensions and targets of a model, if not the panel's."""
+
+    shape: str
+    targets: Targets
+
+
+@dataclass(frozen=True, slots=True)
 class DrawnWorkload:
-    """Requests in order of arrival, all models, and the duration."""
+    """Requests in order of arrival, all models, and the duration.
+
+    ``own`` has dimensions and targets of models that do not have the panel's.
+    """
 
     requests: tuple[SimRequest, ...]
     models: tuple[str, ...]
     duration_s: float
+    own: Mapping[str, DrawnModel] = field(default_factory=dict)
 
 
 class Workload(Protocol):
@@ -322,7 +334,7 @@ class Scenario:
 
     @property
     def end_s(self) -> float:
-        return end_of_run_s(self.requests, lambda _: self.targets, self.duration_s)
+        return end_of_run_s(self.requests, lambda name: self.models[name].targets, self.duration_s)
 
 
 def end_of_run_s(
@@ -348,7 +360,9 @@ def build_scenario(point: Point) -> Scenario:
         name: SIZE_CLASSES.get(name.rpartition("-")[2], panel.shapes[index % len(panel.shapes)])
         for index, name in enumerate(drawn.models)
     }
+    shapes |= {name: one.shape for name, one in drawn.own.items()}
     models = models_on(panel.box, shapes, panel.targets)
+    models |= {name: replace(models[name], targets=one.targets) for name, one in drawn.own.items()}
     return Scenario(
         point.preset, panel.box, models, drawn.requests, panel.targets, drawn.duration_s
     )

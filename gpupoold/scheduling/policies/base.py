@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, PlannedHome, Request, State
 
 
 class CannotServe(Exception):
@@ -88,6 +88,10 @@ class Policy(Protocol):
         """Return new roles for devices without a fixed role; called at every tick."""
         ...
 
+    def homes(self, state: State, now_s: float) -> Mapping[str, PlannedHome | None]:
+        """Return changed planned homes by model; called at every tick."""
+        ...
+
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Return migrations of running answers that improve the balance; called at every tick."""
         ...
@@ -147,6 +151,10 @@ class SimplePolicy:
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """Keep all roles."""
         return ()
+
+    def homes(self, state: State, now_s: float) -> Mapping[str, PlannedHome | None]:
+        """Plan no homes."""
+        return {}
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Keep all answers."""

@@ -10,7 +10,7 @@ device. A device without KV memory for a request is full for the request.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from gpupoold.scheduling.policies.base import (
     SimplePolicy,
     waiting_for_kv,
 )
-from gpupoold.scheduling.policies.placement import choose, is_worth_a_copy
+from gpupoold.scheduling.policies.homes import HomePlanner
+from gpupoold.scheduling.policies.placement import able_devices, choose, is_worth_a_copy, place
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     BatchWork,
@@ -50,7 +51,7 @@ from gpupoold.scheduling.policies.stages import (
 )
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, PlannedHome, Request, State
 
 
 class _Plan(NamedTuple):
@@ -75,14 +76,16 @@ class GpupoolPolicy(SimplePolicy):
         self._no_starvation_turn_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
         self._roles = RolePlanner()
+        self._planned_homes = HomePlanner(self._tuning.lead_share)
         self._rebalancer = Rebalancer(self._tuning)
 
     def set_quota_max(self, quota_max_s: float) -> None:
         self._tuning = replace(self._tuning, turn_max_s=quota_max_s)
 
     def arrived(self, request: Request, state: State) -> None:
-        """Count the request for the roles."""
+        """Count the request for roles and homes."""
         self._roles.arrived(request)
+        self._planned_homes.arrived(request)
 
     def ended(self, request: Request, state: State) -> None:
         self._rebalancer.ended(request)
@@ -92,6 +95,9 @@ class GpupoolPolicy(SimplePolicy):
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         return self._roles.changes(state, now_s)
+
+    def homes(self, state: State, now_s: float) -> Mapping[str, PlannedHome | None]:
+        return self._planned_homes.changes(state, now_s)
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Place held requests, and queued requests that a better device can take."""
@@ -106,7 +112,7 @@ class GpupoolPolicy(SimplePolicy):
                         request, devices, state, now_s, converts_decoders=converts
                     )
                 else:
-                    chosen, rule = choose(request, devices, loads, self._home, self._tuning)
+                    chosen, rule = place(request, devices, loads, self._home, self._tuning)
                 yield Placement(request, chosen, rule)
                 loads.forget(chosen)
         yield from self._migrations(state, loads)
@@ -241,7 +247,8 @@ class GpupoolPolicy(SimplePolicy):
         for device in state.devices.values():
             for name in [one for one in device.queued if one not in device.working]:
                 batch = device.queued[name]
-                others = [one for one in state.prefill_hosts(batch.model) if one is not device]
+                able = able_devices(batch.model, state.prefill_hosts(batch.model))
+                others = [one for one in able if one is not device]
                 if loads.of(device) <= full_load or not others:
                     continue
                 target = min(others, key=loads.of)

@@ -22,6 +22,36 @@ from gpupoold.scheduling.state import DeviceState, Model, Request
 _RANK_RULES = (Rule.LEAST_LOADED, Rule.HOME, Rule.RESIDENT, Rule.LEAST_LOADED, Rule.LEAST_LOADED)
 
 
+def place(
+    request: Request,
+    devices: Sequence[DeviceState],
+    loads: Loads,
+    homes: dict[str, int],
+    tuning: Tuning,
+) -> tuple[DeviceState, Rule]:
+    """Choose the planned home while the home keeps up, else as :func:`choose`, among helpers.
+
+    Without a planned home, or if the home and its helpers are not among ``devices``, all devices
+    are eligible.
+    """
+    planned = request.model.home
+    home = next((one for one in devices if planned and one.number == planned.device), None)
+    able = able_devices(request.model, devices)
+    if home is None:
+        return choose(request, able, loads, homes, tuning)
+    if len(able) == 1 or (loads.of(home) <= tuning.full_load and admits(home, request)):
+        return home, Rule.PLANNED_HOME
+    return choose(request, able, loads, homes, tuning)
+
+
+def able_devices(model: Model, devices: Sequence[DeviceState]) -> Sequence[DeviceState]:
+    """Return the model's planned home and its helpers of ``devices``, all without any."""
+    if model.home is None:
+        return devices
+    numbers = model.home.helpers | {model.home.device}
+    return [one for one in devices if one.number in numbers] or devices
+
+
 def choose(
     request: Request,
     devices: Sequence[DeviceState],

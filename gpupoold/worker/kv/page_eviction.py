@@ -172,6 +172,12 @@ class PageEviction:
         """Number of free pages, including those that running copies will free."""
         return self.pool.num_free + sum(kv.num_leaving_pages for kv in self._busy)
 
+    def num_pages_besides(self, names: set[str]) -> int:
+        """Return the number of pages that are free or of other models."""
+        others = (model for name, model in self.models.items() if name not in names)
+        held_bytes = sum(one.weights.mapped_bytes + one.kv.resident_bytes for one in others)
+        return self.pool.num_free + held_bytes // self._page_bytes
+
     def recompute_later(self, model: PooledModel) -> None:
         """Drop the KV of a model's requests; the KV is recomputed from the requests' tokens."""
         self.num_recomputed += 1

@@ -191,8 +191,9 @@ class Residency:
     def prefetch(self, name: str, current: str) -> None:
         """Start to bring in a model while ``current`` runs; return at once.
 
-        Takes no page of the current model or for its expected growth of KV; other models are
-        evicted as at the switch. Stops a prefetch of another model.
+        Takes no page of the current model or for its expected growth of KV. Other models are
+        evicted as at the switch; or, if both models fit together, as far as needed for the whole
+        model, because the turn then hides the copy. Stops a prefetch of another model.
         """
         if name == self._next:
             return
@@ -203,7 +204,10 @@ class Residency:
         wanted = self._num_wanted_pages(model)
         if wanted:
             growth = self._growth_pages(self._models[current].kv)
-            self._eviction.free_pages(wanted + growth, {name}, untouched=current)
+            keep = {name}
+            if wanted + growth <= self._eviction.num_pages_besides({name, current}):
+                keep.add(current)
+            self._eviction.free_pages(wanted + growth, keep, untouched=current)
             self._go_on_prefetching(name, current)
 
     def stop_prefetch(self) -> None:

@@ -101,17 +101,3 @@ def test_what_the_host_has_no_room_for_makes_no_room() -> None:
     full = replace(paused("p", 1.0), movable_kv_pages=2)
     assert names(plan_evictions(3 + 5, [full])) == [("p", FREE), ("p", WEIGHTS)]
     assert names(plan_evictions(3 + 2, [full])) == [("p", FREE), ("p", LIVE)]
-
-
-def test_when_nothing_may_move_live_kv_stays() -> None:
-    holdings = [paused("soon", 1.0), paused("late", 9.0), idle("i")]
-    everything = plan_evictions(1000, holdings, may_move=False)
-    assert names(everything) == [
-        ("i", FREE),
-        ("late", FREE),
-        ("soon", FREE),
-        ("i", WEIGHTS),
-        ("late", WEIGHTS),
-        ("soon", WEIGHTS),
-    ]
-    assert plan_evictions(12, holdings, may_move=False) == plan_evictions(12, holdings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box, parse_box
+from gpupoold.sim.named_models import SMALL_BOX
 from gpupoold.sim.presets import (
     SYNTH_SCENARIOS,
     poisson_panel,
@@ -24,7 +26,7 @@ from tests.sim.points import preset_points
 ONE_POLICY = ("request-level",)
 FIGURES = [name for name in preset_names() if name.startswith("aegaeon-fig")]
 BURSTS = [name for name in preset_names() if name.startswith("tokenscale")]
-RECORDED = [name for name in preset_names() if name not in (*FIGURES, *BURSTS)]
+RECORDED = [name for name in preset_names() if name not in (*FIGURES, *BURSTS, "small-box")]
 
 
 def panel(name: str) -> FigurePanel:
@@ -171,6 +173,33 @@ class TestOverrides:
         [point] = preset_points("aegaeon-fig6", Overrides(policies=ONE_POLICY, models=(3,)))
         with pytest.raises(UsageError, match="fixed"):
             build_scenario(point)
+
+
+class TestNamedModels:
+    def test_each_has_dimensions_targets_and_a_rate_of_its_own(self) -> None:
+        [point] = preset_points("small-box", Overrides(policies=("gpupool",)))
+        scenario = build_scenario(point)
+        assert {name: one.targets for name, one in scenario.models.items()} == {
+            one.name: one.targets for one in SMALL_BOX
+        }
+        assert scenario.models["yi-9b"].weight_bytes > scenario.models["qwen-7b"].weight_bytes
+        counts = Counter(one.model for one in scenario.requests)
+        for one in SMALL_BOX:
+            expected = one.rps * scenario.duration_s
+            assert counts[one.name] == pytest.approx(expected, abs=4 * expected**0.5)
+
+    def test_a_mean_rate_scales_all(self) -> None:
+        policies = ("gpupool",)
+        [usual] = preset_points("small-box", Overrides(policies=policies))
+        [fast] = preset_points("small-box", Overrides(policies=policies, rps=(0.4,)))
+        ratio = len(build_scenario(fast).requests) / len(build_scenario(usual).requests)
+        assert ratio == pytest.approx(
+            0.4 * len(SMALL_BOX) / sum(one.rps for one in SMALL_BOX), rel=0.1
+        )
+
+    def test_the_models_are_fixed(self) -> None:
+        with pytest.raises(UsageError, match="models are fixed"):
+            build_scenario(preset_points("small-box", Overrides(models=(3,)))[0])
 
 
 class TestRecorded:

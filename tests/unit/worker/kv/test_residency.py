@@ -199,6 +199,20 @@ def test_idle_models_make_room_and_the_current_one_does_not(box: Box) -> None:
     assert box.switch_in("b") == 0
 
 
+def test_a_prefetch_that_fits_beside_the_current_model_is_whole(box: Box) -> None:
+    """The switch would rather evict a, which is due last; but then the copy would delay b."""
+    box.switch_in("c")
+    box.ask("c", 1)
+    box.switch_in("a")
+    box.ask("a", 1)
+    box.uses["c"] = Use(1, 0.0, 10.0, 1.0)
+    box.uses["a"] = Use(1, 0.0, 10.0, 99.0)
+    box.residency.prefetch("b", "a")
+    assert box.weights("a").is_resident
+    assert not box.weights("c").is_resident
+    assert box.switch_in("b") == 0
+
+
 def test_plans_change(box: Box) -> None:
     box.switch_in("a")
     box.residency.prefetch("b", "a")

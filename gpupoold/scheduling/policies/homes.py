@@ -1,0 +1,130 @@
+"""The planned homes of models, from the arrivals of the last minutes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from gpupoold.scheduling.demand import ArrivalWindow
+from gpupoold.scheduling.pressure import (
+    HomeDevice,
+    ModelDemand,
+    better_homes,
+    has_hurried,
+    switching_growth,
+)
+from gpupoold.scheduling.state import DeviceState, Model, PlannedHome, Request, State
+from gpupoold.scheduling.velocity import RequestClass
+
+# Long enough for sixty arrivals of a model with a request in ten seconds.
+_WINDOW_S = 600.0
+_PERIOD_S = 5.0
+# Less is no reason to move a model: rates are estimates, and a move costs a copy.
+_THRESHOLD = 0.1
+# The share of a device's time for switches to and from a model whose home is elsewhere.
+_HELPER_SWITCHING = 0.15
+
+
+class HomePlanner:
+    """Plans homes for models if switches between them may make answers late.
+
+    Otherwise a request is best placed by the loads of the moment.
+    """
+
+    def __init__(self, lead_share: float) -> None:
+        self._lead_share = lead_share
+        self._arrivals = ArrivalWindow(_WINDOW_S)
+        self._next_s = -math.inf
+        self._homes: dict[str, int] = {}
+
+    def arrived(self, request: Request) -> None:
+        """Count a request."""
+        self._arrivals.add(request)
+
+    def changes(self, state: State, now_s: float) -> dict[str, PlannedHome | None]:
+        """Return the homes that have changed, if it is time to plan again.
+
+        Models without arrivals have no home; neither have any if roles are split.
+        """
+        if now_s < self._next_s:
+            return {}
+        self._next_s = now_s + _PERIOD_S
+        devices = [] if state.is_split else self._devices(state, now_s)
+        if any(map(has_hurried, devices)):
+            self._homes = better_homes(self._homes, devices, _THRESHOLD)
+        else:
+            self._homes = {}
+        planned = {
+            name: PlannedHome(number, self._helpers_of(name, devices))
+            for name, number in self._homes.items()
+        }
+        changed = {name: home for name, home in planned.items() if state.models[name].home != home}
+        gone = [name for name, model in state.models.items() if model.home and name not in planned]
+        return changed | dict.fromkeys(gone)
+
+    def _helpers_of(self, name: str, devices: Sequence[HomeDevice]) -> frozenset[int]:
+        """Return the devices where switches to a model would take little time.
+
+        Such switches make no answers of other models late either.
+        """
+        placed: dict[int, list[str]] = {device.number: [] for device in devices}
+        for one, number in self._homes.items():
+            if one != name:
+                placed[number].append(one)
+        return frozenset(
+            device.number
+            for device in devices
+            if name in device.demands
+            and switching_growth(device, placed[device.number], name) <= _HELPER_SWITCHING
+        )
+
+    def _devices(self, state: State, now_s: float) -> list[HomeDevice]:
+        rates = {
+            name: by_class
+            for name, by_class in self._arrivals.rates_rps(now_s).items()
+            if name in state.models
+        }
+        return [
+            HomeDevice(
+                device.number,
+                device.capacity_bytes,
+                device.bandwidth_bytes_per_s,
+                {
+                    name: self._demand(state.models[name], by_class, device)
+                    for name, by_class in rates.items()
+                    if name in device.batches
+                },
+            )
+            for device in state.devices.values()
+            if not device.is_draining
+        ]
+
+    def _demand(
+        self, model: Model, rates_rps: Mapping[RequestClass, float], device: DeviceState
+    ) -> ModelDemand:
+        """Return the expected work of a model on a device.
+
+        Answers are paced by the TBT target, so the number of live requests is the arrival rate
+        times the target's time for an answer (Little's law), and the model is without requests as
+        often as an M/G/infinity queue is empty.
+        """
+        targets, speed = model.targets, device.speed(model)
+        num_live = tokens = prefill_s = 0.0
+        for one, rate_rps in rates_rps.items():
+            num = rate_rps * one.num_output_tokens * targets.tbt_s
+            num_live += num
+            tokens += num * (one.num_prompt_tokens + one.num_output_tokens / 2)
+            prefill_s += rate_rps * speed.costs.prefill_s(one.num_prompt_tokens)
+        busy_share = -math.expm1(-num_live)
+        num_if_busy = max(1.0, num_live / busy_share) if busy_share else 1.0
+        context_tokens = tokens / num_live * num_if_busy if num_live else 0.0
+        step_s = speed.step_s(round(num_if_busy), round(context_tokens))
+        decode = busy_share * step_s / targets.tbt_s if model.generates else 0.0
+        return ModelDemand(
+            model.name,
+            decode + prefill_s,
+            busy_share,
+            self._lead_share * targets.ttft_s,
+            model.weight_bytes,
+            tokens * model.kv_bytes_per_token,
+        )

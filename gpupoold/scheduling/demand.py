@@ -59,11 +59,11 @@ def demand_of(
         prefill += prefillers_load(rate * tokens, velocity, network)
     room_tokens = max(1.0, (capacity_bytes - model.weight_bytes) / kv_bytes)
     tbt_s = model.targets.tbt_s
-    velocities = {one: _decode_velocity(speed, tbt_s, one, room_tokens) for one in rates_rps}
+    velocities = {one: batch_velocity(speed, tbt_s, one, room_tokens) for one in rates_rps}
     return Demand(prefill, decoders_load(rates_rps, velocities))
 
 
-def _decode_velocity(speed: Speed, tbt_s: float, kind: RequestClass, room_tokens: float) -> float:
+def batch_velocity(speed: Speed, tbt_s: float, kind: RequestClass, room_tokens: float) -> float:
     """Return the decode velocity of the largest batch that is on time and fits in memory."""
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
     batch_size, step_s = _largest_batch(speed, tbt_s, held_tokens, room_tokens)

@@ -146,6 +146,7 @@ def _figures() -> tuple[FigurePanel, ...]:
         *(_fig17_72b(suffix, scale) for suffix, scale in _SCALES),
         *_bursts(),
         _small_box(),
+        _aladdin_fig10(),
     )
 
 
@@ -160,6 +161,27 @@ def _small_box() -> FigurePanel:
         targets=min((one.targets for one in SMALL_BOX), key=lambda one: (one.ttft_s, one.tbt_s)),
         duration_s=1800.0,
         num_prefill=2,
+    )
+
+
+def _aladdin_fig10() -> FigurePanel:
+    """Return a hot model on several GPUs, as in figure 10 of Aladdin: placement alone decides.
+
+    The paper searches the least number of GPUs for a rate; this panel, the rate for four GPUs. The
+    targets are the paper's for 13B models on A100 (appendix H).
+    """
+    return FigurePanel(
+        "aladdin-fig10",
+        "4xA100-80, one 13B model",
+        Box(4, "A100-80"),
+        PoissonArrivals(),
+        ("gpupool", "best-fit", "shortest-queue", "power-of-two"),
+        axis="rps",
+        models=(1,),
+        rps=(2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
+        targets=Targets(0.6, 0.03),
+        duration_s=300.0,
+        shapes=("Llama-2-13B",),
     )
 
 

@@ -146,6 +146,7 @@ def _figures() -> tuple[FigurePanel, ...]:
         *(_fig17_72b(suffix, scale) for suffix, scale in _SCALES),
         *_bursts(),
         _small_box(),
+        _overload(),
     )
 
 
@@ -160,6 +161,26 @@ def _small_box() -> FigurePanel:
         targets=min((one.targets for one in SMALL_BOX), key=lambda one: (one.ttft_s, one.tbt_s)),
         duration_s=1800.0,
         num_prefill=2,
+    )
+
+
+def _overload() -> FigurePanel:
+    """Return an overload of one model by its prompts, in the setting of Prism's algorithm 2.
+
+    Prompts alone need 0.69, 0.83, 0.96 and 1.10 of the device.
+    """
+    return FigurePanel(
+        "prism-overload",
+        "1xA100-80, an 8B model, prompts of 2048 tokens: which requests are in time",
+        Box(1, "A100-80"),
+        PoissonArrivals(Lengths(2048, 28)),
+        COMPARED,
+        axis="rps",
+        models=(1,),
+        rps=(5.0, 6.0, 7.0, 8.0),
+        targets=Targets(2.0, 0.1),
+        duration_s=60.0,
+        shapes=("Llama-3.1-8B",),
     )
 
 

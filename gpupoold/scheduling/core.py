@@ -252,6 +252,9 @@ class Core:
         if request.phase is RequestPhase.SENT:
             batch.prefilled(request)
             self._prefilled.append(request)
+            assert request.device is not None
+            if batch.model.name in self.state.devices[request.device].queued:
+                self._to_plan[request.device] = None  # the next prefills may be due
         _move(request, Trigger.TOKEN)
         request.num_tokens += num_tokens
         batch.grow(num_tokens)

@@ -20,7 +20,7 @@ class Job:
     job_id: str
     duration_s: float
     deadline_s: float
-    priority: int = 0
+    priority: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.duration_s < math.inf or math.isnan(self.deadline_s):
@@ -64,7 +64,9 @@ def most_on_time(jobs: Iterable[Job], now_s: float = 0.0) -> Admission:
     )
 
 
-def _choose(by_deadline: Sequence[Job], is_chosen: list[bool], priority: int, now_s: float) -> None:
+def _choose(
+    by_deadline: Sequence[Job], is_chosen: list[bool], priority: float, now_s: float
+) -> None:
     """Add jobs of one priority to the chosen jobs, which stay on time."""
     longest_first: list[tuple[float, int]] = []  # (-duration, position), of this priority
     end_s = now_s

@@ -59,7 +59,7 @@ class Core:
             # Freed KV memory goes to waiting requests before new requests.
             for number in self._to_plan:
                 if number in self.state.devices:
-                    admit(self.state.devices[number])
+                    admit(self.state.devices[number], now_s)
             self._assign(now_s)
         if self._to_plan:
             numbers, self._to_plan = self._to_plan, {}
@@ -354,7 +354,7 @@ class Core:
 
     def _plan(self, device: DeviceState, now_s: float) -> None:
         """Decide on the present and the next turn of a device; emit an action after a change."""
-        admit(device)
+        admit(device, now_s)
         if device.queued:
             self._send(device, now_s)
         before = device.turn, device.then

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpupoold.scheduling.kv_admission import admits
+from gpupoold.scheduling.kv_admission import admits, num_ahead
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.placement import place
 from gpupoold.scheduling.policies.planned_turns import (
@@ -28,8 +28,8 @@ from gpupoold.scheduling.policies.planned_turns import (
     switching_of,
     work_of,
 )
-from gpupoold.scheduling.policies.prefill_order import is_alone, prefill_order, time_factor
 from gpupoold.scheduling.policies.stages import stage
+from gpupoold.scheduling.prefill_order import is_alone, prefill_order, time_factor
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
@@ -321,8 +321,8 @@ def _after_others(
 def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s: float) -> float:
     """Return the seconds of its model's prefills up to the request's own, from ``start_s``.
 
-    The order is the policy's, see :mod:`.policies.prefill_order`. A request with tokens waits for
-    all prefills that are not deferred.
+    The order is the policy's, see :mod:`.prefill_order`. A request with tokens waits for all
+    prefills that are not deferred.
     """
     working, speed = device.working.get(mine.model.name), mine.speed
     sent_s = working.prefill_s() if working else 0.0
@@ -370,7 +370,7 @@ def _kv_room_in_s(device: DeviceState, newcomer: Request, now_s: float) -> float
     """Return the seconds until KV memory is free for all in the queue and the request."""
     if admits(device, newcomer):
         return 0.0
-    return _room_after_s(device, device.num_waiting_for_kv + 1, now_s)
+    return _room_after_s(device, num_ahead(device, now_s) + 1, now_s)
 
 
 def _num_before(device: DeviceState, request: Request) -> int:

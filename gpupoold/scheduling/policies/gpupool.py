@@ -43,17 +43,16 @@ from gpupoold.scheduling.policies.planned_turns import (
     switching_of,
     work_of,
 )
-from gpupoold.scheduling.policies.prefill_order import (
-    is_alone,
-    next_prefills,
-    order_of,
-    time_factor,
-)
 from gpupoold.scheduling.policies.rebalancing import Rebalancer
 from gpupoold.scheduling.policies.stages import (
     chunk_tokens,
     stage,
     would_delay_answers,
+)
+from gpupoold.scheduling.prefill_order import (
+    is_alone,
+    next_prefills,
+    order_of,
 )
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
@@ -138,21 +137,20 @@ class GpupoolPolicy(SimplePolicy):
         ]
 
     def _next_prefills(self, device: DeviceState, queued: Batch, now_s: float) -> Sequence[Request]:
-        """Return a model's queued requests to send now; see :mod:`.prefill_order`.
+        """Return a model's queued requests to send now.
 
         A deferred request that has waited for ``patience_s`` precedes requests on time, but not
         more often than the share of starving batches allows.
         """
         name, tuning = queued.model.name, self._tuning
         working = device.working.get(name)
-        factor = time_factor(working) if is_alone(name, device) else 1.0
-        order = order_of(queued, working, now_s, factor)
+        order = order_of([queued], device, now_s)
         chosen = next_prefills(order, working, queued.speed, tuning.turn_min_s)
         if order.on_time and order.late and self._may_serve_starving(device, now_s):
             starving = min(order.late, key=lambda one: one.arrival_s)
             if now_s - starving.arrival_s > tuning.patience_s:
                 prefill_s = queued.speed.costs.prefill_s(starving.context_tokens)
-                self._count_starving(device, now_s, prefill_s * factor)
+                self._count_starving(device, now_s, prefill_s)
                 return [starving, *chosen]
         return chosen
 

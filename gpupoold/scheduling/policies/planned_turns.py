@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpupoold.scheduling.policies.prefill_order import split_slacks
+from gpupoold.scheduling.kv_admission import PATIENCE_S
+from gpupoold.scheduling.prefill_order import split_slacks
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed
 
@@ -50,7 +51,7 @@ class Tuning:
     turn_max_s: float = 4.0
     # A batch that has waited this long for a turn is starving and goes first, expired or not. In
     # overload all starving batches together get only ``starvation_share`` of the device.
-    patience_s: float = 60.0
+    patience_s: float = PATIENCE_S
     starvation_share: float = 0.03
 
 

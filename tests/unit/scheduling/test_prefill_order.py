@@ -12,7 +12,7 @@ from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.planned_turns import Tuning
-from gpupoold.scheduling.policies.prefill_order import prefill_order, time_factor
+from gpupoold.scheduling.prefill_order import prefill_order, time_factor
 from gpupoold.scheduling.state import Batch, Model, Request, Speed
 from gpupoold.scheduling.wait_estimate import first_token_in_s, next_token_in_s
 from tests.unit.scheduling.driver import Driver, sends
@@ -72,6 +72,14 @@ class TestOrder:
             self.request("high", 100, priority=Priority.HIGH),
         )
         assert self.order(*requests) == ["high long", "short"]
+
+    def test_requests_on_time_have_the_head_start_of_their_priority(self) -> None:
+        requests = (
+            self.request("first", 100, -0.5),
+            self.request("high", 100, priority=Priority.HIGH),
+            self.request("too long", 900, priority=Priority.LOW),
+        )
+        assert self.order(*requests) == ["high first", "too long"]
 
     def test_time_factor_is_the_reciprocal_of_the_time_beside_the_answers(self) -> None:
         batch = Batch(self.model)

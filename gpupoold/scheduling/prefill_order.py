@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from gpupoold.domain import Priority
 from gpupoold.scheduling.admission import Job, most_on_time
 from gpupoold.scheduling.phases import RequestPhase
-from gpupoold.scheduling.state import Batch, DeviceState, Request, Speed
+from gpupoold.scheduling.state import HEAD_START, Batch, DeviceState, Request, Speed
 
-_RANKS = {Priority.HIGH: 1, Priority.NORMAL: 0, Priority.LOW: -1}
 # Largest share of a device's time that answers are assumed to take between prefills.
 _MOST_DECODE_SHARE = 0.8
 
@@ -49,14 +47,21 @@ def prefill_order(
         jobs.append(_job(one, deadline_s, speed, factor))
     admission = most_on_time(jobs, start_s)
     late = [by_id[job.job_id] for job in admission.late]
-    return PrefillOrder([by_id[job.job_id] for job in admission.on_time], expired + late)
+    on_time = [by_id[job.job_id] for job in admission.on_time]
+    if len({one.priority for one in on_time}) > 1:
+        on_time.sort(key=_due_with_head_start_s)
+    return PrefillOrder(on_time, expired + late)
 
 
-def order_of(queued: Batch, working: Batch | None, now_s: float, factor: float) -> PrefillOrder:
-    """Return the order of a model's queued requests behind the prompts sent already."""
+def order_of(queues: Sequence[Batch], device: DeviceState, now_s: float) -> PrefillOrder:
+    """Return the order of a model's requests in ``queues``, behind the prompts sent already."""
+    model, speed = queues[0].model, queues[0].speed
+    working = device.working.get(model.name)
+    factor = time_factor(working) if is_alone(model.name, device) else 1.0
     start_s = now_s + (factor * working.prefill_s() if working else 0.0)
-    requests = queued.requests.values()
-    return prefill_order(requests, queued.prefill_s(), queued.speed, start_s, factor)
+    requests = [one for queue in queues for one in queue.requests.values()]
+    prefill_s = sum(queue.prefill_s() for queue in queues)
+    return prefill_order(requests, prefill_s, speed, start_s, factor)
 
 
 def is_alone(name: str, device: DeviceState) -> bool:
@@ -129,6 +134,11 @@ def split_slacks(
     return on_time_s, late_s, sent_s + sum(job.duration_s for job in admission.on_time)
 
 
+def _due_with_head_start_s(request: Request) -> float:
+    head_start_s = HEAD_START[request.priority] * request.model.targets.ttft_s
+    return request.next_deadline_s - head_start_s
+
+
 def _job(request: Request, deadline_s: float, speed: Speed, factor: float = 1.0) -> Job:
     duration_s = factor * speed.costs.prefill_s(request.context_tokens)
-    return Job(request.id, duration_s, deadline_s, _RANKS[request.priority])
+    return Job(request.id, duration_s, deadline_s, HEAD_START[request.priority])

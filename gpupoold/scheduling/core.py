@@ -59,7 +59,7 @@ class Core:
             # Freed KV memory goes to waiting requests before new requests.
             for number in self._to_plan:
                 if number in self.state.devices:
-                    admit(self.state.devices[number])
+                    admit(self.state.devices[number], now_s)
             self._assign(now_s)
         if self._to_plan:
             numbers, self._to_plan = self._to_plan, {}
@@ -251,6 +251,9 @@ class Core:
         if request.phase is RequestPhase.SENT:
             batch.prefilled(request)
             self._prefilled.append(request)
+            assert request.device is not None
+            if batch.model.name in self.state.devices[request.device].queued:
+                self._to_plan[request.device] = None  # the next prefills may be due
         _move(request, Trigger.TOKEN)
         request.num_tokens += num_tokens
         batch.grow(num_tokens)
@@ -350,7 +353,7 @@ class Core:
 
     def _plan(self, device: DeviceState, now_s: float) -> None:
         """Decide on the present and the next turn of a device; emit an action after a change."""
-        admit(device)
+        admit(device, now_s)
         if device.queued:
             self._send(device, now_s)
         before = device.turn, device.then

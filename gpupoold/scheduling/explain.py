@@ -24,6 +24,7 @@ class Standing(StrEnum):
     HELD = "held"
     KV_ROOM = "kv-room"
     WAITS_FOR_TURN = "waits-for-turn"
+    BEHIND_PROMPTS = "behind-prompts"
     PREFILLING = "prefilling"
     PAUSED = "paused"
     ON_TURN = "on-turn"
@@ -112,7 +113,10 @@ def standing_of(state: State, request: Request) -> Standing:
     is_on_turn = device.turn is not None and device.turn.model == request.model.name
     if request.phase is RequestPhase.DECODING:
         return Standing.ON_TURN if is_on_turn else Standing.PAUSED
-    return Standing.PREFILLING if is_on_turn else Standing.WAITS_FOR_TURN
+    if not is_on_turn:
+        return Standing.WAITS_FOR_TURN
+    is_sent = request.phase is RequestPhase.SENT
+    return Standing.PREFILLING if is_sent else Standing.BEHIND_PROMPTS
 
 
 def _num_requests(device: DeviceState, model: str) -> int:

@@ -17,9 +17,9 @@ from gpupoold.scheduling.rules import Rule
 # Added per request, whose last block is not full.
 _KV_BLOCK_TOKENS = 16
 
-# In queues a request counts as arrived this many TTFT targets earlier. With the bound, requests of
-# low priority wait only for requests that arrive soon after.
-_HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
+# In queues a request counts as arrived, and as due, this many TTFT targets earlier. With the bound,
+# requests of low priority wait only for requests that arrive soon after.
+HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +122,7 @@ class Request:
         """
         if self.priority is other.priority:
             return False
-        lead = _HEAD_START[self.priority] - _HEAD_START[other.priority]
+        lead = HEAD_START[self.priority] - HEAD_START[other.priority]
         return self.counted_arrival_s - lead * self.model.targets.ttft_s < other.counted_arrival_s
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpupoold.scheduling.kv_admission import admits
+from gpupoold.scheduling.kv_admission import admits, num_ahead
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.placement import place
 from gpupoold.scheduling.policies.planned_turns import (
@@ -29,12 +29,15 @@ from gpupoold.scheduling.policies.planned_turns import (
     work_of,
 )
 from gpupoold.scheduling.policies.stages import stage
+from gpupoold.scheduling.prefill_order import is_alone, prefill_order, time_factor
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
 # Most answers sampled for a drain, at equal distances.
 _MAX_ANSWERS = 64
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 3600.0, 1.15
+
+_NOT_SENT = (RequestPhase.HELD, RequestPhase.QUEUED)
 
 MaxTokens = Callable[[str], int | None]
 
@@ -274,8 +277,8 @@ def _next_on(
     left_s = max(device.turn_began_s + turn.quota_s - now_s, 0.0) if turn else 0.0
     if turn is not None and turn.model == model.name:
         step_s = device.working[model.name].step_s() if model.name in device.working else 0.0
-        begun_in_s = max(device.turn_began_s - now_s, 0.0)
-        next_s = begun_in_s + step_s / 2 + mine.prefill_s
+        start_s = max(device.turn_began_s - now_s, 0.0) + step_s / 2
+        next_s = start_s + _prefills_s(device, request, mine, now_s + start_s)
         if device.then is None or next_s <= left_s + mine.step_s:
             return next_s
     on_turn = turn.model if turn else None
@@ -285,12 +288,13 @@ def _next_on(
         ready_s = device.switch_s(model) + mine.prefill_s
         due_in_s = request.counted_arrival_s - now_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
         left_s = min(left_s, max(due_in_s - ready_s, 0.0))
-    in_s = _after_others(device, mine, others, left_s, now_s, tuning)
+    in_s = _after_others(device, request, mine, others, left_s, now_s, tuning)
     return in_s + mine.step_s if request.num_tokens else in_s
 
 
 def _after_others(
     device: DeviceState,
+    request: Request,
     mine: BatchWork,
     others: list[BatchWork],
     left_s: float,
@@ -310,7 +314,33 @@ def _after_others(
         if planned_turn.model == model.name:
             break
         start_s += planned_turn.duration_s
-    return start_s + _stall_s(switch_s, start_s, switching) + mine.prefill_s
+    start_s += _stall_s(switch_s, start_s, switching)
+    return start_s + _prefills_s(device, request, mine, now_s + start_s)
+
+
+def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s: float) -> float:
+    """Return the seconds of its model's prefills up to the request's own, from ``start_s``.
+
+    The order is the policy's, see :mod:`.prefill_order`. A request with tokens waits for all
+    prefills that are not deferred.
+    """
+    working, speed = device.working.get(mine.model.name), mine.speed
+    sent_s = working.prefill_s() if working else 0.0
+    if request.phase is RequestPhase.SENT:
+        return sent_s
+    queued = [one for one in mine.requests if one.phase in _NOT_SENT]
+    factor = time_factor(working) if is_alone(mine.model.name, device) else 1.0
+    order = prefill_order(queued, mine.prefill_s - sent_s, speed, start_s + factor * sent_s, factor)
+    if not order.late:
+        factor = 1.0
+    elif request.num_tokens:
+        order = order._replace(late=())
+    before_s = sent_s
+    for one in (*order.on_time, *order.late):
+        before_s += speed.costs.prefill_s(one.context_tokens)
+        if one is request:
+            break
+    return factor * before_s
 
 
 def _stall_s(switch_s: float, start_s: float, switching: Switching) -> float:
@@ -340,7 +370,7 @@ def _kv_room_in_s(device: DeviceState, newcomer: Request, now_s: float) -> float
     """Return the seconds until KV memory is free for all in the queue and the request."""
     if admits(device, newcomer):
         return 0.0
-    return _room_after_s(device, device.num_waiting_for_kv + 1, now_s)
+    return _room_after_s(device, num_ahead(device, now_s) + 1, now_s)
 
 
 def _num_before(device: DeviceState, request: Request) -> int:

@@ -147,6 +147,7 @@ def _figures() -> tuple[FigurePanel, ...]:
         *_bursts(),
         _small_box(),
         _aladdin_fig10(),
+        _overload(),
     )
 
 
@@ -182,6 +183,26 @@ def _aladdin_fig10() -> FigurePanel:
         targets=Targets(0.6, 0.03),
         duration_s=300.0,
         shapes=("Llama-2-13B",),
+    )
+
+
+def _overload() -> FigurePanel:
+    """Return an overload of one model by its prompts, in the setting of Prism's algorithm 2.
+
+    Prompts alone need 0.69, 0.83, 0.96 and 1.10 of the device.
+    """
+    return FigurePanel(
+        "prism-overload",
+        "1xA100-80, an 8B model, prompts of 2048 tokens: which requests are in time",
+        Box(1, "A100-80"),
+        PoissonArrivals(Lengths(2048, 28)),
+        COMPARED,
+        axis="rps",
+        models=(1,),
+        rps=(5.0, 6.0, 7.0, 8.0),
+        targets=Targets(2.0, 0.1),
+        duration_s=60.0,
+        shapes=("Llama-3.1-8B",),
     )
 
 

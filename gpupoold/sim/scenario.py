@@ -16,7 +16,13 @@ from typing import Literal, Protocol, Self
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, models_on
-from gpupoold.sim.lengths import Lengths, LengthSampler, length_variant, sharegpt_lengths
+from gpupoold.sim.lengths import (
+    Lengths,
+    LengthSampler,
+    LengthSource,
+    length_variant,
+    sharegpt_lengths,
+)
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import (
@@ -108,16 +114,23 @@ class _WithoutFile:
 
 @dataclass(frozen=True, slots=True)
 class PoissonArrivals(_WithoutFile):
-    """Poisson arrivals, equal for all models, with ShareGPT lengths or a variant."""
+    """Poisson arrivals, equal for all models.
 
-    lengths: str = "ix1"
+    ``lengths``: a variant of ShareGPT's lengths, or constant lengths.
+    """
+
+    lengths: str | Lengths = "ix1"
 
     def draw(self, draw: Draw) -> DrawnWorkload:
         """Raise UsageError without a number of models, a rate and a duration."""
         if draw.num_models is None or draw.rps is None or draw.duration_s is None:
             raise UsageError("Poisson arrivals need a number of models, a rate and a duration")
         names = tuple(model_names(draw.num_models))
-        lengths = length_variant(sharegpt_lengths(), self.lengths)
+        lengths: LengthSource
+        if isinstance(self.lengths, Lengths):
+            lengths = LengthSampler([self.lengths])
+        else:
+            lengths = length_variant(sharegpt_lengths(), self.lengths)
         rates = equal_rates(names, draw.rps)
         requests = poisson_workload(rates, draw.duration_s, lengths, draw.seed)
         return DrawnWorkload(requests, names, draw.duration_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 from hypothesis import given, strategies as st
@@ -54,3 +55,16 @@ def test_none_of_the_late_could_be_added(jobs: list[Job], now_s: int) -> None:
     admission = most_on_time(jobs, now_s)
     for job in admission.late:
         assert not all_on_time((*admission.on_time, job), now_s)
+
+
+@given(jobs_of(st.integers(0, 12), max_size=12), st.lists(st.integers(0, 2), min_size=12), NOW)
+def test_no_job_is_late_for_one_of_lower_priority(
+    jobs: list[Job], priorities: list[int], now_s: int
+) -> None:
+    jobs = [replace(job, priority=one) for job, one in zip(jobs, priorities, strict=False)]
+    admission = most_on_time(jobs, now_s)
+    assert all_on_time(admission.on_time, now_s)
+    for least in range(3):
+        urgent = [job for job in jobs if job.priority >= least]
+        among_urgent = most_on_time(urgent, now_s).on_time
+        assert among_urgent == tuple(j for j in admission.on_time if j.priority >= least)

@@ -49,6 +49,7 @@ _STANDINGS = {
     Standing.HELD: "waits: the policy has not chosen a device",
     Standing.KV_ROOM: "waits for KV memory on device {device}",
     Standing.WAITS_FOR_TURN: "waits for the turn of {model} on device {device}",
+    Standing.BEHIND_PROMPTS: "waits on device {device} behind other prompts of {model}",
     Standing.PREFILLING: "is on turn on device {device}: the prompt is being processed",
     Standing.PAUSED: "is paused on device {device} until the next turn of {model}",
     Standing.ON_TURN: "is on turn on device {device}",

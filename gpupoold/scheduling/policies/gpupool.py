@@ -10,7 +10,7 @@ device. A device without KV memory for a request is full for the request.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,6 +50,11 @@ from gpupoold.scheduling.policies.stages import (
     stage,
     would_delay_answers,
 )
+from gpupoold.scheduling.prefill_order import (
+    is_alone,
+    next_prefills,
+    order_of,
+)
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, PlannedHome, Request, State
@@ -74,7 +79,7 @@ class GpupoolPolicy(SimplePolicy):
         self._home: dict[str, int] = {}
         self._answers_home: dict[str, int] = {}  # for answers, if roles are split
         self._served_s: dict[tuple[int, str], float] = {}
-        self._no_starvation_turn_until_s: dict[int, float] = {}
+        self._no_starvation_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
         self._roles = RolePlanner()
         self._planned_homes = HomePlanner(self._tuning.lead_share)
@@ -117,20 +122,41 @@ class GpupoolPolicy(SimplePolicy):
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Return requests of models that work there already or have the turn.
 
-        Within a model, requests that can still be on time go first.
+        If not all requests of a model can be on time, only the next prefills are returned.
         """
         on_turn = device.turn.model if device.turn else None
         return [
             one
             for name, batch in device.queued.items()
             if name == on_turn or name in device.working
-            for one in self._hopeful_first(batch, now_s)
+            for one in self._next_prefills(device, batch, now_s)
         ]
 
-    def _hopeful_first(self, batch: Batch, now_s: float) -> list[Request]:
-        """Return requests in the order of prefill assumed by :func:`plan_turn`."""
-        late_s = now_s - self._tuning.expired_share * batch.model.targets.ttft_s
-        return sorted(batch.requests.values(), key=lambda one: one.next_deadline_s < late_s)
+    def _next_prefills(self, device: DeviceState, queued: Batch, now_s: float) -> Sequence[Request]:
+        """Return a model's queued requests to send now.
+
+        A deferred request that has waited for ``patience_s`` precedes requests on time, but not
+        more often than the share of starving batches allows.
+        """
+        name, tuning = queued.model.name, self._tuning
+        working = device.working.get(name)
+        order = order_of([queued], device, now_s)
+        chosen = next_prefills(order, working, queued.speed, tuning.turn_min_s)
+        if order.on_time and order.late and self._may_serve_starving(device, now_s):
+            starving = min(order.late, key=lambda one: one.arrival_s)
+            if now_s - starving.arrival_s > tuning.patience_s:
+                prefill_s = queued.speed.costs.prefill_s(starving.context_tokens)
+                self._count_starving(device, now_s, prefill_s)
+                return [starving, *chosen]
+        return chosen
+
+    def _may_serve_starving(self, device: DeviceState, now_s: float) -> bool:
+        return now_s >= self._no_starvation_until_s.get(device.number, -math.inf)
+
+    def _count_starving(self, device: DeviceState, now_s: float, duration_s: float) -> None:
+        """Pause the service of starving requests after ``duration_s`` of it."""
+        pause_s = duration_s / self._tuning.starvation_share
+        self._no_starvation_until_s[device.number] = now_s + pause_s
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """Return the first planned turn, long enough for the ``window`` of lead."""
@@ -145,8 +171,7 @@ class GpupoolPolicy(SimplePolicy):
             planned_turn = turn_for_lead(ranked, device, self._tuning) or planned_turn
             rule = planned_turn.rule or rule
         if math.isinf(planned_turn.tokens_in_time):
-            pause_s = planned_turn.duration_s / self._tuning.starvation_share
-            self._no_starvation_turn_until_s[device.number] = now_s + pause_s
+            self._count_starving(device, now_s, planned_turn.duration_s)
         else:
             self._planned[device.number] = plan  # for upcoming(), called next
         self._served_s[device.number, planned_turn.model] = now_s
@@ -216,8 +241,7 @@ class GpupoolPolicy(SimplePolicy):
         if device.role is Role.DECODE:
             return chunk_tokens(batch)
         # If models take turns, answers pause anyway, and are ahead of their deadlines.
-        is_alone = len(device.working) == 1 and not device.queued.keys() - {name}
-        if device.role is Role.PREFILL or not is_alone:
+        if device.role is Role.PREFILL or not is_alone(name, device):
             return None
         expired_s = self._tuning.expired_share * batch.model.targets.ttft_s
         return chunk_tokens(batch) if would_delay_answers(batch, now_s, expired_s) else None
@@ -282,7 +306,7 @@ class GpupoolPolicy(SimplePolicy):
         # If copies are hidden by other turns, beginning another model costs little.
         is_full = switching.is_exposed and bool(device.working)
         is_full = is_full and load_of(device) > tuning.full_load
-        may_serve_starving = now_s >= self._no_starvation_turn_until_s.get(device.number, -math.inf)
+        may_serve_starving = self._may_serve_starving(device, now_s)
         planned_turns = []
         for work in works:
             waited_s = self._waited_s(device, work, now_s)

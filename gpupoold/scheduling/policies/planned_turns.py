@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpupoold.scheduling.phases import RequestPhase
+from gpupoold.scheduling.kv_admission import PATIENCE_S
+from gpupoold.scheduling.prefill_order import split_slacks
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed
 
@@ -52,7 +53,7 @@ class Tuning:
     turn_max_s: float = 4.0
     # A batch that has waited this long for a turn is starving and goes first, expired or not. In
     # overload all starving batches together get only ``starvation_share`` of the device.
-    patience_s: float = 60.0
+    patience_s: float = PATIENCE_S
     starvation_share: float = 0.03
 
 
@@ -251,10 +252,13 @@ def plan_turn(
     due_s, tbt_s = targets.ttft_s - now_s, targets.tbt_s
     slacks_s = [one.counted_arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
     hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= expired_s]
+    late_s: list[float] = []
     due_in_s = min(hopeful_s, default=math.inf)
     hopeful_prefill_s = prefill_s
-    if prefill_s and len(hopeful_s) < len(slacks_s):
-        hopeful_prefill_s = _hopeful_prefill_s(work, slacks_s, expired_s)
+    if prefill_s and (len(hopeful_s) < len(slacks_s) or due_in_s < stall_s + prefill_s):
+        hopeful_s, late_s, hopeful_prefill_s = split_slacks(
+            work.requests, slacks_s, expired_s, work.speed, stall_s
+        )
     if prefills_only or not work.model.generates:
         due_s = due_in_s - stall_s - prefill_s / max(1, work.num_waiting)
         num_in_time = _num_first_in_time(hopeful_s, stall_s, hopeful_prefill_s)
@@ -266,8 +270,9 @@ def plan_turn(
     decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.turn_max_s)
     num_steps = decode_s / step_s
     tokens = 0.0
-    for slack_s in hopeful_s:
-        slack_s -= stall_s + hopeful_prefill_s
+    delays_s = [hopeful_prefill_s] * len(hopeful_s) + [prefill_s] * len(late_s)
+    for slack_s, delay_s in zip((*hopeful_s, *late_s), delays_s, strict=True):
+        slack_s -= stall_s + delay_s
         in_time = (window_s - slack_s) / tbt_s
         if in_time > num_steps:
             in_time = num_steps
@@ -284,16 +289,6 @@ def plan_turn(
         tokens,
         waited_s,
         is_ahead=due_in_s - stall_s - hopeful_prefill_s >= window_s,
-    )
-
-
-def _hopeful_prefill_s(work: BatchWork, slacks_s: Sequence[float], expired_s: float) -> float:
-    """Return the seconds to prefill the waiting requests that can still be on time."""
-    prefill_s = work.speed.costs.prefill_s
-    return sum(
-        prefill_s(one.context_tokens)
-        for one, slack_s in zip(work.requests, slacks_s, strict=True)
-        if slack_s >= expired_s and one.phase is not RequestPhase.DECODING
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.planned_turns import Loads
 from gpupoold.scheduling.rules import Rule
@@ -63,6 +66,10 @@ def test_the_load_of_a_backlog_is_counted_alike_before_and_after_a_move() -> Non
     assert total_load(driver.state) == pytest.approx(before)
 
 
+def sent_by(actions: Iterable[Action]) -> list[str]:
+    return [request_id for request_id, _ in sends(actions)]
+
+
 def total_load(state: State) -> float:
     loads = Loads()
     return sum(loads.of(device) for device in state.devices.values())
@@ -75,5 +82,5 @@ def test_prompts_that_can_be_in_time_are_sent_before_those_that_cannot() -> None
         driver.send(e.Arrived(f"expired{number}", "b", 50.0, 100))
     driver.send(e.Arrived("hopeful", "b", 95.0, 100))
     driver.send(e.Ended("a"))
-    sent = [request_id for request_id, _ in sends(driver.end_turn())]
-    assert sent == ["hopeful", "expired0", "expired1", "expired2"]
+    assert sent_by(driver.end_turn()) == ["hopeful"]
+    assert sent_by(driver.step(0, "hopeful")) == ["expired0", "expired1", "expired2"]

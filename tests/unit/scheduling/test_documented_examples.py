@@ -11,6 +11,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.admission import Job, most_on_time
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.phases import TRANSITIONS, RequestPhase
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
@@ -157,6 +158,13 @@ class TestGpupool:
         driver.send(*(e.Ended(f"c{number}") for number in range(8)))
         assert driver.place("b") == ("QUEUED", 1)
         assert sends(driver.end_turn(1)) == [("b", 1)]
+
+    def test_the_second_of_three_prompts_is_deferred(self) -> None:
+        jobs = [Job("first", 0.3, 1.0), Job("second", 0.5, 1.02), Job("third", 0.3, 1.05)]
+        admission = most_on_time(jobs)
+        assert [job.job_id for job in admission.order] == ["first", "third", "second"]
+        assert sum(job.duration_s for job in admission.on_time) == pytest.approx(0.6)
+        assert [job.job_id for job in admission.late] == ["second"]
 
     def test_starvation_share_of_a_turn_of_one_and_a_half_seconds(self) -> None:
         tuning = Tuning()

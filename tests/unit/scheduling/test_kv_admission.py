@@ -112,6 +112,32 @@ class TestOrder:
         assert ended(driver, "r2") == [("large", 0)]
         assert ended(driver, "large") == [("small", 0)]
 
+    def test_requests_that_can_be_on_time_go_before_late_ones(self) -> None:
+        driver = driver_of()
+        for name in ("r1", "r2", "late"):
+            driver.arrive("a", name, prompt_tokens=700)
+        driver.arrive("a", "on-time", prompt_tokens=700, at_s=11.0)
+        assert num_waiting(driver) == 2
+        assert ended(driver, "r1") == [("on-time", 0)]
+        assert ended(driver, "r2") == [("late", 0)]
+
+    def test_a_late_request_that_was_not_sent_gives_its_memory_back(self) -> None:
+        driver = driver_of(GpupoolPolicy())
+        driver.arrive("a", "a1", prompt_tokens=700)
+        driver.arrive("b", "b1", prompt_tokens=700)
+        assert (driver.place("b1"), num_waiting(driver)) == (("QUEUED", 0), 0)
+        driver.arrive("b", "b2", prompt_tokens=700, at_s=11.0)
+        line = driver.state.devices[0].waiting_for_kv["b"]
+        assert (list(line.requests), driver.place("b2")) == (["b1"], ("QUEUED", 0))
+
+    def test_a_starving_request_goes_first_again(self) -> None:
+        driver = driver_of()
+        for name in ("r1", "r2", "old"):
+            driver.arrive("a", name, prompt_tokens=700)
+        driver.arrive("a", "on-time", prompt_tokens=700, at_s=60.5)
+        assert ended(driver, "r1") == [("old", 0)]
+        assert ended(driver, "r2") == [("on-time", 0)]
+
     def test_the_model_with_the_least_kv_goes_first(self) -> None:
         driver = driver_of()
         for number in range(50):

@@ -48,13 +48,11 @@ def test_among_equals_nobody_passes() -> None:
         assert order_of(driver) == ["1", "2", "3"]
 
 
-def test_who_has_waited_longer_than_the_head_start_is_passed_no_more() -> None:
+def test_requests_that_can_be_on_time_pass_a_late_one_of_any_priority() -> None:
     driver = waiting_for_room()
-    driver.arrive("a", "low", prompt_tokens=1500, priority=LOW)
-    driver.arrive("a", "normal", prompt_tokens=1500, at_s=TTFT_S - 1)
-    driver.arrive("a", "late", prompt_tokens=1500, at_s=TTFT_S)
-    driver.arrive("a", "high", prompt_tokens=1500, at_s=2 * TTFT_S, priority=HIGH)
-    assert order_of(driver) == ["normal", "low", "late", "high"]
+    driver.arrive("a", "late", prompt_tokens=1500, priority=HIGH)
+    driver.arrive("a", "on-time", prompt_tokens=1500, at_s=TTFT_S + 1, priority=LOW)
+    assert order_of(driver) == ["on-time", "late"]
 
 
 def test_other_models_are_not_passed() -> None:

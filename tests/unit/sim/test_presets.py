@@ -26,7 +26,8 @@ from tests.sim.points import preset_points
 ONE_POLICY = ("request-level",)
 FIGURES = [name for name in preset_names() if name.startswith("aegaeon-fig")]
 BURSTS = [name for name in preset_names() if name.startswith("tokenscale")]
-RECORDED = [name for name in preset_names() if name not in (*FIGURES, *BURSTS, "small-box")]
+OTHERS = ("small-box", "prism-overload")
+RECORDED = [name for name in preset_names() if name not in (*FIGURES, *BURSTS, *OTHERS)]
 
 
 def panel(name: str) -> FigurePanel:

@@ -1,0 +1,144 @@
+"""Order of the queued prefills of a model: on-time requests by deadline, then late requests.
+
+Prism's algorithm 2 within one model. While all queued requests can be on time, all are sent at
+once. Otherwise as many first tokens as possible are kept on time: the other requests are deferred,
+and the device gets only its next prefills, so that a request that arrives later can precede.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from gpupoold.scheduling.admission import Job, most_on_time
+from gpupoold.scheduling.phases import RequestPhase
+from gpupoold.scheduling.state import HEAD_START, Batch, DeviceState, Request, Speed
+
+# Largest share of a device's time that answers are assumed to take between prefills.
+_MOST_DECODE_SHARE = 0.8
+
+
+class PrefillOrder(NamedTuple):
+    """Queued requests in order of execution; ``late`` requests cannot be on time."""
+
+    on_time: Sequence[Request]
+    late: Sequence[Request]
+
+
+def prefill_order(
+    queued: Collection[Request], prefill_s: float, speed: Speed, start_s: float, factor: float = 1.0
+) -> PrefillOrder:
+    """Return the order of a model's queued requests, if the first prefill begins at ``start_s``.
+
+    ``prefill_s``: sum of the queued prefills; ``factor``: seconds until a prefill has ended, per
+    second of prefill.
+    """
+    if start_s + factor * prefill_s <= min((one.next_deadline_s for one in queued), default=0.0):
+        return PrefillOrder(list(queued), ())
+    expired: list[Request] = []
+    jobs: list[Job] = []
+    by_id: dict[str, Request] = {}
+    for one in queued:
+        deadline_s = one.next_deadline_s
+        if deadline_s < start_s:
+            expired.append(one)
+            continue
+        by_id[one.id] = one
+        jobs.append(_job(one, deadline_s, speed, factor))
+    admission = most_on_time(jobs, start_s)
+    late = [by_id[job.job_id] for job in admission.late]
+    on_time = [by_id[job.job_id] for job in admission.on_time]
+    if len({one.priority for one in on_time}) > 1:
+        on_time.sort(key=_due_with_head_start_s)
+    return PrefillOrder(on_time, expired + late)
+
+
+def order_of(queues: Sequence[Batch], device: DeviceState, now_s: float) -> PrefillOrder:
+    """Return the order of a model's requests in ``queues``, behind the prompts sent already."""
+    model, speed = queues[0].model, queues[0].speed
+    working = device.working.get(model.name)
+    factor = time_factor(working) if is_alone(model.name, device) else 1.0
+    start_s = now_s + (factor * working.prefill_s() if working else 0.0)
+    requests = [one for queue in queues for one in queue.requests.values()]
+    prefill_s = sum(queue.prefill_s() for queue in queues)
+    return prefill_order(requests, prefill_s, speed, start_s, factor)
+
+
+def is_alone(name: str, device: DeviceState) -> bool:
+    """Return whether no other model has work on the device."""
+    return not (device.working.keys() | device.queued.keys()) - {name}
+
+
+def time_factor(working: Batch | None) -> float:
+    """Return the seconds until a prefill has ended, per second of prefill, of a model alone.
+
+    Answers of the batch are decoded between the prefills, at the pace of their target.
+    """
+    num_running = len(working.requests) - working.num_waiting if working is not None else 0
+    if working is None or not num_running:
+        return 1.0
+    step_s = working.speed.step_s(num_running, working.context_tokens)
+    return 1.0 / (1.0 - min(step_s / working.model.targets.tbt_s, _MOST_DECODE_SHARE))
+
+
+def next_prefills(
+    order: PrefillOrder, working: Batch | None, speed: Speed, ahead_s: float
+) -> Sequence[Request]:
+    """Return the requests to send now.
+
+    That is all requests if none is late. Otherwise prompts are sent until the device has prompts
+    for ``ahead_s`` and at least two, late requests only if no request can be on time.
+    """
+    if not order.late:
+        return order.on_time
+    sent_s, num_sent = (working.prefill_s(), working.num_waiting) if working else (0.0, 0)
+    chosen: list[Request] = []
+    for request in order.on_time or order.late:
+        if sent_s >= ahead_s and num_sent >= 2:
+            break
+        chosen.append(request)
+        num_sent += 1
+        sent_s += speed.costs.prefill_s(request.context_tokens)
+    return chosen
+
+
+def split_slacks(
+    requests: Iterable[Request],
+    slacks_s: Iterable[float],
+    expired_s: float,
+    speed: Speed,
+    start_in_s: float,
+) -> tuple[list[float], list[float], float]:
+    """Return the slacks of on-time requests and of late ones, and the seconds of the on-time
+    prefills.
+
+    ``slacks_s``: seconds until the next token of each request is due; requests with less than
+    ``expired_s`` are left out. ``start_in_s``: seconds until the first prefill.
+    """
+    on_time_s: list[float] = []
+    queued: list[tuple[Request, float]] = []
+    sent_s = 0.0
+    for one, slack_s in zip(requests, slacks_s, strict=True):
+        if slack_s < expired_s:
+            continue
+        if one.phase is RequestPhase.QUEUED:
+            queued.append((one, slack_s))
+            continue
+        on_time_s.append(slack_s)
+        if one.phase is not RequestPhase.DECODING:
+            sent_s += speed.costs.prefill_s(one.context_tokens)
+    jobs = [_job(one, slack_s, speed) for one, slack_s in queued]
+    admission = most_on_time(jobs, start_in_s + sent_s)
+    on_time_s += [job.deadline_s for job in admission.on_time]
+    late_s = [job.deadline_s for job in admission.late]
+    return on_time_s, late_s, sent_s + sum(job.duration_s for job in admission.on_time)
+
+
+def _due_with_head_start_s(request: Request) -> float:
+    head_start_s = HEAD_START[request.priority] * request.model.targets.ttft_s
+    return request.next_deadline_s - head_start_s
+
+
+def _job(request: Request, deadline_s: float, speed: Speed, factor: float = 1.0) -> Job:
+    duration_s = factor * speed.costs.prefill_s(request.context_tokens)
+    return Job(request.id, duration_s, deadline_s, HEAD_START[request.priority])

@@ -195,7 +195,7 @@ class SimDevice:
             self._end_turn()
             return
         delay_s, moved = self._switch_in(turn)
-        self.tally.switches += moved > 0
+        self.tally.switches += moved > 0 and self.memory.has_evicted
         if delay_s > 0:
             self._piece = self._queue.schedule(self._began_s, self._begin)
         else:
@@ -216,7 +216,7 @@ class SimDevice:
         delay_s, moved = self.memory.switch_in(turn.model, now_s)
         if moved or self._began_s == math.inf:
             self.tally.moved_bytes += moved
-            self.tally.switch_s += delay_s
+            self.tally.add_switch(now_s, delay_s)
             self._began_s = now_s + delay_s
             self._ends_at_s = self._began_s + turn.quota_s
             if self._on_switch is not None:
@@ -269,7 +269,7 @@ class SimDevice:
     def _run(self, lives: Sequence[SimLive], duration_s: float, end: Callable[[], None]) -> None:
         self.in_step = lives
         self.tally.steps += 1
-        self.tally.busy_s += duration_s
+        self.tally.add_work(self._queue.now_s, duration_s)
         self._piece = self._queue.schedule(self._queue.now_s + duration_s, end)
 
     def _prefill(self, model: str, live: SimLive) -> None:
@@ -348,7 +348,7 @@ class SimDevice:
             ids = tuple([live.request.id for live in batch])
             self._report(e.Stepped(self.number, model, ids, segment.num_steps, step_s))
         self.tally.steps += segment.num_steps
-        self.tally.busy_s += segment.num_steps * step_s
+        self.tally.add_work(segment.start_s, segment.num_steps * step_s)
         self._end_finished(model)
         self._work()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,14 +116,18 @@ class Simulation:
         requests: Sequence[SimRequest],
         end_s: float,
         on_progress: Callable[[float], None] | None = None,
+        counted_until_s: float = math.inf,
     ) -> SimOutcome:
         """Serve ``requests`` until ``end_s``; requests unfinished then lack tokens.
 
+        The devices' times of work and of switching are counted until ``counted_until_s``.
         ``on_progress`` gets the virtual time, once every 1000 events.
 
         Raises:
             UsageError: a request names a model that the box lacks.
         """
+        for device in self._devices:
+            device.tally.counted_until_s = counted_until_s
         lives = [SimLive(request) for request in requests]
         for live in lives:
             if live.request.model not in self._models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -45,14 +46,30 @@ class SimLive:
 
 @dataclass(slots=True)
 class DeviceTally:
-    """Counts of a device's work, in steps, bytes and seconds."""
+    """Counts of a device's work, in steps, bytes and seconds.
 
+    ``busy_s`` and ``switch_s`` count the work until ``counted_until_s``; the other fields count all
+    work. Loads that fill a device before its first eviction are not ``switches``.
+    """
+
+    counted_until_s: float = math.inf
     turns: int = 0
     steps: int = 0
     switches: int = 0
     moved_bytes: int = 0
     switch_s: float = 0.0
     busy_s: float = 0.0
+
+    def add_work(self, begin_s: float, duration_s: float) -> None:
+        """Count a piece of work from ``begin_s``."""
+        self.busy_s += self._counted_s(begin_s, duration_s)
+
+    def add_switch(self, begin_s: float, duration_s: float) -> None:
+        """Count the time of a switch from ``begin_s``."""
+        self.switch_s += self._counted_s(begin_s, duration_s)
+
+    def _counted_s(self, begin_s: float, duration_s: float) -> float:
+        return min(duration_s, max(0.0, self.counted_until_s - begin_s))
 
 
 class DeviceRequests:

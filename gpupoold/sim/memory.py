@@ -73,6 +73,8 @@ class SimMemory:
         self._in_free_s = 0.0
         self._out_free_s = 0.0
         self._changed: set[str] = set()
+        self.has_evicted = False
+        """True once weights or KV of a model have been evicted."""
 
     @property
     def resident(self) -> frozenset[str]:
@@ -277,6 +279,7 @@ class SimMemory:
 
     def _evict(self, eviction: Eviction, short: int) -> int:
         """Evict until ``short`` more bytes are free; return the bytes of KV to copy out."""
+        self.has_evicted = True
         held = self._held[eviction.model]
         if eviction.victim is Victim.WEIGHTS:
             self.evict_weights(eviction.model, short)

@@ -193,7 +193,9 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
     duration_s = scenario.duration_s
     report_progress = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
     started_s = time.perf_counter()
-    outcome = simulation.run(scenario.requests, scenario.end_s, report_progress)
+    outcome = simulation.run(
+        scenario.requests, scenario.end_s, report_progress, counted_until_s=duration_s
+    )
     return _row(point, scenario, outcome, time.perf_counter() - started_s)
 
 

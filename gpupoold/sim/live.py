@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from gpupoold.domain import Targets
 from gpupoold.sim.workloads import SimRequest
 
 
@@ -103,6 +104,21 @@ class DeviceRequests:
         """Return all requests of a model."""
         attaching = (one for one in self.attaching if one.request.model == model)
         return [*self.present(model), *attaching]
+
+    def recompute(self, model: str) -> None:
+        """Let a model's requests, whose KV is gone, wait for a prefill again; answers first."""
+        for live in self.running[model]:
+            live.num_repeated = len(live.token_times_s)
+        self.waiting[model] = [*self.running[model], *self.waiting[model]]
+        self.running[model] = []
+        for live in self.waiting[model]:
+            live.done_tokens = 0
+
+    def use_of(self, model: str, targets: Targets) -> tuple[int, float]:
+        """Return the number of a model's requests and the earliest deadline of a token."""
+        lives = self.present(model)
+        due_s = (targets.deadline_s(one.request.arrival_s, one.num_tokens) for one in lives)
+        return len(lives), min(due_s, default=math.inf)
 
     def take_finished(self, model: str) -> list[SimLive]:
         """Remove and return a model's requests with complete answers."""

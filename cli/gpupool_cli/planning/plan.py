@@ -11,7 +11,7 @@ import typer
 
 from gpupool_cli import lists
 from gpupool_cli.exit_codes import ExitCode
-from gpupool_cli.options import JsonOption, duration_s
+from gpupool_cli.options import JsonOption, KvHostOption, ModelCacheOption, duration_s
 from gpupool_cli.output import print_json
 from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
@@ -19,6 +19,7 @@ from gpupool_cli.session import open_client
 from gpupoold.api.schemas import ModelInfo, RequestRecord
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box, parse_groups
+from gpupoold.sim.host import HostWishes
 from gpupoold.sim.planner.groups import GroupQuestion, choose_groups
 from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
@@ -73,6 +74,8 @@ def plan(
             help="Duration of the load; of a recording, the busiest period of that duration.",
         ),
     ] = None,
+    kv_host: KvHostOption = None,
+    model_cache: ModelCacheOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -88,10 +91,13 @@ def plan(
     if groups not in (None, AUTO):
         box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
+    host = HostWishes(kv_host, model_cache)
     max_lens = {one.name: one.max_len for one in inputs.models if one.max_len is not None}
     choice = None
     if groups == AUTO:
-        asked = GroupQuestion(box, inputs.models, inputs.load, target, names[0], seed, max_lens)
+        asked = GroupQuestion(
+            box, inputs.models, inputs.load, target, names[0], seed, max_lens, host
+        )
         with PlanProgress() as progress:
             choice = choose_groups(asked, progress.show)
         box = choice.box
@@ -106,6 +112,7 @@ def plan(
         max_lens=max_lens,
         models_on=lambda other: place(inputs.models, other).models,
         by_degree=placed.by_degree,
+        host=host,
     )
     with PlanProgress() as progress:
         answers = make_plan(question, progress.show)

@@ -86,6 +86,12 @@ def test_a_box_that_does_not(cli: Cli, models: str) -> None:
         assert one["text"] in text.stdout
 
 
+def test_host_memory(cli: Cli, models: str) -> None:
+    given = ("--kv-host", "2GiB", "--model-cache", "60GiB")
+    result = cli("plan", "--devices", "1xA10", "--models", models, "--rps", "0.01", *given)
+    assert "2 GiB for the KV of each GPU and 60 GiB for models" in " ".join(result.output.split())
+
+
 def test_policies_are_compared(cli: Cli, models: str) -> None:
     arguments = ("--devices", "2xA10", "--models", models, *SHORT, "--target", "0.5")
     result = cli("plan", *arguments, "--policy", "static,gpupool,aegaeon")

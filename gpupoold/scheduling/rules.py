@@ -62,6 +62,10 @@ class Rule(StrEnum):
         "all requests of the model are late, so models that can be on time go first",
     )
     AHEAD = "ahead", "no request of the model is near its deadline"
+    GATHERS_LEAD = (
+        "gathers-lead",
+        "the next turn with both switches takes longer than the lead, and that turn can wait",
+    )
     STARVING = "starving", "the model has waited so long that it goes first, late or not"
     NOT_YET_BEGUN = (
         "not-yet-begun",

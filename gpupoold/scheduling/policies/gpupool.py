@@ -25,6 +25,7 @@ from gpupoold.scheduling.policies.base import (
     waiting_for_kv,
 )
 from gpupoold.scheduling.policies.homes import HomePlanner
+from gpupoold.scheduling.policies.leads import turn_for_lead
 from gpupoold.scheduling.policies.placement import able_devices, choose, is_worth_a_copy, place
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
@@ -145,6 +146,9 @@ class GpupoolPolicy(SimplePolicy):
         first = first_planned_turn(ranked)
         assert first is not None
         planned_turn, rule = first
+        if plan.switching.is_exposed:
+            planned_turn = turn_for_lead(ranked, device, self._tuning) or planned_turn
+            rule = planned_turn.rule or rule
         if math.isinf(planned_turn.tokens_in_time):
             pause_s = planned_turn.duration_s / self._tuning.starvation_share
             self._no_starvation_turn_until_s[device.number] = now_s + pause_s

@@ -25,6 +25,8 @@ _KV_WEIGHT = 0.75
 LOAD_GRAIN = 0.1
 # Share of the TTFT target at which a turn cut short for a new request gives the first token.
 FIRST_TOKEN_SHARE = 0.7
+# Least lead gained by a step, as a share of the TBT target: times are divided by the gain.
+LEAST_GAIN_SHARE = 0.05
 # Least duration of a planned turn, because values are divided by durations.
 _LEAST_TURN_S = 1e-3
 
@@ -260,7 +262,7 @@ def plan_turn(
         return PlannedTurn(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
     behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
     # Each step adds ``tbt_s`` to the lead and takes ``step_s``.
-    gain_s = max(tbt_s - step_s, 0.05 * tbt_s)
+    gain_s = max(tbt_s - step_s, LEAST_GAIN_SHARE * tbt_s)
     decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.turn_max_s)
     num_steps = decode_s / step_s
     tokens = 0.0

@@ -25,8 +25,6 @@ from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
 REGISTERED, RECORDED, AUTO = "registered", "recorded", "auto"
-# Runs of a random load; a single run would depend too much on chance.
-_NUM_RUNS = 3
 
 
 def plan(
@@ -77,6 +75,15 @@ def plan(
     kv_host: KvHostOption = None,
     model_cache: ModelCacheOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
+    runs: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=100,
+            help="Draws of a random load; the target must be reached in each.",
+        ),
+    ] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Find out whether models and their load fit a box, and how many devices they need.
@@ -108,7 +115,7 @@ def plan(
         load=inputs.load,
         target=target,
         policies=names,
-        seeds=tuple(range(seed, seed + _NUM_RUNS)),
+        seeds=tuple(range(seed, seed + runs)),
         max_lens=max_lens,
         models_on=lambda other: place(inputs.models, other).models,
         by_degree=placed.by_degree,

@@ -107,6 +107,15 @@ class Attained:
     def reaches(self, target: float) -> bool:
         return self.worst >= target
 
+    def confidence(self, target: float) -> float | None:
+        """Return the one-sided confidence that most draws of the load reach the target.
+
+        If at most half of all draws did, ``n`` independent draws would all reach the target with a
+        probability of at most 1/2^n. None for fewer than two draws, or a draw that missed.
+        """
+        num_runs = len(self.by_run)
+        return 1 - 0.5**num_runs if num_runs > 1 and self.reaches(target) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:

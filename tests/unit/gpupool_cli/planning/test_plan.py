@@ -19,7 +19,7 @@ from tests.unit.gpupool_cli.terminal import run_on_terminal
 FIELDS = {
     *("devices", "num_devices", "groups", "groupings", "load", "duration_s", "target", "fits"),
     *("attainment", "attainment_by_run", "requests", "devices_needed", "gpus_needed"),
-    *("devices_tried", "policy", "num_prefill", "policies", "models", "growth", "growth_limit"),
+    *("confidence", "devices_tried", "policy", "num_prefill", "policies", "models", "growth", "growth_limit"),
     *("changes", "requests_refused", "requests_cut", "requests_never_begun", "notes"),
     *("num_runs", "wall_s"),
 }
@@ -89,7 +89,9 @@ def test_a_box_that_does_not(cli: Cli, models: str) -> None:
 def test_host_memory(cli: Cli, models: str) -> None:
     given = ("--kv-host", "2GiB", "--model-cache", "60GiB")
     result = cli("plan", "--devices", "1xA10", "--models", models, "--rps", "0.01", *given)
-    assert "2 GiB for the KV of each GPU and 60 GiB for models" in " ".join(result.output.split())
+    shown = " ".join(result.output.split())
+    assert "2 GiB for the KV of each GPU and 60 GiB for models" in shown
+    assert "most such periods reach the target: 87.5 %" in shown
 
 
 def test_policies_are_compared(cli: Cli, models: str) -> None:

@@ -19,9 +19,9 @@ from tests.unit.gpupool_cli.terminal import run_on_terminal
 FIELDS = {
     *("devices", "num_devices", "groups", "groupings", "load", "duration_s", "target", "fits"),
     *("attainment", "attainment_by_run", "requests", "devices_needed", "gpus_needed"),
-    *("confidence", "devices_tried", "policy", "num_prefill", "policies", "models", "growth", "growth_limit"),
+    *("devices_tried", "policy", "num_prefill", "policies", "models", "growth", "growth_limit"),
     *("changes", "requests_refused", "requests_cut", "requests_never_begun", "notes"),
-    *("num_runs", "wall_s"),
+    *("num_runs", "wall_s", "confidence"),
 }
 SHORT = ("--duration", "60s")
 

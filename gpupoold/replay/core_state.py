@@ -27,6 +27,7 @@ from gpupoold.scheduling import (
     costs,
     demand,
     output_length,
+    packing,
     phases,
     roles,
     rules,
@@ -36,6 +37,7 @@ from gpupoold.scheduling.policies import (
     aegaeon,
     gpupool,
     homes,
+    placed_once,
     planned_turns,
     rebalancing,
     request_level,
@@ -43,8 +45,11 @@ from gpupoold.scheduling.policies import (
     unified,
 )
 
-_SCHEDULING = (actions, core, costs, demand, output_length, phases, roles, rules, state)
-_POLICIES = (aegaeon, gpupool, homes, planned_turns, rebalancing, request_level, static, unified)
+_SCHEDULING = (actions, core, costs, demand, output_length, packing, phases, roles, rules, state)
+_POLICIES = (
+    *(aegaeon, gpupool, homes, placed_once, planned_turns),
+    *(rebalancing, request_level, static, unified),
+)
 _CLASSES: dict[str, type] = {
     name: kind
     for module in (domain, *_SCHEDULING, *_POLICIES)

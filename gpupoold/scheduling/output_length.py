@@ -121,14 +121,6 @@ class Accuracy:
     mean: float
     deviation: float
 
-    def bound_tokens(self, predicted_tokens: float, factor: float) -> float:
-        """Return a length that is rarely exceeded: prediction + bias + ``factor`` deviations.
-
-        With the factor ``sqrt((1 - tau) / tau)`` the length is exceeded with probability tau at
-        most, if the error distribution stays the same (Cantelli; Aladdin, section 4.3).
-        """
-        return predicted_tokens + self.mean + factor * self.deviation
-
 
 class _ModelHistory:
     """The lengths and errors of one model."""

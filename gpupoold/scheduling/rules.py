@@ -45,6 +45,8 @@ class Rule(StrEnum):
     CONVERTED = "converted", "no prefill device is on time; this device prefills beside answers"
     FREE_DEVICE = "free-device", "the request was next in the queue, and the device was free"
     FEWEST_REQUESTS = "fewest-requests", "the device has the fewest requests"
+    TWO_CHOICES = "two-choices", "of two devices drawn at random, this device has fewer requests"
+    BEST_FIT = "best-fit", "the device is the fullest that can take the request"
     FIXED_PLACE = "fixed-place", "the policy has fixed the model to the device"
     GROUPED = "grouped", "the device has the first group of the model with room"
     SHORTEST_QUEUE = "shortest-queue", "the device has the shortest queue of prompts"

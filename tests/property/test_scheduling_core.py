@@ -191,11 +191,18 @@ LITTLE_KV = st.builds(
     st.integers(2, 15).map(lambda num_gb: num_gb * GB),
     st.integers(0, 5).map(lambda num_gb: num_gb * GB),
 )
+FAST_POLICIES = ("gpupool", "aegaeon", "request-level-4", "static")
 STATIC_KV = st.just(Sizes(GB, 1_000_000, 87 * GB, 0))
 
 
 @pytest.mark.parametrize("has_little_kv", [False, True], ids=["", "little-kv"])
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name in FAST_POLICIES else pytest.mark.slow)
+        for name in POLICY_NAMES
+    ],
+)
 def test_core(policy: str, has_little_kv: bool) -> None:
     """Every request is served to its end, however little room there is for KV."""
     sizes = STATIC_KV if policy == "static" else LITTLE_KV

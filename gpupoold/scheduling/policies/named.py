@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.policies.placed_once import (
+    BestFitPolicy,
+    PowerOfTwoPolicy,
+    ShortestQueuePolicy,
+)
 from gpupoold.scheduling.policies.planned_turns import Tuning
 from gpupoold.scheduling.policies.request_level import RequestLevelPolicy, by_output_length
 from gpupoold.scheduling.policies.static import StaticPolicy
@@ -48,6 +53,9 @@ _POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
     "request-level-4": lambda _: RequestLevelPolicy("request-level-4", max_live=4),
     "request-level-sjf": lambda _: RequestLevelPolicy("request-level-sjf", by_output_length),
     "static": lambda _: StaticPolicy(),
+    "best-fit": lambda _: BestFitPolicy(),
+    "shortest-queue": lambda _: ShortestQueuePolicy(),
+    "power-of-two": lambda _: PowerOfTwoPolicy(),
     "prefill-first": lambda _: PrefillFirstPolicy(),
     "decode-first": lambda _: DecodeFirstPolicy(),
 }

@@ -1,4 +1,4 @@
-"""Migration of running answers off a decode device with more load than predicted.
+"""Migration of running answers off a device with more load than predicted.
 
 Answers are placed at their first token by predicted lengths. After wrong predictions a device may
 be full beside an idle device. Aladdin (appendix D) then sends new requests elsewhere, as
@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpupoold.domain import Role
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import RequestPhase
+from gpupoold.scheduling.policies.placement import able_devices
 from gpupoold.scheduling.policies.planned_turns import Loads, Tuning, more_load
 from gpupoold.scheduling.state import DeviceState, Request, State
 
@@ -46,9 +46,10 @@ class Rebalancer:
     def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Return migrations that improve the balance."""
         devices = [one for one in state.devices.values() if not one.migrates_out]
-        full = [one for one in devices if one.role is Role.DECODE and len(devices) > 1]
+        if len(devices) < 2:
+            return
         loads = Loads()
-        for source in full:
+        for source in devices:
             if loads.of(source) > self._tuning.full_load:
                 yield from self._off(source, devices, state, loads, now_s)
 
@@ -98,11 +99,14 @@ class Rebalancer:
     def _target(
         self, request: Request, source: DeviceState, devices: list[DeviceState], loads: Loads
     ) -> DeviceState | None:
-        """Return the least loaded device with the model working or resident and enough memory."""
+        """Return the least loaded device with the model working or resident and enough memory.
+
+        A model with a planned home stays on the home and its helpers.
+        """
         model, limit = request.model, self._tuning.second_device_load
         fitting = [
             one
-            for one in devices
+            for one in able_devices(model, devices)
             if one is not source
             and one.number in model.hosts
             and (model.name in one.working or not one.missing(model))

@@ -7,7 +7,6 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from gpupoold.latency.margins import cantelli_factor
 from gpupoold.scheduling.output_length import (
     NUM_PROMPT_CLASSES,
     Accuracy,
@@ -15,6 +14,7 @@ from gpupoold.scheduling.output_length import (
     RunningMoments,
     prompt_class,
 )
+from gpupoold.scheduling.packing import Limits
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,10 @@ def test_c19_bound_on_output_lengths_holds(tail: float) -> None:
     num_over = 0
     for num_output_tokens in lengths:
         predicted = predictor.predict("m", 100)
-        bound = predictor.accuracy("m").bound_tokens(predicted, cantelli_factor(tail))
-        num_over += num_output_tokens > bound
+        margin = Limits(tail_probability=tail).margin_tokens(1, predictor.accuracy("m").deviation)
+        num_over += num_output_tokens > predicted + margin
         predictor.observe("m", 100, num_output_tokens, predicted)
     assert num_over / len(lengths) <= tail
-
-
-def test_bound_is_prediction_bias_and_margin() -> None:
-    assert Accuracy(9, mean=-5.0, deviation=10.0).bound_tokens(100, cantelli_factor(0.1)) == (
-        pytest.approx(125)
-    )
 
 
 def test_models_are_bounded_the_longest_unseen_goes() -> None:

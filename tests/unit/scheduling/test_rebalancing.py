@@ -6,6 +6,7 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.state import PlannedHome
 from tests.unit.scheduling.driver import GB, Driver, migrations_in
 
 # A step takes 20 ms and 1 ms per answer: a load of 1 with 80 answers. KV of 1 GB per 10,000.
@@ -59,8 +60,16 @@ def test_nothing_moves_where_nobody_has_room_or_nobody_is_full() -> None:
         assert migrations_in(box(*answers).send(e.Tick())) == []
 
 
-def test_devices_that_do_both_keep_their_answers() -> None:
-    assert migrations_in(box(90, 20, role=Role.MIXED).send(e.Tick())) == []
+def test_devices_that_do_both_give_answers_too() -> None:
+    migrations = migrations_in(box(90, 20, role=Role.MIXED).send(e.Tick()))
+    assert {(source, target) for _, source, target in migrations} == {(1, 2)}
+
+
+def test_a_model_with_a_planned_home_stays_on_the_home_and_its_helpers() -> None:
+    driver = box(90, 20, 10, role=Role.MIXED)
+    driver.state.models["a"].home = PlannedHome(1, frozenset({2}))
+    migrations = list(driver.core.policy.rebalance(driver.state, 0.0))
+    assert {target.number for _, target in migrations} == {2}
 
 
 def test_no_answer_moves_for_the_last_of_its_tokens() -> None:

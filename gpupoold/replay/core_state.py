@@ -23,6 +23,7 @@ from typing import Any
 from gpupoold import domain
 from gpupoold.scheduling import (
     actions,
+    arrivals,
     core,
     costs,
     demand,
@@ -45,7 +46,19 @@ from gpupoold.scheduling.policies import (
     unified,
 )
 
-_SCHEDULING = (actions, core, costs, demand, output_length, packing, phases, roles, rules, state)
+_SCHEDULING = (
+    actions,
+    arrivals,
+    core,
+    costs,
+    demand,
+    output_length,
+    packing,
+    phases,
+    roles,
+    rules,
+    state,
+)
 _POLICIES = (
     *(aegaeon, gpupool, homes, placed_once, planned_turns),
     *(rebalancing, request_level, static, unified),

@@ -125,7 +125,7 @@ class Core:
         for model in self.state.models.values():
             model.hosts.discard(device.number)
         for request in [r for r in self.state.requests.values() if r.device == device.number]:
-            self._lose_device(request)
+            self._lose_device(request, now_s)
         self._must_assign = True  # other devices may have to take its role
 
     def _role_set(self, event: e.RoleSet, now_s: float) -> None:
@@ -148,7 +148,7 @@ class Core:
         ]
         for request in [*device.queued_requests(), *waiting]:
             device.dequeue(request)
-            self._lose_device(request)
+            self._lose_device(request, now_s)
             self._to_plan[device.number] = None
 
     def _bandwidth_measured(self, event: e.BandwidthMeasured, now_s: float) -> None:
@@ -191,7 +191,7 @@ class Core:
         self._take_off(device, model)
         self._must_assign = True  # the model's only host may now be a draining device
         for request in lost:
-            self._lose_device(request)
+            self._lose_device(request, now_s)
 
     def _arrived(self, event: e.Arrived, now_s: float) -> None:
         if event.request_id in self.state.requests:
@@ -208,9 +208,8 @@ class Core:
             max_tokens=event.max_tokens,
             ttft_s=event.ttft_s,
         )
-        self.state.requests[request.id] = self.state.held[request.id] = request
-        self.policy.arrived(request, self.state)
-        self._must_assign = True
+        self.state.requests[request.id] = request
+        self._hold(request, now_s)
 
     def _expected_tokens(self, event: e.Arrived) -> int:
         """Return the expected length of the answer, including tokens that exist already."""
@@ -371,10 +370,17 @@ class Core:
         if (device.turn, device.then) != before:
             self._actions.append(StartTurn(device.number, device.turn, device.then))
 
-    def _lose_device(self, request: Request) -> None:
+    def _lose_device(self, request: Request, now_s: float) -> None:
         _move(request, Trigger.LOSE_DEVICE)
         request.device = None
+        self._hold(request, now_s)
+
+    def _hold(self, request: Request, now_s: float) -> None:
+        """Hold a request to be prefilled, which counts as an arrival."""
         self.state.held[request.id] = request
+        self.state.arrivals.add(
+            request.model.name, now_s, request.prompt_tokens, request.expected_tokens
+        )
         self.policy.arrived(request, self.state)
         self._must_assign = True
 

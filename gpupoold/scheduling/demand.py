@@ -1,18 +1,15 @@
 """Arrivals as work per stage: the number of devices for prefill and for decoding.
 
-Covers requests of the last half minute, by model and class of prompt length; a device's capacity
+Covers the arrivals of :mod:`.arrivals`, by model and class of prompt length; a device's capacity
 follows from the model's costs (:mod:`.velocity`). Pure: no clock, no device.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from gpupoold.scheduling.output_length import prompt_class
-from gpupoold.scheduling.state import DeviceState, Model, Request, Speed, State
+from gpupoold.scheduling.state import DeviceState, Model, Speed, State
 from gpupoold.scheduling.velocity import (
     RequestClass,
     decode_velocity,
@@ -22,31 +19,8 @@ from gpupoold.scheduling.velocity import (
     prefillers_load,
 )
 
-WINDOW_S = 30.0
 # Share of the TBT target for a step: the decoded batch is not always the largest possible.
 _TBT_SHARE = 0.9
-
-
-class _Arrival(NamedTuple):
-    at_s: float
-    model: str
-    length_class: int
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums over requests of one model and class."""
-
-    count: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-
-    def add(self, arrival: _Arrival, sign: int) -> None:
-        self.count += sign
-        self.prompt_tokens += sign * arrival.prompt_tokens
-        self.output_tokens += sign * arrival.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,64 +36,6 @@ class Demand:
 
     def __add__(self, other: Demand) -> Demand:
         return Demand(self.prefill + other.prefill, self.decode + other.decode)
-
-
-class ArrivalWindow:
-    """The requests of the last ``window_s``, with their expected lengths.
-
-    Sums are updated as requests enter and leave the window, so that reading is cheap.
-    """
-
-    def __init__(self, window_s: float = WINDOW_S) -> None:
-        self._window_s = window_s
-        self._arrivals: deque[_Arrival] = deque()
-        self._sums: dict[str, dict[int, _Sums]] = {}
-        self._first_s: float | None = None
-
-    def add(self, request: Request) -> None:
-        """Count a request that arrived or has to be prefilled again."""
-        at_s, prompt_tokens = request.arrival_s, request.prompt_tokens
-        if self._first_s is None:
-            self._first_s = at_s
-        self._forget(at_s)
-        length_class, output_tokens = prompt_class(prompt_tokens), max(1, request.expected_tokens)
-        name = request.model.name
-        arrival = _Arrival(at_s, name, length_class, prompt_tokens, output_tokens)
-        self._arrivals.append(arrival)
-        self._sums.setdefault(name, {}).setdefault(length_class, _Sums()).add(arrival, 1)
-
-    def seen_s(self, now_s: float) -> float:
-        """Return the seconds of recorded arrivals, at most the window."""
-        return 0.0 if self._first_s is None else min(now_s - self._first_s, self._window_s)
-
-    def models(self, now_s: float) -> list[str]:
-        """Return the models with arrivals."""
-        self._forget(now_s)
-        return list(self._sums)
-
-    def rates_rps(self, now_s: float) -> dict[str, dict[RequestClass, float]]:
-        """Return requests per second by model and class; a class has its requests' mean lengths."""
-        self._forget(now_s)
-        seen_s = max(self.seen_s(now_s), 1.0)
-        rates: dict[str, dict[RequestClass, float]] = {}
-        for name, classes in self._sums.items():
-            by_class = rates[name] = {}
-            for sums in classes.values():
-                prompt_tokens = max(1, round(sums.prompt_tokens / sums.count))
-                kind = RequestClass(prompt_tokens, max(1, round(sums.output_tokens / sums.count)))
-                by_class[kind] = by_class.get(kind, 0.0) + sums.count / seen_s
-        return rates
-
-    def _forget(self, now_s: float) -> None:
-        while self._arrivals and self._arrivals[0].at_s < now_s - self._window_s:
-            arrival = self._arrivals.popleft()
-            classes = self._sums[arrival.model]
-            sums = classes[arrival.length_class]
-            sums.add(arrival, -1)
-            if not sums.count:
-                del classes[arrival.length_class]
-                if not classes:
-                    del self._sums[arrival.model]
 
 
 def demand_of(

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.demand import ArrivalWindow, Demand, demands_on
-from gpupoold.scheduling.state import DeviceState, Model, Request, State
+from gpupoold.scheduling.demand import Demand, demands_on
+from gpupoold.scheduling.state import DeviceState, Model, State
 from gpupoold.scheduling.velocity import RequestClass
 
 
@@ -72,14 +72,9 @@ class RolePlanner:
 
     def __init__(self, tuning: RoleTuning | None = None) -> None:
         self._tuning = tuning or RoleTuning()
-        self._window = ArrivalWindow()
         self._changed_s: dict[int, float] = {}
         self._wanted: int | None = None  # number of prefill devices; None: all do both
         self._wanted_since_s = 0.0
-
-    def arrived(self, request: Request) -> None:
-        """Count a request that arrived or has to be prefilled again."""
-        self._window.add(request)
 
     def changes(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """Return the next step towards the wanted roles."""
@@ -104,14 +99,15 @@ class RolePlanner:
         present = num_prefill if is_split else None
         if len(usable) < 2 or any(one.is_role_fixed and one.role is Role.MIXED for one in usable):
             return None
-        if self._window.seen_s(now_s) < tuning.observe_s:
+        arrivals = state.arrivals.recent
+        if arrivals.seen_s(now_s) < tuning.observe_s:
             return present
-        models = [state.models[n] for n in self._window.models(now_s) if n in state.models]
+        models = [state.models[n] for n in arrivals.models(now_s) if n in state.models]
         if not models:
             return present
         if not self._fit_together(models, usable):
             return None
-        demands = _mean_demands(state, self._window.rates_rps(now_s), usable)
+        demands = _mean_demands(state, arrivals.rates_rps(now_s), usable)
         demand = sum(demands, Demand())
         main_share = max(one.total for one in demands) / max(demand.total, 1e-9)
         limit = tuning.main_share_to_split if present is None else tuning.main_share_to_stay

@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.arrivals import Arrivals
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
@@ -368,7 +369,7 @@ class DeviceState:
 class State:
     """The whole state. Policies read the state; only the core changes the state.
 
-    ``lengths`` predicts answer lengths from finished answers.
+    ``lengths`` predicts answer lengths from finished answers; ``arrivals`` has the demand.
     """
 
     models: dict[str, Model] = field(default_factory=dict)
@@ -377,6 +378,7 @@ class State:
     held: dict[str, Request] = field(default_factory=dict)
     num_turns: int = 0
     lengths: OutputLengthPredictor = field(default_factory=OutputLengthPredictor)
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     @property
     def is_split(self) -> bool:

@@ -83,11 +83,6 @@ class GpupoolPolicy(SimplePolicy):
     def set_quota_max(self, quota_max_s: float) -> None:
         self._tuning = replace(self._tuning, turn_max_s=quota_max_s)
 
-    def arrived(self, request: Request, state: State) -> None:
-        """Count the request for roles and homes."""
-        self._roles.arrived(request)
-        self._planned_homes.arrived(request)
-
     def ended(self, request: Request, state: State) -> None:
         self._rebalancer.ended(request)
 

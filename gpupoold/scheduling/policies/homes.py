@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from gpupoold.scheduling.demand import ArrivalWindow
 from gpupoold.scheduling.pressure import (
     HomeDevice,
     ModelDemand,
@@ -13,11 +12,9 @@ from gpupoold.scheduling.pressure import (
     has_hurried,
     switching_growth,
 )
-from gpupoold.scheduling.state import DeviceState, Model, PlannedHome, Request, State
+from gpupoold.scheduling.state import DeviceState, Model, PlannedHome, State
 from gpupoold.scheduling.velocity import RequestClass
 
-# Long enough for sixty arrivals of a model with a request in ten seconds.
-_WINDOW_S = 600.0
 _PERIOD_S = 5.0
 # Less is no reason to move a model: rates are estimates, and a move costs a copy.
 _THRESHOLD = 0.1
@@ -33,13 +30,8 @@ class HomePlanner:
 
     def __init__(self, lead_share: float) -> None:
         self._lead_share = lead_share
-        self._arrivals = ArrivalWindow(_WINDOW_S)
         self._next_s = -math.inf
         self._homes: dict[str, int] = {}
-
-    def arrived(self, request: Request) -> None:
-        """Count a request."""
-        self._arrivals.add(request)
 
     def changes(self, state: State, now_s: float) -> dict[str, PlannedHome | None]:
         """Return the homes that have changed, if it is time to plan again.
@@ -81,7 +73,7 @@ class HomePlanner:
     def _devices(self, state: State, now_s: float) -> list[HomeDevice]:
         rates = {
             name: by_class
-            for name, by_class in self._arrivals.rates_rps(now_s).items()
+            for name, by_class in state.arrivals.lasting.rates_rps(now_s).items()
             if name in state.models
         }
         return [

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gpupoold.domain import Role
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.placement import able_devices
@@ -50,7 +51,9 @@ class Rebalancer:
             return
         loads = Loads()
         for source in devices:
-            if loads.of(source) > self._tuning.full_load:
+            # A model alone on a device has a second device by placement, without copies of KV.
+            may_give = source.role is Role.DECODE or len(source.working) > 1
+            if may_give and loads.of(source) > self._tuning.full_load:
                 yield from self._off(source, devices, state, loads, now_s)
 
     def _off(

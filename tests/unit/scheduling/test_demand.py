@@ -8,14 +8,13 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.demand import (
-    ArrivalWindow,
     Demand,
     decoding_now,
     demand_of,
     demands_on,
 )
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.state import Model, Request
+from gpupoold.scheduling.state import Model
 from gpupoold.scheduling.velocity import RequestClass
 from tests.unit.scheduling.driver import Driver
 
@@ -28,10 +27,6 @@ KIND = RequestClass(1000, 100)
 
 def model(name: str = "a", kv_bytes_per_token: int = 1000) -> Model:
     return Model(name, Targets(10.0, 0.1), 10 * GB, kv_bytes_per_token, COSTS)
-
-
-def arrival(at_s: float, name: str = "a", prompt: int = 1000, expected: int = 100) -> Request:
-    return Request(f"r{at_s}", model(name), at_s, prompt, None, expected_tokens=expected)
 
 
 def test_devices_worth_of_work_by_stage() -> None:
@@ -53,28 +48,6 @@ def test_little_memory_makes_small_batches() -> None:
     capacity_bytes = 10 * GB + 10 * 1050 * 1000
     demand = demand_of(model(), {KIND: 2.0}, capacity_bytes, 10 * GB)
     assert demand.decode == pytest.approx(2 * 3 / 10)
-
-
-def test_the_window_has_rates_by_model_and_class() -> None:
-    window = ArrivalWindow(10.0)
-    assert window.rates_rps(0.0) == {}
-    assert window.seen_s(5.0) == 0.0
-    for at_s in range(20):
-        window.add(arrival(float(at_s), expected=100 + at_s % 2 * 50))
-        window.add(arrival(at_s + 0.5, "b", prompt=10, expected=0))
-    assert window.seen_s(20.0) == 10.0
-    assert window.rates_rps(20.0) == {
-        "a": {RequestClass(1000, 125): 1.0},
-        "b": {RequestClass(10, 1): 1.0},
-    }
-    assert window.rates_rps(100.0) == {}
-
-
-def test_a_young_window_counts_the_time_it_has_seen() -> None:
-    window = ArrivalWindow(30.0)
-    for at_s in (0.0, 2.0, 4.0):
-        window.add(arrival(at_s))
-    assert window.rates_rps(5.0) == {"a": {KIND: pytest.approx(3 / 5)}}
 
 
 def test_answers_under_way_are_work_too() -> None:

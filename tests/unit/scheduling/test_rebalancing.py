@@ -60,13 +60,29 @@ def test_nothing_moves_where_nobody_has_room_or_nobody_is_full() -> None:
         assert migrations_in(box(*answers).send(e.Tick())) == []
 
 
-def test_devices_that_do_both_give_answers_too() -> None:
-    migrations = migrations_in(box(90, 20, role=Role.MIXED).send(e.Tick()))
-    assert {(source, target) for _, source, target in migrations} == {(1, 2)}
+def shared_box() -> Driver:
+    """Devices that do both stages; the first has answers of another model too."""
+    driver = box(90, 20, 10, role=Role.MIXED)
+    added = e.ModelAdded("b", Targets(10.0, 0.1), GB, 1000, COSTS)
+    driver.send(added, e.Hosted(1, "b"))
+    driver.arrive("b", "other")
+    driver.end_turn(1)
+    assert driver.running(1) == "b"
+    return driver
+
+
+def test_devices_that_do_both_keep_the_answers_of_a_lone_model() -> None:
+    assert migrations_in(box(90, 20, role=Role.MIXED).send(e.Tick())) == []
+
+
+def test_devices_that_do_both_give_answers_where_models_take_turns() -> None:
+    driver = shared_box()
+    migrations = list(driver.core.policy.rebalance(driver.state, 0.0))
+    assert {target.number for _, target in migrations} == {3}
 
 
 def test_a_model_with_a_planned_home_stays_on_the_home_and_its_helpers() -> None:
-    driver = box(90, 20, 10, role=Role.MIXED)
+    driver = shared_box()
     driver.state.models["a"].home = PlannedHome(1, frozenset({2}))
     migrations = list(driver.core.policy.rebalance(driver.state, 0.0))
     assert {target.number for _, target in migrations} == {2}

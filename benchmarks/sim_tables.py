@@ -124,11 +124,12 @@ def fig11a_table(report: Report) -> str:
             cells.append(_attained(row))
             if policy in _BOTH_METRICS:
                 cells.append(_attained(row, "attainment_paper"))
+        cells.append(_bound(next(row for row in rows if row["models"] == models)))
         lines.append(cells)
     heads = ["models"]
     for policy in policies:
         heads += [policy, f"{policy}, paper's metric"] if policy in _BOTH_METRICS else [policy]
-    return _markdown(heads, lines)
+    return _markdown([*heads, "bound"], lines)
 
 
 def fig6_table(report: Report) -> str:
@@ -180,10 +181,11 @@ def _attainments(rows: Iterable[Mapping[str, Any]]) -> str:
     for preset, point in points.items():
         some = next(iter(point.values()))
         cells = [_attained(point.get(policy)) for policy in policies]
+        cells.append(_bound(some))
         lines.append((f"`{preset}`", some["devices"], str(some["models"]), *cells))
     if not lines:
         return "Not measured: the recorded workloads were not there.\n"
-    return _markdown(("workload", "box", "models", *policies), lines)
+    return _markdown(("workload", "box", "models", *policies, "bound"), lines)
 
 
 def _known(names: Iterable[str]) -> list[str]:
@@ -209,6 +211,12 @@ def _attained(row: Mapping[str, Any] | None, metric: str = "attainment") -> str:
     if row.get("refused"):
         return "refused"
     return "none" if row[metric] is None else _percent(row[metric])
+
+
+def _bound(row: Mapping[str, Any]) -> str:
+    """Return the bound on the attainment of all policies on the row's workload."""
+    share = row["attainment_bound"]
+    return "none" if share is None else _percent(share)
 
 
 def _reached(figure: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import typer
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import trusted_socket_path
 from gpupoold.errors import GpupoolError, UsageError
-from gpupoold.units import parse_duration_s
+from gpupoold.units import parse_duration_s, parse_size_bytes
 
 _COMPLETION_TIMEOUT_S = 1.0
 
@@ -29,6 +29,38 @@ def duration_s(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise typer.BadParameter(f"{text!r} must be more than zero and finite")
     return seconds
+
+
+def size_bytes(text: str) -> int:
+    """Bytes in an option's value.
+
+    Raises:
+        typer.BadParameter: it is no size; Typer adds the option's name.
+    """
+    try:
+        return parse_size_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+KvHostOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-host",
+        parser=size_bytes,
+        metavar="SIZE",
+        help="Host memory for KV of each GPU, as memory.kv_host; default: as the daemon.",
+    ),
+]
+ModelCacheOption = Annotated[
+    int | None,
+    typer.Option(
+        "--model-cache",
+        parser=size_bytes,
+        metavar="SIZE",
+        help="Host memory for models, as memory.model_cache; default: as the daemon.",
+    ),
+]
 
 
 def read_pairs(given: Iterable[str], option: str, example: str) -> Iterator[tuple[str, str]]:

@@ -51,11 +51,19 @@ class SimDevice:
         prefetches: bool = True,
         segment_steps: int = _SEGMENT_STEPS,
         switch_overhead_s: float = 0.0,
+        kv_host_bytes: int | None = None,
     ) -> None:
         self.number = number
         self.models = dict(models)
-        self.memory = SimMemory(capacity_bytes, self.models, self._use_of, switch_overhead_s)
         self.requests = DeviceRequests()
+        self.memory = SimMemory(
+            capacity_bytes,
+            self.models,
+            lambda name: self.requests.use_of(name, self.models[name].targets),
+            switch_overhead_s,
+            kv_host_bytes,
+            self.requests.recompute,
+        )
         self.tally = DeviceTally()
         self.turn: Turn | None = None
         self.in_step: Sequence[SimLive] = ()
@@ -116,10 +124,11 @@ class SimDevice:
         """Release a request; return the time when the KV is in host memory.
 
         The request keeps the tokens so far; the token of the present step is dropped. Return None
-        for a request without a complete prefill: such a request leaves without KV.
+        for a request that leaves without KV: without a complete prefill, or without host memory.
         """
         model = live.request.model
-        if live not in self.requests.running[model]:
+        has_room = self.memory.has_host_room(model, live.context_tokens)
+        if live not in self.requests.running[model] or not has_room:
             self.memory.add_kv(model, -self._remove(live))
             return None
         return self.memory.send_kv(model, self._remove(live), self._queue.now_s)
@@ -195,7 +204,7 @@ class SimDevice:
             self._end_turn()
             return
         delay_s, moved = self._switch_in(turn)
-        self.tally.switches += moved > 0
+        self.tally.switches += moved > 0 and self.memory.has_evicted
         if delay_s > 0:
             self._piece = self._queue.schedule(self._began_s, self._begin)
         else:
@@ -216,7 +225,7 @@ class SimDevice:
         delay_s, moved = self.memory.switch_in(turn.model, now_s)
         if moved or self._began_s == math.inf:
             self.tally.moved_bytes += moved
-            self.tally.switch_s += delay_s
+            self.tally.add_switch(now_s, delay_s)
             self._began_s = now_s + delay_s
             self._ends_at_s = self._began_s + turn.quota_s
             if self._on_switch is not None:
@@ -269,7 +278,7 @@ class SimDevice:
     def _run(self, lives: Sequence[SimLive], duration_s: float, end: Callable[[], None]) -> None:
         self.in_step = lives
         self.tally.steps += 1
-        self.tally.busy_s += duration_s
+        self.tally.add_work(self._queue.now_s, duration_s)
         self._piece = self._queue.schedule(self._queue.now_s + duration_s, end)
 
     def _prefill(self, model: str, live: SimLive) -> None:
@@ -312,8 +321,7 @@ class SimDevice:
             if live in self.requests.waiting[model]:
                 live.done_tokens += num_tokens
                 self.memory.add_kv(model, num_tokens)
-        ready = self.requests.take_prefilled(model)
-        batch += ready
+        batch += self.requests.take_prefilled(model)
         for live in batch:
             live.token_times_s.append(self._queue.now_s)
         self.memory.add_kv(model, len(batch))
@@ -337,8 +345,7 @@ class SimDevice:
 
     def _decoded(self) -> None:
         segment, self._segment = self._segment, None
-        assert segment is not None
-        assert self.turn is not None
+        assert segment is not None and self.turn is not None
         model, batch, step_s = self.turn.model, segment.batch, segment.step_s
         times_s = segment.token_times_s()
         for live in batch:
@@ -348,7 +355,7 @@ class SimDevice:
             ids = tuple([live.request.id for live in batch])
             self._report(e.Stepped(self.number, model, ids, segment.num_steps, step_s))
         self.tally.steps += segment.num_steps
-        self.tally.busy_s += segment.num_steps * step_s
+        self.tally.add_work(segment.start_s, segment.num_steps * step_s)
         self._end_finished(model)
         self._work()
 
@@ -387,13 +394,6 @@ class SimDevice:
             self._cut(now_s)
         return self.requests.remove(live)
 
-    def _use_of(self, name: str) -> tuple[int, float]:
-        """Return the number of a model's requests and the earliest deadline of a token."""
-        targets, lives = self.models[name].targets, self.requests.present(name)
-        due_s = (targets.deadline_s(one.request.arrival_s, one.num_tokens) for one in lives)
-        return len(lives), min(due_s, default=math.inf)
-
     def _report_memory(self) -> None:
-        changes = self.memory.take_changes()
-        if changes:
+        if changes := self.memory.take_changes():
             self._report(e.MemoryChanged(self.number, changes))

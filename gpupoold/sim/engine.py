@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from gpupoold.scheduling.costs import costs_of
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.device import SimDevice
+from gpupoold.sim.host import HostMemory, ModelCache
 from gpupoold.sim.live import DeviceTally, SimLive
 from gpupoold.sim.metrics import RequestResult
 from gpupoold.sim.model import SimModel
@@ -23,23 +25,31 @@ from gpupoold.sim.workloads import SimRequest
 
 @dataclass(frozen=True, slots=True)
 class SimOutcome:
-    """The result of every request, in order of arrival, and each device's counts."""
+    """The result of every request, in order of arrival, and each device's counts.
+
+    ``num_reads`` is the number of models read from disk, ``num_dropped`` how often the KV of a
+    model was dropped on a device.
+    """
 
     results: tuple[RequestResult, ...]
     devices: tuple[DeviceTally, ...]
     end_s: float
+    num_reads: int = 0
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class UnlikeDevice:
     """A device of a box with unlike devices: its memory, and the models that can run there.
 
+    ``kv_host_bytes`` is the host memory for KV, None for no limit.
     Devices of one ``kind`` have the same models.
     """
 
     models: Mapping[str, SimModel]
     num_bytes: int
     kind: str = ""
+    kv_host_bytes: int | None = None
 
 
 class Simulation:
@@ -57,20 +67,24 @@ class Simulation:
         kv_host_bytes: int | None = None,
         roles: Sequence[Role] | None = None,
         unlike: Sequence[UnlikeDevice] = (),
+        host: HostMemory | None = None,
     ) -> None:
         """Build a box of ``num_devices`` equal devices, or of the devices in ``unlike``.
 
         ``switch_overhead_s`` is added to every switch that loads weights.
 
-        ``kv_host_bytes`` is the host memory for KV per device that the core's KV admission assumes;
-        the simulated host memory is unlimited. ``roles`` fix the devices' roles; with None the
-        policy chooses roles at every tick.
+        ``kv_host_bytes`` is the host memory for KV of each equal device, ``host`` has the size of
+        the model cache; None is no limit. ``roles`` fix the devices' roles; with None the policy
+        chooses roles at every tick.
 
         Raises:
-            UsageError: there are no devices, a model exceeds its devices, or the number of roles
-                is wrong.
+            UsageError: there are no devices, a model exceeds its devices or the model cache, or
+                the number of roles is wrong.
         """
-        devices = unlike or [UnlikeDevice(models, device_bytes)] * num_devices
+        devices = (
+            unlike
+            or [UnlikeDevice(models, device_bytes, kv_host_bytes=kv_host_bytes)] * num_devices
+        )
         _check(models, devices)
         if roles is not None and len(roles) != len(devices):
             raise UsageError(f"{len(roles)} roles for {len(devices)} devices: each needs one")
@@ -87,12 +101,17 @@ class Simulation:
                 dict(sorted(device.models.items())),
                 device.num_bytes,
                 self._queue,
-                self._events.append,
+                self._report,
                 prefetches=prefetches,
                 switch_overhead_s=switch_overhead_s,
+                kv_host_bytes=device.kv_host_bytes,
             )
             for number, device in enumerate(devices)
         ]
+        self._cache = None
+        if host is not None:
+            self._cache = ModelCache(host, _snapshot_bytes(self._models, devices), self._page_out)
+        self._uncached: defaultdict[str, list[e.Event]] = defaultdict(list)
         self._introduce(
             devices,
             [
@@ -101,7 +120,7 @@ class Simulation:
                     device.num_bytes,
                     _bandwidth(device.models),
                     prefetches,
-                    kv_host_bytes,
+                    device.kv_host_bytes,
                     Role.MIXED if roles is None else roles[number],
                     is_role_fixed=roles is not None,
                     kind=device.kind,
@@ -115,14 +134,18 @@ class Simulation:
         requests: Sequence[SimRequest],
         end_s: float,
         on_progress: Callable[[float], None] | None = None,
+        counted_until_s: float = math.inf,
     ) -> SimOutcome:
         """Serve ``requests`` until ``end_s``; requests unfinished then lack tokens.
 
+        The devices' times of work and of switching are counted until ``counted_until_s``.
         ``on_progress`` gets the virtual time, once every 1000 events.
 
         Raises:
             UsageError: a request names a model that the box lacks.
         """
+        for device in self._devices:
+            device.tally.counted_until_s = counted_until_s
         lives = [SimLive(request) for request in requests]
         for live in lives:
             if live.request.model not in self._models:
@@ -144,6 +167,8 @@ class Simulation:
             tuple(self._result(live) for live in lives),
             tuple(device.tally for device in self._devices),
             end_s,
+            self._cache.num_reads if self._cache is not None else 0,
+            sum(device.memory.num_dropped for device in self._devices),
         )
 
     def _introduce(self, devices: Sequence[UnlikeDevice], ups: Sequence[e.DeviceUp]) -> None:
@@ -179,15 +204,42 @@ class Simulation:
     def _arrive(self, live: SimLive) -> None:
         request = live.request
         self._lives[request.id] = live
-        self._events.append(
-            e.Arrived(
-                request.id,
-                request.model,
-                request.arrival_s,
-                request.prompt_tokens,
-                request.output_tokens,
-            )
+        arrived = e.Arrived(
+            request.id,
+            request.model,
+            request.arrival_s,
+            request.prompt_tokens,
+            request.output_tokens,
         )
+        if self._cache is None or self._cache.arrived(request.model):
+            self._events.append(arrived)
+        else:
+            self._uncached[request.model].append(arrived)
+            self._read_next()
+
+    def _read_next(self) -> None:
+        """Begin to read a model for which requests wait, if possible now."""
+        if self._cache is not None and (read := self._cache.next_read()) is not None:
+            model, seconds = read
+            self._queue.schedule(self._queue.now_s + seconds, lambda: self._was_read(model))
+
+    def _was_read(self, model: str) -> None:
+        assert self._cache is not None
+        self._cache.was_read()
+        self._events += self._uncached.pop(model, ())
+        self._read_next()
+
+    def _page_out(self, model: str) -> None:
+        """Evict the weights of a model without a snapshot, as workers do."""
+        for device in self._devices:
+            if model in device.models:
+                device.page_out(model)
+
+    def _report(self, event: e.Event) -> None:
+        self._events.append(event)
+        if self._cache is not None and isinstance(event, e.Ended):
+            self._cache.ended(self._lives[event.request_id].request.model)
+            self._read_next()
 
     def _settle(self) -> None:
         """Pass events to the core and actions to the devices until no event is left."""
@@ -224,6 +276,14 @@ class Simulation:
 
 _PROGRESS_EVERY = 1000
 _TICK_S = 1.0
+
+
+def _snapshot_bytes(models: Iterable[str], devices: Sequence[UnlikeDevice]) -> dict[str, int]:
+    """Return each model's bytes in the model cache: a snapshot for each kind of device."""
+    kinds = {device.kind: device.models for device in devices}
+    return {
+        name: sum(on[name].weight_bytes for on in kinds.values() if name in on) for name in models
+    }
 
 
 def _bandwidth(models: Mapping[str, SimModel]) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from gpupoold.domain import Targets
 from gpupoold.sim.workloads import SimRequest
 
 
@@ -45,14 +47,30 @@ class SimLive:
 
 @dataclass(slots=True)
 class DeviceTally:
-    """Counts of a device's work, in steps, bytes and seconds."""
+    """Counts of a device's work, in steps, bytes and seconds.
 
+    ``busy_s`` and ``switch_s`` count the work until ``counted_until_s``; the other fields count all
+    work. Loads that fill a device before its first eviction are not ``switches``.
+    """
+
+    counted_until_s: float = math.inf
     turns: int = 0
     steps: int = 0
     switches: int = 0
     moved_bytes: int = 0
     switch_s: float = 0.0
     busy_s: float = 0.0
+
+    def add_work(self, begin_s: float, duration_s: float) -> None:
+        """Count a piece of work from ``begin_s``."""
+        self.busy_s += self._counted_s(begin_s, duration_s)
+
+    def add_switch(self, begin_s: float, duration_s: float) -> None:
+        """Count the time of a switch from ``begin_s``."""
+        self.switch_s += self._counted_s(begin_s, duration_s)
+
+    def _counted_s(self, begin_s: float, duration_s: float) -> float:
+        return min(duration_s, max(0.0, self.counted_until_s - begin_s))
 
 
 class DeviceRequests:
@@ -86,6 +104,21 @@ class DeviceRequests:
         """Return all requests of a model."""
         attaching = (one for one in self.attaching if one.request.model == model)
         return [*self.present(model), *attaching]
+
+    def recompute(self, model: str) -> None:
+        """Let a model's requests, whose KV is gone, wait for a prefill again; answers first."""
+        for live in self.running[model]:
+            live.num_repeated = len(live.token_times_s)
+        self.waiting[model] = [*self.running[model], *self.waiting[model]]
+        self.running[model] = []
+        for live in self.waiting[model]:
+            live.done_tokens = 0
+
+    def use_of(self, model: str, targets: Targets) -> tuple[int, float]:
+        """Return the number of a model's requests and the earliest deadline of a token."""
+        lives = self.present(model)
+        due_s = (targets.deadline_s(one.request.arrival_s, one.num_tokens) for one in lives)
+        return len(lives), min(due_s, default=math.inf)
 
     def take_finished(self, model: str) -> list[SimLive]:
         """Remove and return a model's requests with complete answers."""

@@ -1,7 +1,8 @@
 """A simulated device's memory: weights and KV in bytes, evicted in the same order as by workers.
 
 As on a worker, weights are evicted page by page and only as far as needed, and a prefetch takes
-what is free beside the present model.
+what is free beside the present model. KV for which the host has no memory is dropped and computed
+anew.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _LEAST_PIECE_BYTES = 64 << 20
 _GROWTH_SHARE = 0.25
 
 
+def _ignore(name: str) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class _Held:
     """``weight_bytes`` are on the device or on the way."""
@@ -61,11 +66,21 @@ class SimMemory:
         models: Mapping[str, SimModel],
         use_of: Callable[[str], tuple[int, float]],
         switch_overhead_s: float = 0.0,
+        kv_host_bytes: int | None = None,
+        recompute: Callable[[str], None] = _ignore,
     ) -> None:
+        """``kv_host_bytes`` is the host memory for KV, None for no limit.
+
+        ``recompute`` is called with a model whose KV, all of it, has been dropped.
+        """
         self.capacity_bytes = capacity_bytes
         self._models = models
         self._use_of = use_of
         self._switch_overhead_s = switch_overhead_s
+        self._kv_host_bytes = kv_host_bytes
+        self._recompute = recompute
+        self.num_dropped = 0
+        """How often the KV of a model was dropped."""
         self._held = {name: _Held() for name in models}
         self._used_bytes = 0
         self._next: str | None = None  # being prefetched
@@ -73,6 +88,8 @@ class SimMemory:
         self._in_free_s = 0.0
         self._out_free_s = 0.0
         self._changed: set[str] = set()
+        self.has_evicted = False
+        """True once weights or KV of a model have been evicted."""
 
     @property
     def resident(self) -> frozenset[str]:
@@ -108,6 +125,7 @@ class SimMemory:
         if num_bytes is not None:
             gone = min(gone, math.ceil(num_bytes / PAGE_BYTES) * PAGE_BYTES)
         if gone:
+            self.has_evicted = True
             self._used_bytes -= gone
             held.weight_bytes -= gone
             held.moved.weights = max(0, held.moved.weights - gone)
@@ -208,6 +226,12 @@ class SimMemory:
             held.kv_host_bytes = max(0, held.kv_host_bytes + num_bytes - grown)
             self._changed.add(name)
 
+    def has_host_room(self, name: str, num_tokens: int) -> bool:
+        """Return whether the host has memory for the KV of ``num_tokens`` tokens."""
+        free_bytes = self._host_free_bytes()
+        num_bytes = num_tokens * self._models[name].kv_bytes_per_token
+        return free_bytes is None or num_bytes <= free_bytes
+
     def send_kv(self, name: str, num_tokens: int, now_s: float) -> float:
         """Copy a request's KV to host memory and free the device's; return the end of the copy."""
         num_bytes = num_tokens * self._models[name].kv_bytes_per_token
@@ -258,37 +282,59 @@ class SimMemory:
 
         The plan counts the evictions of ``untouched`` as if made.
         """
-        short = num_bytes - self.free_bytes
-        if short <= 0:
-            return 0
         moved = 0
-        holdings = [
-            self._holding(name)
-            for name, held in self._held.items()
-            if (held.weight_bytes or held.kv_bytes) and name not in keep
-        ]
-        for eviction in plan_evictions(short, holdings):
-            short = num_bytes - self.free_bytes
-            if short <= 0:
+        while (short := num_bytes - self.free_bytes) > 0:
+            before = self.free_bytes
+            host_bytes = self._host_free_bytes()
+            holdings = [
+                self._holding(name, host_bytes)
+                for name, held in self._held.items()
+                if (held.weight_bytes or held.kv_bytes) and name not in keep
+            ]
+            for eviction in plan_evictions(short, holdings):
+                short = num_bytes - self.free_bytes
+                if short <= 0:
+                    break
+                if _is_meant(eviction, untouched):
+                    moved += self._evict(eviction, short)
+            # A plan is too short only if models counted on the same host memory.
+            if host_bytes is None or untouched is not None or self.free_bytes == before:
                 break
-            if eviction.model != untouched:
-                moved += self._evict(eviction, short)
         return moved
 
     def _evict(self, eviction: Eviction, short: int) -> int:
         """Evict until ``short`` more bytes are free; return the bytes of KV to copy out."""
-        held = self._held[eviction.model]
+        held, host_bytes = self._held[eviction.model], self._host_free_bytes()
         if eviction.victim is Victim.WEIGHTS:
             self.evict_weights(eviction.model, short)
             return 0
+        self.has_evicted = True
+        if eviction.victim is Victim.RECOMPUTE:
+            self._drop_kv(eviction.model)
+            return 0
         moved = min(held.kv_bytes, math.ceil(short / PAGE_BYTES) * PAGE_BYTES)
+        moved = moved if host_bytes is None else min(moved, host_bytes)
         self._used_bytes -= moved
         held.kv_host_bytes += moved
         held.kv_bytes -= moved
         self._changed.add(eviction.model)
         return moved
 
-    def _holding(self, name: str) -> PageHolding:
+    def _drop_kv(self, name: str) -> None:
+        held = self._held[name]
+        self._used_bytes -= held.kv_bytes
+        held.kv_bytes = held.kv_host_bytes = 0
+        self.num_dropped += 1
+        self._changed.add(name)
+        self._recompute(name)
+
+    def _host_free_bytes(self) -> int | None:
+        """Return the free host memory for KV; None without a limit."""
+        if self._kv_host_bytes is None:
+            return None
+        return max(0, self._kv_host_bytes - sum(one.kv_host_bytes for one in self._held.values()))
+
+    def _holding(self, name: str, host_bytes: int | None) -> PageHolding:
         held = self._held[name]
         num_live, next_deadline_s = self._use_of(name)
         return PageHolding(
@@ -300,4 +346,12 @@ class SimMemory:
             weight_pages=held.weight_bytes,
             free_kv_pages=0,
             live_kv_pages=held.kv_bytes,
+            movable_kv_pages=host_bytes,
         )
+
+
+def _is_meant(eviction: Eviction, untouched: str | None) -> bool:
+    """Return whether to make an eviction; nothing is computed anew for a prefetch."""
+    if untouched is None:
+        return True
+    return eviction.model != untouched and eviction.victim is not Victim.RECOMPUTE

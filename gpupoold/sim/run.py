@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NotRequired, TypedDict
 
 from gpupoold.errors import UsageError
+from gpupoold.sim.bound import attainment_bound
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.metrics import Goodput, goodput, summarise
 from gpupoold.sim.policies import PolicyOptions, make_policy
@@ -41,9 +42,12 @@ class RunRow(TypedDict):
     tbt_s: float
     seed: int
     roles: str
+    kv_host_bytes: int
+    model_cache_bytes: int
     requests: int
     finished: int
     attainment: float | None
+    attainment_bound: float | None
     attainment_paper: float | None
     on_schedule: float | None
     ttft_attainment: float | None
@@ -54,6 +58,8 @@ class RunRow(TypedDict):
     switches: int
     busy_share: float
     switching_share: float
+    disk_reads: int
+    kv_drops: int
     wall_s: float
     active_models_mean: NotRequired[float]
     burst_ttft_p50_s: NotRequired[float | None]
@@ -178,6 +184,7 @@ def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> RunR
 
 def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> RunRow:
     panel = point.panel
+    host = panel.host
     simulation = Simulation(
         scenario.models,
         make_policy(
@@ -188,12 +195,16 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
         scenario.box.device_bytes,
         prefetches=point.policy not in panel.without_prefetch,
         switch_overhead_s=panel.switch_overhead_s,
+        kv_host_bytes=host.kv_bytes_per_gpu * scenario.box.tensor_parallel_size,
         roles=panel.device_roles,
+        host=host,
     )
     duration_s = scenario.duration_s
     report_progress = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
     started_s = time.perf_counter()
-    outcome = simulation.run(scenario.requests, scenario.end_s, report_progress)
+    outcome = simulation.run(
+        scenario.requests, scenario.end_s, report_progress, counted_until_s=duration_s
+    )
     return _row(point, scenario, outcome, time.perf_counter() - started_s)
 
 
@@ -201,6 +212,7 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
     overall = summarise(outcome.results, outcome.end_s).overall
     devices, num_models = outcome.devices, len(scenario.models)
     available_s = scenario.box.num_devices * scenario.duration_s
+    bound = attainment_bound(scenario.requests, scenario.models, scenario.box.num_devices)
     rps = point.rps or len(scenario.requests) / scenario.duration_s / num_models
     row: RunRow = {
         "preset": scenario.name,
@@ -214,9 +226,12 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
         "tbt_s": scenario.targets.tbt_s,
         "seed": point.panel.seed,
         "roles": roles_text(point.panel.roles),
+        "kv_host_bytes": point.panel.host.kv_bytes_per_gpu,
+        "model_cache_bytes": point.panel.host.model_cache_bytes,
         "requests": len(scenario.requests),
         "finished": overall.num_finished,
         "attainment": overall.attainment,
+        "attainment_bound": bound,
         "attainment_paper": overall.artifact,
         "on_schedule": overall.on_schedule,
         "ttft_attainment": overall.first_in_time,
@@ -227,6 +242,8 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
         "switches": sum(device.switches for device in devices),
         "busy_share": sum(device.busy_s for device in devices) / available_s,
         "switching_share": sum(device.switch_s for device in devices) / available_s,
+        "disk_reads": outcome.num_reads,
+        "kv_drops": outcome.num_dropped,
         "wall_s": wall_s,
     }
     if (service_s := point.panel.service_s) is not None:

@@ -16,6 +16,8 @@ from typing import Literal, Protocol, Self
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, models_on
+from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes
+from gpupoold.sim.host_defaults import host_memory
 from gpupoold.sim.lengths import (
     Lengths,
     LengthSampler,
@@ -192,6 +194,8 @@ class Overrides:
     duration_s: float | None = None
     seed: int | None = None
     switch_overhead_s: float | None = None
+    kv_host_bytes: int | None = None
+    model_cache_bytes: int | None = None
     workloads_dir: Path | None = None
 
 
@@ -204,7 +208,8 @@ class FigurePanel:
     without prefetches. With ``service_s`` the rows have the mean number of models in use if each
     request took so many seconds. ``roles`` has one role for all devices or a role for each; with
     None the policy chooses. ``burst_s`` is the start and end of a burst; the rows then have the
-    TTFT of requests in the burst.
+    TTFT of requests in the burst. ``host_wishes`` are budgets of host memory other than the
+    daemon's defaults.
     """
 
     name: str
@@ -226,6 +231,12 @@ class FigurePanel:
     roles: tuple[Role, ...] | None = None
     converts_decoders: bool = True
     burst_s: tuple[float, float] | None = None
+    host_wishes: HostWishes = NO_WISHES
+
+    @property
+    def host(self) -> HostMemory:
+        """Host memory of the box. Raises UsageError for impossible wishes."""
+        return host_memory(self.box, self.host_wishes)
 
     @property
     def device_roles(self) -> tuple[Role, ...] | None:
@@ -261,6 +272,7 @@ class FigurePanel:
             axis=self._axis(wanted),
             workload=self.workload.located(wanted.workloads_dir),
             roles=self._roles(wanted),
+            host_wishes=HostWishes(wanted.kv_host_bytes, wanted.model_cache_bytes),
             **simple,
         )
 

@@ -25,6 +25,7 @@ def row(preset: str, policy: str, attainment: float | None, **others: object) ->
         "models": 40,
         "rps": 0.1,
         "attainment": attainment,
+        "attainment_bound": 0.999,
         "attainment_paper": None if attainment is None else attainment - 0.01,
         "ttft_p50_s": 1.234,
         "ttft_p99_s": None,
@@ -84,8 +85,8 @@ def test_goodput_tells_lower_bounds_and_loads_that_were_all_too_much() -> None:
 
 
 def test_recorded_workloads_and_the_artifacts_lists_are_apart() -> None:
-    assert lines("recorded")[0] == "| workload | box | models | gpupool | static |"
-    assert lines("recorded")[2:] == ["| `arena27` | 3xH800 | 22 | 90.0 % | 95.0 % |"]
+    assert lines("recorded")[0] == "| workload | box | models | gpupool | static | bound |"
+    assert lines("recorded")[2:] == ["| `arena27` | 3xH800 | 22 | 90.0 % | 95.0 % | 99.9 % |"]
     assert len(lines("synth")) == 3
     assert "n16_r0.1" in lines("synth")[2]
 
@@ -94,8 +95,8 @@ def test_models_are_in_order_and_what_was_not_run_is_empty() -> None:
     head, _, *body = lines("fig11a")
     assert head.startswith("| models | gpupool | gpupool, paper's metric | aegaeon |")
     assert body == [
-        "| 40 | 100.0 % | 99.0 % | 100.0 % | 99.0 % |  |",
-        "| 60 |  |  | 90.0 % | 89.0 % | refused |",
+        "| 40 | 100.0 % | 99.0 % | 100.0 % | 99.0 % |  | 99.9 % |",
+        "| 60 |  |  | 90.0 % | 89.0 % | refused | 99.9 % |",
     ]
 
 
@@ -146,7 +147,7 @@ def test_the_command(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert [line.split()[-1] for line in told] == ["rewritten", "unchanged"]
-    assert "| `arena27` | 3xH800 | 22 | 90.0 % | 95.0 % |" in page.read_text("utf-8")
+    assert "| `arena27` | 3xH800 | 22 | 90.0 % | 95.0 % | 99.9 % |" in page.read_text("utf-8")
     report.write_text("{", "utf-8")
     failed = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)

@@ -11,7 +11,7 @@ import typer
 
 from gpupool_cli import lists
 from gpupool_cli.exit_codes import ExitCode
-from gpupool_cli.options import JsonOption, duration_s
+from gpupool_cli.options import JsonOption, KvHostOption, ModelCacheOption, duration_s
 from gpupool_cli.output import print_json
 from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
@@ -19,13 +19,12 @@ from gpupool_cli.session import open_client
 from gpupoold.api.schemas import ModelInfo, RequestRecord
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box, parse_groups
+from gpupoold.sim.host import HostWishes
 from gpupoold.sim.planner.groups import GroupQuestion, choose_groups
 from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
 REGISTERED, RECORDED, AUTO = "registered", "recorded", "auto"
-# Runs of a random load; a single run would depend too much on chance.
-_NUM_RUNS = 3
 
 
 def plan(
@@ -73,7 +72,18 @@ def plan(
             help="Duration of the load; of a recording, the busiest period of that duration.",
         ),
     ] = None,
+    kv_host: KvHostOption = None,
+    model_cache: ModelCacheOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
+    runs: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=100,
+            help="Draws of a random load; the target must be reached in each.",
+        ),
+    ] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Find out whether models and their load fit a box, and how many devices they need.
@@ -88,10 +98,13 @@ def plan(
     if groups not in (None, AUTO):
         box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
+    host = HostWishes(kv_host, model_cache)
     max_lens = {one.name: one.max_len for one in inputs.models if one.max_len is not None}
     choice = None
     if groups == AUTO:
-        asked = GroupQuestion(box, inputs.models, inputs.load, target, names[0], seed, max_lens)
+        asked = GroupQuestion(
+            box, inputs.models, inputs.load, target, names[0], seed, max_lens, host
+        )
         with PlanProgress() as progress:
             choice = choose_groups(asked, progress.show)
         box = choice.box
@@ -102,10 +115,11 @@ def plan(
         load=inputs.load,
         target=target,
         policies=names,
-        seeds=tuple(range(seed, seed + _NUM_RUNS)),
+        seeds=tuple(range(seed, seed + runs)),
         max_lens=max_lens,
         models_on=lambda other: place(inputs.models, other).models,
         by_degree=placed.by_degree,
+        host=host,
     )
     with PlanProgress() as progress:
         answers = make_plan(question, progress.show)

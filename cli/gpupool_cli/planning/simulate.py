@@ -12,7 +12,14 @@ import typer
 
 from gpupool_cli import lists
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import JsonOption, TbtOption, TtftOption, duration_s
+from gpupool_cli.options import (
+    JsonOption,
+    KvHostOption,
+    ModelCacheOption,
+    TbtOption,
+    TtftOption,
+    duration_s,
+)
 from gpupool_cli.output import Column, print_line, print_table
 from gpupool_cli.planning.plot import check_plot, save_plot
 from gpupool_cli.planning.simulation_view import PointsView, print_rows
@@ -74,6 +81,8 @@ def simulate(
         float | None,
         typer.Option(parser=duration_s, metavar="DURATION", help="Added to every switch."),
     ] = None,
+    kv_host: KvHostOption = None,
+    model_cache: ModelCacheOption = None,
     duration: Annotated[
         float | None,
         typer.Option(parser=duration_s, metavar="DURATION", help="How long requests arrive."),
@@ -114,6 +123,8 @@ def simulate(
         duration_s=duration,
         seed=seed,
         switch_overhead_s=switch_overhead,
+        kv_host_bytes=kv_host,
+        model_cache_bytes=model_cache,
     )
     points = _points(_panels(preset, trace), wanted, workloads)
     rows = _run(points, jobs, as_json)

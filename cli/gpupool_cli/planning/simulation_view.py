@@ -25,6 +25,7 @@ _COLUMNS = (
     Column("MODELS", right=True),
     Column("RPS", right=True),
     Column("SLO%", right=True),
+    Column("BOUND%", right=True),
     Column("PAPER%", right=True),
     Column("TTFT-p50", right=True),
     Column("TTFT-p99", right=True),
@@ -143,7 +144,8 @@ def _active(row: RunRow) -> str:
 
 def _cells(row: RunRow) -> list[str]:
     named = [row["preset"], row["policy"], row["devices"], str(row["models"]), f"{row['rps']:.3g}"]
-    shares = [_percent(row["attainment"]), _percent(row["attainment_paper"])]
+    metrics = (row["attainment"], row["attainment_bound"], row["attainment_paper"])
+    shares = [_percent(share) for share in metrics]
     times = [duration_text(row[key]) for key in ("ttft_p50_s", "ttft_p99_s", "tbt_p99_s")]
     switches = NOTHING if "refused" in row else str(row["switches"])
     return [*named, *shares, *times, switches]

@@ -95,6 +95,7 @@ def plan_document(planned: Planned) -> dict[str, object]:
         "requests": shown.num_requests,
         "devices_needed": plan.needed,
         "gpus_needed": None if plan.needed is None else _num_gpus(box, plan.needed),
+        "confidence": _confidence(plan, question.target),
         "devices_tried": [_tried_document(one, question.target) for one in plan.counts],
         "policy": best.policy,
         "num_prefill": best.num_prefill,
@@ -117,6 +118,12 @@ def plan_document(planned: Planned) -> dict[str, object]:
         "num_runs": plan.num_runs,
         "wall_s": round(planned.wall_s, 3),
     }
+
+
+def _confidence(plan: Plan, target: float) -> float | None:
+    """Return the confidence in the needed number of devices; None without a number or draws."""
+    needed = [one.attained for one in plan.counts if one.num_devices == plan.needed]
+    return needed[0].confidence(target) if needed else None
 
 
 def print_plan(planned: Planned) -> None:
@@ -242,6 +249,11 @@ class _Writer:
             f"{num_gpus} {verb} needed{enough}: {needed.text} gives "
             f"{self.attained(needed.attained)}."
         )
+        if (sure := needed.attained.confidence(self._target)) is not None:
+            yield (
+                "One-sided confidence that most such periods reach the target: "
+                f"{self.percent(sure)}; --runs draws more."
+            )
         fewer = [one for one in plan.counts if one.num_devices < plan.needed]
         if fewer:
             is_single = question.box.tensor_parallel_size == 1

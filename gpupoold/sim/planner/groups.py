@@ -15,6 +15,7 @@ from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.group_rate import group_throughput
 from gpupoold.latency.profiles import measured_profiles
 from gpupoold.sim.boxes import Box, groups_text
+from gpupoold.sim.host import NO_WISHES, HostWishes
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.load import PlanLoad
 from gpupoold.sim.planner.models import PlannedModel, measured_degrees, place, place_on
@@ -66,6 +67,7 @@ class GroupQuestion:
     policy: str = "gpupool"
     seed: int = 0
     max_lens: Mapping[str, int] = field(default_factory=dict)
+    host: HostWishes = NO_WISHES
 
 
 def choose_groups(question: GroupQuestion, on_progress: OnProgress | None = None) -> GroupChoice:
@@ -232,6 +234,7 @@ def _simulated(question: GroupQuestion, groups: tuple[int, ...], runner: Runner)
         question.policy,
         max_lens=question.max_lens,
         by_degree=placed.by_degree,
+        host=question.host,
     )
     what = f"groups {groups_text(groups)}"
     attained = runner.attained(setup, what)

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpupoold.latency.division import group_name
 from gpupoold.latency.hardware import hardware
 from gpupoold.sim.boxes import Box
+from gpupoold.sim.host_defaults import host_memory
 from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion
 from gpupoold.sim.planner.text import names_text
-from gpupoold.units import format_duration
+from gpupoold.units import format_bytes, format_duration
 
 _FEW_REQUESTS = 100
 
@@ -23,6 +24,7 @@ def notes_on(
         *_size(question, plan),
         *_step_times(question, basis, models),
         *_left_out(question, plan),
+        _host_memory(question),
         "A token is in time if it meets its deadline, which is fixed when the request arrives: a "
         "gap above the TBT target is no miss if earlier tokens were early enough.",
     ]
@@ -82,6 +84,15 @@ def _own_measurements(box: Box, models: Sequence[PlannedModel]) -> Iterator[str]
         if names:
             named, kind = names_text(names, len(models)), group_name(degree, box.gpu)
             yield f"Step times of {named}: measured by the daemon on {kind}."
+
+
+def _host_memory(question: PlanQuestion) -> str:
+    host = host_memory(question.box, question.host)
+    return (
+        f"Host memory: {format_bytes(host.kv_bytes_per_gpu)} for the KV of each GPU and "
+        f"{format_bytes(host.model_cache_bytes)} for models; larger boxes have more, smaller boxes "
+        "less. Set --kv-host and --model-cache for another machine."
+    )
 
 
 def _left_out(question: PlanQuestion, plan: Plan) -> Iterator[str]:

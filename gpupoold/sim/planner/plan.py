@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
+from gpupoold.sim.host import NO_WISHES, HostWishes
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.changes import PlanChange, chains
 from gpupoold.sim.planner.load import PlanLoad
@@ -41,6 +42,7 @@ class PlanQuestion:
     ``target`` is the wanted attainment. ``max_lens`` bounds prompt and answer together, in tokens.
     ``models_on`` returns the models on another kind of device (UsageError: unknown there); without
     the function other kinds are not tried. A random load runs once per seed, a recorded load once.
+    ``host`` has budgets of host memory other than the daemon's defaults.
     """
 
     box: Box
@@ -52,6 +54,7 @@ class PlanQuestion:
     max_lens: Mapping[str, int] = field(default_factory=dict)
     models_on: Callable[[Box], Mapping[str, SimModel]] | None = None
     by_degree: Mapping[int, Mapping[str, SimModel]] = field(default_factory=dict)
+    host: HostWishes = NO_WISHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ class _Planner:
             num_prefill,
             asked.max_lens,
             asked.by_degree,
+            asked.host,
         )
 
     def _policy_result(self, policy: str) -> PolicyResult:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.engine import Simulation, UnlikeDevice
+from gpupoold.sim.host import NO_WISHES, HostWishes
+from gpupoold.sim.host_defaults import host_memory
 from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.load import Admitted, PlanLoad, admit
@@ -38,12 +40,14 @@ class Setup:
     num_prefill: int | None = None
     max_lens: Mapping[str, int] = field(default_factory=dict)
     by_degree: Mapping[int, Mapping[str, SimModel]] = field(default_factory=dict)
+    host: HostWishes = NO_WISHES
 
     def devices(self) -> list[UnlikeDevice]:
         """Return the devices of a box of unlike groups; empty if all devices are equal.
 
         The models' targets are those of ``models``, which may have been changed.
         """
+        host = host_memory(self.box, self.host)
         kinds = {
             degree: UnlikeDevice(
                 {
@@ -53,6 +57,7 @@ class Setup:
                 },
                 self.box.bytes_of(degree),
                 f"{degree} GPUs",
+                kv_host_bytes=degree * host.kv_bytes_per_gpu,
             )
             for degree, models in self.by_degree.items()
         }
@@ -101,6 +106,15 @@ class Attained:
 
     def reaches(self, target: float) -> bool:
         return self.worst >= target
+
+    def confidence(self, target: float) -> float | None:
+        """Return the one-sided confidence that most draws of the load reach the target.
+
+        If at most half of all draws did, ``n`` independent draws would all reach the target with a
+        probability of at most 1/2^n. None for fewer than two draws, or a draw that missed.
+        """
+        num_runs = len(self.by_run)
+        return 1 - 0.5**num_runs if num_runs > 1 and self.reaches(target) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +207,15 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
     admitted = _admitted(setup, seed)
     if setup.policy in SPLITTING and setup.box.num_devices < 2:
         raise UsageError("needs two devices, one for each role")
+    host = host_memory(setup.box, setup.host)
     simulation = Simulation(
         setup.models,
         make_policy(setup.policy, PolicyOptions(num_prefill=setup.num_prefill)),
         setup.box.num_devices,
         setup.box.device_bytes,
+        kv_host_bytes=setup.box.tensor_parallel_size * host.kv_bytes_per_gpu,
         unlike=setup.devices(),
+        host=host,
     )
     end_s = end_of_run_s(
         admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s

@@ -95,6 +95,25 @@ def test_a_device_never_works_on_two_things_at_once() -> None:
     assert device.busy_s + device.switch_s <= last_s + 1e-6
 
 
+def test_time_of_work_is_counted_until_the_given_time() -> None:
+    box = models("a")
+    simulation = Simulation(box, make_policy("gpupool", PolicyOptions()), 1, 80 * GB)
+    # A load of 1 s, a prefill of 20 ms, then steps of 10 ms.
+    outcome = simulation.run([request("a", output_tokens=1000)], 100.0, counted_until_s=2.0)
+    assert outcome.devices[0].switch_s == pytest.approx(1.0)
+    assert outcome.devices[0].busy_s == pytest.approx(1.0)
+
+
+def test_loads_into_free_memory_are_no_switches() -> None:
+    requests = [
+        request("ab"[n % 2], arrival_s=10.0 * n, request_id=f"r{n}", output_tokens=10)
+        for n in range(4)
+    ]
+    [together] = simulate(requests, models("ab", weight_gb=30)).devices
+    [in_turn] = simulate(requests, models("ab", weight_gb=50)).devices
+    assert (together.switches, in_turn.switches) == (0, 3)
+
+
 def test_a_batch_shares_its_steps() -> None:
     pair = [request("a", request_id=f"r{n}", output_tokens=50) for n in range(2)]
     one, other = simulate(pair, models("a")).results

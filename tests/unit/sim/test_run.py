@@ -159,3 +159,16 @@ class TestActiveModels:
         active = mean_active_models(scenario.requests, 16.79, scenario.duration_s)
         assert active == pytest.approx(46.55, abs=1.0)
         assert active == pytest.approx(expected_active_models(100, 0.037, 16.79), abs=1.0)
+
+
+def test_shares_of_the_devices_time_are_shares_in_overload_too() -> None:
+    wanted = replace(SMALL, policies=("gpupool",), models=(8,), rps=(2.0,), duration_s=20.0)
+    row = run_point(small_points(replace(wanted, box=parse_box("1xH800")))[0])
+    assert 0.9 < row["busy_share"] + row["switching_share"] <= 1.0
+    assert row["switching_share"] > 0
+
+
+def test_static_loads_its_models_once_and_never_switches() -> None:
+    wanted = replace(SMALL, policies=("static",), models=(6,), rps=(0.5,))
+    row = run_point(small_points(wanted)[0])
+    assert row["switches"] == 0 < row["switching_share"]

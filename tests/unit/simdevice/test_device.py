@@ -329,4 +329,4 @@ def test_deadlines_order_evictions() -> None:
     box.turn("c")
     box.at(12.0)
     assert box.sim.memory.resident == {"b", "c"}, "a has no request left and goes first"
-    assert math.isinf(box.sim._use_of("a")[1])
+    assert math.isinf(box.sim.requests.use_of("a", box.sim.models["a"].targets)[1])

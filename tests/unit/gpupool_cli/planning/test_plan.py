@@ -21,7 +21,7 @@ FIELDS = {
     *("attainment", "attainment_by_run", "requests", "devices_needed", "gpus_needed"),
     *("devices_tried", "policy", "num_prefill", "policies", "models", "growth", "growth_limit"),
     *("changes", "requests_refused", "requests_cut", "requests_never_begun", "notes"),
-    *("num_runs", "wall_s"),
+    *("num_runs", "wall_s", "confidence"),
 }
 SHORT = ("--duration", "60s")
 
@@ -84,6 +84,14 @@ def test_a_box_that_does_not(cli: Cli, models: str) -> None:
     assert f"{plan['devices_needed']} are needed" in text.stdout
     for one in reaching:
         assert one["text"] in text.stdout
+
+
+def test_host_memory(cli: Cli, models: str) -> None:
+    given = ("--kv-host", "2GiB", "--model-cache", "60GiB")
+    result = cli("plan", "--devices", "1xA10", "--models", models, "--rps", "0.01", *given)
+    shown = " ".join(result.output.split())
+    assert "2 GiB for the KV of each GPU and 60 GiB for models" in shown
+    assert "most such periods reach the target: 87.5 %" in shown
 
 
 def test_policies_are_compared(cli: Cli, models: str) -> None:

@@ -22,11 +22,12 @@ def row(
     return {
         "preset": preset, "policy": policy, "axis": axis, "devices": "4xA10",
         "tensor_parallel": 1, "models": models, "rps": models / 10, "ttft_s": 10.0, "tbt_s": 0.1,
-        "seed": 0, "roles": "auto", "requests": 1, "finished": 1, "attainment": attainment,
+        "seed": 0, "roles": "auto", "kv_host_bytes": 0, "model_cache_bytes": 0, "requests": 1,
+        "finished": 1, "attainment": attainment, "attainment_bound": 1.0,
         "attainment_paper": attainment, "on_schedule": attainment,
         "ttft_attainment": attainment, "tbt_attainment": attainment, "ttft_p50_s": 1.0,
         "ttft_p99_s": 1.0, "tbt_p99_s": 0.1, "switches": 0, "busy_share": 0.5,
-        "switching_share": 0.1, "wall_s": 0.1,
+        "switching_share": 0.1, "disk_reads": 0, "kv_drops": 0, "wall_s": 0.1,
     }  # fmt: skip
 
 

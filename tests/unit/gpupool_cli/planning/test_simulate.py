@@ -56,6 +56,20 @@ def test_one_object_per_line(env: dict[str, str]) -> None:
         }
 
 
+def test_host_memory(env: dict[str, str]) -> None:
+    small = ("--devices", "1xH800", "--models", "6", "--duration", "60s", "--policy", "gpupool")
+    budgets = ("--model-cache", "70GB", "--kv-host", "1GiB")
+    [usual] = rows_of(simulate(env, *small, "--json"))
+    [tight] = rows_of(simulate(env, *small, *budgets, "--json"))
+    assert (tight["kv_host_bytes"], tight["model_cache_bytes"]) == (1 << 30, 70 * 10**9)
+    assert usual["disk_reads"] == 0
+    assert int(str(tight["disk_reads"])) > 0
+    refused = simulate(env, *small, "--model-cache", "20GB")
+    assert refused.returncode == 2
+    assert "weighs 26 GB, the model cache has 20 GB" in refused.stderr
+    assert "is not a size" in simulate(env, *small, "--kv-host", "much").stderr
+
+
 def test_a_table_and_what_it_is_good_for(env: dict[str, str]) -> None:
     done = simulate(env, *SMALL, "--models", "2,3")
     header, *rows, empty, title, goodput = done.stdout.splitlines()

@@ -17,7 +17,7 @@ from gpupoold.sim.planner.load import (
 from gpupoold.sim.planner.models import PlannedModel
 from gpupoold.sim.planner.notes import notes_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion, check_question, make_plan, models_below
-from gpupoold.sim.planner.run import Runner, Setup
+from gpupoold.sim.planner.run import Attained, Runner, Setup
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.run import run_point
 from gpupoold.sim.scenario import Overrides
@@ -190,3 +190,11 @@ def test_the_worst_models_come_first(tight: tuple[PlanQuestion, Plan]) -> None:
     shares = [plan.forecast.models[name].attainment or 0.0 for name in below]
     assert shares == sorted(shares)
     assert len(below) == len(plan.forecast.models)
+
+
+def test_confidence_grows_with_the_draws_that_reach_the_target() -> None:
+    three = Attained(0.995, (0.99, 0.995, 1.0))
+    assert three.confidence(0.99) == 7 / 8
+    assert three.confidence(0.995) is None
+    assert Attained(1.0, (1.0,)).confidence(0.99) is None
+    assert Attained(1.0, (1.0,) * 5).confidence(0.99) == 31 / 32

@@ -74,7 +74,7 @@ bench-groups: venv ## groups of GPUs under switches, moves and kills: build/benc
 	@$(BIN)/python -m benchmarks.groups $(ARGS)
 
 bench-sim: venv ## every figure of the scheduler: build/bench-sim.json (GPUPOOL_WORKLOADS=folder)
-	@$(BIN)/python benchmarks/sim.py
+	@$(BIN)/python -m benchmarks.sim
 
 bench-api: venv ## the API layer, the admin API and gpupool top: build/bench-api.json
 	@$(BIN)/python -m benchmarks.api_layer

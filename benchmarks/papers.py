@@ -30,6 +30,8 @@ from gpupoold.sim.run import RunRow, run_points
 from gpupoold.sim.scenario import Draw, Overrides, Point, build_scenario
 from gpupoold.stats.percentile import percentile
 
+PAPERS = ("Aegaeon", "Prism", "TokenScale", "Aladdin")
+
 Goodputs = Mapping[str, Mapping[str, Any]]
 
 # TokenScale, table II: tokens/s of one decoder (A100-40; 32B: four of them), by prompt and answer.

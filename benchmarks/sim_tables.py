@@ -1,6 +1,6 @@
-"""Write the figures of ``benchmarks/sim.py`` into ``docs/scheduling.md`` as tables.
+"""Write the figures of ``benchmarks/sim.py`` into pages of ``docs`` as tables.
 
-    python benchmarks/sim_tables.py build/bench-sim.json
+    python -m benchmarks.sim_tables build/bench-sim.json
 
 The text between a comment with a table's name and an end mark is replaced. All numbers come from
 the JSON.
@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.papers import PAPERS
+from benchmarks.sim import OTHERS
 from gpupoold.errors import UsageError
 from gpupoold.sim.policies import POLICY_NAMES
+from gpupoold.sim.presets import preset_panels
 
 Report = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
-_PAGE = Path(__file__).resolve().parent.parent / "docs" / "scheduling.md"
-_FIGURE = "aegaeon-fig"
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+_PAGES = (_DOCS / "scheduling.md", _DOCS / "papers.md")
 _SYNTH = "aegaeon-synth-"
 _MARKED = re.compile(r"<!-- bench-sim: (?P<name>[\w-]+) -->\n(?P<old>.*?)<!-- end -->", re.DOTALL)
 _BEGIN = "<!-- bench-sim:"
@@ -32,21 +35,22 @@ _BOTH_METRICS = ("gpupool", "aegaeon")
 
 
 def main() -> int:
-    """Rewrite the page; exit code 2 when the report or the page is not as it must be."""
+    """Rewrite the pages; exit code 2 when the report or a page is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("report", type=Path, help="what `make bench-sim` wrote")
-    parser.add_argument("--page", type=Path, default=_PAGE, help="default: %(default)s")
+    parser.add_argument("--page", type=Path, action="append", help="default: the pages of docs")
     arguments = parser.parse_args()
-    try:
-        report = json.loads(arguments.report.read_text("utf-8"))
-        before = arguments.page.read_text("utf-8")
-        after = rewritten(before, report)
-    except (UsageError, OSError, ValueError) as error:
-        print(f"error: {arguments.report}, {arguments.page}: {error}", file=sys.stderr)
-        return 2
-    if after != before:
-        arguments.page.write_text(after, "utf-8")
-    print(f"{arguments.page}: {'rewritten' if after != before else 'unchanged'}")
+    for page in arguments.page or _PAGES:
+        try:
+            report = json.loads(arguments.report.read_text("utf-8"))
+            before = page.read_text("utf-8")
+            after = rewritten(before, report)
+        except (UsageError, OSError, ValueError) as error:
+            print(f"error: {arguments.report}, {page}: {error}", file=sys.stderr)
+            return 2
+        if after != before:
+            page.write_text(after, "utf-8")
+        print(f"{page}: {'rewritten' if after != before else 'unchanged'}")
     return 0
 
 
@@ -101,9 +105,38 @@ def goodput_table(report: Report) -> str:
 
 def recorded_table(report: Report) -> str:
     """Attainment on each recorded workload."""
-    return _attainments(
-        row for row in report["rows"] if not row["preset"].startswith((_FIGURE, _SYNTH))
-    )
+    recorded = {panel.name for panel in preset_panels("real-traces")}
+    return _attainments(row for row in report["rows"] if row["preset"] in recorded)
+
+
+def others_table(report: Report) -> str:
+    """Attainment, and the share of first tokens in time, on presets of this project."""
+    others = {panel.name for name in OTHERS for panel in preset_panels(name)}
+    points: dict[tuple[str, float], dict[str, Mapping[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["preset"] in others:
+            points.setdefault((row["preset"], row["rps"]), {})[row["policy"]] = row
+    policies = _known(name for point in points.values() for name in point)
+    lines = []
+    for (preset, rps), point in points.items():
+        some = next(iter(point.values()))
+        cells = [_both(point.get(policy)) for policy in policies]
+        lines.append((f"`{preset}`", some["devices"], f"{rps:.3g}", *cells, _bound(some)))
+    return _markdown(("preset", "box", "rps", *policies, "bound"), lines)
+
+
+def papers_table(paper: str) -> Callable[[Report], str]:
+    """Return the table of a paper's figures beside ours."""
+
+    def table_of(report: Report) -> str:
+        lines = [
+            (one["figure"], one["quantity"], one["published"], one["ours"] or "-", one["why"])
+            for one in report["papers"]
+            if one["paper"] == paper
+        ]
+        return _markdown(("figure", "quantity", "published", "here", "remark"), lines)
+
+    return table_of
 
 
 def synth_table(report: Report) -> str:
@@ -168,6 +201,8 @@ TABLES: Mapping[str, Callable[[Report], str]] = {
     "fig11a": fig11a_table,
     "fig6": fig6_table,
     "losses": losses_table,
+    "others": others_table,
+    **{f"papers-{name.lower()}": papers_table(name) for name in PAPERS},
 }
 
 
@@ -217,6 +252,13 @@ def _bound(row: Mapping[str, Any]) -> str:
     """Return the bound on the attainment of all policies on the row's workload."""
     share = row["attainment_bound"]
     return "none" if share is None else _percent(share)
+
+
+def _both(row: Mapping[str, Any] | None) -> str:
+    """Tokens in time, and first tokens in time."""
+    if row is None or row.get("refused"):
+        return _attained(row)
+    return f"{_attained(row)}, {_attained(row, 'ttft_attainment')}"
 
 
 def _reached(figure: Mapping[str, Any]) -> str:

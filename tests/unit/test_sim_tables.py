@@ -27,6 +27,7 @@ def row(preset: str, policy: str, attainment: float | None, **others: object) ->
         "attainment": attainment,
         "attainment_bound": 0.999,
         "attainment_paper": None if attainment is None else attainment - 0.01,
+        "ttft_attainment": None if attainment is None else attainment + 0.01,
         "ttft_p50_s": 1.234,
         "ttft_p99_s": None,
         "switches": 7,
@@ -50,7 +51,28 @@ REPORT: dict[str, Any] = {
     "below_another_policy": [
         {"preset": "arena27", "models": 22, "rps": 0.25, "gpupool": 0.9, "static": 0.95}
     ],
+    "papers": [
+        {
+            "paper": "Aegaeon",
+            "figure": "4",
+            "quantity": "models in use",
+            "published": "46.55",
+            "ours": "46.1",
+            "why": "",
+        },
+        {
+            "paper": "Prism",
+            "figure": "12",
+            "quantity": "GPUs for 58 models",
+            "published": "16",
+            "ours": "",
+            "why": "the requests are not public",
+        },
+    ],
     "rows": [
+        row("small-box", "gpupool", 0.967, devices="4xA10", models=7, rps=0.18),
+        row("small-box", "static", None, models=7, rps=0.18, refused="too many"),
+        row("prism-overload", "gpupool", 0.8, devices="1xA100-80", models=1, rps=7.0),
         row("aegaeon-fig6", "decode-first", 0.5),
         row("aegaeon-fig11a", "aegaeon", 0.9, models=60),
         row("aegaeon-fig11a", "aegaeon", 1.0),
@@ -132,6 +154,19 @@ def test_a_page_that_makes_no_sense(page: str, reason: str) -> None:
         rewritten(page, REPORT)
 
 
+def test_other_presets_have_first_tokens_beside_tokens() -> None:
+    first, second = lines("others")[2:]
+    assert first.startswith("| `small-box` | 4xA10 | 0.18 | 96.7 %, 97.7 % | refused |")
+    assert second.startswith("| `prism-overload` | 1xA100-80 | 7 | 80.0 %, 81.0 % |  |")
+
+
+def test_a_paper_has_its_own_figures() -> None:
+    assert lines("papers-aegaeon")[2:] == ["| 4 | models in use | 46.55 | 46.1 |  |"]
+    [prism] = lines("papers-prism")[2:]
+    assert prism == "| 12 | GPUs for 58 models | 16 | - | the requests are not public |"
+    assert lines("papers-aladdin")[2:] == []
+
+
 def test_a_report_that_lacks_something() -> None:
     with pytest.raises(UsageError, match="the report has no 'goodput', which the table 'goodput'"):
         table("goodput", {"rows": []})
@@ -141,7 +176,7 @@ def test_the_command(tmp_path: Path) -> None:
     report, page = tmp_path / "bench.json", tmp_path / "scheduling.md"
     report.write_text(json.dumps(REPORT), "utf-8")
     page.write_bytes((ROOT / "docs" / "scheduling.md").read_bytes())
-    command = [sys.executable, "benchmarks/sim_tables.py", str(report), "--page", str(page)]
+    command = [sys.executable, "-m", "benchmarks.sim_tables", str(report), "--page", str(page)]
     told = [
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         for _ in range(2)
@@ -153,6 +188,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
 
 
-def test_the_page_has_every_table() -> None:
-    page = (ROOT / "docs" / "scheduling.md").read_text("utf-8")
+def test_the_pages_have_every_table() -> None:
+    pages = (ROOT / "docs" / "scheduling.md", ROOT / "docs" / "papers.md")
+    page = "".join(one.read_text("utf-8") for one in pages)
     assert [name for name in TABLES if f"<!-- bench-sim: {name} -->" not in page] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NewType, get_args
+from typing import Any, ClassVar, Literal, NewType, Self, get_args
 
 ModelName = NewType("ModelName", str)
 DeviceId = NewType("DeviceId", int)
@@ -208,7 +208,8 @@ class RequestCounts:
 
     Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` requests are
     not part of ``requests``; ``dropped`` requests ended before their first token, which would have
-    been late, and are part of ``failed``.
+    been late, and are part of ``failed``. ``first_tokens`` counts requests that got their first
+    token.
     """
 
     requests: int = 0
@@ -219,10 +220,32 @@ class RequestCounts:
     dropped: int = 0
     tokens: int = 0
     tokens_in_time: int = 0
+    first_tokens: int = 0
+
+
+class _Durations:
+    """Base of dataclasses whose fields are durations in seconds."""
+
+    __slots__: ClassVar[tuple[str, ...]] = ()
+
+    def by_name(self) -> dict[str, float]:
+        """Return the seconds by the name of the field without ``_s``."""
+        return {name.removesuffix("_s"): getattr(self, name) for name in self.__slots__}
+
+    def plus(self, other: Self, sign: int = 1) -> Self:
+        """Return the sum, or the difference if ``sign`` is -1."""
+        return type(self)(
+            *(getattr(self, name) + sign * getattr(other, name) for name in self.__slots__)
+        )
+
+    @property
+    def total_s(self) -> float:
+        """Sum of all fields."""
+        return sum(self.by_name().values())
 
 
 @dataclass(slots=True)
-class Lateness:
+class Lateness(_Durations):
     """Seconds of lateness that answers gained, by cause.
 
     ``loading``: restoring the model's snapshot. ``queueing``: waiting for a turn. ``switching``:
@@ -234,9 +257,29 @@ class Lateness:
     switching_s: float = 0.0
     computing_s: float = 0.0
 
-    def by_cause(self) -> dict[str, float]:
-        """Return the seconds by the name of the cause."""
-        return {one.name.removesuffix("_s"): getattr(self, one.name) for one in fields(self)}
+
+@dataclass(slots=True)
+class RequestStages(_Durations):
+    """Seconds that requests spent in each stage.
+
+    ``loading``: restoring the model's snapshot. ``queueing``: waiting for a turn. ``switching``:
+    bringing the model in, except its KV. ``kv``: bringing the model's KV in. ``computing``: the
+    model's own steps.
+    """
+
+    loading_s: float = 0.0
+    queueing_s: float = 0.0
+    switching_s: float = 0.0
+    kv_s: float = 0.0
+    computing_s: float = 0.0
+
+    def add(self, other: RequestStages) -> None:
+        """Add ``other`` in place, faster than :meth:`plus`."""
+        self.loading_s += other.loading_s
+        self.queueing_s += other.queueing_s
+        self.switching_s += other.switching_s
+        self.kv_s += other.kv_s
+        self.computing_s += other.computing_s
 
 
 COUNT_NAMES = tuple(one.name for one in fields(RequestCounts))

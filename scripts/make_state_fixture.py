@@ -28,6 +28,7 @@ from gpupoold.domain import (
     ModelState,
     Preset,
     Priority,
+    RequestStages,
     Switch,
     Targets,
 )
@@ -113,10 +114,12 @@ def _add_history(history: state.History) -> None:
         minute_at = int(_AT) // 60 * 60 + 60 * number
         history.record_minute(
             state.MinuteRow(
-                *(1, 1, 0, 0, 0, 0, 10, 9),
+                *(1, 1, 0, 0, 0, 0, 10, 9, 1),
                 minute_at=minute_at,
                 model=model,
                 lateness=Lateness(*late_s),
+                first_token=RequestStages(0.0, 0.25, 0.125, 0.025, 0.1),
+                between_tokens=RequestStages(computing_s=0.09),
                 ttft=ttft,
                 tbt=tbt,
             )

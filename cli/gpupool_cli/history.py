@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,8 +12,9 @@ from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas import RequestRecord
-from gpupoold.api.schemas_explain import SpanInfo
-from gpupoold.domain import SWITCH_STAGES, Switch
+from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
+from gpupoold.domain import SWITCH_STAGES, RequestStages, Switch
+from gpupoold.errors import UsageError
 from gpupoold.units import format_duration
 
 _HOUR_S = 3600.0
@@ -29,6 +31,13 @@ _SPAN_COLUMNS = (
     Column("TBT-p50", right=True),
     Column("TBT-p99", right=True),
     Column("LATE-BY"),
+)
+_BREAKDOWN_COLUMNS = (
+    Column("MODEL"),
+    Column("REQUESTS", right=True),
+    Column("TIME"),
+    Column("TOTAL", right=True),
+    *(Column(stage.upper(), right=True) for stage in RequestStages().by_name()),
 )
 _REQUEST_COLUMNS = (
     Column("ARRIVED"),
@@ -79,6 +88,13 @@ def history(
     requests: Annotated[
         bool, typer.Option("--requests", help="Single requests, latest first, not spans of time.")
     ] = False,
+    breakdown: Annotated[
+        bool,
+        typer.Option(
+            "--breakdown",
+            help="Mean time of a request by stage and model: to the first token, between tokens.",
+        ),
+    ] = False,
     limit: Annotated[
         int,
         typer.Option("--limit", "-n", min=1, max=10_000, help="With --requests: how many at most."),
@@ -86,17 +102,23 @@ def history(
     as_json: JsonOption = False,
 ) -> None:
     """Show counts of past requests: number, latency, and tokens on time."""
+    if requests and breakdown:
+        raise UsageError("--requests and --breakdown exclude each other", "give one of the two")
     since_s = _HOUR_S if since_s is None else since_s
     columns: tuple[Column, ...]
+    found: Sequence[RequestRecord | SpanInfo]
     with open_client(ctx) as client:
         if requests:
-            records = client.past_requests(model, since_s, limit)
+            found = records = client.past_requests(model, since_s, limit)
             rows, columns = [_request_row(one) for one in records], _REQUEST_COLUMNS
+        elif breakdown:
+            found = sums = client.history_by_model(model, since_s)
+            rows, columns = [row for one in sums for row in _stage_rows(one)], _BREAKDOWN_COLUMNS
         else:
-            spans = client.history(model, since_s)
+            found = spans = client.history(model, since_s)
             rows, columns = [_span_row(one) for one in spans], _SPAN_COLUMNS
     if as_json:
-        output.print_json(records if requests else spans)
+        output.print_json(found)
     elif rows:
         output.print_table(columns, rows)
     else:
@@ -162,6 +184,28 @@ def _span_row(span: SpanInfo) -> list[str]:
         duration_text(span.tbt_p99_s),
         output.lateness_text(span.lateness) or output.NOTHING,
     ]
+
+
+def _stage_rows(sums: ModelSpan) -> list[list[str]]:
+    """Return a model's rows of the breakdown, no rows without a first token."""
+    num = sums.first_tokens
+    if not num:
+        return []
+    times = (("first token", sums.first_token), ("between tokens", sums.between_tokens))
+    return [
+        [
+            sums.model,
+            str(num),
+            name,
+            *(_mean_text(one, num) for one in (stages.total_s, *stages.by_name().values())),
+        ]
+        for name, stages in times
+    ]
+
+
+def _mean_text(total_s: float, num: int) -> str:
+    """Return the mean duration, a dash for less than a microsecond."""
+    return duration_text(total_s / num if total_s > num * 1e-6 else None)
 
 
 def _request_row(request: RequestRecord) -> list[str]:

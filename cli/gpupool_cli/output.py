@@ -131,7 +131,7 @@ def duration_text(seconds: float | None) -> str:
 
 def lateness_text(lateness: Lateness) -> str:
     """Return the causes with their seconds, an empty text without lateness."""
-    causes = lateness.by_cause().items()
+    causes = lateness.by_name().items()
     return ", ".join(f"{cause} {format_duration(late_s)}" for cause, late_s in causes if late_s)
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from fastapi import FastAPI, Query
 
 from gpupoold.api.schemas import RequestRecord
-from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.views import bodies as views
-from gpupoold.control.views.spans import Spans, span_s
+from gpupoold.control.views.spans import ModelSums, Spans, span_s
 from gpupoold.domain import Switch
 from gpupoold.errors import Failed
 
@@ -29,7 +29,15 @@ def add_explain_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.get("/history")
     async def history(model: str | None = None, since_s: Since = 3600.0) -> list[SpanInfo]:
-        return await _spans(control_plane, await _name(control_plane, model), since_s)
+        spans = Spans(span_s(since_s))
+        await _add_minutes(spans, control_plane, model, since_s)
+        return spans.infos()
+
+    @app.get("/history/models")
+    async def models(model: str | None = None, since_s: Since = 3600.0) -> list[ModelSpan]:
+        sums = ModelSums(time.time() - since_s, since_s)
+        await _add_minutes(sums, control_plane, model, since_s)
+        return sums.infos()
 
     @app.get("/history/requests")
     async def requests(
@@ -66,17 +74,19 @@ async def _name(control_plane: ControlPlane, name: str | None) -> str | None:
     return name if is_counted or row is None else row.spec.name
 
 
-async def _spans(control_plane: ControlPlane, model: str | None, since_s: float) -> list[SpanInfo]:
+async def _add_minutes(
+    sums: Spans | ModelSums, control_plane: ControlPlane, model: str | None, since_s: float
+) -> None:
+    """Add the minutes of the last ``since_s`` seconds, of one model or of all."""
+    model = await _name(control_plane, model)
     await control_plane.history.flush()
-    spans = Spans(span_s(since_s))
     try:
         async for rows in control_plane.history.minutes(time.time() - since_s, model):
             # In a thread, because many rows would delay tokens.
-            await asyncio.to_thread(spans.add, rows)
-        spans.add(control_plane.minutes.under_way(model))
+            await asyncio.to_thread(sums.add, rows)
+        sums.add(control_plane.minutes.under_way(model))
     except ValueError as error:
         raise Failed(
             f"a row of slo_minutes in the state database is damaged: {error}",
             "delete the rows of the table",
         ) from error
-    return spans.infos()

@@ -40,7 +40,7 @@ from gpupoold.api.schemas import (
     Status,
 )
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
-from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.domain import Switch
 from gpupoold.errors import (
@@ -53,6 +53,7 @@ SwitchOrder = Literal["latest", "slowest"]
 _MODELS = TypeAdapter(list[ModelInfo])
 _SWITCHES = TypeAdapter(list[Switch])
 _SPANS = TypeAdapter(list[SpanInfo])
+_MODEL_SPANS = TypeAdapter(list[ModelSpan])
 _RECORDS = TypeAdapter(list[RequestRecord])
 _WHY = TypeAdapter(Why)
 _EVENTS = TypeAdapter(list[EventInfo])
@@ -300,6 +301,13 @@ class AdminClient(KeyCalls, TopCalls):
     def history(self, model: str | None = None, since_s: float = 3600.0) -> list[SpanInfo]:
         """Return counts of requests by time span, oldest first; spans grow with the period."""
         return self._call(_SPANS, "GET", "/history", query=given(model=model, since_s=since_s))
+
+    def history_by_model(
+        self, model: str | None = None, since_s: float = 3600.0
+    ) -> list[ModelSpan]:
+        """Return counts of the last ``since_s`` seconds by model, in order of names."""
+        query = given(model=model, since_s=since_s)
+        return self._call(_MODEL_SPANS, "GET", "/history/models", query=query)
 
     def past_requests(
         self, model: str | None = None, since_s: float = 3600.0, limit: int = 100

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpupoold.api.schemas import Body, EventInfo, LoadingInfo, RequestRecord
-from gpupoold.domain import Lateness, RequestCounts
+from gpupoold.domain import Lateness, RequestCounts, RequestStages
 
 
 @dataclass
@@ -18,7 +18,11 @@ class _TimeSpan:
 
 @dataclass(kw_only=True)
 class SpanInfo(RequestCounts, _TimeSpan):  # the body has the fields of _TimeSpan first
-    """Counts of requests in a span of time, with the causes of lateness."""
+    """Counts of requests in a span of time, with the causes of lateness.
+
+    ``first_token`` and ``between_tokens`` have the sums of all times to the first token and between
+    tokens by stage; ``first_tokens`` requests have stages.
+    """
 
     attainment: float | None
     ttft_p50_s: float | None
@@ -26,6 +30,15 @@ class SpanInfo(RequestCounts, _TimeSpan):  # the body has the fields of _TimeSpa
     tbt_p50_s: float | None
     tbt_p99_s: float | None
     lateness: Lateness
+    first_token: RequestStages = field(default_factory=RequestStages)
+    between_tokens: RequestStages = field(default_factory=RequestStages)
+
+
+@dataclass(kw_only=True)
+class ModelSpan(SpanInfo):
+    """Counts of one model's requests in a span of time."""
+
+    model: str
 
 
 class WaitingTurn(Body):

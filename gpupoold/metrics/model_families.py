@@ -109,6 +109,17 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         _MODEL,
         (((name,), one.tbt) for name, one in scrape.counts.items()),
     )
+    yield counter(
+        "request_stage_seconds",
+        "Time of requests to the first token and between tokens, by stage.",
+        ("model", "phase", "stage"),
+        (
+            ((name, phase, stage), stage_s)
+            for name, one in scrape.counts.items()
+            for phase in ("first_token", "between_tokens")
+            for stage, stage_s in getattr(one, phase).by_name().items()
+        ),
+    )
 
 
 def _now(scrape: Scrape) -> Iterator[Family]:

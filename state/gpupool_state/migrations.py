@@ -13,6 +13,7 @@ from gpupool_state.schema import (
     ADD_HOSTING,
     ADD_OPTIONS,
     ADD_PINS,
+    ADD_REQUEST_STAGES,
     CREATE_API_KEYS,
     CREATE_DIVISIONS,
     CREATE_HISTORY,
@@ -72,6 +73,7 @@ MIGRATIONS: tuple[SchemaMigration, ...] = (
     SchemaMigration(8, "options", ADD_OPTIONS),
     SchemaMigration(9, "hosting", ADD_HOSTING),
     SchemaMigration(10, "divisions", CREATE_DIVISIONS),
+    SchemaMigration(11, "request_stages", ADD_REQUEST_STAGES),
 )
 
 

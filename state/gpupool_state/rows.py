@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from gpupoold.domain import (
     COUNT_NAMES,
@@ -14,6 +14,7 @@ from gpupoold.domain import (
     Lateness,
     ModelName,
     RequestCounts,
+    RequestStages,
     Switch,
 )
 
@@ -63,13 +64,16 @@ class EventRow:
 class MinuteRow(RequestCounts):
     """Counts of a model's requests in the minute that began at ``minute_at``.
 
-    The time is in wall-clock seconds. ``ttft`` and ``tbt`` are histograms in the table's form. A
-    minute with a restart of the daemon has several rows.
+    The time is in wall-clock seconds. ``first_token`` and ``between_tokens`` have the times to the
+    first token and between tokens by stage; ``ttft`` and ``tbt`` are histograms in the table's
+    form. A minute with a restart of the daemon has several rows.
     """
 
     minute_at: int
     model: str
     lateness: Lateness = field(default_factory=Lateness)
+    first_token: RequestStages = field(default_factory=RequestStages)
+    between_tokens: RequestStages = field(default_factory=RequestStages)
     ttft: str = "[0.0]"
     tbt: str = "[0.0]"
 
@@ -108,11 +112,19 @@ def _columns(row_type: type[Row]) -> tuple[str, ...]:
 REQUESTS = HistoryTable("requests", _columns(RequestRow))
 SWITCHES = HistoryTable("switches", _columns(Switch))
 EVENTS = HistoryTable("events", _columns(EventRow))
-_CAUSES = tuple(one.name for one in fields(Lateness))
-MINUTES = HistoryTable(
-    "slo_minutes",
-    ("minute_at", "model", *COUNT_NAMES, *(f"late_by_{one}" for one in _CAUSES), "ttft", "tbt"),
+# The columns of a minute's nested fields: prefix of the columns, field, type of the field.
+_NESTED = (
+    ("late_by", "lateness", Lateness),
+    ("first_token", "first_token", RequestStages),
+    ("between_tokens", "between_tokens", RequestStages),
 )
+_NESTED_PATHS = {
+    f"{prefix}_{one.name}": f"{name}.{one.name}"
+    for prefix, name, durations in _NESTED
+    for one in fields(durations)
+}
+_FLAT_COLUMNS = ("minute_at", "model", *COUNT_NAMES, "ttft", "tbt")
+MINUTES = HistoryTable("slo_minutes", (*_FLAT_COLUMNS, *_NESTED_PATHS))
 TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
 
 
@@ -126,7 +138,7 @@ class Entry:
 
 def entry(table: HistoryTable, row_id: int, row: Row) -> Entry:
     """Return ``row`` in the form for writing, with the id ``row_id``."""
-    names = (column.replace("late_by_", "lateness.") for column in table.columns)
+    names = (_NESTED_PATHS.get(column, column) for column in table.columns)
     return Entry(table, (row_id, *attrgetter(*names)(row)))
 
 
@@ -143,9 +155,11 @@ def switch_row(row: sqlite3.Row) -> Switch:
 
 def minute_row(row: sqlite3.Row) -> MinuteRow:
     """Return a row of ``slo_minutes`` as recorded."""
-    columns = ("minute_at", "model", *COUNT_NAMES, "ttft", "tbt")
-    lateness = Lateness(*(row[f"late_by_{cause}"] for cause in _CAUSES))
-    return MinuteRow(lateness=lateness, **{column: row[column] for column in columns})
+    nested: dict[str, Any] = {
+        name: durations(*(row[f"{prefix}_{one.name}"] for one in fields(durations)))
+        for prefix, name, durations in _NESTED
+    }
+    return MinuteRow(**nested, **{column: row[column] for column in _FLAT_COLUMNS})
 
 
 def event_row(row: sqlite3.Row) -> EventRow:

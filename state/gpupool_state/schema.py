@@ -102,6 +102,17 @@ CREATE_SLO_MINUTES = (
     "ALTER TABLE requests ADD COLUMN error TEXT NOT NULL DEFAULT ''",
 )
 
+# Seconds by stage. ``first_tokens`` is the number of requests that the seconds of ``first_token_*``
+# belong to: 0 in rows of earlier versions, which have no stages.
+ADD_REQUEST_STAGES = (
+    "ALTER TABLE slo_minutes ADD COLUMN first_tokens INTEGER NOT NULL DEFAULT 0",
+    *(
+        f"ALTER TABLE slo_minutes ADD COLUMN {phase}_{stage}_s REAL NOT NULL DEFAULT 0"
+        for phase in ("first_token", "between_tokens")
+        for stage in ("loading", "queueing", "switching", "kv", "computing")
+    ),
+)
+
 # The history has model names without a foreign key, because rows outlive the models.
 CREATE_HISTORY = (
     """

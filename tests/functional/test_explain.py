@@ -27,6 +27,7 @@ from tests.functional.daemon_tools import (
     sim_daemon,
     until,
 )
+from tests.functional.metrics_tools import value
 
 MODELS = ("one", "two")
 # Room for one of the two, and time for both.
@@ -142,6 +143,40 @@ def test_switches_can_be_filtered(box: PrivateDaemon) -> None:
         assert client.switches(1000, since_s=1e-3) == []
 
 
+def test_stages_make_up_the_times_to_and_between_tokens(box: PrivateDaemon) -> None:
+    async def run() -> None:
+        async with api_client(box.http_url) as api:
+            await asyncio.gather(*(ask(api, name, "a tale", 200) for name in MODELS * 2))
+
+    asyncio.run(run())
+    until(lambda: not ps(box).requests)
+    with box.client() as client:
+        sums = {one.model: one for one in client.history_by_model()}
+        spans = client.history()
+    assert set(sums) == set(MODELS)
+    assert sum(one.first_tokens for one in sums.values()) == sum(one.first_tokens for one in spans)
+    for phase, latency in (("first_token", "time_to_first"), ("between_tokens", "time_between")):
+        name = f"gpupool_{latency}_token{'s' * (phase == 'between_tokens')}_seconds_sum"
+        of_model = {one.model: getattr(one, phase) for one in sums.values()}
+        for model, stages in of_model.items():
+            expected = value(box, name, model=model)
+            assert stages.total_s == pytest.approx(expected, rel=1e-6)
+            exported = value(box, "gpupool_request_stage_seconds_total", model=model, phase=phase)
+            assert exported == pytest.approx(expected, rel=1e-6)
+            assert min(stages.by_name().values()) >= 0.0
+        # One model fits: the other waits, and is brought in.
+        assert sum(one.queueing_s for one in of_model.values()) > 0.0
+        assert sum(one.switching_s for one in of_model.values()) > 0.0
+        in_spans = [getattr(one, phase).total_s for one in spans]
+        assert sum(in_spans) == pytest.approx(sum(one.total_s for one in of_model.values()))
+    shown = cli(box, "history", "--breakdown")
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == [
+        "MODEL",
+        *(name for name in sorted(MODELS) for _ in range(2)),
+    ]
+
+
 def totals(spans: list[SpanInfo]) -> tuple[int, int, int]:
     return (
         sum(one.requests for one in spans),
@@ -176,4 +211,13 @@ def test_history_outlives_the_daemon(box: PrivateDaemon, folder: Path) -> None:
         rows = connection.execute(
             "SELECT model, sum(requests), sum(tokens) FROM slo_minutes GROUP BY model"
         ).fetchall()
+        minutes = connection.execute(
+            "SELECT ttft, tbt, first_token_loading_s + first_token_queueing_s "
+            "+ first_token_switching_s + first_token_kv_s + first_token_computing_s, "
+            "between_tokens_loading_s + between_tokens_queueing_s + between_tokens_switching_s "
+            "+ between_tokens_kv_s + between_tokens_computing_s FROM slo_minutes"
+        ).fetchall()
     assert {name: (requests, tokens) for name, requests, tokens in rows} == counted
+    for ttft, tbt, first_token_s, between_tokens_s in minutes:
+        assert first_token_s == pytest.approx(json.loads(ttft)[0], abs=1e-6)
+        assert between_tokens_s == pytest.approx(json.loads(tbt)[0], abs=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gpupool_state.rows import MINUTES
-from gpupoold.domain import Lateness
+from gpupoold.domain import Lateness, RequestStages
 from gpupoold.scheduling.explain import Standing
 from gpupoold.scheduling.rules import Rule
 from tests.conftest import ROOT
@@ -26,7 +26,15 @@ def test_every_standing_is_explained() -> None:
 
 
 def test_every_cause_of_lateness_is_explained() -> None:
-    causes = Lateness().by_cause().keys()
+    causes = Lateness().by_name().keys()
     assert causes <= ROWS.keys()
     counted = {name for name in MINUTES.columns if name.startswith("late_by_")}
     assert counted == {f"late_by_{cause}_s" for cause in causes}
+
+
+def test_every_stage_of_a_request_is_explained() -> None:
+    stages = RequestStages().by_name().keys()
+    assert stages <= ROWS.keys()
+    for phase in ("first_token", "between_tokens"):
+        stored = {name for name in MINUTES.columns if name.startswith(f"{phase}_")}
+        assert stored == {f"{phase}_{stage}_s" for stage in stages}

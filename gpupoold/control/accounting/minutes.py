@@ -94,6 +94,8 @@ def _row(minute_at: int, model: str, counts: Counts) -> MinuteRow:
         minute_at=minute_at,
         model=model,
         lateness=counts.lateness,
+        first_token=counts.first_token,
+        between_tokens=counts.between_tokens,
         ttft=counts.ttft.text(),
         tbt=counts.tbt.text(),
         **counts.counts(),
@@ -108,6 +110,8 @@ def counts_of(row: MinuteRow) -> Counts:
     """
     return Counts(
         lateness=row.lateness,
+        first_token=row.first_token,
+        between_tokens=row.between_tokens,
         ttft=Histogram.parse(row.ttft),
         tbt=Histogram.parse(row.tbt),
         **{name: getattr(row, name) for name in COUNT_NAMES},

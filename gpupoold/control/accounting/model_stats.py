@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import add, attrgetter, itemgetter
 from typing import NamedTuple, Self
 
@@ -17,6 +17,7 @@ from gpupoold.domain import (
     FinishReason,
     Lateness,
     RequestCounts,
+    RequestStages,
     Switch,
 )
 from gpupoold.stats.histogram import Histogram
@@ -40,9 +41,14 @@ class Percentiles(NamedTuple):
 
 @dataclass(slots=True)
 class Counts(RequestCounts):
-    """Counts with lateness and latencies, which can be added."""
+    """Counts with lateness and latencies, which can be added.
+
+    ``first_token`` divides the sum of ``ttft`` by stage, ``between_tokens`` the sum of ``tbt``.
+    """
 
     lateness: Lateness = field(default_factory=Lateness)
+    first_token: RequestStages = field(default_factory=RequestStages)
+    between_tokens: RequestStages = field(default_factory=RequestStages)
     ttft: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
 
@@ -50,16 +56,21 @@ class Counts(RequestCounts):
         """Add ``other``'s counts, or subtract them if ``sign`` is -1."""
         for name in COUNT_NAMES:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
-        pairs = zip(_lateness_of(self), _lateness_of(other), strict=True)
-        self.lateness = Lateness(*(mine + sign * theirs for mine, theirs in pairs))
+        self._add_durations(self, other, sign)
         self.ttft.merge(other.ttft, sign)
         self.tbt.merge(other.tbt, sign)
 
     def numbers_with(self, other: Self) -> Self:
         """Return the sums of both counts, without latencies."""
         total = type(self)(*map(add, _counts_of(self), _counts_of(other)))
-        total.lateness = Lateness(*map(add, _lateness_of(self), _lateness_of(other)))
+        total._add_durations(self, other)
         return total
+
+    def _add_durations(self, one: Self, other: Self, sign: int = 1) -> None:
+        """Set lateness and stages to the sums of two counts."""
+        self.lateness = one.lateness.plus(other.lateness, sign)
+        self.first_token = one.first_token.plus(other.first_token, sign)
+        self.between_tokens = one.between_tokens.plus(other.between_tokens, sign)
 
     def counts(self) -> dict[str, int]:
         """Return the counts of requests and tokens by name."""
@@ -75,11 +86,10 @@ class Counts(RequestCounts):
 
     @property
     def is_empty(self) -> bool:
-        return not any(_counts_of(self)) and not any(_lateness_of(self))
+        return not any(_counts_of(self)) and not self.lateness.total_s
 
 
 _counts_of = attrgetter(*COUNT_NAMES)
-_lateness_of = attrgetter(*(f"lateness.{one.name}" for one in fields(Lateness)))
 
 
 class ModelStats:
@@ -123,6 +133,7 @@ class ModelStats:
             now.tbt.add(at_s - times_s[-1])
         else:
             now.ttft.add(at_s - request.arrival_s)
+            now.first_tokens += 1
         if num_tokens > 1:
             now.tbt.add_many(0.0, num_tokens - 1)
         late_s = request.late_s

@@ -1,13 +1,65 @@
-"""Counts of sent tokens, and the causes of late tokens."""
+"""Counts of sent tokens, and the stages of the time until each token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
-from gpupoold.control.accounting.model_stats import Counts, ModelStats
-from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.scheduling.state import State
+from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.live_requests import LiveRequests
+from gpupoold.domain import Lateness, RequestStages
+from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m
+
+
+class TurnStart(NamedTuple):
+    """The beginning of a model's present turn on a device, in monotonic seconds.
+
+    The turn began at ``began_s``, and its switch lasted from ``switch_began_s`` to
+    ``switch_ended_s``; ``kv_share`` is the share of the switch that brought KV in.
+    """
+
+    began_s: float = -math.inf
+    switch_began_s: float = -math.inf
+    switch_ended_s: float = -math.inf
+    kv_share: float = 0.0
+
+    @classmethod
+    def of(cls, model: str, device: DeviceState | None, switch: m.SwitchRecord | None) -> TurnStart:
+        """Return the beginning from a device's turn and latest switch, each if of the model."""
+        turn = None if device is None else device.turn
+        began_s = -math.inf
+        if device is not None and turn is not None and turn.model == model:
+            began_s = device.turn_began_s
+        if switch is None or switch.model != model:
+            return cls(began_s)
+        kv_share = switch.kv_s / switch.total_s if switch.total_s else 0.0
+        return cls(began_s, switch.at_s, switch.at_s + switch.total_s, min(kv_share, 1.0))
+
+    @property
+    def only_steps_since_s(self) -> float:
+        """Time after which the model has only computed."""
+        return max(self.began_s, self.switch_ended_s)
+
+    def divide(self, since_s: float, warmed_s: float | None, at_s: float) -> RequestStages:
+        """Divide the time of a request from ``since_s`` to its token at ``at_s`` by stage.
+
+        ``warmed_s`` is the time when the model was in host memory, None if the request did not
+        wait for the model. The sum of the stages is ``at_s - since_s``.
+        """
+        warm_s = min(max(warmed_s or since_s, since_s), at_s)
+        began_s = min(max(self.began_s, warm_s), at_s)
+        switch_ended_s = min(self.switch_ended_s, at_s)
+        switch_s = max(switch_ended_s - max(self.switch_began_s, began_s), 0.0)
+        kv_s = switch_s * self.kv_share
+        return RequestStages(
+            warm_s - since_s,
+            began_s - warm_s,
+            switch_s - kv_s,
+            kv_s,
+            at_s - began_s - switch_s,
+        )
 
 
 class TokenCounter:
@@ -30,7 +82,7 @@ class TokenCounter:
         self._switches: dict[int, m.SwitchRecord] = {}
 
     def switched(self, switch: m.SwitchRecord) -> None:
-        """Record a switch as a possible cause of lateness."""
+        """Record a switch as a stage of the coming tokens."""
         self._switches[switch.device] = switch
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
@@ -38,47 +90,38 @@ class TokenCounter:
         if message.drafts is not None and message.model in self._stats:
             stats = self._stats[message.model]
             stats.drafts = stats.drafts.plus(message.drafts)
+        start = TurnStart.of(
+            message.model, self._state.devices.get(number), self._switches.get(number)
+        )
+        only_steps_since_s, at_s = start.only_steps_since_s, message.at_s
         for item in message.progress:
             request = self._live.get(item.request_id)
             if request is None:
                 continue
             if request.key_id:
                 self._charge(request.key_id, len(item.new_token_ids))
-            stats, num_before = self._stats[request.counted_name], len(request.token_times_s)
-            lost_s = stats.add_tokens(
-                request, item.new_token_ids, message.at_s, has_result=item.has_result
-            )
-            if lost_s > 0:
-                times_s = request.token_times_s
-                since_s = times_s[num_before - 1] if num_before else request.arrival_s
-                self._attribute(stats.now, request, number, since_s, message.at_s, lost_s)
+            stats, times_s = self._stats[request.counted_name], request.token_times_s
+            num_before = len(times_s)
+            lost_s = stats.add_tokens(request, item.new_token_ids, at_s, has_result=item.has_result)
+            if len(times_s) == num_before:
+                continue
+            since_s = times_s[num_before - 1] if num_before else request.arrival_s
+            now = stats.now
+            sums = now.between_tokens if num_before else now.first_token
+            if since_s < only_steps_since_s or (request.warmed_s or since_s) > since_s:
+                stages = start.divide(since_s, request.warmed_s, at_s)
+                sums.add(stages)
+                if lost_s > 0:
+                    _add_lateness(now.lateness, lost_s, stages, at_s - since_s)
+            else:
+                sums.computing_s += at_s - since_s
+                now.lateness.computing_s += lost_s
 
-    def _attribute(
-        self,
-        counts: Counts,
-        request: LiveRequest,
-        number: int,
-        since_s: float,
-        at_s: float,
-        lost_s: float,
-    ) -> None:
-        """Divide ``lost_s`` by cause over the time from ``since_s`` to ``at_s``.
 
-        The causes in order: warming the model, waiting for a turn, the switch, the model's steps.
-        """
-        warm_s = min(max(request.warmed_s or since_s, since_s), at_s)
-        device = self._state.devices.get(number)
-        turn = device.turn if device is not None else None
-        began_s = warm_s
-        if device is not None and turn is not None and turn.model == request.model:
-            began_s = min(max(device.turn_began_s, warm_s), at_s)
-        switching_s = 0.0
-        switch = self._switches.get(number)
-        if switch is not None and switch.model == request.model:
-            end_s = min(switch.at_s + switch.total_s, at_s)
-            switching_s = max(end_s - max(switch.at_s, began_s), 0.0)
-        share = lost_s / max(at_s - since_s, 1e-9)
-        counts.lateness.loading_s += share * (warm_s - since_s)
-        counts.lateness.queueing_s += share * (began_s - warm_s)
-        counts.lateness.switching_s += share * switching_s
-        counts.lateness.computing_s += share * (at_s - began_s - switching_s)
+def _add_lateness(lateness: Lateness, lost_s: float, stages: RequestStages, time_s: float) -> None:
+    """Divide ``lost_s`` seconds of lateness as ``stages`` divide ``time_s``."""
+    share = lost_s / max(time_s, 1e-9)
+    lateness.loading_s += share * stages.loading_s
+    lateness.queueing_s += share * stages.queueing_s
+    lateness.switching_s += share * (stages.switching_s + stages.kv_s)
+    lateness.computing_s += share * stages.computing_s

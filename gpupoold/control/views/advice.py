@@ -12,7 +12,7 @@ GOOD_ATTAINMENT = 0.99
 
 def main_cause(counts: Counts) -> str | None:
     """Return the cause on which late answers lost the most time, None if all were in time."""
-    cause, late_s = max(counts.lateness.by_cause().items(), key=lambda one: one[1])
+    cause, late_s = max(counts.lateness.by_name().items(), key=lambda one: one[1])
     return cause if late_s > 1e-6 else None
 
 

@@ -41,7 +41,7 @@ from gpupoold.api.schemas import (
 from gpupoold.api.schemas_config import (
     ChangeInfo,
 )
-from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_top import TurnInfo
 from gpupoold.domain import Switch
 from gpupoold.errors import (
@@ -120,6 +120,7 @@ class FakeDaemon:
         self.switches: list[Switch] = []
         self.history: list[RequestRecord] = []
         self.spans: list[SpanInfo] = []
+        self.model_spans: list[ModelSpan] = []
         self.whys: dict[str, Why] = {}
         self.queries: list[dict[str, str]] = []
         self.turns: list[TurnInfo] = []

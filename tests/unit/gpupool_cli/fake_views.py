@@ -25,7 +25,7 @@ from gpupoold.api.schemas_config import (
     DiffRequest,
     ReloadInfo,
 )
-from gpupoold.api.schemas_explain import SpanInfo, Why
+from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.domain import Switch
@@ -146,6 +146,11 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def history(request: Request) -> list[SpanInfo]:
         daemon.queries.append(dict(request.query_params))
         return daemon.spans
+
+    @app.get("/history/models")
+    async def history_by_model(request: Request) -> list[ModelSpan]:
+        daemon.queries.append(dict(request.query_params))
+        return daemon.model_spans
 
     @app.get("/history/requests")
     async def past_requests(request: Request) -> list[RequestRecord]:

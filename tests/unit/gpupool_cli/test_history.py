@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from pydantic import TypeAdapter
 
 from gpupool_cli import output
 from gpupoold.api.schemas import RequestRecord
-from gpupoold.api.schemas_explain import SpanInfo
-from gpupoold.domain import Lateness
+from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
+from gpupoold.domain import Lateness, RequestStages
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -51,6 +52,10 @@ def span(**more: object) -> SpanInfo:
     return TypeAdapter(SpanInfo).validate_python(values | more)
 
 
+def model_span(model: str, counts: SpanInfo) -> ModelSpan:
+    return TypeAdapter(ModelSpan).validate_python(asdict(counts) | {"model": model})
+
+
 def test_switches(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.switches = [samples.switch("b", "a"), samples.switch("a", None)]
     lines = cli("switches").stdout.splitlines()
@@ -84,6 +89,33 @@ def test_history_by_spans_of_time(daemon: FakeDaemon, cli: Cli) -> None:
     [first, _] = json.loads(cli("history", "qwen", "--since", "7d", "--json").stdout)
     assert first["lateness"]["queueing_s"] == 3.5
     assert daemon.queries[-1] == {"model": "qwen", "since_s": "604800.0"}
+
+
+def test_history_by_stage(daemon: FakeDaemon, cli: Cli) -> None:
+    first = RequestStages(loading_s=2.0, queueing_s=4.0, switching_s=1.0, kv_s=1.0, computing_s=8.0)
+    between = RequestStages(queueing_s=2.0, computing_s=4.0)
+    busy = span(first_tokens=4, first_token=first, between_tokens=between)
+    daemon.model_spans = [model_span("qwen", busy), model_span("idle", span())]
+    done = cli("history", "--breakdown", "--since", "90s")
+    titles, *rows = [line.split() for line in done.stdout.splitlines()]
+    assert titles[:4] == ["MODEL", "REQUESTS", "TIME", "TOTAL"]
+    assert titles[4:] == ["LOADING", "QUEUEING", "SWITCHING", "KV", "COMPUTING"]
+    assert rows == [
+        "qwen 4 first token 4s 500ms 1s 250ms 250ms 2s".split(),
+        "qwen 4 between tokens 1.5s - 500ms - - 1s".split(),
+    ]
+    assert daemon.queries == [{"since_s": "90.0"}]
+    answer = json.loads(cli("history", "qwen", "--breakdown", "--json").stdout)
+    assert [one["model"] for one in answer] == ["qwen", "idle"]
+    assert answer[0]["first_token"] == asdict(first)
+    assert daemon.queries[-1] == {"model": "qwen", "since_s": "3600.0"}
+
+
+def test_a_breakdown_of_nothing(daemon: FakeDaemon, cli: Cli) -> None:
+    assert cli("history", "--breakdown").stdout == "no request in the last 60m\n"
+    done = cli("history", "--breakdown", "--requests")
+    assert done.exit_code == 2
+    assert "exclude each other" in done.stderr
 
 
 def test_history_of_single_requests(daemon: FakeDaemon, cli: Cli) -> None:

@@ -76,6 +76,9 @@ async def test_what_was_kept_can_be_read_and_written(path: Path, number: int) ->
         assert len(await ApiKeys(db).list(with_revoked=True)) == (3 if number >= 6 else 0)
         minutes = [row async for part in history.minutes(0.0) for row in part]
         assert len(minutes) == (20 if number >= 5 else 0)
+        has_stages = number >= 11
+        assert {row.first_tokens for row in minutes} <= {1 if has_stages else 0}
+        assert all(bool(row.first_token.total_s) is has_stages for row in minutes)
 
 
 @pytest.mark.parametrize("number", range(1, NEWEST))

@@ -79,6 +79,7 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(
     counts.tokens, counts.tokens_in_time = 8, 6
     for seconds in (0.0015, 0.04, 1000.0):
         counts.tbt.add(seconds)
+    counts.between_tokens.kv_s, counts.first_token.queueing_s = 0.25, 0.5
     assert not values(await samples(exporter_of(control_plane)), "drafts_total")
     control_plane.dispatcher.accounts.stats[MODEL].drafts = m.DraftCounts(2, 8, 3)
     found = await samples(exporter)
@@ -89,6 +90,12 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(
     buckets = values(found, "time_between_tokens_seconds_bucket")
     expected = {"0.001": 0, "0.002": 1, "0.03": 1, "0.05": 2, "300.0": 2, "+Inf": 3}
     assert {le: buckets[f"{le} {MODEL}"] for le in expected} == expected
+    stages = values(found, "request_stage_seconds_total")
+    assert len(stages) == 10
+    assert {labels: value for labels, value in stages.items() if value} == {
+        f"{MODEL} between_tokens kv": 0.25,
+        f"{MODEL} first_token queueing": 0.5,
+    }
     await control_plane.registry.remove(ModelName(MODEL))
     assert not [one for one in await samples(exporter) if "model" in one.labels]
     assert control_plane.dispatcher.accounts.meters.models == {}

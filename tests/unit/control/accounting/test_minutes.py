@@ -11,7 +11,7 @@ import pytest_asyncio
 from gpupool_state import DATABASE_NAME, Database, History
 from gpupoold.control.accounting.minutes import Minutes, minutes_of
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.domain import FinishReason
+from gpupoold.domain import FinishReason, Lateness, RequestStages
 from tests.unit.control.live import live_request
 
 pytestmark = pytest.mark.asyncio
@@ -83,6 +83,10 @@ async def test_a_minute_is_kept_when_it_is_over(bench: Bench) -> None:
 async def test_what_is_kept_of_it(bench: Bench) -> None:
     bench.serve("a", 0.5, num_tokens=3)
     bench.serve("a", 2.0)
+    now = bench.stats["a"].now
+    now.lateness = Lateness(0.1, 0.2, 0.3, 0.4)
+    now.first_token = RequestStages(1.0, 2.0, 3.0, 4.0, 5.0)
+    now.between_tokens = RequestStages(6.0, 7.0, 8.0, 9.0, 10.0)
     before = bench.stats["a"].last_hour()
     bench.tick(60.0)
     await bench.history.flush()

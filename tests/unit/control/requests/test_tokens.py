@@ -1,14 +1,16 @@
-"""What made tokens late: time until the model was warm, until its turn, its switch, its steps."""
+"""Stages of the time until each token, and the causes of late tokens."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, strategies as st
 
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.requests.tokens import TokenCounter
+from gpupoold.domain import RequestStages, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m
@@ -20,7 +22,8 @@ class Bench:
     """One device on which model "m" has had its turn since second 4."""
 
     def __init__(self, turn_began_s: float = 4.0) -> None:
-        device = DeviceState(0, 1, 1.0, turn=Turn(1, "m", 1.0), turn_began_s=turn_began_s)
+        turn = Turn(1, "m", 1.0)
+        self.device = device = DeviceState(0, 1, 1.0, turn=turn, turn_began_s=turn_began_s)
         self.live = LiveRequests()
         self.request = live_request()
         self.live.add(self.request)
@@ -33,8 +36,9 @@ class Bench:
             lambda *charged: self.charged.append(charged),
         )
 
-    def switch(self, at_s: float, total_s: float, model: str = "m") -> None:
-        self.tokens.switched(replace(SWITCH, device=0, model=model, at_s=at_s, total_s=total_s))
+    def switch(self, at_s: float, total_s: float, model: str = "m", kv_s: float = 0.0) -> None:
+        switch = replace(SWITCH, device=0, model=model, at_s=at_s, total_s=total_s, kv_s=kv_s)
+        self.tokens.switched(switch)
 
     def token(self, at_s: float, number: int = 0) -> Counts:
         progress = [m.RequestProgress("r", [1]), m.RequestProgress("unknown", [1])]
@@ -122,3 +126,89 @@ def test_parts_are_never_negative_and_make_up_the_whole() -> None:
             found = parts(bench.token(9.0))
             assert min(found) >= 0.0
             assert sum(found) == pytest.approx(8.0)
+
+
+def stages(found: RequestStages) -> list[float]:
+    return list(found.by_name().values())
+
+
+def test_the_time_to_a_first_token_in_time_is_divided_too() -> None:
+    bench = Bench()
+    bench.request.targets = Targets(60.0, 1.0)
+    bench.request.warmed_s = 1.0
+    bench.switch(at_s=5.0, total_s=2.0, kv_s=0.5)
+    now = bench.token(10.0)
+    assert stages(now.first_token) == pytest.approx([1.0, 3.0, 1.5, 0.5, 4.0])
+    assert stages(now.between_tokens) == [0.0] * 5
+    assert parts(now) == [0.0] * 4
+    assert now.first_tokens == 1
+
+
+def test_tokens_of_one_turn_are_computed_and_a_pause_is_divided() -> None:
+    bench = Bench()
+    bench.token(5.0)
+    bench.token(5.5)
+    now = bench.token(6.0)
+    assert stages(now.between_tokens) == pytest.approx([0.0, 0.0, 0.0, 0.0, 1.0])
+    bench.device.turn_began_s = 8.0
+    bench.switch(at_s=8.0, total_s=1.0, kv_s=0.25)
+    now = bench.token(10.0)
+    assert stages(now.between_tokens) == pytest.approx([0.0, 2.0, 0.75, 0.25, 2.0])
+    assert now.first_tokens == 1
+
+
+def test_a_request_that_arrives_during_the_switch_waits_for_its_rest() -> None:
+    bench = Bench()
+    bench.request.arrival_s = 5.5
+    bench.switch(at_s=5.0, total_s=1.0)
+    assert stages(bench.token(7.0).first_token) == pytest.approx([0.0, 0.0, 0.5, 0.0, 1.0])
+
+
+def test_lateness_by_kv_is_lateness_by_switching() -> None:
+    bench = Bench()
+    bench.switch(at_s=5.0, total_s=2.0, kv_s=1.0)
+    assert parts(bench.token(10.0))[2] == pytest.approx(1.8)
+
+
+def test_progress_without_a_token_has_no_stages() -> None:
+    bench = Bench()
+    bench.tokens.stepped(0, m.StepOutputs("m", 5.0, [], [m.RequestProgress("r", [], "abort")]))
+    now = bench.stats["m"].now
+    assert stages(now.first_token) == [0.0] * 5
+    assert now.first_tokens == 0
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.floats(0.0, 10.0),  # pause
+            st.floats(-3.0, 3.0),  # the turn's beginning, after the pause's beginning
+            st.floats(-3.0, 3.0),  # the switch's beginning, likewise
+            st.floats(0.0, 5.0),  # the switch's duration
+            st.floats(0.0, 1.0),  # the share of KV
+            st.one_of(st.none(), st.floats(-3.0, 3.0)),  # the end of the load, likewise
+            st.integers(1, 3),  # tokens
+            st.sampled_from(["m", "other"]),  # the model of the switch
+            st.sampled_from([0, 7]),  # the device
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_stages_are_never_negative_and_make_up_ttft_and_tbt(
+    steps: list[tuple[float, float, float, float, float, float | None, int, str, int]],
+) -> None:
+    bench, at_s = Bench(), 0.0
+    for pause_s, turn_s, switch_s, total_s, kv_share, warmed_s, num_tokens, model, number in steps:
+        bench.device.turn_began_s = at_s + turn_s
+        bench.switch(at_s + switch_s, total_s, model, kv_s=kv_share * total_s)
+        bench.request.warmed_s = None if warmed_s is None else at_s + warmed_s
+        at_s += pause_s
+        progress = [m.RequestProgress("r", [1] * num_tokens)]
+        bench.tokens.stepped(number, m.StepOutputs("m", at_s, [], progress))
+    now = bench.stats["m"].now
+    assert now.first_token.total_s == pytest.approx(now.ttft.sum_s, abs=1e-9)
+    assert now.between_tokens.total_s == pytest.approx(now.tbt.sum_s, abs=1e-9)
+    assert min(stages(now.first_token) + stages(now.between_tokens)) >= -1e-12
+    assert now.first_tokens == len(now.ttft) == 1
+    assert now.lateness.total_s >= bench.request.late_s - 1e-9

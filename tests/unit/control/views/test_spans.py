@@ -7,8 +7,8 @@ import pytest
 from gpupool_state import MinuteRow
 from gpupoold.control.accounting.model_stats import Counts
 from gpupoold.control.views.advice import advice, main_cause
-from gpupoold.control.views.spans import Spans, span_s
-from gpupoold.domain import Lateness, Targets
+from gpupoold.control.views.spans import ModelSums, Spans, span_s
+from gpupoold.domain import Lateness, RequestStages, Targets
 from gpupoold.stats.histogram import Histogram
 
 TARGETS = Targets(2.0, 0.1)
@@ -25,7 +25,10 @@ def minute(minute_at: int, model: str = "m", ttft_s: float = 0.5) -> MinuteRow:
         aborted=1,
         tokens=4,
         tokens_in_time=3,
+        first_tokens=1,
         lateness=Lateness(queueing_s=0.5, computing_s=1.0),
+        first_token=RequestStages(queueing_s=0.5),
+        between_tokens=RequestStages(kv_s=2.0),
         ttft=ttft.text(),
     )
 
@@ -51,9 +54,23 @@ def test_minutes_of_all_models_add_up() -> None:
     assert first.lateness.computing_s == 3.0
 
 
-def test_a_damaged_row_is_named() -> None:
+def test_stages_add_up_by_span_and_by_model() -> None:
+    spans, sums = Spans(300), ModelSums(590.0, 400.0)
+    for one in (spans, sums):
+        one.add([minute(600), minute(840, "other"), minute(660)])
+    [span] = spans.infos()
+    assert (span.first_tokens, span.first_token.queueing_s, span.between_tokens.kv_s) == (3, 1.5, 6)
+    assert [one.model for one in sums.infos()] == ["m", "other"]
+    first = sums.infos()[0]
+    assert (first.at, first.span_s, first.requests) == (590.0, 400.0, 4)
+    assert first.first_token == RequestStages(queueing_s=1.0)
+    assert first.between_tokens == RequestStages(kv_s=4.0)
+
+
+@pytest.mark.parametrize("sums", [Spans(60), ModelSums(0.0, 60.0)])
+def test_a_damaged_row_is_named(sums: Spans | ModelSums) -> None:
     with pytest.raises(ValueError, match="not a histogram: 'x'"):
-        Spans(60).add([MinuteRow(minute_at=0, model="m", ttft="x")])
+        sums.add([MinuteRow(minute_at=0, model="m", ttft="x")])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import sys
 import time
 import timeit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
-from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
 from gpupoold.sim.presets import preset_panels
 from gpupoold.sim.run import RunRow, run_point, run_points, sweep_goodput
 from gpupoold.sim.scenario import FigurePanel, Overrides, Point
@@ -66,30 +66,37 @@ SMALL_BOX, _NUM_SMALL_BOX_DRAWS = 0.95, 4
 OVERLOAD = {6.0: 0.9, 7.0: 0.75, 8.0: 0.65}
 # Another policy does better if its attainment is higher by more than this.
 BETTER_BY = 0.002
-SLOW_SWITCH_S = 3.0
+SLOW_SWITCH, SLOW_SWITCH_S = "aegaeon-fig11a-slow-switch", 3.0
+# A number of models of figure 11a that must be served.
+_NUM_FIG11A = 140
 _EXPIRED = 0.5
 _NUM_SPEED_RUNS = 3
 
 
 def main() -> int:
-    """Run everything; exit code 1 when a figure was missed."""
+    """Run everything, or the presets of ``--only``; exit code 1 when a figure was missed."""
     arguments = _parse()
     started_s = time.perf_counter()
-    panels = list(_panels(arguments.workloads))
+    panels = list(_panels(arguments.workloads, arguments.only))
     tasks = [replace(panel, policies=(name,)) for panel in panels for name in panel.policies]
-    rows = list(_run(tasks, arguments.jobs, _known(arguments.reuse)))
-    slow = _slow_switching(arguments.jobs, _known(arguments.reuse))
-    figures = [*_figures(rows, slow), *_speed()]
-    goodputs = _goodputs([*rows, *slow])
+    kept = _rows_of(arguments.out) if arguments.only else []
+    again = {(task.name, task.policies[0]) for task in tasks}
+    rows = [row for row in kept if (row["preset"], row["policy"]) not in again]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for more in _run(tasks, arguments.jobs, _known(arguments.reuse)):
+        rows += more
+        # What was measured so far can be kept by another run with ``--only``.
+        arguments.out.write_text(json.dumps({"rows": rows}) + "\n")
+    rows.sort(key=_place)
+    figures, goodputs = [*_figures(rows), *_speed()], _goodputs(rows)
     report = {
         "figures": figures,
         "goodput": goodputs,
-        "papers": paper_figures([*rows, *slow], goodputs, arguments.workloads),
+        "papers": paper_figures(rows, goodputs, arguments.workloads),
         "below_another_policy": _losses(rows),
-        "rows": [*rows, *slow],
+        "rows": rows,
         "wall_s": time.perf_counter() - started_s,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plots is not None:
         _plot(rows, panels, arguments.plots)
@@ -98,14 +105,40 @@ def main() -> int:
     return 0 if all(figure["reached"] for figure in figures) else 1
 
 
-def _panels(workloads: Path | None) -> Iterator[FigurePanel]:
+def _panels(workloads: Path | None, only: Sequence[str] = ()) -> Iterator[FigurePanel]:
     """The figures' panels; the recorded ones too, where the recordings are there."""
-    for name in (*FIGURES, *OTHERS, *RECORDED):
-        for panel in preset_panels(name):
+    names = only or (*FIGURES, *OTHERS, *RECORDED, SLOW_SWITCH)
+    for name in names:
+        for panel in [_slow_switching()] if name == SLOW_SWITCH else preset_panels(name):
             try:
                 yield panel.changed(Overrides(workloads_dir=workloads))
             except UsageError as error:
                 print(f"{panel.name} left out: {error}", file=sys.stderr)
+
+
+def _place(row: RunRow) -> tuple[int, int]:
+    """Return the place of a row in the report: by preset and policy; points keep their order."""
+    names = [panel.name for name in (*FIGURES, *OTHERS, *RECORDED) for panel in preset_panels(name)]
+    preset, policy = row["preset"], row["policy"]
+    return names.index(preset) if preset in names else len(names), POLICY_NAMES.index(policy)
+
+
+def _slow_switching() -> FigurePanel:
+    """Request-level serving as it is without fast switching: seconds more per load."""
+    return replace(
+        preset_panels("aegaeon-fig11a")[0],
+        name=SLOW_SWITCH,
+        policies=("request-level",),
+        switch_overhead_s=SLOW_SWITCH_S,
+    )
+
+
+def _rows_of(report: Path) -> list[RunRow]:
+    """Rows of an earlier run, none without its report."""
+    if not report.exists():
+        return []
+    rows: list[RunRow] = json.loads(report.read_text())["rows"]
+    return rows
 
 
 def _known(report: Path | None) -> list[RunRow]:
@@ -113,9 +146,7 @@ def _known(report: Path | None) -> list[RunRow]:
 
     ``static`` orders its turns as gpupool does, so it is run again too.
     """
-    if report is None:
-        return []
-    rows: list[RunRow] = json.loads(report.read_text())["rows"]
+    rows = [] if report is None else _rows_of(report)
     return [row for row in rows if row["policy"] not in ("gpupool", "static")]
 
 
@@ -129,13 +160,18 @@ def _is_of(row: RunRow, point: Point) -> bool:
     )
 
 
-def _run(tasks: Sequence[FigurePanel], jobs: int, known: Sequence[RunRow] = ()) -> Iterator[RunRow]:
+def _run(
+    tasks: Sequence[FigurePanel], jobs: int, known: Sequence[RunRow] = ()
+) -> Iterator[list[RunRow]]:
+    """Yield the rows of each task as soon as they are there."""
     context = multiprocessing.get_context("spawn")
     sweep = functools.partial(_sweep, known=known)
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for task, rows in zip(tasks, pool.map(sweep, tasks), strict=True):
+        running = {pool.submit(sweep, task): task for task in tasks}
+        for future in as_completed(running):
+            task, rows = running[future], future.result()
             print(f"{task.name} {task.policies[0]}: {len(rows)} points", file=sys.stderr)
-            yield from rows
+            yield rows
 
 
 def _sweep(panel: FigurePanel, known: Sequence[RunRow]) -> list[RunRow]:
@@ -151,54 +187,51 @@ def _sweep(panel: FigurePanel, known: Sequence[RunRow]) -> list[RunRow]:
     return rows
 
 
-def _slow_switching(jobs: int, known: Sequence[RunRow]) -> list[RunRow]:
-    """Request-level serving as it is without fast switching: seconds more per load."""
-    panel = preset_panels("aegaeon-fig11a")[0]
-    slow = replace(
-        panel,
-        name="aegaeon-fig11a-slow-switch",
-        policies=("request-level",),
-        switch_overhead_s=SLOW_SWITCH_S,
-    )
-    return list(_run([slow], jobs, known))
-
-
-def _figures(rows: Sequence[RunRow], slow: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
+def _figures(rows: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
+    """Required figures; without those whose rows are not there."""
     best = {key: load.load if load else 0.0 for key, load in sweep_goodput(rows).items()}
-    aegaeon = best["aegaeon-fig11a", "aegaeon"]
-    yield _figure("aegaeon, fig 11a: models at 90 %", "65 to 80", aegaeon, 65 <= aegaeon <= 80)
     by_point = {(row["preset"], row["policy"], row["models"]): row for row in rows}
+    if (aegaeon := best.get(("aegaeon-fig11a", "aegaeon"))) is not None:
+        yield _figure("aegaeon, fig 11a: models at 90 %", "65 to 80", aegaeon, 65 <= aegaeon <= 80)
     for models, (attainment, paper) in ARTIFACT.items():
-        row = by_point["aegaeon-fig11a", "aegaeon", models]
-        ours = row["attainment"] or 0.0, row["attainment_paper"] or 0.0
-        near = max(abs(ours[0] - attainment), abs(ours[1] - paper)) <= 0.04
-        asked = f"{attainment:.3f} / {paper:.3f}, within 0.04"
-        name = f"aegaeon against its authors' simulator, {models} models"
-        yield _figure(name, asked, f"{ours[0]:.3f} / {ours[1]:.3f}", near)
-    for preset, wanted in RATIOS.items():
-        ratio = best[preset, "gpupool"] / best[preset, "aegaeon"]
-        yield _figure(f"{preset}: goodput over aegaeon's", wanted, ratio, ratio >= wanted)
-    ratio = best["aegaeon-fig11a", "gpupool"] / best["aegaeon-fig11a", "request-level"]
-    yield _figure("aegaeon-fig11a: goodput over request-level's", 2.0, ratio, ratio >= 2.0)
-    gpupool = best["aegaeon-fig11a", "gpupool"]
-    yield _figure("gpupool, fig 11a: models at 90 %", 165, gpupool, gpupool >= 165)
-    attained = by_point["aegaeon-fig11a", "gpupool", 140]["attainment"] or 0.0
-    yield _figure("gpupool, fig 11a: 140 models", 0.995, attained, attained >= 0.995)
+        if (row := by_point.get(("aegaeon-fig11a", "aegaeon", models))) is not None:
+            ours = row["attainment"] or 0.0, row["attainment_paper"] or 0.0
+            near = max(abs(ours[0] - attainment), abs(ours[1] - paper)) <= 0.04
+            asked = f"{attainment:.3f} / {paper:.3f}, within 0.04"
+            name = f"aegaeon against its authors' simulator, {models} models"
+            yield _figure(name, asked, f"{ours[0]:.3f} / {ours[1]:.3f}", near)
+    wanted_ratios = [(preset, "aegaeon", wanted) for preset, wanted in RATIOS.items()]
+    for preset, rival, wanted in [*wanted_ratios, ("aegaeon-fig11a", "request-level", 2.0)]:
+        if best.get((preset, rival)) and (preset, "gpupool") in best:
+            ratio = best[preset, "gpupool"] / best[preset, rival]
+            yield _figure(f"{preset}: goodput over {rival}'s", wanted, ratio, ratio >= wanted)
+    yield from _own_figures(rows, best)
+    losses = _losses(rows)
+    yield _figure("points where another policy does better", 0, len(losses), not losses)
+    if (num_models := best.get((SLOW_SWITCH, "request-level"))) is not None:
+        name = f"request-level with {SLOW_SWITCH_S:g} s more per load: models at 90 %"
+        yield _figure(name, "to be reported", num_models, True)
+
+
+def _own_figures(
+    rows: Sequence[RunRow], best: Mapping[tuple[str, str], float]
+) -> Iterator[dict[str, Any]]:
+    """Required figures of the default policy alone."""
+    if (load := best.get(("aegaeon-fig11a", "gpupool"))) is not None:
+        yield _figure("gpupool, fig 11a: models at 90 %", 165, load, load >= 165)
     for row in rows:
-        is_overload = (row["preset"], row["policy"]) == ("prism-overload", "gpupool")
-        if is_overload and row["rps"] in OVERLOAD:
+        if row["policy"] != "gpupool":
+            continue
+        if row["preset"] == "aegaeon-fig11a" and row["models"] == _NUM_FIG11A:
+            share = row["attainment"] or 0.0
+            yield _figure(f"gpupool, fig 11a: {_NUM_FIG11A} models", 0.995, share, share >= 0.995)
+        if row["preset"] == "prism-overload" and row["rps"] in OVERLOAD:
             least, share = OVERLOAD[row["rps"]], row["ttft_attainment"] or 0.0
             name = f"prism-overload: first tokens in time at {row['rps']:g} requests/s"
             yield _figure(name, least, share, share >= least)
     mean = _small_box_mean()
     name = f"small-box: mean of {_NUM_SMALL_BOX_DRAWS} draws"
     yield _figure(name, SMALL_BOX, mean, mean >= SMALL_BOX)
-    losses = _losses(rows)
-    yield _figure("points where another policy does better", 0, len(losses), not losses)
-    load = next(iter(sweep_goodput(slow).values()))
-    num_models = load.load if load else 0.0
-    name = f"request-level with {SLOW_SWITCH_S:g} s more per load: models at 90 %"
-    yield _figure(name, "to be reported", num_models, True)
 
 
 def _small_box_mean() -> float:
@@ -298,6 +331,12 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/bench-sim.json"))
     parser.add_argument("--plots", type=Path, help="draw the figures there")
+    parser.add_argument(
+        "--only",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        help="run these presets again, and keep the other rows of the report",
+    )
     parser.add_argument("--reuse", type=Path, help="take the baselines from this earlier report")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     default = os.environ.get("GPUPOOL_WORKLOADS")

@@ -15,7 +15,7 @@ from gpupoold.scheduling.velocity import RequestClass
 RECENT_S = 30.0
 # Long enough for sixty arrivals of a model with a request in ten seconds.
 LASTING_S = 600.0
-# A window moves by this part of its length, so that its memory does not grow with the rate.
+# A window moves by a sixtieth of the length, so the memory does not grow with the rate.
 _NUM_BUCKETS = 60
 
 

@@ -1,11 +1,11 @@
-"""KV admission: which requests may be sent to a device, and which wait.
+"""KV admission: requests that may be sent to a device, others wait.
 
 KV without space on a device is offloaded to its host cache; when the cache is full, KV would be
 dropped and recomputed. So requests wait in the daemon while the reservations of sent requests
 (``kv_need_bytes``) leave no space. The device provides the memory beside the weights of its largest
 working model; the host cache provides the rest.
 
-A lone request is always admitted, which guarantees progress.
+A lone request is always admitted: a guarantee of progress.
 
 Within a model, requests that can be on time go first: the policy would defer the others
 (:mod:`.prefill_order`), and deferred requests must not hold memory. A request that has waited for
@@ -36,7 +36,7 @@ def admits(device: DeviceState, request: Request) -> bool:
 
 
 def admit(device: DeviceState, now_s: float) -> None:
-    """Queue requests that waited for KV memory, as far as there is memory now.
+    """Queue requests from the line for KV memory, as far as there is memory now.
 
     A queued request waits again if other requests' KV has grown into its memory, or if it is
     late and a request that can be on time waits. Within a model requests keep their order except

@@ -20,7 +20,7 @@ from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
 
 
 class Constraint(StrEnum):
-    """A capacity that a placement can exceed, with the letters of the paper's program."""
+    """A capacity of a device, with the letters of the paper's program."""
 
     TBT = "tbt"  # (b) context and batch size make steps too slow
     TTFT = "ttft"  # (c) prefills placed together take too long
@@ -48,7 +48,7 @@ class Limits:
     def margin_tokens(self, num_requests: int, deviation_tokens: float) -> float:
         """Return the tokens by which a sum of predictions may be exceeded (Aladdin, appendix G).
 
-        Errors of requests are independent, so their variances add up.
+        Errors of requests are independent, so variances add up.
         """
         if self.tail_probability == 1:
             return 0.0
@@ -92,7 +92,7 @@ def violated(
     now_s: float,
     limits: Limits,
 ) -> Constraint | None:
-    """Return the first capacity that the device exceeds with one more request, None if it fits."""
+    """Return the first capacity exceeded with one more request, None if the request fits."""
     totals = totals_of(device, request)
     if _step_share(device, totals, lengths, limits) > limits.theta:
         return Constraint.TBT
@@ -123,7 +123,7 @@ def load_norm(device: DeviceState, limits: Limits) -> float:
 
 
 def peak_kv_bytes(requests: Iterable[Request]) -> float:
-    """Return the peak KV of the requests until all have their expected lengths; O(n log n).
+    """Return the peak KV of the requests up to the expected lengths; O(n log n).
 
     Each answer grows by a token per TBT and frees its KV at its end, so the peak is at some end.
     """
@@ -137,9 +137,7 @@ def peak_kv_bytes(requests: Iterable[Request]) -> float:
 
 
 def _growth(request: Request) -> tuple[float, float, float]:
-    """Return the seconds until the expected end, the bytes of KV now, and their growth per
-    second.
-    """
+    """Return the seconds until the expected end, the bytes of KV now, and the growth per second."""
     model = request.model
     left_s = max(0, request.expected_tokens - request.num_tokens) * model.targets.tbt_s
     kv_bytes = request.context_tokens * model.kv_bytes_per_token

@@ -1,9 +1,8 @@
 """Homes of models by pressure. Pure: demand in, homes out.
 
-Prism (algorithm 1) places models by the pressure that their requests put on a device's memory. On a
-device whose models do not fit together the scarce resource is time instead: the time that keeps
-all models on target, and the time of the switches between them. The *pressure* of a device is the
-sum of both as a share of its time.
+Prism (algorithm 1) places models by the pressure of requests on a device's memory. On a device
+without room for all its models the scarce resource is time instead: the time for all models on
+target, and the time of switches. The *pressure* of a device is the sum of both as a share of time.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ModelDemand:
 
 @dataclass(frozen=True, slots=True)
 class HomeDevice:
-    """A device that can be a home; ``demands`` by the names of the models that it hosts."""
+    """A possible home; ``demands`` by the names of the hosted models."""
 
     number: int
     capacity_bytes: int
@@ -94,8 +93,8 @@ def _switching_to(
 ) -> float:
     """Return the share of time for switches to a model, and back to the ``hurried`` model.
 
-    The latter has the shortest window and a turn after each turn of another model. If its window is
-    shorter than its absence, its answers are late in the meantime, which counts as lost time too.
+    The latter has the shortest window and a turn after each turn of another model. If the window is
+    shorter than the absence, the answers are late in the meantime: lost time too.
     """
     others = [one for one in demands if one is not demand]
     idle_share = math.prod(1 - one.busy_share for one in others)

@@ -71,7 +71,8 @@ class EnginePlacement:
     ) -> None:
         """Load a model on the best device in service.
 
-        The caller opens the model. The load waits up to ``wait_s`` for memory of busy engines.
+        The caller opens the model. The load waits up to ``wait_s`` for memory of busy engines, and
+        for a worker that starts for the first time if no other may host the model.
 
         Raises:
             EnginesFull: no device has memory for the engine.
@@ -79,17 +80,11 @@ class EnginePlacement:
             Unavailable: no device that may host the model is in service.
             GpupoolError: the reason of a worker.
         """
-        deadline_s, full = self._clock() + wait_s, set[int]()
+        began_s, full = self._clock(), set[int]()
         while True:
-            row = await find_model(self._registry, spec.name)
-            try:
-                choice = self._first_choice(row, expected_bytes, full)
-            except EnginesFull:
-                if self._clock() >= deadline_s:
-                    raise
-                full.clear()
-                await asyncio.sleep(_POLL_S)
-                continue
+            choice = await self._wait_for_choice(spec.name, expected_bytes, began_s + wait_s, full)
+            if choice is None:
+                return None
             try:
                 return await self._loader.load(
                     spec, self._worker(choice), expected_bytes, choice.reason
@@ -105,6 +100,31 @@ class EnginePlacement:
                 if not await self._is_elsewhere(spec, choice, error):
                     raise
                 _logger.info("%s", error)
+
+    async def _wait_for_choice(
+        self, name: str, weight_bytes: int, deadline_s: float, full: set[int]
+    ) -> HostingChoice | None:
+        """Wait for a device that can load a model, or for a worker that starts.
+
+        None if a worker that has started has the model already, as all its models.
+
+        Raises:
+            EnginesFull, Refused, Unavailable: no device can load the model by the deadline.
+        """
+        started = False
+        while True:
+            row = await find_model(self._registry, name)
+            if started and self._fleet.availability(name).devices:
+                return None
+            try:
+                return self._first_choice(row, weight_bytes, full)
+            except (EnginesFull, Unavailable) as error:
+                if not started and isinstance(error, Unavailable) and self._may_start(row):
+                    started, deadline_s = True, max(deadline_s, self._clock() + _STARTING_S)
+                if self._clock() >= deadline_s:
+                    raise
+            full.clear()
+            await asyncio.sleep(_POLL_S)
 
     def first_worker(self, row: ModelRow) -> Worker | None:
         """Return the worker on which ``load_first`` would load now, None without a choice."""
@@ -335,10 +355,18 @@ class EnginePlacement:
             finally:
                 self._dispatcher.go_elsewhere(requests, worker)
 
+    def _starting(self) -> list[Worker]:
+        """Return the workers that start for the first time."""
+        return [one for one in self._supervisor.up if one.state == "starting"]
+
+    def _may_start(self, row: ModelRow) -> bool:
+        """Return whether a worker that may host the model starts for the first time."""
+        model = self._room.model(row)
+        return any(model.allows(one.number) for one in self._starting())
+
     async def _wait_for_starts(self) -> None:
         """Wait for workers that start for the first time."""
-        starting = [one for one in self._supervisor.up if one.state == "starting"]
-        waits = (self._supervisor.wait_ready(one) for one in starting)
+        waits = (self._supervisor.wait_ready(one) for one in self._starting())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STARTING_S):
                 await asyncio.gather(*waits, return_exceptions=True)

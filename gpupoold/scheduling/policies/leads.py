@@ -51,13 +51,13 @@ def _return_s(model: Model, other: Model, device: DeviceState) -> float:
 
 
 def _decode_s(batch: Batch, more_lead_s: float) -> float:
-    """Return the time in which decoding adds a lead."""
+    """Return the time of decoding for more lead."""
     tbt_s, step_s = batch.model.targets.tbt_s, batch.step_s()
     return more_lead_s / max(tbt_s - step_s, LEAST_GAIN_SHARE * tbt_s) * step_s
 
 
 def _slack_s(kept: Sequence[PlannedTurn]) -> float:
-    """Return the time by which the turns, in order, can be put off without a late start."""
+    """Return the longest delay of the turns, in order, without a late start."""
     slack_s, start_s = float("inf"), 0.0
     for one in kept:
         slack_s = min(slack_s, one.due_in_s - start_s)

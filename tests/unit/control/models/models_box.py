@@ -71,6 +71,8 @@ class PlayedWorker:
         if self._number in self._box.broken:
             self.end(1)
             return
+        if (event := self._box.starting.get(self._number)) is not None:
+            await event.wait()
         degree = self._box.degrees[self._number]
         kind = "cuda" if degree == 1 else f"{degree} x cuda"
         self.channel.send(
@@ -197,6 +199,8 @@ class ModelsBox:
         self.engine_bytes = 0
         self.held: dict[int, asyncio.Event] = {}
         """Loads on these workers wait for the event."""
+        self.starting: dict[int, asyncio.Event] = {}
+        """These workers wait for the event before they are ready."""
         self.waiting: set[tuple[str, int]] = set()
         """The loads that wait, by model and worker."""
         (folder / "hf").mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ import pytest_asyncio
 from gpupool_state import History, Registry
 from gpupoold.api.schemas import AddModelRequest, Progress
 from gpupoold.control.fleet.transitions import ModelPhase
-from gpupoold.errors import Failed, Refused, UsageError
+from gpupoold.errors import Failed, Refused, Unavailable, UsageError
 from tests.unit.checkpoints.samples import checkpoint, write
 from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
 
@@ -74,7 +74,8 @@ class TestSideBySide:
         box.dispatcher.set_draining(1, is_draining=True)
         box.hold(0)
         adding = [asyncio.create_task(added(box, name)) for name in ("x", "y")]
-        await box.until(lambda: box.supervisor.workers[0].num_loads == 2)
+        worker = box.supervisor.workers[0]
+        await box.until(lambda: worker.num_loads == 2 and bool(box.waiting))
         assert len(box.waiting) == 1
         box.release()
         await asyncio.gather(*adding)
@@ -268,6 +269,39 @@ async def sent(box: ModelsBox) -> list[int]:
 def request(box: ModelsBox, name: str, devices: list[int] | None = None) -> AddModelRequest:
     folder = write(box.folder / name, checkpoint())
     return AddModelRequest(name=name, source=str(folder), devices=devices or [])
+
+
+class TestStarts:
+    async def test_an_addition_waits_for_the_chosen_device_to_start(
+        self, tmp_path: Path, registry: Registry, history: History
+    ) -> None:
+        box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S)
+        start = box.starting[1] = asyncio.Event()
+        await box.start()
+        try:
+            await box.until(lambda: box.supervisor.workers[0].is_ready)
+            adding = asyncio.create_task(added(box, "new", [1]))
+            await asyncio.sleep(0.3)
+            assert not adding.done()
+            start.set()
+            assert [one.stage for one in await adding][-1] == "ready"
+            assert box.hosts_of("new") == [1]
+        finally:
+            await box.stop()
+
+    async def test_a_device_that_does_not_start_is_not_waited_for(
+        self, tmp_path: Path, registry: Registry, history: History
+    ) -> None:
+        box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S)
+        box.broken.add(1)
+        await box.start()
+        try:
+            workers = box.supervisor.workers
+            await box.until(lambda: workers[0].is_ready and workers[1].state == "down")
+            with pytest.raises(Unavailable, match=r"can load new \(only 1 may\)"):
+                await added(box, "new", [1])
+        finally:
+            await box.stop()
 
 
 async def added(box: ModelsBox, name: str, devices: list[int] | None = None) -> list[Progress]:

@@ -263,8 +263,8 @@ class RequestStages(_Durations):
     """Seconds that requests spent in each stage.
 
     ``loading``: restoring the model's snapshot. ``queueing``: waiting for a turn. ``switching``:
-    bringing the model in, except its KV. ``kv``: bringing the model's KV in. ``computing``: the
-    model's own steps.
+    bringing the model in, except its KV. ``kv``: bringing the model's KV in, or waiting during the
+    turn for the request's KV from another device. ``computing``: the model's own steps.
     """
 
     loading_s: float = 0.0

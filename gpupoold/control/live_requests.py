@@ -117,6 +117,8 @@ class LiveRequest:
     """True while the request waits for weights; set by :meth:`LiveRequests.set_cold`."""
     warmed_s: float | None = None
     """Time when the model was in host memory, if the request had to wait."""
+    attached_s: float | None = None
+    """Time when the request's present device had the KV from another device."""
     migration: Migration | None = None
     """The migration under way."""
     suspect: Suspect | None = None

@@ -95,7 +95,7 @@ class Dispatcher:
                 if request is not None:
                     self._restart(request)
             case m.RequestAttached():
-                request = self.migrations.attached(message.request_id)
+                request = self.migrations.attached(message.request_id, self._clock())
                 if request is not None:
                     self.scheduler.attached(request.request_id, len(request.output_token_ids))
             case m.KvTransferUsed():

@@ -52,13 +52,14 @@ class Migrations:
             for fd in fds:
                 os.close(fd)
 
-    def attached(self, request_id: str) -> LiveRequest | None:
+    def attached(self, request_id: str, now_s: float) -> LiveRequest | None:
         """Return the request to continue on the target, None after the end of the request."""
         request = self._live.get(request_id)
         migration = None if request is None else request.migration
         if request is None or migration is None or not migration.expects(MigrationEvent.ATTACHED):
             return None
         request.migration = migration.after(MigrationEvent.ATTACHED)
+        request.attached_s = now_s
         self.num_migrated += 1
         return request
 

@@ -42,23 +42,27 @@ class TurnStart(NamedTuple):
         """Time after which the model has only computed."""
         return max(self.began_s, self.switch_ended_s)
 
-    def divide(self, since_s: float, warmed_s: float | None, at_s: float) -> RequestStages:
+    def divide(
+        self, since_s: float, at_s: float, warmed_s: float | None, attached_s: float | None
+    ) -> RequestStages:
         """Divide the time of a request from ``since_s`` to its token at ``at_s`` by stage.
 
-        ``warmed_s`` is the time when the model was in host memory, None if the request did not
-        wait for the model. The sum of the stages is ``at_s - since_s``.
+        ``warmed_s`` is the time when the model was in host memory, ``attached_s`` the time when the
+        device had the request's KV from another device, each None if the request did not wait. The
+        sum of the stages is ``at_s - since_s``.
         """
         warm_s = min(max(warmed_s or since_s, since_s), at_s)
         began_s = min(max(self.began_s, warm_s), at_s)
-        switch_ended_s = min(self.switch_ended_s, at_s)
+        switch_ended_s = min(max(self.switch_ended_s, began_s), at_s)
         switch_s = max(switch_ended_s - max(self.switch_began_s, began_s), 0.0)
+        transfer_s = max(min(attached_s or switch_ended_s, at_s) - switch_ended_s, 0.0)
         kv_s = switch_s * self.kv_share
         return RequestStages(
             warm_s - since_s,
             began_s - warm_s,
             switch_s - kv_s,
-            kv_s,
-            at_s - began_s - switch_s,
+            kv_s + transfer_s,
+            at_s - began_s - switch_s - transfer_s,
         )
 
 
@@ -108,8 +112,13 @@ class TokenCounter:
             since_s = times_s[num_before - 1] if num_before else request.arrival_s
             now = stats.now
             sums = now.between_tokens if num_before else now.first_token
-            if since_s < only_steps_since_s or (request.warmed_s or since_s) > since_s:
-                stages = start.divide(since_s, request.warmed_s, at_s)
+            warmed_s, attached_s = request.warmed_s, request.attached_s
+            if (
+                since_s < only_steps_since_s
+                or (warmed_s is not None and since_s < warmed_s)
+                or (attached_s is not None and since_s < attached_s)
+            ):
+                stages = start.divide(since_s, at_s, warmed_s, attached_s)
                 sums.add(stages)
                 if lost_s > 0:
                     _add_lateness(now.lateness, lost_s, stages, at_s - since_s)

@@ -90,6 +90,7 @@ def test_undisturbed(box: Box, has_kv: bool) -> None:
         box.workers[TARGET].arrive("r1")
     box.exchange()
     assert (core_phase(box), box.migrations.num_migrated) == (("DECODING", TARGET), 1)
+    assert [one.attached_s for one in box.dispatcher.live.all()] == [box.now_s]
     assert len(box.workers[SOURCE].kv_transfers) == has_kv  # kept as long as it is read
     box.workers[TARGET].use("r1")
     box.exchange()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, strategies as st
@@ -170,6 +171,17 @@ def test_lateness_by_kv_is_lateness_by_switching() -> None:
     assert parts(bench.token(10.0))[2] == pytest.approx(1.8)
 
 
+def test_waiting_during_the_turn_for_kv_from_another_device() -> None:
+    bench = Bench(turn_began_s=0.0)
+    bench.token(5.0)
+    bench.request.attached_s = 5.25
+    assert stages(bench.token(6.0).between_tokens) == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.75])
+    bench.device.turn_began_s = 8.0
+    bench.request.attached_s = 7.0
+    now = bench.token(10.0)
+    assert stages(now.between_tokens) == pytest.approx([0.0, 2.0, 0.0, 0.25, 2.75]), "hidden"
+
+
 def test_progress_without_a_token_has_no_stages() -> None:
     bench = Bench()
     bench.tokens.stepped(0, m.StepOutputs("m", 5.0, [], [m.RequestProgress("r", [], "abort")]))
@@ -178,34 +190,53 @@ def test_progress_without_a_token_has_no_stages() -> None:
     assert now.first_tokens == 0
 
 
-@given(
-    steps=st.lists(
-        st.tuples(
-            st.floats(0.0, 10.0),  # pause
-            st.floats(-3.0, 3.0),  # the turn's beginning, after the pause's beginning
-            st.floats(-3.0, 3.0),  # the switch's beginning, likewise
-            st.floats(0.0, 5.0),  # the switch's duration
-            st.floats(0.0, 1.0),  # the share of KV
-            st.one_of(st.none(), st.floats(-3.0, 3.0)),  # the end of the load, likewise
-            st.integers(1, 3),  # tokens
-            st.sampled_from(["m", "other"]),  # the model of the switch
-            st.sampled_from([0, 7]),  # the device
-        ),
-        min_size=1,
-        max_size=8,
-    )
+class Step(NamedTuple):
+    """A token after a pause; times are relative to the pause's beginning."""
+
+    pause_s: float
+    turn_s: float
+    switch_s: float
+    switch_total_s: float
+    kv_share: float
+    warmed_s: float | None
+    attached_s: float | None
+    num_tokens: int
+    switch_model: str
+    device: int
+
+
+around = st.floats(-3.0, 6.0)
+some_steps = st.lists(
+    st.builds(
+        Step,
+        pause_s=st.floats(0.0, 10.0),
+        turn_s=around,
+        switch_s=around,
+        switch_total_s=st.floats(0.0, 5.0),
+        kv_share=st.floats(0.0, 1.0),
+        warmed_s=st.none() | around,
+        attached_s=st.none() | around,
+        num_tokens=st.integers(1, 3),
+        switch_model=st.sampled_from(["m", "other"]),
+        device=st.sampled_from([0, 7]),
+    ),
+    min_size=1,
+    max_size=8,
 )
-def test_stages_are_never_negative_and_make_up_ttft_and_tbt(
-    steps: list[tuple[float, float, float, float, float, float | None, int, str, int]],
-) -> None:
+
+
+@given(steps=some_steps)
+def test_stages_are_never_negative_and_make_up_ttft_and_tbt(steps: list[Step]) -> None:
     bench, at_s = Bench(), 0.0
-    for pause_s, turn_s, switch_s, total_s, kv_share, warmed_s, num_tokens, model, number in steps:
-        bench.device.turn_began_s = at_s + turn_s
-        bench.switch(at_s + switch_s, total_s, model, kv_s=kv_share * total_s)
-        bench.request.warmed_s = None if warmed_s is None else at_s + warmed_s
-        at_s += pause_s
-        progress = [m.RequestProgress("r", [1] * num_tokens)]
-        bench.tokens.stepped(number, m.StepOutputs("m", at_s, [], progress))
+    for one in steps:
+        bench.device.turn_began_s = at_s + one.turn_s
+        kv_s = one.kv_share * one.switch_total_s
+        bench.switch(at_s + one.switch_s, one.switch_total_s, one.switch_model, kv_s)
+        bench.request.warmed_s = None if one.warmed_s is None else at_s + one.warmed_s
+        bench.request.attached_s = None if one.attached_s is None else at_s + one.attached_s
+        at_s += one.pause_s
+        progress = [m.RequestProgress("r", [1] * one.num_tokens)]
+        bench.tokens.stepped(one.device, m.StepOutputs("m", at_s, [], progress))
     now = bench.stats["m"].now
     assert now.first_token.total_s == pytest.approx(now.ttft.sum_s, abs=1e-9)
     assert now.between_tokens.total_s == pytest.approx(now.tbt.sum_s, abs=1e-9)

@@ -11,29 +11,19 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.lengths import Lengths
-from gpupoold.sim.named_models import SMALL_BOX, NamedArrivals
+from gpupoold.sim.other_presets import COMPARED, bursts, other_panels
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import (
     FigurePanel,
     FixedRequests,
-    Phases,
     PoissonArrivals,
     Workload,
 )
 from gpupoold.sim.workloads import SimRequest
 
-COMPARED = (
-    "gpupool",
-    "aegaeon",
-    "request-level",
-    "request-level-4",
-    "request-level-sjf",
-    "static",
-)
 _TEN_MINUTES_S = 600.0
 # Aegaeon, section 3.1: the service time for which its figure 4 counts active models.
 _SERVICE_S = 16.79
@@ -106,7 +96,7 @@ def _presets() -> Mapping[str, tuple[FigurePanel, ...]]:
         "aegaeon-fig17-right": group(*(f"aegaeon-fig17-72b{scale}" for scale in scales)),
         "aegaeon-synth": synth,
         "real-traces": traces,
-        "tokenscale-burst": group(*(panel.name for panel in _bursts())),
+        "tokenscale-burst": group(*(panel.name for panel in bursts())),
     }
 
 
@@ -144,100 +134,7 @@ def _figures() -> tuple[FigurePanel, ...]:
         *(_fig13(letter, scale) for letter, scale in (("a", 0.5), ("b", 0.3), ("c", 0.2))),
         *(_fig17_a10(suffix, scale) for suffix, scale in _SCALES),
         *(_fig17_72b(suffix, scale) for suffix, scale in _SCALES),
-        *_bursts(),
-        _small_box(),
-        _aladdin_fig10(),
-        _overload(),
-    )
-
-
-def _small_box() -> FigurePanel:
-    """Return a box in which placement decides: rows have the strictest targets of its models."""
-    return FigurePanel(
-        "small-box",
-        "4xA10, seven models of 7 to 9 billion parameters with targets of their own",
-        Box(4, "A10"),
-        NamedArrivals(SMALL_BOX),
-        COMPARED,
-        targets=min((one.targets for one in SMALL_BOX), key=lambda one: (one.ttft_s, one.tbt_s)),
-        duration_s=1800.0,
-        num_prefill=2,
-    )
-
-
-def _aladdin_fig10() -> FigurePanel:
-    """Return a hot model on several GPUs, as in figure 10 of Aladdin: placement alone decides.
-
-    The paper searches the least number of GPUs for a rate; this panel, the rate for four GPUs. The
-    targets are the paper's for 13B models on A100 (appendix H).
-    """
-    return FigurePanel(
-        "aladdin-fig10",
-        "4xA100-80, one 13B model",
-        Box(4, "A100-80"),
-        PoissonArrivals(),
-        ("gpupool", "best-fit", "shortest-queue", "power-of-two"),
-        axis="rps",
-        models=(1,),
-        rps=(2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
-        targets=Targets(0.6, 0.03),
-        duration_s=300.0,
-        shapes=("Llama-2-13B",),
-    )
-
-
-def _overload() -> FigurePanel:
-    """Return an overload of one model by its prompts, in the setting of Prism's algorithm 2.
-
-    Prompts alone need 0.69, 0.83, 0.96 and 1.10 of the device.
-    """
-    return FigurePanel(
-        "prism-overload",
-        "1xA100-80, an 8B model, prompts of 2048 tokens: which requests are in time",
-        Box(1, "A100-80"),
-        PoissonArrivals(Lengths(2048, 28)),
-        COMPARED,
-        axis="rps",
-        models=(1,),
-        rps=(5.0, 6.0, 7.0, 8.0),
-        targets=Targets(2.0, 0.1),
-        duration_s=60.0,
-        shapes=("Llama-3.1-8B",),
-    )
-
-
-def _bursts() -> tuple[FigurePanel, ...]:
-    """Return section VI-B2 of TokenScale: a prefill and a convertible decode device in a burst.
-
-    The paper gives neither lengths nor the duration of the burst. This panel uses one minute and
-    the mean lengths of the Azure coding trace; ten such requests a second need 1.4 prefill devices.
-    Targets are the paper's for prompts of 2048 tokens (section V).
-    """
-    split = FigurePanel(
-        "tokenscale-burst-converting",
-        "2xA100-80, an 8B model: 1, then 10, then 1 request/s; decoder converts",
-        Box(2, "A100-80"),
-        Phases(((60.0, 1.0), (60.0, 10.0), (60.0, 1.0)), Lengths(2048, 28)),
-        ("gpupool",),
-        targets=Targets(2.0, 0.1),
-        shapes=("Llama-3.1-8B",),
-        roles=(Role.PREFILL, Role.DECODE),
-        burst_s=(60.0, 120.0),
-    )
-    return (
-        split,
-        replace(
-            split,
-            name="tokenscale-burst-fixed",
-            title="the same, and the decoder never prefills",
-            converts_decoders=False,
-        ),
-        replace(
-            split,
-            name="tokenscale-burst-mixed",
-            title="the same, and both devices do both",
-            roles=(Role.MIXED,),
-        ),
+        *other_panels(),
     )
 
 

@@ -23,6 +23,10 @@ class Rule(StrEnum):
         "served-there",
         "the device serves the model already, so the request joins the batch",
     )
+    FREE_OF_OTHERS = (
+        "free-of-others",
+        "no other model has requests on this device, and the model's first device has some load",
+    )
     NO_COPY = "no-copy", "the device serves the model already, and a second device would not pay"
     LEAST_LOADED = "least-loaded", "the device has the least load"
     HOME = "home", "of the least loaded devices, this device had the model last"

@@ -77,7 +77,7 @@ def attainment_bound(
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
+class _BestSteps:
     """The parts of a model's step times, in seconds."""
 
     fixed_s: float
@@ -85,7 +85,7 @@ class _Steps:
     context_s: float
 
     @classmethod
-    def of(cls, latency: LatencyModel) -> _Steps:
+    def of(cls, latency: LatencyModel) -> _BestSteps:
         """Split the time of a decode step, which is linear in sequences and context."""
         one_s, two_s = latency.decode_step_s(1, 0), latency.decode_step_s(2, 0)
         sequence_s = max(0.0, two_s - one_s)
@@ -103,7 +103,7 @@ class _Task:
     request: SimRequest
     ttft_s: float
     tbt_s: float
-    steps: _Steps
+    steps: _BestSteps
     crowd: _Crowd
     prefill_s: float
     first: int
@@ -147,7 +147,7 @@ class _Crowd:
 def _tasks(requests: Sequence[SimRequest], model: SimModel) -> Iterator[_Task]:
     """Yield the requests of a model that can have tokens in time."""
     targets, latency = model.targets, model.latency
-    steps = _Steps.of(latency)
+    steps = _BestSteps.of(latency)
     load_s = latency.switch_s(model.weight_bytes)
     spans_s = [
         (one.arrival_s, targets.deadline_s(one.arrival_s, max(0, one.output_tokens - 1)))
@@ -196,7 +196,7 @@ def _disjoint(spans_s: Sequence[tuple[float, float]], weights: Sequence[int]) ->
 
 
 def _in_time(
-    spare_s: float, tbt_s: float, steps: _Steps, request: SimRequest
+    spare_s: float, tbt_s: float, steps: _BestSteps, request: SimRequest
 ) -> tuple[int, int] | None:
     """Return the first and the last token that a request alone can have in time.
 

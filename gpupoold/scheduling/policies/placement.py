@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpupoold.domain import Role
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.policies.planned_turns import (
     LOAD_GRAIN,
@@ -62,9 +63,9 @@ def choose(
     """Choose the device that serves the model; a full device yields to a less loaded device.
 
     A second device for a model costs a copy of the weights and a smaller batch on each device, so
-    requests join the larger batch while its device keeps up. ``homes`` maps a model to the device
-    chosen last when no device served the model, and is updated. At least one device is required.
-    The result includes the deciding rule.
+    requests join the larger batch while its device keeps up, unless a device is free of other
+    models. ``homes`` maps a model to the device chosen last when no device served the model, and is
+    updated. At least one device is required. The result includes the deciding rule.
     """
     model, full_load = request.model, tuning.full_load
     serving = [one for one in devices if _has_work(model, one)]
@@ -72,7 +73,8 @@ def choose(
     keeping_up = [one for one in roomy if loads.of(one) <= full_load]
     if keeping_up:
         joined = max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
-        return joined, Rule.SERVED_THERE
+        free = _free_of_others(request, joined, devices, loads, tuning)
+        return (joined, Rule.SERVED_THERE) if free is None else (free, Rule.FREE_OF_OTHERS)
     if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
         return min(roomy, key=lambda one: (loads.of(one), one.number)), Rule.SERVED_THERE
     home = homes.get(model.name)
@@ -84,6 +86,34 @@ def choose(
     rule = Rule.WAITS_FOR_KV if admitting is None else _rule_of(chosen, ranked, model, home, loads)
     homes[model.name] = chosen.number
     return chosen, rule
+
+
+def _free_of_others(
+    request: Request,
+    joined: DeviceState,
+    devices: Sequence[DeviceState],
+    loads: Loads,
+    tuning: Tuning,
+) -> DeviceState | None:
+    """Return a device without requests of other models that is better than ``joined``.
+
+    Such a device takes requests from a device with some load if the model is resident, from a
+    nearly full device also if the weights must be copied. Where roles are split, batches stay
+    whole.
+    """
+    load, model = loads.of(joined), request.model
+    if load <= tuning.spread_load or joined.role is not Role.MIXED:
+        return None
+    free = [
+        one
+        for one in devices
+        if one.models_with_requests <= {model.name}
+        and (load > tuning.copy_load or not one.missing(model))
+        and loads.of(one) < load
+        and admits(one, request)
+    ]
+    ranked = sorted(free, key=lambda one: (one.missing(model) > 0, loads.of(one), one.number))
+    return ranked[0] if ranked else None
 
 
 def _rule_of(

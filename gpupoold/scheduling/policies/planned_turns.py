@@ -44,6 +44,10 @@ class Tuning:
     expired_share: float = 0.002
     # A device with a higher load begins another model only at the last moment.
     full_load: float = 1.0
+    # A device with a higher load shares its model with a device that has no other model's requests:
+    # with the second load also if the weights must be copied there.
+    spread_load: float = 0.5
+    copy_load: float = 0.8
     # Highest load of a second device for a model: splitting the batch pays only below.
     second_device_load: float = 0.8
     latest_start_share: float = 0.2

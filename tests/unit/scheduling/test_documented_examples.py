@@ -136,10 +136,10 @@ class TestGpupool:
         prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=0.025, decode_sequence_s=0.009
     )
 
-    def serve(self, driver: Driver, model: str, count: int) -> list[int | None]:
+    def serve(self, driver: Driver, model: str, count: int, first: int = 0) -> list[int | None]:
         """Requests that have their first token; where each is served."""
         places = []
-        for number in range(count):
+        for number in range(first, first + count):
             name = f"{model}{number}"
             driver.arrive(model, name)
             places.append(driver.place(name)[1])
@@ -147,12 +147,19 @@ class TestGpupool:
         return places
 
     def test_a_hot_model_gets_a_second_device(self) -> None:
+        driver = Driver(make_policy("gpupool"), "a b", 2, costs=self.GROWING)
+        assert self.serve(driver, "a", 1) + self.serve(driver, "b", 1) == [0, 1]
+        assert self.serve(driver, "a", 10, first=1) == [0] * 8 + [1, 1]
+
+    def test_a_hot_model_gets_a_free_device_earlier(self) -> None:
         driver = Driver(make_policy("gpupool"), "a", 2, costs=self.GROWING)
-        assert self.serve(driver, "a", 11) == [0] * 9 + [1, 1]
+        assert self.serve(driver, "a", 9) == [0] * 7 + [1, 1]
 
     def test_a_request_is_bound_late(self) -> None:
         driver = Driver(make_policy("gpupool"), "a b c", 2, costs=self.GROWING)
-        assert self.serve(driver, "a", 8) + self.serve(driver, "c", 8) == [0] * 8 + [1] * 8
+        assert self.serve(driver, "a", 1) + self.serve(driver, "c", 1) == [0, 1]
+        assert self.serve(driver, "a", 7, first=1) == [0] * 7
+        assert self.serve(driver, "c", 7, first=1) == [1] * 7
         assert sends(driver.arrive("b", "b")) == []
         assert driver.place("b") == ("QUEUED", 0)
         driver.send(*(e.Ended(f"c{number}") for number in range(8)))

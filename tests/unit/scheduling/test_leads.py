@@ -45,8 +45,8 @@ def stay(
     return turn_for_lead(ranked, device, TUNING)
 
 
-def test_the_present_model_decodes_until_its_lead_covers_its_absence(device: DeviceState) -> None:
-    """Each step of 20 ms adds 30 ms of lead."""
+def test_c11_decoding_earns_the_lead_for_the_absence(device: DeviceState) -> None:
+    """Aegaeon, section 4.3: n steps of 20 ms with a target of 50 ms tolerate a delay of n 30 ms."""
     turn = stay(device, lead_s=2.0, due_in_s=20.0)
     assert turn is not None
     assert (turn.model, turn.rule) == ("a", Rule.GATHERS_LEAD)

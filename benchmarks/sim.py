@@ -78,8 +78,14 @@ def main() -> int:
     arguments = _parse()
     started_s = time.perf_counter()
     panels = list(_panels(arguments.workloads, arguments.only))
-    tasks = [replace(panel, policies=(name,)) for panel in panels for name in panel.policies]
-    kept = _rows_of(arguments.out) if arguments.only else []
+    tasks = [
+        replace(panel, policies=(name,))
+        for panel in panels
+        for name in panel.policies
+        if name in (arguments.policies or panel.policies)
+    ]
+    is_part = bool(arguments.only or arguments.policies)
+    kept = _rows_of(arguments.out) if is_part else []
     again = {(task.name, task.policies[0]) for task in tasks}
     rows = [row for row in kept if (row["preset"], row["policy"]) not in again]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -331,12 +337,13 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/bench-sim.json"))
     parser.add_argument("--plots", type=Path, help="draw the figures there")
-    parser.add_argument(
-        "--only",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        help="run these presets again, and keep the other rows of the report",
-    )
+    for option, what in (("--only", "presets"), ("--policies", "policies")):
+        parser.add_argument(
+            option,
+            type=lambda text: tuple(text.split(",")),
+            default=(),
+            help=f"run these {what} again, and keep the other rows of the report",
+        )
     parser.add_argument("--reuse", type=Path, help="take the baselines from this earlier report")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     default = os.environ.get("GPUPOOL_WORKLOADS")

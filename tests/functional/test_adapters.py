@@ -336,7 +336,9 @@ def _vllm_alone(base: str, folder: Path) -> dict[str, list[int]]:
     from vllm.lora.request import LoRARequest
 
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 32}
+    # Without a size of the KV, the share of a small NUMA node could be less than the engine has.
     options |= {"enforce_eager": True, "gpu_memory_utilization": 0.05}
+    options |= {"kv_cache_memory_bytes": 64 << 20}
     llm = LLM(base, dtype="float32", max_model_len=512, **options)
     sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     found = {}

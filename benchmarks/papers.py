@@ -6,12 +6,12 @@ The published numbers are from the papers' text and tables. Ours come from the r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+from benchmarks.decision_times import decision_times_s
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.latency.group_rate import group_throughput
@@ -327,18 +327,8 @@ def _best_fit_p99_s() -> tuple[float, int]:
     policy = make_policy("best-fit", PolicyOptions())
     box = scenario.box
     simulation = Simulation(scenario.models, policy, box.num_devices, box.device_bytes)
-    core, taken_s = simulation.core, []
-    handle = core.handle
-
-    def timed(events: Any, now_s: float) -> Any:
-        begun_s = time.perf_counter()
-        actions = handle(events, now_s)
-        taken_s.append(time.perf_counter() - begun_s)
-        return actions
-
-    core.handle = timed  # type: ignore[method-assign]
-    simulation.run(scenario.requests, 60.0)
-    return percentile(sorted(taken_s), 0.99) or 0.0, len(taken_s)
+    taken_s = decision_times_s(simulation, scenario.requests, 60.0)
+    return percentile(taken_s, 0.99) or 0.0, len(taken_s)
 
 
 def _percent(row: RunRow) -> str:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decision_times import decision_times_s
 from benchmarks.papers import paper_figures
 from gpupool_cli.planning.plot import save_plot
 from gpupoold.domain import Targets
@@ -288,20 +289,10 @@ def _decision_p99_us() -> tuple[float, int]:
     simulation = Simulation(
         models, make_policy("gpupool", PolicyOptions()), box.num_devices, box.device_bytes
     )
-    core, taken_us = simulation.core, []
-    handle = core.handle
-
-    @functools.wraps(handle)
-    def timed(events: Any, now_s: float) -> Any:
-        begun_ns = time.perf_counter_ns()
-        actions = handle(events, now_s)
-        if 900 <= len(core.state.requests) <= 1100:
-            taken_us.append((time.perf_counter_ns() - begun_ns) / 1e3)
-        return actions
-
-    core.handle = timed  # type: ignore[method-assign]
-    simulation.run(requests, 120.0)
-    return percentile(taken_us, 0.99) or 0.0, len(taken_us)
+    taken_s = decision_times_s(
+        simulation, requests, 120.0, lambda state: 900 <= len(state.requests) <= 1100
+    )
+    return 1e6 * (percentile(taken_s, 0.99) or 0.0), len(taken_s)
 
 
 def _goodputs(rows: Sequence[RunRow]) -> dict[str, dict[str, Any]]:

@@ -146,7 +146,7 @@ class SimplePolicy:
         if not state.devices[request.device].migrates_out:
             return None
         others = [one for one in state.decode_hosts(request.model) if not one.migrates_out]
-        return min(others, key=lambda one: (one.num_requests, one.number), default=None)
+        return fewest_requests(others) if others else None
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """Keep all roles."""
@@ -189,6 +189,11 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
                 yield request, others
                 if request.device == device.number:
                     break
+
+
+def fewest_requests(devices: Iterable[DeviceState]) -> DeviceState:
+    """Return the device with the fewest requests, the first among equals; there must be one."""
+    return min(devices, key=lambda one: (one.num_requests, one.number))
 
 
 def working(device: DeviceState) -> list[Batch]:

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 
-from gpupoold.domain import Role
 from gpupoold.scheduling.packing import Limits, load_norm, violated
-from gpupoold.scheduling.policies.base import Placement
+from gpupoold.scheduling.policies.base import Placement, SimplePolicy, fewest_requests
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import DeviceState, PlannedHome, Request, State
+from gpupoold.scheduling.state import DeviceState, Request, State
 
 
-class PlacedOncePolicy(GpupoolPolicy):
+class StayingPolicy(GpupoolPolicy):
+    """Base of policies in which roles and answers stay, with the turns of the default policy."""
+
+    roles = SimplePolicy.roles
+    homes = SimplePolicy.homes
+    rebalance = SimplePolicy.rebalance
+
+
+class PlacedOncePolicy(StayingPolicy, ABC):
     """Every device does both stages, and no request moves later."""
 
     name = "placed-once"
-
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Keep all roles."""
-        return ()
-
-    def homes(self, state: State, now_s: float) -> Mapping[str, PlannedHome | None]:
-        """Plan no homes."""
-        return {}
-
-    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Keep all answers."""
-        return ()
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Place held requests."""
@@ -38,11 +34,11 @@ class PlacedOncePolicy(GpupoolPolicy):
                 device, rule = self.choose(request, devices, state, now_s)
                 yield Placement(request, device, rule)
 
+    @abstractmethod
     def choose(
         self, request: Request, devices: Sequence[DeviceState], state: State, now_s: float
     ) -> tuple[DeviceState, Rule]:
         """Return one of the devices, and the rule."""
-        raise NotImplementedError
 
 
 class ShortestQueuePolicy(PlacedOncePolicy):
@@ -53,7 +49,7 @@ class ShortestQueuePolicy(PlacedOncePolicy):
     def choose(
         self, request: Request, devices: Sequence[DeviceState], state: State, now_s: float
     ) -> tuple[DeviceState, Rule]:
-        return _fewest(devices), Rule.FEWEST_REQUESTS
+        return fewest_requests(devices), Rule.FEWEST_REQUESTS
 
 
 class PowerOfTwoPolicy(PlacedOncePolicy):
@@ -68,7 +64,7 @@ class PowerOfTwoPolicy(PlacedOncePolicy):
             return devices[0], Rule.ONLY_DEVICE
         rest, first = divmod(zlib.crc32(request.id.encode()), len(devices))
         second = (first + 1 + rest % (len(devices) - 1)) % len(devices)
-        return _fewest([devices[first], devices[second]]), Rule.TWO_CHOICES
+        return fewest_requests([devices[first], devices[second]]), Rule.TWO_CHOICES
 
 
 class BestFitPolicy(PlacedOncePolicy):
@@ -93,8 +89,4 @@ class BestFitPolicy(PlacedOncePolicy):
             if violated(device, request, state.lengths, now_s, limits) is None:
                 return device, Rule.BEST_FIT
         others = [one for one in devices if one not in serving]
-        return _fewest(others or devices), Rule.FEWEST_REQUESTS
-
-
-def _fewest(devices: Iterable[DeviceState]) -> DeviceState:
-    return min(devices, key=lambda one: (one.num_requests, one.number))
+        return fewest_requests(others or devices), Rule.FEWEST_REQUESTS

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from gpupoold.domain import Role
 from gpupoold.scheduling.policies.base import CannotServe, Placement
-from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.policies.placed_once import StayingPolicy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import DeviceState, Model, Request, State
+from gpupoold.scheduling.state import Model, State
 
 # A model is placed only with KV memory for this many requests of this many tokens.
 _MIN_REQUESTS = 8
 _TOKENS_PER_REQUEST = 2048
 
 
-class StaticPolicy(GpupoolPolicy):
+class StaticPolicy(StayingPolicy):
     """No device ever switches; turns of resident models follow the default policy."""
 
     name = "static"
@@ -28,14 +27,6 @@ class StaticPolicy(GpupoolPolicy):
     def check(self, state: State) -> None:
         """Raise :class:`CannotServe` if a model fits on no device beside the other models."""
         _placed(state)
-
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Keep all roles, because each model has one device."""
-        return ()
-
-    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Keep all answers."""
-        return ()
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Place each request on its model's device; requests of unplaced models stay held."""

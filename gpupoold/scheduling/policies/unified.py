@@ -14,6 +14,7 @@ from gpupoold.scheduling.policies.base import (
     InLine,
     Placement,
     SimplePolicy,
+    fewest_requests,
     waiting_for_kv,
     working,
 )
@@ -34,9 +35,9 @@ class _UnifiedPolicy(SimplePolicy):
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
-                yield Placement(request, _least_busy(devices), Rule.FEWEST_REQUESTS)
+                yield Placement(request, fewest_requests(devices), Rule.FEWEST_REQUESTS)
         for request, devices in waiting_for_kv(state):
-            target = _least_busy(devices)
+            target = fewest_requests(devices)
             if admits(target, request):
                 yield Placement(request, target, Rule.MIGRATED_FOR_KV)
 
@@ -91,10 +92,6 @@ class DecodeFirstPolicy(_UnifiedPolicy):
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Return no request while an answer is running, else all queued requests."""
         return [] if working(device) else device.queued_requests()
-
-
-def _least_busy(devices: list[DeviceState]) -> DeviceState:
-    return min(devices, key=lambda one: (one.num_requests, one.number))
 
 
 def _oldest_prompt(device: DeviceState, besides: str | None = None) -> Request | None:

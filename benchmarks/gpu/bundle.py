@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, cast
 from zipfile import ZipFile
@@ -29,8 +30,8 @@ from gpupoold.units import format_bytes, format_duration
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(__file__).with_name("packages.txt")
 DEFAULT_OUT = ROOT / "build" / "gpu-bundle"
-# A part and a checkout of 5 MB together stay below 64 MiB, the limit of a transfer.
-PART_BYTES = 60_000_000
+# A part and a checkout of 10 MB together stay below 64 MiB, the limit of a transfer.
+PART_BYTES = 55_000_000
 _PART_NAME = "bundle.tar.xz.{:02}"
 # pip downloads a wheel for another platform only if the exact platform tag is given.
 _GLIBC_MINORS = (5, 12, 14, 17, 24, 26, 27, 28, 31, 34, 35, 39)
@@ -109,7 +110,8 @@ def main() -> int:
     wheels = arguments.out / "wheels"
     try:
         download(arguments.packages, wheels)
-        manifest = write_bundle(sorted(wheels.glob("*.whl")), arguments.out, arguments.part_bytes)
+        found = sorted(wheels.glob("*.whl"))
+        manifest = write_bundle(found, arguments.out, arguments.part_bytes, arguments.leave_out)
     except GpupoolError as error:
         print(f"bundle: error: {error}", file=sys.stderr)
         return 1
@@ -146,8 +148,12 @@ def download(packages: Path, wheels: Path) -> None:
         )
 
 
-def write_bundle(wheels: Iterable[Path], out: Path, part_bytes: int) -> dict[str, Any]:
+def write_bundle(
+    wheels: Iterable[Path], out: Path, part_bytes: int, left_out: Sequence[str] = ()
+) -> dict[str, Any]:
     """Write the parts and the manifest of what ``wheels`` have; returns the manifest.
+
+    Files whose paths match a pattern of ``left_out`` are left out too.
 
     Raises:
         Failed: two wheels have a file of the same path.
@@ -155,7 +161,11 @@ def write_bundle(wheels: Iterable[Path], out: Path, part_bytes: int) -> dict[str
     for old in out.glob(_PART_NAME.format(0)[:-2] + "*"):
         old.unlink()
     wheels = list(wheels)
-    chosen = _choose(wheels)
+    chosen = [
+        member
+        for member in _choose(wheels)
+        if not any(fnmatchcase(member.path, pattern) for pattern in left_out)
+    ]
     with (
         PartWriter(out, part_bytes) as parts,
         lzma.open(cast(IO[bytes], parts), "wb", preset=_PRESET) as compressed,
@@ -198,6 +208,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("out", type=Path, nargs="?", default=DEFAULT_OUT, metavar="OUT_DIR")
     parser.add_argument("--packages", type=Path, default=PACKAGES, help="the pins to bundle")
     parser.add_argument("--part-bytes", type=int, default=PART_BYTES, help="of a part at most")
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="paths below site-packages to leave out, such as 'vllm/_moe_C*' (may be repeated)",
+    )
     return parser.parse_args()
 
 

@@ -52,9 +52,11 @@ def _of(module: str, *options: str) -> tuple[str, ...]:
 PIECES = (
     Piece("switch-8B", _of("switch", "--shape", "8B"), 170.0, 60.0),
     Piece("device", _of("device"), 60.0, 15.0),
+    Piece("busy", _of("busy"), 40.0, 15.0),
     Piece("sleep-8B", _of("sleep", "--shape", "8B"), 100.0, 45.0),
     Piece("streams", _of("streams"), 230.0, 60.0),
     Piece("overhead", _of("overhead"), 230.0, 90.0),
+    Piece("defaults-8B", _of("defaults", "--shape", "8B"), 240.0, 60.0),
     Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 300.0, 150.0),
     Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 300.0, 150.0, False),
     Piece("decode-layouts", _of("decode_layouts"), 150.0, 70.0),

@@ -126,6 +126,10 @@ class Setting:
         groups = (list(range(first, first + self.num_gpus)) for first in firsts)
         return "".join(f"{device}gpus = {gpus}\n" for gpus in groups)
 
+    def whole_device(self) -> str:
+        """TOML of a device with all memory of the GPU; an emulated device has a size."""
+        return self.device(1 << 30) if self.is_dry else '[[device]]\nkind = "cuda"\n'
+
     @property
     def folder(self) -> Path:
         """For daemons and others that write logs; it stays until the run is over."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker import workspace
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_worker import Worker
 
 from gpupoold.worker.engine.all_reduce import between_captures
@@ -65,32 +66,43 @@ class CudaWorker(PooledMemory, Worker):
     def _running_alone(self) -> Iterator[None]:
         """Keep other engines from stepping, except between two runs of this worker's model."""
         turns, runner = current_load().turns, self.model_runner
-        # Names of both model runners; the manager of graphs is the second runner's.
-        run, manager = runner._dummy_run, getattr(runner, "cudagraph_manager", None)
-        capture = getattr(manager, "capture", None)
+        run = runner._dummy_run  # the name in both model runners
 
         def run_after_steps(*arguments: Any, **options: Any) -> Any:
             _let_steps_run(turns)
             return run(*arguments, **options)
 
-        def capture_between_steps(create_forward: Any, *arguments: Any, **options: Any) -> Any:
-            def create_after_steps(*given: Any, **named: Any) -> Any:
-                _let_steps_run(turns)
-                return create_forward(*given, **named)
-
-            assert capture is not None
-            return capture(create_after_steps, *arguments, **options)
-
         runner._dummy_run = run_after_steps
-        if manager is not None and capture is not None:
-            manager.capture = capture_between_steps
         try:
-            with turns.held():
+            with _steps_between_captures(turns), turns.held():
                 yield
         finally:
             del runner._dummy_run
-            if manager is not None and capture is not None:
-                del manager.capture
+
+
+@contextlib.contextmanager
+def _steps_between_captures(turns: TurnThread) -> Iterator[None]:
+    """Let other engines step before each size that is captured inside the context.
+
+    Graphs of models and of drafters are captured by ``capture`` of a common base class of vLLM's,
+    whose first argument prepares one size. One engine is built at a time.
+    """
+    capture = CudaGraphManager.capture
+
+    def capture_between_steps(
+        manager: CudaGraphManager, create_forward: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        def create_after_steps(*given: Any, **named: Any) -> Any:
+            _let_steps_run(turns)
+            return create_forward(*given, **named)
+
+        return capture(manager, create_after_steps, *arguments, **options)
+
+    CudaGraphManager.capture = capture_between_steps  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CudaGraphManager.capture = capture  # type: ignore[method-assign]
 
 
 def _let_steps_run(turns: TurnThread) -> None:

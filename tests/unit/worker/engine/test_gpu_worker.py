@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the engine is not installed")
 pytest.importorskip("vllm", reason="the engine is not installed")
 
+from vllm.v1.worker.gpu.cudagraph_utils import (  # noqa: E402
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (  # noqa: E402
+    SpeculatorCudaGraphManager,
+)
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from gpupoold.worker.engine import gpu_worker as worker  # noqa: E402
@@ -55,6 +64,7 @@ def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyP
     load = Load()
     load.turns = turns  # type: ignore[attr-defined]
     monkeypatch.setattr(worker, "current_load", lambda: load)
+    monkeypatch.setattr(CudaGraphManager, "capture", capture_sizes)
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _: runner.capture_model())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     made = worker.CudaWorker.__new__(worker.CudaWorker)
@@ -74,18 +84,38 @@ def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyP
     assert "prepare 1 capture 1" in text
     assert "prepare 2 capture 2" in text
     assert "_dummy_run" not in vars(runner)
-    assert "capture" not in vars(runner.cudagraph_manager)
+    assert CudaGraphManager.capture is capture_sizes
 
 
-class Graphs:
-    """Captures as vLLM's manager does: prepares each size, then records it."""
+def test_vllm_captures_graphs_of_models_and_drafters_by_the_base_class() -> None:
+    """The subclasses' own ``capture`` takes a model first, which must stay a model."""
+    for manager in (ModelCudaGraphManager, SpeculatorCudaGraphManager):
+        assert issubclass(manager, CudaGraphManager)
+        assert "super().capture(create_forward_fn" in inspect.getsource(manager.capture)
+
+
+def capture_sizes(
+    manager: CudaGraphManager, create_forward: Callable[[int], Callable[[], None]]
+) -> None:
+    """As in vLLM: each size is prepared, then recorded."""
+    for size in (1, 2):
+        create_forward(size)()
+
+
+class Graphs(CudaGraphManager):
+    """As vLLM's manager of a model's graphs, whose ``capture`` needs a module."""
 
     def __init__(self, order: list[str]) -> None:
         self._order = order
 
-    def capture(self, create_forward: Callable[[int], Callable[[], None]]) -> None:
-        for size in (1, 2):
-            create_forward(size)()
+    def capture(self, model: Any) -> None:  # type: ignore[override]
+        assert not list(model.modules())[1:]
+
+        def create(size: int) -> Callable[[], None]:
+            self._order.append(f"prepare {size}")
+            return lambda: self._order.append(f"capture {size}")
+
+        super().capture(create)  # type: ignore[arg-type]
 
 
 class Runner:
@@ -100,11 +130,7 @@ class Runner:
 
     def capture_model(self) -> None:
         self._dummy_run()
-        self.cudagraph_manager.capture(self._create)
-
-    def _create(self, size: int) -> Callable[[], None]:
-        self._order.append(f"prepare {size}")
-        return lambda: self._order.append(f"capture {size}")
+        self.cudagraph_manager.capture(torch.nn.Module())
 
 
 @pytest.mark.parametrize(

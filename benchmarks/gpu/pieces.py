@@ -15,7 +15,7 @@ _GROUP_SIZES = (8, 4, 2)
 # Emulated GPUs of a group in a dry run.
 _DRY_GROUP_SIZE = 2
 # Time reserved for the runner: the end of a piece, the results, the archive of logs.
-_KEPT_S = 8.0
+KEPT_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def allotted_s(piece: Piece, left_s: float, *, is_last: bool = False) -> float |
 
     The last piece need not leave any.
     """
-    usable_s = left_s - _KEPT_S
+    usable_s = left_s - KEPT_S
     if usable_s < piece.least_s:
         return None
     return usable_s if is_last else min(piece.limit_s, usable_s)

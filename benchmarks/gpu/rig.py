@@ -21,6 +21,7 @@ from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.pieces import add_dry_run
 from benchmarks.gpu.shapes import SHAPES, SMALL_SHAPES, TINY_SHAPES, Shape
 from benchmarks.gpu.synthetic import make_synthetic
+from benchmarks.gpu.turns import Turns
 from gpupool_cli.bench.rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.config.schema import CUDA_RESERVE_BYTES
@@ -134,6 +135,11 @@ class Setting:
     def folder(self) -> Path:
         """For daemons and others that write logs; it stays until the run is over."""
         return self.scratch / "daemons" / self.name
+
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context no other piece of the run measures or starts."""
+        turns = Turns.from_environment(os.environ)
+        return contextlib.nullcontext() if turns is None else turns.measuring(self.name)
 
     @contextlib.contextmanager
     def daemon(self, config: str, *, starts_quickly: bool = False) -> Iterator[PrivateDaemon]:

@@ -16,8 +16,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -28,6 +30,7 @@ import psutil
 
 from benchmarks.gpu import figures, machine, results
 from benchmarks.gpu.pieces import (
+    KEPT_S,
     TESTS,
     Piece,
     add_dry_run,
@@ -36,6 +39,7 @@ from benchmarks.gpu.pieces import (
     group_size,
     why_too_few,
 )
+from benchmarks.gpu.turns import Turns
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.system.process import die_with_parent
 
@@ -58,18 +62,15 @@ class Runner:
         self._dry_kind = dry_kind
         self._budget_s = budget_s
         self._started_s = time.monotonic()
+        self._lock = threading.Lock()  # of the results, where pieces run together
         self.results: dict[str, Any] = {}
 
     def run(self, pieces: Sequence[Piece], skipped: Sequence[str]) -> None:
         """All pieces in turn, as long as there is time."""
-        for folder in (self._out, self._scratch / "logs", self._scratch / "reports"):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.results = results.begin(self._facts(), is_dry=self._dry_kind is not None)
-        for name in skipped:
-            self._note(name, results.NOT_ASKED_FOR)
+        self._begin(skipped)
         num_gpus = machine.num_gpus()
         for piece in pieces:
-            size = group_size(piece, num_gpus, is_emulated=self._dry_kind == "emulated")
+            size = self._size(piece)
             if not size:
                 self._note(piece.name, results.SKIPPED, problem=why_too_few(piece, num_gpus))
                 continue
@@ -79,9 +80,44 @@ class Runner:
                 self._note(piece.name, results.NO_TIME)
                 continue
             self._run_piece(piece, seconds, size)
+            end_descendants()
+        self._finish()
+
+    def _size(self, piece: Piece) -> int:
+        """GPUs of each of the piece's groups; 0 if the machine has too few."""
+        return group_size(piece, machine.num_gpus(), is_emulated=self._dry_kind == "emulated")
+
+    def _begin(self, skipped: Sequence[str]) -> None:
+        for folder in (self._out, self._scratch / "logs", self._scratch / "reports"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.results = results.begin(self._facts(), is_dry=self._dry_kind is not None)
+        for name in skipped:
+            self._note(name, results.NOT_ASKED_FOR)
+
+    def _finish(self) -> None:
         self.results["wall_s"] = time.monotonic() - self._started_s
         self._write()
         pack_logs(self._scratch, self._out / "logs.tar.gz")
+
+    def run_together(self, pieces: Sequence[Piece], skipped: Sequence[str]) -> None:
+        """All pieces at the same time; they measure in turn, in this order."""
+        self._begin(skipped)
+        names = tuple(piece.name for piece in pieces)
+        turns = Turns(self._scratch / "turns", names)
+        os.environ |= turns.environment_of()
+        seconds = self._budget_s - (time.monotonic() - self._started_s) - KEPT_S
+
+        def run(piece: Piece) -> None:
+            try:
+                self._run_piece(piece, seconds, self._size(piece))
+            finally:
+                turns.end(piece.name)
+
+        with ThreadPoolExecutor(len(pieces)) as threads:
+            for ended in [threads.submit(run, piece) for piece in pieces]:
+                ended.result()
+        end_descendants()
+        self._finish()
 
     def _run_piece(self, piece: Piece, seconds: float, num_gpus: int) -> None:
         print(f"{piece.name}: at most {seconds:.0f} s", flush=True)
@@ -99,7 +135,6 @@ class Runner:
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
             outcome = _wait(process, seconds, piece.interrupt_s)
-        end_descendants()
         took_s = time.monotonic() - started_s
         if piece is TESTS:
             report = _test_report(self._out / "junit.xml")
@@ -132,8 +167,9 @@ class Runner:
         }
 
     def _note(self, name: str, outcome: str, **facts: Any) -> None:
-        self.results = results.with_piece(self.results, name, outcome, **facts)
-        self._write()
+        with self._lock:
+            self.results = results.with_piece(self.results, name, outcome, **facts)
+            self._write()
 
     def _write(self) -> None:
         results.write(self._out / "results.json", self.results)
@@ -242,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     skipped = [piece.name for piece in chosen([], is_dry=False) if piece.name not in names]
     attach_orphans()
     runner = Runner(args.out, args.scratch, args.budget, dry_kind=args.dry_run)
-    runner.run(wanted, skipped)
+    (runner.run_together if args.together else runner.run)(wanted, skipped)
     for line in results.table(runner.results):
         print(line)
     return 1 if results.has_failed(runner.results) else 0
@@ -255,6 +291,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_dry_run(parser)
     parser.add_argument("--only", default="", metavar="A,B", help="these pieces, in this order")
     parser.add_argument("--no-tests", action="store_true", help="benchmarks only")
+    parser.add_argument(
+        "--together", action="store_true", help="start all pieces at once; they measure in turn"
+    )
     parser.add_argument("--budget", type=float, default=480.0, help="seconds (default: 480)")
     return parser.parse_args(argv)
 

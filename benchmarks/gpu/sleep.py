@@ -48,6 +48,13 @@ def run(setting: Setting, shape: str) -> None:
         kv_cache_memory_bytes=_DRY_KV_BYTES if setting.is_dry else _KV_BYTES,
     )
     before = _tokens(llm)
+    with setting.turn():
+        _measure(setting, shape, llm)
+    if _tokens(llm) != before:
+        raise Failed("vLLM answers otherwise after it has slept")
+
+
+def _measure(setting: Setting, shape: str, llm: LLM) -> None:
     sleeps_s: list[float] = []
     wakes_s: list[float] = []
     for index in range(_WARM_UP + _ROUNDS):
@@ -63,8 +70,6 @@ def run(setting: Setting, shape: str) -> None:
             setting.report.add(found, sleeps_s=sleeps_s, wakes_s=wakes_s)
         if sleeps_s and setting.left_s < _END_S + 2 * (awake_s - began_s):
             break
-    if _tokens(llm) != before:
-        raise Failed("vLLM answers otherwise after it has slept")
 
 
 def sleep_figures(

@@ -37,15 +37,22 @@ def run(setting: Setting, shape: str) -> None:
     with starting as daemon, daemon.client() as client:
         for name in names:
             add_timed(setting, daemon, name, path)
-        for mode in _MODES:
-            request = BenchSwitchRequest(models=names, rounds=_ROUNDS, modes=(mode,), kv_bytes=0)
-            _report(setting, shape, client.bench_switch(request), "without_kv")
-        _report_first_tokens(setting, shape, client, names)
-        _report_kv(setting, shape, client, names, kv_bytes)
-        request = BenchSwitchRequest(
-            models=names, rounds=_ROUNDS, modes=("host_cached",), kv_bytes=kv_bytes
-        )
-        _report(setting, shape, client.bench_switch(request), "with_kv")
+        with setting.turn():
+            _measure(setting, shape, client, names, kv_bytes)
+
+
+def _measure(
+    setting: Setting, shape: str, client: AdminClient, names: tuple[str, str], kv_bytes: int
+) -> None:
+    for mode in _MODES:
+        request = BenchSwitchRequest(models=names, rounds=_ROUNDS, modes=(mode,), kv_bytes=0)
+        _report(setting, shape, client.bench_switch(request), "without_kv")
+    _report_kv(setting, shape, client, names, kv_bytes)
+    request = BenchSwitchRequest(
+        models=names, rounds=_ROUNDS, modes=("host_cached",), kv_bytes=kv_bytes
+    )
+    _report(setting, shape, client.bench_switch(request), "with_kv")
+    _report_first_tokens(setting, shape, client, names)
 
 
 def switch_figures(

@@ -10,6 +10,7 @@ no two rows of a matrix are equal. Greedy text is printable and varies.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import sys
@@ -55,15 +56,21 @@ def make_synthetic(parent: Path, shape: Shape) -> Path:
         OSError: no room.
     """
     target = parent / f"synthetic-{shape.name.lower()}"
-    if weights_of(target).exists():
-        return target
+    parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another piece may be making it
+        if not weights_of(target).exists():
+            _make(target, shape)
+    return target
+
+
+def _make(target: Path, shape: Shape) -> None:
     with whole_folder(target) as folder:
         silent_ids = write_tokenizer(folder)
         write_weights(weights_of(folder), shape, silent_ids)
         recipe = {"shape": shape.name, "of": shape.of}
         write_metadata(folder, config(shape), RECIPE_FILE, recipe)
         _tie(folder / "config.json", is_tied=shape.is_tied)
-    return target
 
 
 def weights_of(folder: Path) -> Path:

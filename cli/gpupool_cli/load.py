@@ -34,8 +34,23 @@ class TimedAnswer:
 class LoadResult:
     """The measurements of a load run."""
 
-    tokens_per_s: float
+    num_tokens: int
+    seconds: float
     ttft_p50_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all streams per second."""
+        return self.num_tokens / self.seconds
+
+
+def combined(results: Sequence[LoadResult]) -> LoadResult:
+    """The result of clients that ran at the same time."""
+    return LoadResult(
+        sum(result.num_tokens for result in results),
+        max(result.seconds for result in results),
+        statistics.median(result.ttft_p50_s for result in results),
+    )
 
 
 def run_load(
@@ -50,7 +65,8 @@ def run_load(
     answers = asyncio.run(_run(url, model, prompts, max_tokens, num_streams))
     seconds = time.perf_counter() - started_s
     return LoadResult(
-        sum(answer.num_tokens for answer in answers) / seconds,
+        sum(answer.num_tokens for answer in answers),
+        seconds,
         statistics.median(answer.ttft_s for answer in answers),
     )
 

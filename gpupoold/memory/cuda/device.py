@@ -81,7 +81,8 @@ class CudaDevice(Device):
         self._pinned = PinnedMemory(self._driver)
         self._driver.open(device_index)
         try:
-            self.numa_node = node_of(self._driver.pci_bus_id())
+            self.pci_bus_id = self._driver.pci_bus_id()
+            self.numa_node = node_of(self.pci_bus_id)
             granularity = self._driver.granularity()
             self.page_bytes = page_bytes or max(_PAGE_BYTES, granularity)
             self.num_pages = self._plan(granularity, device_bytes, reserve_bytes)

@@ -56,6 +56,19 @@ def test_what_others_take_of_a_shared_gpu_is_no_leak(gpu: Gpu) -> None:
     assert memory.check() == {}
 
 
+def test_other_processes_on_the_gpu_are_not_charged_to_an_engine(gpu: Gpu) -> None:
+    """Their memory comes and goes; torch's allocations are this process's own."""
+    torch_bytes, processes = [GIB], [1]
+    memory = DriverMemory(gpu, lambda: torch_bytes[0], count_processes=lambda _: processes[0])
+    before = memory.outside_pages()
+    gpu.free, torch_bytes[0], processes[0] = 1 * GIB, 2 * GIB, 2
+    assert memory.check() == {}
+    assert memory.taken_since(before).device_bytes == GIB
+    processes[0] = 1
+    assert memory.taken_since(before).device_bytes == 9 * GIB
+    assert memory.freed_since(memory.outside_pages()).device_bytes == 0
+
+
 def test_a_gpu_is_not_opened_where_streams_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.cpu.shm", ModuleType("shm"))

@@ -39,7 +39,7 @@ from tests.functional.daemon_tools import (
     weight_bytes,
 )
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 # Name, rank; the last adapter needs an engine for higher ranks.
 RANKS = {"first": 8, "second": 4, "third": 20}

@@ -80,7 +80,7 @@ def expected(daemon: PrivateDaemon, checkpoints: dict[str, Path]) -> dict[str, A
     return answers
 
 
-@pytest.fixture(params=["checkpoints", "snapshot-files"])
+@pytest.fixture(params=[pytest.param("checkpoints", marks=pytest.mark.slow), "snapshot-files"])
 def lose_files(request: pytest.FixtureRequest, daemon: PrivateDaemon) -> Callable[[], None]:
     """Call it to have the next snapshot come from a checkpoint, in one of two runs of a test."""
 

@@ -123,6 +123,7 @@ def told(daemon: PrivateDaemon, kind: str) -> list[str]:
         return [event.message for event in client.events() if event.kind == kind]
 
 
+@pytest.mark.slow
 async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateDaemon) -> None:
     async with api_client(watched.http_url) as api:
         alone = await ask(api, LLAMA, PROMPT, 300)
@@ -137,6 +138,7 @@ async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateD
     assert check(watched)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 async def test_an_idle_worker_that_hangs_is_replaced(watched: PrivateDaemon) -> None:
     await eventually(lambda: is_whole(watched) and not ps(watched).requests, BACK_S)
@@ -294,6 +296,7 @@ async def test_a_frontend_that_dies_refuses_no_connection(usual: PrivateDaemon) 
     assert any("signal 9" in text for text in told(usual, "frontend_down"))
 
 
+@pytest.mark.slow
 def test_a_frontend_that_hangs_is_replaced_and_others_answer(watched: PrivateDaemon) -> None:
     until(lambda: are_frontends_ready(watched), BACK_S)
     hung = frontend(watched, 1)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import openai
+import pytest
 
 from gpupool_cli.private_daemon import private_daemon
 from tests.functional.daemon_tools import (
@@ -20,6 +21,8 @@ from tests.functional.daemon_tools import (
     until,
     weight_bytes,
 )
+
+pytestmark = pytest.mark.slow
 
 PROMPT = "The self-check in the coal mine"
 

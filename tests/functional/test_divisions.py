@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from gpupoold.checkpoints.check import read_json
 from gpupoold.checkpoints.division import why_checkpoint_undivided
 from gpupoold.config.schema import Settings, parse_settings
@@ -15,6 +17,8 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.processes.child import execute
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.domain import ModelName, ModelSpec
+
+pytestmark = pytest.mark.slow
 
 DEGREES = (1, 2, 3, 4, 8)
 

@@ -105,6 +105,7 @@ def test_all_weights_are_right_when_bytes_are_compared(peer: WorkerPeer) -> None
     assert before == after
 
 
+@pytest.mark.slow
 def test_a_failed_copy_makes_no_token_and_early_reads_are_found(
     checkpoints: dict[str, Path], project_env: dict[str, str]
 ) -> None:

@@ -143,6 +143,7 @@ def test_switches_can_be_filtered(box: PrivateDaemon) -> None:
         assert client.switches(1000, since_s=1e-3) == []
 
 
+@pytest.mark.slow
 def test_stages_make_up_the_times_to_and_between_tokens(box: PrivateDaemon) -> None:
     async def run() -> None:
         async with api_client(box.http_url) as api:

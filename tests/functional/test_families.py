@@ -13,6 +13,8 @@ from benchmarks.families.plain import PlainVllm
 from benchmarks.families.table import family_named
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 ON_ONE_GPU = ("mistral-window", "granite4", "deepseek-v2", "qwen3-moe")
 ON_TWO_GPUS = ("granite4", "deepseek-v2", "llama-gptq", "drafts-eagle", "qwen2.5-vl", "bert")
 COLUMNS = ("serve", "switch", "kv", "migrate", "resume")

@@ -11,6 +11,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import GpupoolError
@@ -30,6 +32,8 @@ from tests.functional.daemon_tools import (
 )
 from tests.functional.test_daemon_restart import spoil
 from tests.service_manager import FakeManager
+
+pytestmark = pytest.mark.slow
 
 PROMPT = "What is left when a daemon dies?"
 PATHS = """

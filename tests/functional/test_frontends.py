@@ -102,6 +102,7 @@ async def call_all_the_time(url: str, outcomes: list[str]) -> None:
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_one_that_crashes_again_and_again_hurts_nobody_else(
     pool: PrivateDaemon, num_kills: int
 ) -> None:

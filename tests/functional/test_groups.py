@@ -130,6 +130,7 @@ def test_answers_without_a_seed_are_drawn_alike_on_all_ranks(peer: WorkerPeer) -
     assert rests[0] == rests[1]
 
 
+@pytest.mark.slow
 def test_loads_that_fail_leave_the_group_as_before(
     peer: WorkerPeer,
     of_one_gpu: dict[tuple[str, int], list[int]],
@@ -186,6 +187,7 @@ def box(
         check_all(daemon)
 
 
+@pytest.mark.slow
 async def test_every_kind_of_request_is_answered_as_on_one_gpu(box: PrivateDaemon) -> None:
     async with httpx.AsyncClient(base_url=box.http_url, timeout=BACK_S) as http:
 
@@ -203,6 +205,7 @@ async def test_every_kind_of_request_is_answered_as_on_one_gpu(box: PrivateDaemo
         assert_same(ours, theirs, kind)
 
 
+@pytest.mark.slow
 async def test_adapters_answer_as_on_one_gpu(box: PrivateDaemon, adapter: Path) -> None:
     names = (LLAMA, LLAMA + ALONE)
     with box.client() as client:
@@ -217,6 +220,7 @@ async def test_adapters_answer_as_on_one_gpu(box: PrivateDaemon, adapter: Path) 
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_answers_survive_the_death_of_a_rank(box: PrivateDaemon, rank: int) -> None:
     async with api_client(box.http_url) as api:
         alone = await undisturbed(api, ASKED, NUM_TOKENS)
@@ -256,6 +260,7 @@ def assert_same(one: Any, other: Any, place: str) -> None:
         assert one == other, place
 
 
+@pytest.mark.slow
 async def test_each_degree_loads_the_checkpoint_once(
     box: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ class TestSimulatedDevices:
             assert len((await ask(api, "five", "Hello", 8)).token_ids) == 8
 
 
+@pytest.mark.slow
 class TestEmulatedDevices:
     """Real engines of one model under several names."""
 

@@ -164,6 +164,7 @@ def test_the_service_is_hardened(stage: Stage) -> None:
     assert float(line.split(":")[1].split()[0]) <= MAX_EXPOSURE
 
 
+@pytest.mark.slow
 def test_an_upgrade_leaves_the_configuration_alone_and_removal_everything_else(
     stage: Stage,
 ) -> None:
@@ -253,6 +254,7 @@ def builders_package(stage: Stage, umask: int) -> None:
 
 @needs_root
 @pytest.mark.parametrize("umask", [pytest.param(0o002, marks=pytest.mark.slow), 0o077])
+@pytest.mark.slow
 def test_nothing_installed_belongs_to_its_builder(tmp_path: Path, umask: int) -> None:
     stage = Stage(tmp_path, umask=umask)
     builders_package(stage, umask)

@@ -20,6 +20,8 @@ from tests.functional.family_checkpoints import encode, write_checkpoint
 from tests.functional.recorded_answers import ARGUMENTS, RECORDED, THOUGHT, Recorded
 from tests.functional.scripted_peer import ScriptedPeer
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "How is the weather in Oslo?"}]
 SCHEMA = {
     "type": "object",

@@ -34,6 +34,8 @@ from tests.functional.daemon_tools import (
     weight_bytes,
 )
 
+pytestmark = pytest.mark.slow
+
 BERT, MODERN_BERT, QWEN3 = "tiny-bert-embed", "tiny-modernbert-embed", "tiny-qwen3-embed"
 RERANKER, QWEN3_RERANKER = "tiny-bert-rerank", "tiny-qwen3-rerank"
 CLASSIFIER = "tiny-bert-classify"

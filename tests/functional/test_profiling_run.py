@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gpupoold.latency.stored import Profile
 from tests.functional.daemon_tools import weight_bytes
 from tests.functional.worker_peer import WorkerPeer
+
+pytestmark = pytest.mark.slow
 
 BUDGET_S = 6.0
 PROMPT = list(range(5, 95))

@@ -19,6 +19,8 @@ from gpupoold.checkpoints.fit import estimate_weight_bytes
 from tests.functional.test_tiny_models_in_vllm import answers
 from tests.functional.worker_peer import WorkerPeer
 
+pytestmark = pytest.mark.slow
+
 # The formats of one device each, and the dtypes that the formats compute in on a CPU.
 DTYPES = {
     "gptq": "float16",

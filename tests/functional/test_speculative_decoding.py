@@ -14,6 +14,8 @@ import pytest
 
 from tests.functional.worker_peer import WorkerPeer
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 140
 NUM_PROMPTS = 3
 PLAIN, NGRAM, EAGLE, EAGLE3, MTP, DRAFT = (

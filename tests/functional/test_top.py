@@ -103,6 +103,7 @@ def test_a_request_is_cancelled(daemon: PrivateDaemon) -> None:
     assert look(daemon).events[-1].kind == "request_cancelled"
 
 
+@pytest.mark.slow
 def test_a_model_is_unloaded_and_comes_back(daemon: PrivateDaemon) -> None:
     async def run() -> None:
         async with api_client(daemon.http_url) as api:

@@ -27,6 +27,8 @@ from tests.functional.daemon_tools import (
 )
 from tests.functional.images import ImageAnswer, Question, data_url, encoded, image_part, picture
 
+pytestmark = pytest.mark.slow
+
 QWEN2_5, QWEN3, GEMMA3 = MODELS = ("tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3-vision")
 QUESTIONS: tuple[Question, ...] = ((1,), (2, 3), ())
 ASKED = [(model, question) for model in (QWEN2_5, QWEN3) for question in QUESTIONS]

@@ -14,7 +14,10 @@ import pytest
 from tests.syscall_faults.injector import build_shim, run_tables
 from tests.syscall_faults.scenarios import SCENARIOS
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
+]
 
 Results = dict[str, dict[str, Any]]
 
@@ -47,7 +50,6 @@ def test_calls_of_every_kind_failed(results: Results) -> None:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_call_fails_with_every_error(shim: Path) -> None:
     results = run_tables(shim, is_whole=True, timeout_s=1700)

@@ -1,10 +1,10 @@
 """Copies that overlap the engines' work: threads and copy streams for each direction.
 
-A transfer is a list of copies, made in consecutive batches. Two batches are queued at a time, so
-that the link never waits for the thread. A transfer can be stopped within a batch's time (about a
-millisecond), and the part that has arrived is usable. A batch is large enough for full bandwidth
-although each batch waits for the interpreter, which the engines keep busy: see
-:attr:`Device.copy_batch_bytes`.
+A transfer is a list of copies, made in consecutive batches. Two batches are queued at a time, also
+of two transfers, so that the link never waits for the thread. A transfer can be stopped within two
+batches' time (about a millisecond), and the part that has arrived is usable. A batch is large
+enough for full bandwidth although each batch waits for the interpreter, which the engines keep
+busy: see :attr:`Device.copy_batch_bytes`.
 
 Three rules keep bytes correct (Aegaeon, section 5.3):
 
@@ -49,7 +49,7 @@ class Transfer:
         self.num_bytes = sum(copy.num_bytes for copy in copies)
         self._copies = copies
         self._batch_bytes = batch_bytes
-        self._after = after
+        self.after = after
         self._on_end = on_end
         self._help_queue = help_queue
         self._lock = threading.Lock()
@@ -111,32 +111,31 @@ class Transfer:
         self._ended.wait()
         return self._num_copied
 
-    def run(self, copy_stream: CopyStream) -> None:
-        """Make the copies, unless stopped; for the queue's thread."""
+    def start(self) -> bool:
+        """Return whether to make the copies: False if stopped before; for the queue's threads."""
         with self._lock:
+            self._has_begun = not self._is_stopped
+            return self._has_begun
+
+    def batches(self) -> Iterator[list[Copy]]:
+        """Yield the copies in batches until the transfer is stopped; for the queue's threads."""
+        for batch in cut(self._copies, self._batch_bytes):
             if self._is_stopped:
                 return
-            self._has_begun = True
-        under_way: deque[tuple[int, int]] = deque()
-        try:
-            for batch in cut(self._copies, self._batch_bytes):
-                if self._is_stopped:
-                    break
-                number = copy_stream.begin(batch, self._after)
-                under_way.append((number, sum(copy.num_bytes for copy in batch)))
-                if len(under_way) == _MAX_UNDER_WAY:
-                    self._finish(copy_stream, under_way)
-        except BaseException as error:  # raised by wait()
-            self._error = error
-        try:
-            while under_way:  # also after an error, so that no write follows the end
-                self._finish(copy_stream, under_way)
-        except BaseException as error:
-            self._error = self._error or error
-        finally:
-            self._end()
+            yield batch
 
-    def _end(self) -> None:
+    def note_arrival(self, num_bytes: int) -> None:
+        """Count a batch that has arrived; for the queue's threads."""
+        with self._progress:
+            self._num_copied += num_bytes
+            self._progress.notify_all()
+
+    def note_failure(self, error: BaseException) -> None:
+        """Keep the first failure of a copy, for ``wait``; for the queue's threads."""
+        self._error = self._error or error
+
+    def end(self) -> None:
+        """Say that no copy is running any more; for the queue's threads."""
         try:
             if self._on_end is not None:
                 self._on_end(self._error is None and self._num_copied == self.num_bytes)
@@ -145,12 +144,64 @@ class Transfer:
                 self._ended.set()
                 self._progress.notify_all()
 
-    def _finish(self, copy_stream: CopyStream, under_way: deque[tuple[int, int]]) -> None:
-        number, num_bytes = under_way.popleft()
-        copy_stream.wait(number)
-        with self._progress:
-            self._num_copied += num_bytes
-            self._progress.notify_all()
+
+class _Batches:
+    """Batches on one copy stream, at most two under way, for one thread.
+
+    A transfer ends when its last batch has arrived, also after an error or a stop, so that no write
+    follows the end.
+    """
+
+    def __init__(self, copy_stream: CopyStream) -> None:
+        self._copy_stream = copy_stream
+        self._under_way: deque[tuple[Transfer, int, int]] = deque()
+        self._beginning: Transfer | None = None
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, transfer: Transfer) -> None:
+        """Begin all batches of a transfer, unless stopped; the last may still be under way."""
+        if not transfer.start():
+            return
+        self._beginning = transfer
+        for batch in transfer.batches():
+            try:
+                number = self._copy_stream.begin(batch, transfer.after)
+            except BaseException as error:  # raised by wait()
+                transfer.note_failure(error)
+                break
+            num_bytes = sum(copy.num_bytes for copy in batch)
+            self._under_way.append((transfer, number, num_bytes))
+            if len(self._under_way) == _MAX_UNDER_WAY:
+                self.finish_oldest()
+        self._beginning = None
+        self._end_if_done(transfer)
+
+    def finish_oldest(self) -> None:
+        """Wait for the oldest batch."""
+        transfer, number, num_bytes = self._under_way.popleft()
+        try:
+            self._copy_stream.wait(number)
+        except BaseException as error:
+            transfer.note_failure(error)
+        else:
+            transfer.note_arrival(num_bytes)
+        self._end_if_done(transfer)
+
+    def finish(self) -> None:
+        """Wait for all batches; a transfer that was being begun ends with the part that arrived."""
+        unfinished, self._beginning = self._beginning, None
+        if unfinished is not None and not self._under_way:
+            unfinished.end()
+        while self._under_way:
+            self.finish_oldest()
+
+    def _end_if_done(self, transfer: Transfer) -> None:
+        is_under_way = any(one is transfer for one, _, _ in self._under_way)
+        if transfer is not self._beginning and not is_under_way:
+            transfer.end()
 
 
 class TransferQueue:
@@ -246,13 +297,43 @@ class TransferQueue:
         if transfer is None:  # the signal of close() to a thread
             self._queue.put(None)
             return False
-        transfer.run(self._helper)
+        batches = _Batches(self._helper)
+        batches.begin(transfer)
+        batches.finish()
         return True
 
     def _run(self, copy_stream: CopyStream) -> None:
-        while (transfer := self._queue.get()) is not None:
-            with WORKER.beside(ThreadPhase.COPY):
-                transfer.run(copy_stream)
+        batches = _Batches(copy_stream)
+        try:
+            while (transfer := self._queue.get()) is not None:
+                with WORKER.beside(ThreadPhase.COPY):
+                    self._make(transfer, batches)
+        finally:
+            batches.finish()  # after an error of on_end of another transfer
+
+    def _make(self, transfer: Transfer, batches: _Batches) -> None:
+        """Make the copies of a transfer, and of those that are queued meanwhile."""
+        batches.begin(transfer)
+        while batches.num_under_way:
+            if (following := self._following()) is not None:
+                batches.begin(following)
+            else:
+                batches.finish_oldest()
+
+    def _following(self) -> Transfer | None:
+        """Return the next transfer, if its copies can be queued behind copies under way.
+
+        Cores that make copies have made these when a batch has begun.
+        """
+        if self._helper is not None:
+            return None
+        try:
+            transfer = self._queue.get_nowait()
+        except Empty:
+            return None
+        if transfer is None:  # the signal of close()
+            self._queue.put(None)
+        return transfer
 
 
 def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:

@@ -2,8 +2,11 @@
 
 Order between copies and the engines' kernels:
 
-- pages are unmapped only after the last kernels of their model, and after all kernels launched so
-  far while the model may launch more; pages are copied out after all kernels launched so far;
+- pages change their owner only after the last kernels of their model, and after all kernels
+  launched so far while the model may launch more; pages are copied out after all kernels launched
+  so far;
+- the mapping of a paused model's pages may stay until the next mapping at its addresses, and is
+  removed beside copies and other mappings;
 - copies into an address range are visible after ``synchronize``; zeros need no call, because the
   compute streams wait for them;
 - copies in and copies out have a stream each, so that they can overlap;
@@ -25,6 +28,7 @@ from gpupoold.memory.cuda.copy_stream import CudaCopyStream
 from gpupoold.memory.cuda.driver import BindingsDriver, CudaDriver, CudaError
 from gpupoold.memory.cuda.fence import CudaFence
 from gpupoold.memory.cuda.pinning import PinnedMemory
+from gpupoold.memory.cuda.stale_mappings import StaleMappings
 from gpupoold.memory.numa import node_of, prefer_node
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
@@ -79,6 +83,7 @@ class CudaDevice(Device):
         self._compute_streams = compute_streams
         self._handles: list[int | None] = []  # by page; None while the page is released
         self._pinned = PinnedMemory(self._driver)
+        self._stale = StaleMappings(self._driver.unmap)
         self._driver.open(device_index)
         try:
             self.pci_bus_id = self._driver.pci_bus_id()
@@ -105,10 +110,16 @@ class CudaDevice(Device):
         return self._driver.reserve_addresses(num_pages * self.page_bytes, self.page_bytes)
 
     def release(self, address: int, num_pages: int) -> None:
+        self._stale.remove_at(address, num_pages * self.page_bytes)
         self._driver.free_addresses(address, num_pages * self.page_bytes)
 
     def map(self, address: int, runs: list[PageRun]) -> None:
         """Map the runs; a page may be mapped at several addresses."""
+        self._map(address, runs)
+        self._stale.remove_some(_num_pages(runs) * self.page_bytes)
+
+    def _map(self, address: int, runs: list[PageRun]) -> None:
+        self._stale.remove_at(address, _num_pages(runs) * self.page_bytes)
         at = address
         try:
             for run in runs:
@@ -129,32 +140,37 @@ class CudaDevice(Device):
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
-        """Unmap mappings; a wait for the running model's step would end its overlap."""
+        """Unmap mappings; those of a paused model later, beside other work.
+
+        A wait for the running model's step would end its overlap.
+        """
         if last_use is None:
             self._wait_for_compute()
         else:
             last_use.wait()
         self.synchronize()
+        remove = self._driver.unmap if last_use is None else self._stale.add
         for address, runs in mappings:
-            self._driver.unmap(address, _num_pages(runs) * self.page_bytes)
+            remove(address, _num_pages(runs) * self.page_bytes)
 
     def open_fence(self) -> Fence:
         return CudaFence(self._driver, self._compute_streams)
 
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
-        """Map and fill runs; mapping a piece overlaps the copy of the previous one."""
+        """Map and fill runs; a piece is mapped during the copy of the previous piece."""
         at, left = address, runs
         try:
             while left:
                 piece, left = split_runs(left, self._pages_per_piece)
                 num_bytes = _num_pages(piece) * self.page_bytes
                 started_s = time.perf_counter()
-                self.map(at, piece)
+                self._map(at, piece)
                 mapped_s = time.perf_counter()
                 at += num_bytes
                 self._fill(at - num_bytes, source, num_bytes)
                 source = None if source is None else source + num_bytes
                 self.spent.map_s += mapped_s - started_s
+                self._stale.remove_some(num_bytes)
                 self.spent.copy_s += time.perf_counter() - mapped_s
             if source is None:
                 self._let_compute_wait()
@@ -207,6 +223,7 @@ class CudaDevice(Device):
         self._pinned.unpin(address, num_bytes)
 
     def release_memory(self, runs: list[PageRun]) -> None:
+        self._stale.remove_all()  # memory with a mapping would not become free
         for page in _pages(runs):
             handle = self._handles[page]
             assert handle is not None, f"page {page} is released already"
@@ -219,6 +236,7 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._wait_for_compute()
         self.synchronize()
+        self._stale.remove_all()
         self._pinned.close()
         self._driver.destroy_event(self._filled)
         self._driver.destroy_stream(self._in_stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -148,6 +149,71 @@ def test_copies_come_after_what_was_launched_when_they_were_asked_for(
     first.wait()
     second.wait()
     assert link.afters == [1, 2]
+
+
+class TestTransfersInLine:
+    """The link has the next transfer's first batch when a transfer's last batch arrives."""
+
+    def test_the_next_begins_before_the_last_has_arrived(self, link: Link) -> None:
+        link.is_gated = True
+        queue = TransferQueue([link], "copy-in")
+        transfers = [queue.begin([Copy(number, 0, 1)]) for number in range(6)]
+        link.permits.release(6)
+        for transfer in transfers:
+            transfer.wait()
+        queue.close()
+        assert link.max_under_way == 2
+        assert [copy.target for copy in link.extents] == list(range(6))
+        assert link.afters == [1, 2, 3, 4, 5, 6]
+
+    def test_each_has_its_own_failure_and_its_own_bytes(self) -> None:
+        class Broken(Link):
+            def begin(self, copies: Sequence[Copy], after: int) -> int:
+                if copies[0].target == 1:
+                    raise OSError("the link is broken")
+                return super().begin(copies, after)
+
+        queue = TransferQueue([Broken()], "copy-in")
+        told: dict[int, bool] = {}
+        transfers = [
+            queue.begin([Copy(number, 0, 1)], functools.partial(told.__setitem__, number))
+            for number in range(3)
+        ]
+        transfers[0].wait()
+        with pytest.raises(OSError, match="the link is broken"):
+            transfers[1].wait()
+        transfers[2].wait()
+        queue.close()
+        assert [transfer.num_copied_bytes for transfer in transfers] == [1, 0, 1]
+        assert told == {0: True, 1: False, 2: True}
+
+    def test_a_listener_that_fails_leaves_the_next_transfer_an_end(
+        self, link: Link, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+        def fail(_: bool) -> None:
+            raise ZeroDivisionError
+
+        link.is_gated = True
+        queue = TransferQueue([link], "copy-in")
+        failing = queue.begin([Copy(0, 0, 1)], fail)
+        following = queue.begin([Copy(1, 0, 3 * BATCH_BYTES)])
+        link.permits.release(2)
+        failing.wait()
+        following.wait()
+        assert following.stop() == BATCH_BYTES
+        queue.close()
+
+    def test_cores_that_copy_end_each_before_the_next(self, link: Link) -> None:
+        queue = TransferQueue([link], "copy-in", helper=Link())
+        link.is_gated = True
+        transfers = [queue.begin([Copy(number, 0, 1)]) for number in range(3)]
+        link.permits.release(3)
+        while not transfers[-1].has_ended:
+            pass
+        queue.close()
+        assert link.max_under_way == 1
 
 
 def test_a_queue_with_much_to_do_has_no_room(link: Link, queue: TransferQueue) -> None:

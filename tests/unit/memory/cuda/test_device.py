@@ -170,10 +170,9 @@ class TestMapping:
         fence.record()
         driver.launch(COMPUTE, running, running + PAGE)
         device.unmap_each([(paused, [PageRun(0, 1)])], fence)
+        device.map(paused, [PageRun(2, 1)])
         assert driver.busy_streams == [COMPUTE]
-        with pytest.raises(AssertionError, match="a kernel or copy is running there"):
-            device.unmap_each([(running, [PageRun(1, 1)])], fence)
-        device.unmap_each([(running, [PageRun(1, 1)])])
+        device.unmap_each([(running, [PageRun(1, 1)]), (paused, [PageRun(2, 1)])])
         num_events = driver.num_events
         fence.record()
         fence.record()
@@ -182,6 +181,48 @@ class TestMapping:
         assert driver.num_events == num_events - 1
         for address in (paused, running):
             device.release(address, 1)
+
+    def test_a_paused_models_pages_have_the_next_owner_before_they_are_unmapped(
+        self, device: CudaDevice, driver: FakeCuda
+    ) -> None:
+        former, following = device.reserve(6), device.reserve(6)
+        device.map(former, [PageRun(0, 6)])
+        fence = device.open_fence()
+        fence.record()
+        before = driver.calls["unmap"]
+        device.unmap_each([(former, [PageRun(0, 6)])], fence)
+        assert driver.calls["unmap"] == before
+        driver.log.clear()
+        device.map(following, [PageRun(0, 2)])
+        device.map(following + 2 * PAGE, [PageRun(2, 2)])
+        assert [(at, size) for call, at, size in driver.log if call == "unmap"] == [
+            (former, 2 * PAGE),
+            (former + 2 * PAGE, 2 * PAGE),
+        ]
+        device.map(former + 5 * PAGE, [PageRun(8, 1)])  # at an address whose mapping is left
+        device.unmap_each([(following, [PageRun(0, 4)]), (former + 5 * PAGE, [PageRun(8, 1)])])
+        fence.close()
+        for address in (former, following):
+            device.release(address, 6)
+
+    def test_addresses_and_memory_are_given_back_without_mappings(
+        self, device: CudaDevice, driver: FakeCuda
+    ) -> None:
+        """The driver keeps memory that has a mapping, and refuses to free such addresses."""
+        fence = device.open_fence()
+        fence.record()
+        address = device.reserve(2)
+        for _ in range(2):
+            device.map(address, [PageRun(0, 2)])
+            device.unmap_each([(address, [PageRun(0, 2)])], fence)
+            device.release_memory([PageRun(0, 2)])
+            assert driver.leaks.get("mappings") is None
+            device.reclaim([PageRun(0, 2)])
+        device.map(address, [PageRun(0, 2)])
+        device.unmap_each([(address, [PageRun(0, 2)])], fence)
+        device.release(address, 2)
+        assert driver.leaks.get("mappings") is None
+        fence.close()
 
     def test_pitfall_04_copies_end_before_their_pages_go(
         self, device: CudaDevice, snapshot: HostBuffer
@@ -248,6 +289,23 @@ class TestFilling:
         assert sizes == [4 * PAGE, 4 * PAGE, 2 * PAGE]
         device.unmap(address_range, [PageRun(0, 10)])
         device.release(address_range, 10)
+
+    def test_a_paused_models_pages_are_unmapped_during_the_copies(
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
+    ) -> None:
+        former, following = device.reserve(8), device.reserve(8)
+        device.map(former, [PageRun(0, 8)])
+        fence = device.open_fence()
+        fence.record()
+        device.unmap_each([(former, [PageRun(0, 8)])], fence)
+        driver.log.clear()
+        device.map_and_fill(following, [PageRun(0, 8)], snapshot.address)
+        steps = [call for call, _, _ in driver.log if call != "map"]
+        assert steps == ["allow_access", "copy_in", "unmap"] * 2
+        device.unmap(following, [PageRun(0, 8)])
+        fence.close()
+        for address in (former, following):
+            device.release(address, 8)
 
     @pytest.mark.parametrize(
         ("call", "at"), [("map", 6), ("allow_access", 2), ("copy_in", 2), ("copy_in", 1)]

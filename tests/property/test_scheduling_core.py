@@ -191,7 +191,7 @@ LITTLE_KV = st.builds(
     st.integers(2, 15).map(lambda num_gb: num_gb * GB),
     st.integers(0, 5).map(lambda num_gb: num_gb * GB),
 )
-FAST_POLICIES = ("gpupool", "aegaeon", "request-level-4", "static")
+FAST_POLICIES = ("gpupool", "aegaeon", "static")
 STATIC_KV = st.just(Sizes(GB, 1_000_000, 87 * GB, 0))
 
 
@@ -209,7 +209,7 @@ def test_core(policy: str, has_little_kv: bool) -> None:
     members = {"policy": policy} | ({"sizes": sizes} if has_little_kv else {})
     machine = type(f"CoreMachine_{policy}", (CoreMachine,), members)
     limits = settings(
-        max_examples=60 if has_little_kv else 120,
+        max_examples=40 if has_little_kv else 60,
         stateful_step_count=40,
         deadline=None,
         phases=[Phase.generate, Phase.shrink],

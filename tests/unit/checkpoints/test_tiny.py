@@ -89,6 +89,7 @@ def test_same_arguments_give_the_same_bytes(
     assert digests(made) == digests(tiny_models["tiny-qwen3"])
 
 
+@pytest.mark.slow
 def test_remade_only_when_the_recipe_changes(tmp_path: Path, project_env: dict[str, str]) -> None:
     options = ["--arch=llama", "--size=4MB"]
     weights = make(tmp_path, project_env, *options) / "model.safetensors"

@@ -86,6 +86,7 @@ def test_a_box_that_does_not(cli: Cli, models: str) -> None:
         assert one["text"] in text.stdout
 
 
+@pytest.mark.slow
 def test_host_memory(cli: Cli, models: str) -> None:
     given = ("--kv-host", "2GiB", "--model-cache", "60GiB")
     result = cli("plan", "--devices", "1xA10", "--models", models, "--rps", "0.01", *given)

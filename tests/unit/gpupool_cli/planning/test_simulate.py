@@ -56,6 +56,7 @@ def test_one_object_per_line(env: dict[str, str]) -> None:
         }
 
 
+@pytest.mark.slow
 def test_host_memory(env: dict[str, str]) -> None:
     small = ("--devices", "1xH800", "--models", "6", "--duration", "60s", "--policy", "gpupool")
     budgets = ("--model-cache", "70GB", "--kv-host", "1GiB")

@@ -188,6 +188,7 @@ def test_each_grammar_by_its_own_backend(caches: GrammarCaches, grammars: Engine
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_memory_of_compiled_grammars_is_given_back(
     grammars: EngineGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

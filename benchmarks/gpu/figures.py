@@ -57,12 +57,13 @@ def derived(figures: Mapping[str, Figure]) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     for name in figures:
         shape, _, rest = name.partition("_")
-        if rest != "sleep_and_wake_p50_s":
+        if rest not in ("sleep_and_wake_p50_s", "sleep_level_2_and_wake_p50_s"):
             continue
         switch = figures.get(f"{shape}_host_cached_switch_p50_s")
         if switch is not None and switch["measured"] > 0:
             ratio = figures[name]["measured"] / switch["measured"]
-            found[f"{shape}_sleep_and_wake_over_switch_ratio"] = at_least(ratio, SLEEP_RATIO)
+            what = rest.removesuffix("_p50_s")
+            found[f"{shape}_{what}_over_switch_ratio"] = at_least(ratio, SLEEP_RATIO)
     return found | _policies(figures)
 
 

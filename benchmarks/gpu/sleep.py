@@ -1,8 +1,12 @@
-"""Duration of vLLM's sleep (level 1) and wake-up of a model, to compare with a switch.
+"""Duration of vLLM's sleep (levels 1 and 2) and wake-up of a model, to compare with a switch.
+
+Level 1 copies the weights to host memory and back. Level 2 discards the weights and reads these
+from the checkpoint again.
 
 Two models can share a GPU with vLLM alone if one sleeps while the other runs. A switch is then a
 sleep and a wake-up; for two models of the same size, the sleep and wake-up of one model are
-representative. On a CPU vLLM's calls do nothing: a dry run only shows that the calls succeed.
+representative. On a CPU vLLM's calls do nothing: a dry run only shows that the calls of level 1
+succeed.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 _WARM_UP = 1
 _ROUNDS = 5
+_LEVEL_2_ROUNDS = 2
 _KV_BYTES = 1 << 30
 _DRY_KV_BYTES = 1 << 26
 _PROMPT = [300 + index for index in range(100)]
@@ -50,6 +55,8 @@ def run(setting: Setting, shape: str) -> None:
     before = _tokens(llm)
     with setting.turn():
         _measure(setting, shape, llm)
+        if not setting.is_emulated:
+            _measure_level_2(setting, shape, llm)
     if _tokens(llm) != before:
         raise Failed("vLLM answers otherwise after it has slept")
 
@@ -69,6 +76,23 @@ def _measure(setting: Setting, shape: str, llm: LLM) -> None:
             found = sleep_figures(shape, sleeps_s, wakes_s)
             setting.report.add(found, sleeps_s=sleeps_s, wakes_s=wakes_s)
         if sleeps_s and setting.left_s < _END_S + 2 * (awake_s - began_s):
+            break
+
+
+def _measure_level_2(setting: Setting, shape: str, llm: LLM) -> None:
+    rounds_s: list[float] = []
+    for index in range(_WARM_UP + _LEVEL_2_ROUNDS):
+        began_s = time.perf_counter()
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.collective_rpc("reload_weights")
+        taken_s = time.perf_counter() - began_s
+        if index >= _WARM_UP:
+            rounds_s.append(taken_s)
+            figure = figures.measured(median(rounds_s))
+            name = f"{shape}_sleep_level_2_and_wake_p50_s"
+            setting.report.add({name: figure}, level_2_rounds_s=rounds_s)
+        if setting.left_s < _END_S + 2 * taken_s:
             break
 
 

@@ -171,6 +171,12 @@ class Simulation:
             sum(device.memory.num_dropped for device in self._devices),
         )
 
+    def leave_cache(self, request_id: str) -> None:
+        """Count the end of a request, after which the model may leave host memory."""
+        if self._cache is not None:
+            self._cache.ended(self._lives[request_id].request.model)
+            self._read_next()
+
     def _introduce(self, devices: Sequence[UnlikeDevice], ups: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
         events += ups
@@ -237,9 +243,8 @@ class Simulation:
 
     def _report(self, event: e.Event) -> None:
         self._events.append(event)
-        if self._cache is not None and isinstance(event, e.Ended):
-            self._cache.ended(self._lives[event.request_id].request.model)
-            self._read_next()
+        if isinstance(event, e.Ended):
+            self.leave_cache(event.request_id)
 
     def _settle(self) -> None:
         """Pass events to the core and actions to the devices until no event is left."""

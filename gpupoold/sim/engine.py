@@ -28,7 +28,8 @@ class SimOutcome:
     """The result of every request, in order of arrival, and each device's counts.
 
     ``num_reads`` is the number of models read from disk, ``num_dropped`` how often the KV of a
-    model was dropped on a device.
+    model was dropped on a device, ``num_preemptions`` how often a request was preempted because
+    the KV of the model on its turn outgrew the device.
     """
 
     results: tuple[RequestResult, ...]
@@ -36,6 +37,7 @@ class SimOutcome:
     end_s: float
     num_reads: int = 0
     num_dropped: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ class Simulation:
             end_s,
             self._cache.num_reads if self._cache is not None else 0,
             sum(device.memory.num_dropped for device in self._devices),
+            sum(device.kv_room.num_preemptions for device in self._devices),
         )
 
     def leave_cache(self, request_id: str) -> None:

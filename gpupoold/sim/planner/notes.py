@@ -118,6 +118,11 @@ def _left_out(question: PlanQuestion, plan: Plan) -> Iterator[str]:
         )
     if shown.num_cut:
         yield f"Answers cut at the model's limit of tokens: {shown.num_cut:,}."
+    if shown.num_preemptions:
+        yield (
+            "Requests preempted because KV outgrew a device: "
+            f"{shown.num_preemptions:,} times; their KV was computed anew."
+        )
     idle = [name for name in question.models if name not in shown.models]
     if idle:
         yield f"No requests, so no result, for {names_text(idle, len(question.models))}."

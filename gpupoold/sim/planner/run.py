@@ -137,7 +137,7 @@ class Forecast:
 
     ``num_refused`` prompts exceeded the model's limit, ``num_cut`` answers were shortened by the
     limit. ``num_late`` requests had no token at the end of the run; the percentiles do not include
-    these requests.
+    these requests. ``num_preemptions`` is how often a request was preempted for lack of KV memory.
     """
 
     overall: Summary
@@ -146,6 +146,7 @@ class Forecast:
     num_refused: int
     num_cut: int
     num_late: int
+    num_preemptions: int = 0
 
 
 # Called with the name of the present search and the number of runs so far.
@@ -195,6 +196,7 @@ class Runner:
             num_refused=sum(run.num_refused for run in runs),
             num_cut=sum(run.num_cut for run in runs),
             num_late=sum(not result.token_times_s for result in results),
+            num_preemptions=sum(run.num_preemptions for run in runs),
         )
 
     def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:
@@ -215,6 +217,7 @@ class _TrialRun:
     end_s: float
     num_refused: int
     num_cut: int
+    num_preemptions: int
 
 
 def _run(setup: Setup, seed: int) -> _TrialRun:
@@ -236,7 +239,13 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
         admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s
     )
     outcome = simulation.run(admitted.requests, end_s)
-    return _TrialRun(outcome.results, end_s, admitted.num_refused, admitted.num_cut)
+    return _TrialRun(
+        outcome.results,
+        end_s,
+        admitted.num_refused,
+        admitted.num_cut,
+        outcome.num_preemptions,
+    )
 
 
 def _admitted(setup: Setup, seed: int) -> Admitted:

@@ -31,6 +31,7 @@ from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, groups_text, parse_box
 from gpupoold.sim.engine import Simulation
+from gpupoold.sim.host_defaults import host_bytes, host_memory
 from gpupoold.sim.lengths import Lengths, sharegpt_lengths
 from gpupoold.sim.metrics import summarise
 from gpupoold.sim.model import SimModel
@@ -103,11 +104,12 @@ def main() -> int:
 
 
 def sim_config(box: Box, policy: str = "gpupool") -> str:
-    """Configuration of a daemon with simulated devices only."""
+    """Configuration of a daemon with simulated devices, and host memory as the simulator's."""
     group = "" if box.tensor_parallel_size == 1 else f"{box.tensor_parallel_size}x"
     device = f"sim:{box.num_devices}x{group}{box.gpu}"
     scheduling = f'[scheduling]\npolicy = "{policy}"\n'
-    return f'devices = ["{device}"]\n\n{scheduling}\n[log]\nlevel = "warning"\n'
+    host = f"[simulated_host]\nmemory = {host_bytes(box)}\n"
+    return f'devices = ["{device}"]\n\n{host}\n{scheduling}\n[log]\nlevel = "warning"\n'
 
 
 def add_models(
@@ -175,7 +177,15 @@ def _simulated(
 ) -> dict[str, Any]:
     """The simulator's word for the same arrivals."""
     end_s = requests[-1].arrival_s + _ANSWER_TIMEOUT_S
-    simulation = Simulation(models, make_policy(policy), box.num_devices, box.device_bytes)
+    host = host_memory(box)
+    simulation = Simulation(
+        models,
+        make_policy(policy),
+        box.num_devices,
+        box.device_bytes,
+        kv_host_bytes=host.kv_bytes_per_gpu * box.tensor_parallel_size,
+        host=host,
+    )
     outcome = simulation.run(requests, end_s)
     overall = summarise(outcome.results, end_s).overall
     return {

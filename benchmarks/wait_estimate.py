@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpupoold.scheduling import events as e
@@ -21,6 +21,7 @@ from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.engine import Simulation
+from gpupoold.sim.host_defaults import host_memory
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.scenario import Overrides, Scenario, build_scenario
@@ -50,14 +51,26 @@ class DrainAsked:
     in_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTokenAsked:
+    """One estimate: the first token ``in_s`` after ``at_s``, when the core learnt of the request.
+
+    A request whose model is read from disk first is known to the core after the read.
+    """
+
+    at_s: float
+    in_s: float
+
+
 @dataclass(slots=True)
 class WatchedCore:
     """A core that is asked for estimates before it hears of a request."""
 
     core: Core
     bound: int
+    on_refused: Callable[[str], None]
     num_refused: int = 0
-    first_token_s: dict[str, float] = field(default_factory=dict)
+    first_tokens: dict[str, FirstTokenAsked] = field(default_factory=dict)
     drains: list[DrainAsked] = field(default_factory=list)
     ended_s: list[float] = field(default_factory=list)
 
@@ -75,6 +88,7 @@ class WatchedCore:
         if not isinstance(event, e.Arrived) or len(self.core.state.requests) < self.bound:
             return False
         self.num_refused += 1
+        self.on_refused(event.request_id)
         if self.num_refused % _DRAIN_EVERY == 0:
             self._ask_drain(now_s)
         return True
@@ -83,7 +97,7 @@ class WatchedCore:
         state = self.core.state
         wait_s = first_token_in_s(state, state.models[event.model], event.prompt_tokens, now_s)
         assert wait_s is not None
-        self.first_token_s[event.request_id] = wait_s
+        self.first_tokens[event.request_id] = FirstTokenAsked(now_s, wait_s)
 
     def _ask_drain(self, now_s: float) -> None:
         drain = drain_of(self.core.state, None, now_s)
@@ -113,14 +127,22 @@ def measure(scenario: Scenario, bound: int, policy: str = "gpupool") -> dict[str
     """Run it, and compare."""
     box = scenario.box
     made = make_policy(policy, PolicyOptions())
-    simulation = Simulation(scenario.models, made, box.num_devices, box.device_bytes)
-    watched = WatchedCore(simulation.core, bound)
+    host = host_memory(box)
+    simulation = Simulation(
+        scenario.models,
+        made,
+        box.num_devices,
+        box.device_bytes,
+        kv_host_bytes=host.kv_bytes_per_gpu * box.tensor_parallel_size,
+        host=host,
+    )
+    watched = WatchedCore(simulation.core, bound, simulation.leave_cache)
     simulation.core = watched  # type: ignore[assignment]  # it answers as a core does
     outcome = simulation.run(scenario.requests, scenario.end_s)
     first = [
-        (watched.first_token_s[one.request.id], one.token_times_s[0] - one.request.arrival_s)
+        (asked.in_s, one.token_times_s[0] - asked.at_s)
         for one in outcome.results
-        if one.token_times_s
+        if one.token_times_s and (asked := watched.first_tokens[one.request.id])
     ]
     return {
         "requests": len(scenario.requests),

@@ -19,6 +19,7 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.sim.clock import EventQueue, Scheduled
+from gpupoold.sim.kv_room import KvRoom
 from gpupoold.sim.live import DeviceRequests, DeviceTally, SimLive
 from gpupoold.sim.memory import MovedBytes, SimMemory
 from gpupoold.sim.model import SimModel
@@ -64,15 +65,13 @@ class SimDevice:
             kv_host_bytes,
             self.requests.recompute,
         )
+        self.kv_room = KvRoom(self.requests, self.memory)
         self.tally = DeviceTally()
         self.turn: Turn | None = None
         self.in_step: Sequence[SimLive] = ()
         """The requests of the piece of work under way."""
-        self._queue = queue
-        self._report = report
-        self._on_switch = on_switch
-        self._prefetches = prefetches
-        self._segment_steps = segment_steps
+        self._queue, self._report, self._on_switch = queue, report, on_switch
+        self._prefetches, self._segment_steps = prefetches, segment_steps
         self._then: str | None = None
         self._replaced_by: tuple[Turn | None, str | None] | None = None
         self._last_turn_id = 0
@@ -110,9 +109,8 @@ class SimDevice:
         self._report_memory()
 
     def add(self, live: SimLive) -> None:
-        model = live.request.model
-        self.requests.waiting[model].append(live)
-        self._note_change(model)
+        self.requests.waiting[live.request.model].append(live)
+        self._note_change(live.request.model)
 
     def abort(self, lives: Sequence[SimLive]) -> None:
         """Drop requests with their KV."""
@@ -236,8 +234,8 @@ class SimDevice:
     def _prefetch(self, current: str) -> None:
         """Prefetch the next model; ``current`` stays resident."""
         if self._then in self.models and self._prefetches:
-            now_s = self._queue.now_s
-            self.tally.moved_bytes += self.memory.prefetch(self._then, current, now_s)
+            now_s, tally = self._queue.now_s, self.tally
+            tally.moved_bytes += self.memory.prefetch(self._then, current, now_s)
 
     def _end_turn(self) -> None:
         turn, order = self.turn, self._replaced_by
@@ -259,14 +257,14 @@ class SimDevice:
         self._report_memory()  # growing KV may have evicted other models
         turn = self.turn
         assert turn is not None
-        waiting = self.requests.waiting[turn.model]
+        waiting = self.kv_room.fitting(turn.model, turn.chunk_tokens)
         self._prefetch(turn.model)  # of more, if memory has become free
         if self._is_over(turn, is_new):
             self._end_turn()
         elif waiting and turn.chunk_tokens is not None:
             self._mix(turn.model, waiting, turn.chunk_tokens)
         elif waiting:
-            self._prefill(turn.model, waiting.pop(0))
+            self._prefill(turn.model, self.requests.waiting[turn.model].pop(0))
         else:
             self._decode(turn.model)
 
@@ -336,10 +334,11 @@ class SimDevice:
         self._end_finished(model)
 
     def _decode(self, model: str) -> None:
+        max_steps = self.kv_room.make(model, self._segment_steps)
         batch = list(self.requests.running[model])
         latency, now_s = self.models[model].latency, self._queue.now_s
         end_s = math.inf if self._then is None else self._ends_at_s
-        self._segment = segment_of(batch, latency, now_s, end_s, self._segment_steps)
+        self._segment = segment_of(batch, latency, now_s, end_s, max_steps)
         self.in_step = batch
         self._piece = self._queue.schedule(self._segment.end_s, self._decoded)
 

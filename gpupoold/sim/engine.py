@@ -28,7 +28,8 @@ class SimOutcome:
     """The result of every request, in order of arrival, and each device's counts.
 
     ``num_reads`` is the number of models read from disk, ``num_dropped`` how often the KV of a
-    model was dropped on a device.
+    model was dropped on a device, ``num_preemptions`` how often a request was preempted because
+    the KV of the model on its turn outgrew the device.
     """
 
     results: tuple[RequestResult, ...]
@@ -36,6 +37,7 @@ class SimOutcome:
     end_s: float
     num_reads: int = 0
     num_dropped: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,14 @@ class Simulation:
             end_s,
             self._cache.num_reads if self._cache is not None else 0,
             sum(device.memory.num_dropped for device in self._devices),
+            sum(device.kv_room.num_preemptions for device in self._devices),
         )
+
+    def leave_cache(self, request_id: str) -> None:
+        """Count the end of a request, after which the model may leave host memory."""
+        if self._cache is not None:
+            self._cache.ended(self._lives[request_id].request.model)
+            self._read_next()
 
     def _introduce(self, devices: Sequence[UnlikeDevice], ups: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
@@ -237,9 +246,8 @@ class Simulation:
 
     def _report(self, event: e.Event) -> None:
         self._events.append(event)
-        if self._cache is not None and isinstance(event, e.Ended):
-            self._cache.ended(self._lives[event.request_id].request.model)
-            self._read_next()
+        if isinstance(event, e.Ended):
+            self.leave_cache(event.request_id)
 
     def _settle(self) -> None:
         """Pass events to the core and actions to the devices until no event is left."""

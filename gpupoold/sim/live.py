@@ -114,6 +114,24 @@ class DeviceRequests:
         for live in self.waiting[model]:
             live.done_tokens = 0
 
+    def preempt_latest(self, model: str) -> int | None:
+        """Let the latest request with KV wait for a prefill again, before the other requests.
+
+        Return the number of its tokens with KV, or None if no other request has KV. Requests in
+        chunked prefill are later than answers.
+        """
+        running, waiting = self.running[model], self.waiting[model]
+        begun = [live for live in waiting if live.done_tokens]
+        if len(running) + len(begun) < 2:
+            return None
+        if begun:
+            num_tokens, begun[-1].done_tokens = begun[-1].done_tokens, 0
+            return num_tokens
+        live = running.pop()
+        live.num_repeated, live.done_tokens = len(live.token_times_s), 0
+        waiting.insert(0, live)
+        return live.context_tokens
+
     def use_of(self, model: str, targets: Targets) -> tuple[int, float]:
         """Return the number of a model's requests and the earliest deadline of a token."""
         lives = self.present(model)

@@ -226,6 +226,12 @@ class SimMemory:
             held.kv_host_bytes = max(0, held.kv_host_bytes + num_bytes - grown)
             self._changed.add(name)
 
+    def kv_room_tokens(self, name: str) -> int:
+        """Return the tokens whose KV fits beside a model alone; negative if its KV exceeds that."""
+        held = self._held[name]
+        room_bytes = self.capacity_bytes - self._whole(name) - held.kv_bytes - held.kv_host_bytes
+        return room_bytes // max(1, self._models[name].kv_bytes_per_token)
+
     def has_host_room(self, name: str, num_tokens: int) -> bool:
         """Return whether the host has memory for the KV of ``num_tokens`` tokens."""
         free_bytes = self._host_free_bytes()

@@ -61,6 +61,7 @@ class RunRow(TypedDict):
     disk_reads: int
     kv_drops: int
     wall_s: float
+    num_preemptions: NotRequired[int]
     active_models_mean: NotRequired[float]
     burst_ttft_p50_s: NotRequired[float | None]
     burst_ttft_p99_s: NotRequired[float | None]
@@ -246,6 +247,8 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
         "kv_drops": outcome.num_dropped,
         "wall_s": wall_s,
     }
+    if outcome.num_preemptions:
+        row["num_preemptions"] = outcome.num_preemptions
     if (service_s := point.panel.service_s) is not None:
         active = mean_active_models(scenario.requests, service_s, scenario.duration_s)
         row["active_models_mean"] = active

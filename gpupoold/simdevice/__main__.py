@@ -39,7 +39,8 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
     gpu_bytes = arguments.device_bytes or Box(1, gpu.name).device_bytes
     device_bytes = num_gpus * gpu_bytes
     host_bytes = arguments.kv_host_bytes
-    server = SimServer(arguments.device, gpu.name, device_bytes, channel, num_gpus)
+    host_bytes = None if host_bytes is None else num_gpus * host_bytes
+    server = SimServer(arguments.device, gpu.name, device_bytes, channel, num_gpus, host_bytes)
     channel.send(
         WorkerReady(
             arguments.device,
@@ -49,7 +50,7 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
             num_gpus * gpu.pcie_bandwidth_bytes_per_s,
             f"sim {__version__}",
             f"sim:{gpu.name}" if num_gpus == 1 else f"sim:{num_gpus}x{gpu.name}",
-            None if host_bytes is None else num_gpus * host_bytes,
+            host_bytes,
         )
     )
     server.run()

@@ -37,7 +37,9 @@ class PacedDevice:
         capacity_bytes: int,
         send: Callable[..., None],
         wall_clock: Callable[[], float] = time.time,
+        kv_host_bytes: int | None = None,
     ) -> None:
+        """``kv_host_bytes`` is the host memory for KV, None for no limit."""
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self.sim = SimDevice(
             device_number,
@@ -47,6 +49,7 @@ class PacedDevice:
             self._forward,
             on_switch=self._switched,
             segment_steps=1,
+            kv_host_bytes=kv_host_bytes,
         )
         self._now_s = 0.0  # later than the time of the queue while late work is processed
         self._send_now = send

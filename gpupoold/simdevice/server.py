@@ -38,14 +38,20 @@ class SimServer:
         device_bytes: int,
         channel: BlockingChannel[m.ToWorker],
         num_gpus: int = 1,
+        kv_host_bytes: int | None = None,
     ) -> None:
-        """``device_bytes`` is the memory of all ``num_gpus`` GPUs of the device."""
+        """``device_bytes`` and ``kv_host_bytes`` are the memory of all ``num_gpus`` GPUs.
+
+        ``kv_host_bytes`` is the host memory for KV, None for no limit.
+        """
         self._worker = device_number
         self._gpu = gpu
         self._device_bytes = device_bytes
         self._num_gpus = num_gpus
         self._channel = channel
-        self._device = PacedDevice(device_number, device_bytes, channel.send)
+        self._device = PacedDevice(
+            device_number, device_bytes, channel.send, kv_host_bytes=kv_host_bytes
+        )
         self._known: dict[str, KnownModel] = {}
         self._status_at_s = 0.0
         self._stopping = False

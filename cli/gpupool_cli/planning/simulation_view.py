@@ -33,6 +33,7 @@ _COLUMNS = (
     Column("SWITCHES", right=True),
 )
 _ACTIVE = Column("ACTIVE", right=True)
+_PREEMPTED = Column("PREEMPTED", right=True)
 _STAGES = (Column("ROLES"), Column("TTFT%", right=True), Column("TBT%", right=True))
 _BURST = (Column("BURST-p50", right=True), Column("BURST-p99", right=True))
 _GOODPUT_COLUMNS = (Column("PRESET"), Column("POLICY"), Column("90 % GOODPUT"))
@@ -122,6 +123,8 @@ def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow
     more: list[tuple[Column, Callable[[RunRow], str]]] = []
     if any("active_models_mean" in row for row in rows):
         more.append((_ACTIVE, _active))
+    if any("num_preemptions" in row for row in rows):
+        more.append((_PREEMPTED, lambda row: str(row.get("num_preemptions", 0))))
     if any(row["roles"] != AUTO for row in rows):
         cells = (
             lambda row: row["roles"],

@@ -13,6 +13,7 @@ from rich.progress import SpinnerColumn, TimeElapsedColumn
 
 from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
 from gpupool_cli.planning.groups_view import group_document, group_lines
+from gpupool_cli.planning.roles_view import roles_document, roles_lines
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.metrics import Summary
@@ -105,6 +106,7 @@ def plan_document(planned: Planned) -> dict[str, object]:
             | ({"refused": one.attained.refused} if one.attained.refused else {})
             for one in plan.policies
         ],
+        **roles_document(plan.fixed_roles),
         "models": [
             _model_document(planned, name, summary) for name, summary in _worst_first(planned)
         ],
@@ -140,6 +142,8 @@ def print_plan(planned: Planned) -> None:
     if len(planned.plan.policies) > 1:
         lines = [writer.policy_line(one, box.num_devices) for one in planned.plan.policies]
         writer.section("Which policy?", lines)
+    if lines := roles_lines(planned.plan.fixed_roles, writer.attained, writer.percent):
+        writer.section("Which roles?", lines)
     writer.section("What will users see?", ())
     _print_models(planned, writer)
     writer.section("What to change first?", writer.change_lines(planned))

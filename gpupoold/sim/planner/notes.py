@@ -22,6 +22,7 @@ def notes_on(
     """Return the sentences, the most important first."""
     return [
         *_size(question, plan),
+        *_fixed_roles(plan),
         *_step_times(question, basis, models),
         *_left_out(question, plan),
         _host_memory(question),
@@ -48,6 +49,19 @@ def _size(question: PlanQuestion, plan: Plan) -> Iterator[str]:
             f"Requests without a token when the runs ended: {shown.num_late:,}; all their tokens "
             "count as late, but the percentiles do not include these requests."
         )
+
+
+def _fixed_roles(plan: Plan) -> Iterator[str]:
+    roles = plan.fixed_roles
+    if roles is None:
+        return
+    how = f"Fixed roles of the devices were tried {len(roles.tried)} times, each in one draw"
+    if roles.best is None:
+        yield f"{how}; none were better than the roles that the policy chooses."
+    elif not roles.is_better:
+        yield f"{how}; the best, {roles.best.text}, were not better in every draw."
+    elif roles.confidence is not None:
+        yield f"{how}; the draw that chose the best does not count for the confidence in them."
 
 
 def _step_times(
@@ -104,6 +118,11 @@ def _left_out(question: PlanQuestion, plan: Plan) -> Iterator[str]:
         )
     if shown.num_cut:
         yield f"Answers cut at the model's limit of tokens: {shown.num_cut:,}."
+    if shown.num_preemptions:
+        yield (
+            "Requests preempted because KV outgrew a device: "
+            f"{shown.num_preemptions:,} times; their KV was computed anew."
+        )
     idle = [name for name in question.models if name not in shown.models]
     if idle:
         yield f"No requests, so no result, for {names_text(idle, len(question.models))}."

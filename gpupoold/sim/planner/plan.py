@@ -15,6 +15,7 @@ from gpupoold.sim.host import NO_WISHES, HostWishes
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.changes import PlanChange, chains
 from gpupoold.sim.planner.load import PlanLoad
+from gpupoold.sim.planner.roles import FixedRoles, best_count, search_splits, try_fixed_roles
 from gpupoold.sim.planner.run import (
     SPLITTING,
     Attained,
@@ -31,7 +32,6 @@ MAX_DEVICES = 256
 # will.
 _LEAST_GAIN = 0.05
 _GROWTHS = (1.1, 1.25, 1.5, 2.0, 3.0)
-_EXHAUSTIVE_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Plan:
     largest of ``counts`` suffices. ``growth`` is the largest tried multiple of the load that fits
     (1 if no multiple fits), and ``growth_limit`` the next multiple, which does not fit (None if all
     fit); both are None if the present load does not fit. ``changes`` are all tried changes,
-    cheapest first.
+    cheapest first. ``fixed_roles`` is None if no fixed roles were tried.
     """
 
     fits: bool
@@ -97,6 +97,7 @@ class Plan:
     growth_limit: float | None
     changes: tuple[Tried, ...]
     num_runs: int
+    fixed_roles: FixedRoles | None = None
 
 
 def check_question(target: float, policies: Sequence[str]) -> None:
@@ -137,9 +138,10 @@ class _Planner:
         shown = self._runner.forecast(base)
         fits = best.attained.reaches(self._target)
         self._counts[base.box.num_devices] = _tried_devices(base, best.attained)
+        roles = try_fixed_roles(self._runner, base, best.attained)
         needed = self._needed(base, fits)
         growth, growth_limit = self._growth(base) if fits else (None, None)
-        changes = () if fits else self._changes(base, shown, needed)
+        changes = () if fits else (*_fixing(base, roles), *self._changes(base, shown, needed))
         return Plan(
             fits=fits,
             attained=best.attained,
@@ -151,6 +153,7 @@ class _Planner:
             growth_limit=growth_limit,
             changes=changes,
             num_runs=self._runner.num_runs,
+            fixed_roles=roles,
         )
 
     def _setup(self, policy: str, num_prefill: int | None = None) -> Setup:
@@ -176,22 +179,16 @@ class _Planner:
     def _best_split(self, setup: Setup) -> PolicyResult:
         """Return the best split into prefill and decode devices.
 
-        A small box is searched completely, a large box by a coarse grid refined around the best
-        split. Splits are compared by one run each; the best split runs with all seeds.
+        Splits are compared by one run each; the best split runs with all seeds.
         """
         quick = replace(setup, seeds=setup.seeds[:1])
-        last = setup.box.num_devices - 1
-        step = -(-last // _EXHAUSTIVE_SPLITS)
-        tried: dict[int, Attained] = {}
-        candidates = list(range(step, last + 1, step))
-        while candidates:
-            for count in candidates:
-                what = f"policy {setup.policy}, {count} of {last + 1} devices prefill"
-                tried[count] = self._runner.attained(replace(quick, num_prefill=count), what)
-            best = max(tried, key=lambda count: tried[count].worst)
-            step //= 2
-            near = (best - step, best + step) if step else ()
-            candidates = [count for count in near if 1 <= count <= last and count not in tried]
+        num_devices = setup.box.num_devices
+
+        def attained(count: int) -> Attained:
+            what = f"policy {setup.policy}, {count} of {num_devices} devices prefill"
+            return self._runner.attained(replace(quick, num_prefill=count), what)
+
+        best = best_count(search_splits(num_devices, attained))
         full = replace(setup, num_prefill=best)
         return PolicyResult(setup.policy, self._runner.attained(full, setup.policy), best)
 
@@ -270,6 +267,14 @@ def models_below(forecast: Forecast, target: float) -> tuple[str, ...]:
     attained = {name: summary.attainment for name, summary in forecast.models.items()}
     below = [(share, name) for name, share in attained.items() if share is not None]
     return tuple(name for share, name in sorted(below) if share < target)
+
+
+def _fixing(base: Setup, roles: FixedRoles | None) -> tuple[Tried, ...]:
+    """Return the change to the best fixed roles, if better in the first draw."""
+    if roles is None or roles.best is None:
+        return ()
+    text = f"fixed roles: {roles.best.text}"
+    return (Tried("roles", text, base.box.num_devices, roles.best.attained),)
 
 
 def _tried_devices(setup: Setup, attained: Attained) -> Tried:

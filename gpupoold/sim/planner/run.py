@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.engine import Simulation, UnlikeDevice
@@ -19,6 +20,8 @@ from gpupoold.units import format_duration
 
 # Policies that split devices into prefill and decode.
 SPLITTING = frozenset({"aegaeon"})
+# Policies that choose roles by arrivals, unless the devices have fixed roles.
+CHOOSES_ROLES = frozenset({"gpupool"})
 # Too many models for ``static``, and a single device for a split, are results, not usage errors.
 _MAY_REFUSE = frozenset({"static"}) | SPLITTING
 
@@ -28,8 +31,9 @@ class Setup:
     """All inputs of one forecast.
 
     ``models`` are the models on the box's GPU. ``max_lens`` bounds prompt and answer together, in
-    tokens, as the memory beside the weights does. ``by_degree`` has the models that groups of each
-    size can run, empty if all devices are equal.
+    tokens, as the memory beside the weights does. ``num_prefill`` devices prefill and the others
+    decode, with 0 all devices do both, and with None the policy chooses. ``by_degree`` has the
+    models that groups of each size can run, empty if all devices are equal.
     """
 
     box: Box
@@ -41,6 +45,16 @@ class Setup:
     max_lens: Mapping[str, int] = field(default_factory=dict)
     by_degree: Mapping[int, Mapping[str, SimModel]] = field(default_factory=dict)
     host: HostWishes = NO_WISHES
+
+    @property
+    def roles(self) -> tuple[Role, ...] | None:
+        """Fixed roles of the devices; None if the policy decides."""
+        if self.policy not in CHOOSES_ROLES or self.num_prefill is None:
+            return None
+        num_devices, num_prefill = self.box.num_devices, self.num_prefill
+        if num_prefill == 0:
+            return (Role.MIXED,) * num_devices
+        return (Role.PREFILL,) * num_prefill + (Role.DECODE,) * (num_devices - num_prefill)
 
     def devices(self) -> list[UnlikeDevice]:
         """Return the devices of a box of unlike groups; empty if all devices are equal.
@@ -123,7 +137,7 @@ class Forecast:
 
     ``num_refused`` prompts exceeded the model's limit, ``num_cut`` answers were shortened by the
     limit. ``num_late`` requests had no token at the end of the run; the percentiles do not include
-    these requests.
+    these requests. ``num_preemptions`` is how often a request was preempted for lack of KV memory.
     """
 
     overall: Summary
@@ -132,6 +146,7 @@ class Forecast:
     num_refused: int
     num_cut: int
     num_late: int
+    num_preemptions: int = 0
 
 
 # Called with the name of the present search and the number of runs so far.
@@ -181,6 +196,7 @@ class Runner:
             num_refused=sum(run.num_refused for run in runs),
             num_cut=sum(run.num_cut for run in runs),
             num_late=sum(not result.token_times_s for result in results),
+            num_preemptions=sum(run.num_preemptions for run in runs),
         )
 
     def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:
@@ -201,6 +217,7 @@ class _TrialRun:
     end_s: float
     num_refused: int
     num_cut: int
+    num_preemptions: int
 
 
 def _run(setup: Setup, seed: int) -> _TrialRun:
@@ -214,6 +231,7 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
         setup.box.num_devices,
         setup.box.device_bytes,
         kv_host_bytes=setup.box.tensor_parallel_size * host.kv_bytes_per_gpu,
+        roles=setup.roles,
         unlike=setup.devices(),
         host=host,
     )
@@ -221,7 +239,13 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
         admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s
     )
     outcome = simulation.run(admitted.requests, end_s)
-    return _TrialRun(outcome.results, end_s, admitted.num_refused, admitted.num_cut)
+    return _TrialRun(
+        outcome.results,
+        end_s,
+        admitted.num_refused,
+        admitted.num_cut,
+        outcome.num_preemptions,
+    )
 
 
 def _admitted(setup: Setup, seed: int) -> Admitted:

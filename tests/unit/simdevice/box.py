@@ -23,11 +23,18 @@ class Box:
     """One device; ``at`` lets time pass in small steps, as a process with a free core would."""
 
     def __init__(
-        self, *names: str, capacity_gb: float = 80, weight_gb: float = 10, number: int = 0
+        self,
+        *names: str,
+        capacity_gb: float = 80,
+        weight_gb: float = 10,
+        number: int = 0,
+        kv_host_bytes: int | None = None,
     ) -> None:
         self.sent: list[m.Message] = []
         self.fds: list[int] = []
-        self.device = PacedDevice(number, int(capacity_gb * GB), self.record)
+        self.device = PacedDevice(
+            number, int(capacity_gb * GB), self.record, kv_host_bytes=kv_host_bytes
+        )
         self.sim = self.device.sim
         self.now_s = 0.0
         self._turns = 0

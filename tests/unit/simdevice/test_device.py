@@ -197,6 +197,25 @@ class TestMemory:
         assert first.ended_s == pytest.approx(1.0 + PREFILL_S + 9 * STEP_S)
         assert (second.model, second.began_s) == ("b", None)
 
+    @pytest.mark.parametrize(("kv_host_bytes", "num_dropped"), [(None, 0), (GB, 0), (0, 1)])
+    def test_kv_beyond_host_memory_is_computed_anew(
+        self, kv_host_bytes: int | None, num_dropped: int
+    ) -> None:
+        box = Box("a", "b", capacity_gb=10.02, kv_host_bytes=kv_host_bytes)
+        box.ask("a", "ra", max_tokens=300)
+        box.ask("b", "rb", max_tokens=10)
+        box.turn("a", quota_s=2.0, then="b")
+        box.at(3.1)
+        assert box.ended() == [1]
+        box.turn("b")
+        box.at(5.0)
+        box.turn("a")
+        box.at(9.0)
+        assert box.sim.memory.num_dropped == num_dropped
+        assert len(box.tokens("ra")) == len(set(box.token_times("ra"))) == 300
+        assert box.finish("ra") == box.finish("rb") == "length"
+        box.sim.check_memory()
+
     def test_a_model_without_requests_is_taken_off(self) -> None:
         box = Box("a")
         box.ask("a", "ra", max_tokens=1)

@@ -32,7 +32,11 @@ class Pool:
     """Paced devices under the scheduling core, without any delay between them."""
 
     def __init__(
-        self, models: dict[str, SimModel], box: Box, roles: Sequence[Role] | None = None
+        self,
+        models: dict[str, SimModel],
+        box: Box,
+        roles: Sequence[Role] | None = None,
+        kv_host_bytes: int | None = None,
     ) -> None:
         self.core = Core(make_policy("gpupool"))
         self.times: dict[str, list[float]] = {}
@@ -43,7 +47,9 @@ class Pool:
         self.chunks: set[int | None] = set()
         self.num_moved = 0
         self.devices = [
-            PacedDevice(number, box.device_bytes, self._listener(number))
+            PacedDevice(
+                number, box.device_bytes, self._listener(number), kv_host_bytes=kv_host_bytes
+            )
             for number in range(box.num_devices)
         ]
         self._events += [model.added() for model in models.values()]
@@ -55,6 +61,7 @@ class Pool:
                     device.sim.number,
                     box.device_bytes,
                     bandwidth,
+                    kv_host_bytes=kv_host_bytes,
                     role=role,
                     is_role_fixed=roles is not None,
                 )
@@ -145,21 +152,25 @@ class Pool:
 
 
 @pytest.mark.parametrize(
-    ("box", "shapes", "num_models", "rate_rps"),
+    ("box", "shapes", "num_models", "rate_rps", "kv_host_bytes"),
     [
-        (Box(2, "H800"), DEFAULT_SHAPES, 8, 0.3),
-        (Box(2, "H800"), DEFAULT_SHAPES, 30, 0.05),
+        (Box(2, "H800"), DEFAULT_SHAPES, 8, 0.3, None),
+        (Box(2, "H800"), DEFAULT_SHAPES, 30, 0.05, None),
         # Figure 17 of Aegaeon: two models leave little memory for KV.
-        (Box(2, "H800", (4,)), ["Qwen-72B"], 4, 0.5),
+        (Box(2, "H800", (4,)), ["Qwen-72B"], 4, 0.5, None),
+        (Box(2, "H800", (4,)), ["Qwen-72B"], 4, 0.5, 1 << 30),
     ],
 )
 def test_same_attainment_and_times(
-    box: Box, shapes: Sequence[str], num_models: int, rate_rps: float
+    box: Box, shapes: Sequence[str], num_models: int, rate_rps: float, kv_host_bytes: int | None
 ) -> None:
     models = box_models(box, num_models, Targets(), shapes)
     requests = poisson_workload(equal_rates(list(models), rate_rps), 60.0, sharegpt_lengths(), 1)
-    expected = Simulation(models, make_policy("gpupool"), 2, box.device_bytes).run(requests, END_S)
-    pool = Pool(models, box)
+    simulation = Simulation(
+        models, make_policy("gpupool"), 2, box.device_bytes, kv_host_bytes=kv_host_bytes
+    )
+    expected = simulation.run(requests, END_S)
+    pool = Pool(models, box, kv_host_bytes=kv_host_bytes)
     pool.run(requests)
     results = [
         RequestResult(one, models[one.model].targets, pool.times.get(one.id, []))

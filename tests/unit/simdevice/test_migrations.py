@@ -21,8 +21,8 @@ MOVES = (m.Migrated, m.RequestAttached, m.KvTransferUsed)
 class Moving(Box):
     """A box whose requests can leave and come."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__("a", "b", number=number)
+    def __init__(self, number: int, kv_host_bytes: int | None = None) -> None:
+        super().__init__("a", "b", number=number, kv_host_bytes=kv_host_bytes)
 
     def run(self, request_id: str, max_tokens: int = 500) -> SimLive:
         """A request of model a that is being decoded."""
@@ -77,6 +77,15 @@ def kv_transfer(live: SimLive) -> m.KvTransfer:
 
 
 class TestOut:
+    def test_without_host_memory_it_leaves_without_kv(self) -> None:
+        source = Moving(0, kv_host_bytes=0)
+        source.run("r")
+        source.received()
+        source.migrate_out("r")
+        assert source.received() == [m.Migrated("a", "r")]
+        assert source.kv_bytes() == (0, 0)
+        source.sim.check_memory()
+
     def test_it_has_left_when_its_kv_is_in_host_memory(self, source: Moving) -> None:
         live = source.run("r")
         assert source.kv_bytes() == (live.context_tokens * KV_BYTES, 0)

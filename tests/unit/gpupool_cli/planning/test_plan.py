@@ -21,7 +21,7 @@ FIELDS = {
     *("attainment", "attainment_by_run", "requests", "devices_needed", "gpus_needed"),
     *("devices_tried", "policy", "num_prefill", "policies", "models", "growth", "growth_limit"),
     *("changes", "requests_refused", "requests_cut", "requests_never_begun", "notes"),
-    *("num_runs", "wall_s", "confidence"),
+    *("num_runs", "wall_s", "confidence", "fixed_roles", "fixed_roles_tried"),
 }
 SHORT = ("--duration", "60s")
 

@@ -288,6 +288,7 @@ class TestNames:
 
 
 class TestLeaving:
+    @pytest.mark.slow  # on a busy machine the load may end first
     def test_a_client_that_leaves_while_the_model_loads(
         self, pool: PrivateDaemon, tiny_models: dict[str, Path]
     ) -> None:

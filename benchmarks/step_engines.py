@@ -1,8 +1,9 @@
 """One model of one layer in two engines of a process: gpupool's turn loop and vLLM's own loop.
 
-The steps of both alternate, so that a busy machine affects both alike. The host's time of a step is
-the processor time of the stepping thread outside of the executor, whose calls prepare the same
-inputs and run the same model in both engines.
+The steps of both alternate, each first in every second pair, so that a busy machine and what the
+other engine leaves in the caches affect both alike. The host's time of a step is the processor time
+of the stepping thread outside of the executor, whose calls prepare the same inputs and run the same
+model in both engines.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +227,9 @@ def _compare(sides: dict[str, Any], num_streams: int, num_steps: int) -> dict[st
                 side.send()
     host: dict[str, list[float]] = {name: [] for name in (*sides, "sending")}
     steps: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(num_steps):
-        for name, side in sides.items():
+    orders = cycle((list(sides.items()), list(sides.items())[::-1]))
+    for order in islice(orders, num_steps):
+        for name, side in order:
             executed_s, started_s = side.executor.spent_s, time.thread_time()
             side.step()
             stepped_s = time.thread_time()

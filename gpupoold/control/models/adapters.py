@@ -170,11 +170,14 @@ class ModelAdapters:
             await self._set_model(row.spec.name, SetModelRequest(engine=dict(changes)))
         async with self._fleet.changing(row.spec.name).alone():
             adapter = await self._numbered(adapter)
-            row = await self._registry.add_further(row.spec.name, adapter)
+            # A cancellation may come after the write, so the write is always waited for.
+            writing = asyncio.create_task(self._registry.add_further(row.spec.name, adapter))
             try:
+                row = await asyncio.shield(writing)
                 await self._load(row.spec.name, adapter)
                 await self._mounts.remount(row.spec)
             except BaseException:
+                await writing
                 await self._undo(adapter)
                 raise
         text = f"adapter {adapter.name} of rank {adapter.rank} from {adapter.path}"

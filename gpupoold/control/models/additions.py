@@ -120,9 +120,10 @@ class Additions:
         changing = self._fleet.changing(spec.name)
         async with contextlib.AsyncExitStack() as held:
             await held.enter_async_context(changing.shared())
-            added = await self._registry.add(spec)
-            self._fleet.register(spec)
+            # A cancellation may come after the write, so the write is always waited for.
+            registering = asyncio.create_task(self._register(spec))
             try:
+                await asyncio.shield(registering)
                 await self._divisions.keep(spec)
                 self._fleet.loading(spec.name)
                 await self._registry.set_state(spec.name, ModelState.LOADING)
@@ -132,12 +133,18 @@ class Additions:
                 row = await self._mounts.open(spec)
             except BaseException as error:
                 await held.aclose()
+                added = await registering
                 async with changing.alone():
                     await self._undo(added, str(error) or "the client disconnected")
                 raise
         text = f"serving from {spec.path}"
         self._history.record_event("info", "model_added", spec.name, text)
         return row
+
+    async def _register(self, spec: ModelSpec) -> ModelRow:
+        added = await self._registry.add(spec)
+        self._fleet.register(spec)
+        return added
 
     async def _undo(self, added: ModelRow, reason: str) -> None:
         name = added.spec.name

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 import pytest_asyncio
 
-from gpupool_state import History, Registry
+from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas import AddModelRequest, Progress, SetModelRequest
 from gpupoold.control.fleet.transitions import HostPhase, ModelPhase
 from gpupoold.control.weights.cache import SnapshotId
-from gpupoold.domain import ModelState, Targets
+from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut
 from gpupoold.wire import messages as m
 from tests.unit.checkpoints.samples import checkpoint, write
-from tests.unit.control.models.models_box import ModelsBox, running
+from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
 
 
 @pytest_asyncio.fixture
@@ -251,3 +253,34 @@ def request(box: ModelsBox, name: str) -> AddModelRequest:
 
 async def added(box: ModelsBox, name: str) -> list[Progress]:
     return [line async for line in box.lifecycle.add(request(box, name))]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01, 0.05])
+async def test_an_addition_whose_reader_leaves_leaves_nothing(
+    box: ModelsBox, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    add = box.registry.add
+
+    async def add_slowly(spec: ModelSpec) -> ModelRow:
+        row = await add(spec)
+        await asyncio.sleep(0.02)  # a cancellation may come after the commit
+        return row
+
+    monkeypatch.setattr(box.registry, "add", add_slowly)
+    box.hold(0, 1)
+    adding = cast("AsyncGenerator[Progress, None]", box.lifecycle.add(request(box, "c")))
+    async with aclosing(adding) as steps:
+        while (await anext(steps)).stage != "load":
+            pass
+        reader = asyncio.ensure_future(anext(steps))
+        await asyncio.sleep(seconds)
+        reader.cancel()
+        await asyncio.wait([reader])
+    box.release()
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:  # the name is free once the addition is undone
+            with suppress(Refused):
+                lines = await added(box, "c")
+                break
+            await asyncio.sleep(0.005)
+    assert lines[-1].stage == "ready"

@@ -107,6 +107,7 @@ class Box:
         )
 
     def down(self, number: int) -> None:
+        self._release_requests_on_their_way_to(number)
         self.devices[number].reset()
         self.devices[number].is_up = False
         self.tell(e.DeviceDown(number))
@@ -210,6 +211,15 @@ class Box:
 
     def set_role(self, number: int, role: Role, *, is_fixed: bool) -> None:
         self.tell(e.RoleSet(number, role, is_fixed))
+
+    def _release_requests_on_their_way_to(self, number: int) -> None:
+        """Hear of the ends of these requests, as the daemon does before it sends them elsewhere."""
+        known = self.state.devices.get(number)
+        moving = {one.id for one in known.moving.values()} if known is not None else set()
+        for device in self.devices:
+            ended = {one.request_id for one in device.said if isinstance(one, e.Ended)}
+            if ended & moving:
+                self.hear(device, len(device.said))
 
     # What the core is told, wants, and knows.
 

@@ -236,3 +236,24 @@ def test_a_request_waits_for_room_that_another_on_its_way_has() -> None:
     assert list(target.waiting_for_kv["m0"].requests) == ["r2"]
     assert target.turn is None
     box.finish()
+
+
+def test_an_end_unheard_of_a_request_whose_target_goes_down() -> None:
+    """Found by the machine: the source has finished the request that it is to release."""
+    box = Box("request-level-4", 2)
+    box.up(0)
+    box.up(1)
+    box.add_model("m0", Targets(1.0, 0.5))
+    box.host(0, "m0")
+    box.host(1, "m0")
+    for _ in range(5):  # one more than a device may have
+        box.arrive("m0", 1, 2, 0.0)
+    box.cancel("r1")
+    source = box.devices[1]
+    box.step(source, 1, 0.0)
+    box.hear_all()
+    box.step(source, 1, 0.0)
+    box.set_role(1, Role.PREFILL, is_fixed=False)
+    assert list(box.state.devices[0].moving) == ["r5"]
+    box.down(0)
+    box.finish()

@@ -12,7 +12,7 @@ from gpupoold.scheduling.pressure import (
     has_hurried,
     switching_growth,
 )
-from gpupoold.scheduling.state import DeviceState, Model, PlannedHome, State
+from gpupoold.scheduling.state import Model, PlannedHome, Speed, State
 from gpupoold.scheduling.velocity import RequestClass
 
 _PERIOD_S = 5.0
@@ -76,31 +76,38 @@ class HomePlanner:
             for name, by_class in state.arrivals.lasting.rates_rps(now_s).items()
             if name in state.models
         }
+        by_kind: dict[str, dict[str, ModelDemand]] = {}
+        devices = [one for one in state.devices.values() if not one.is_draining]
+        for kind in {one.kind for one in devices}:
+            by_kind[kind] = {
+                name: self._demand(model, by_class, model.speed(kind))
+                for name, by_class in rates.items()
+                if (model := state.models[name]).hosts
+            }
         return [
             HomeDevice(
                 device.number,
                 device.capacity_bytes,
                 device.bandwidth_bytes_per_s,
                 {
-                    name: self._demand(state.models[name], by_class, device)
-                    for name, by_class in rates.items()
+                    name: demand
+                    for name, demand in by_kind[device.kind].items()
                     if name in device.batches
                 },
             )
-            for device in state.devices.values()
-            if not device.is_draining
+            for device in devices
         ]
 
     def _demand(
-        self, model: Model, rates_rps: Mapping[RequestClass, float], device: DeviceState
+        self, model: Model, rates_rps: Mapping[RequestClass, float], speed: Speed
     ) -> ModelDemand:
-        """Return the expected work of a model on a device.
+        """Return the expected work of a model on a device of a kind.
 
         Answers are paced by the TBT target, so the number of live requests is the arrival rate
         times the target's time for an answer (Little's law), and the model is without requests as
         often as an M/G/infinity queue is empty.
         """
-        targets, speed = model.targets, device.speed(model)
+        targets = model.targets
         num_live = tokens = prefill_s = 0.0
         for one, rate_rps in rates_rps.items():
             num = rate_rps * one.num_output_tokens * targets.tbt_s

@@ -1,87 +1,139 @@
-"""Ten models of three sizes on one GPU under one policy, at a rising rate of requests.
+"""Ten models on one GPU under one policy, with a recorded trace at increasing speed.
 
-Begins with a request per model every ten seconds, with ShareGPT lengths, and doubles the rate until
-fewer than nine tokens in ten are in time. The device's memory is limited so that half of the
-weights fit.
+The models have the dimensions of an 8B model with FP8 weights; the device's memory is limited so
+that half of the weights fit. The arrivals, models and lengths are those of a real trace of 27
+models, folded onto ten (``arena27_first5min.csv.gz``; the README of ``benchmarks/results`` has the
+source). Each phase replays the next part of the trace at a higher speed. At the end the simulator
+runs the same arrivals with the latencies that the daemon has measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
-from benchmarks.gpu.synthetic import weights_of
-from benchmarks.sim_devices import CappedLengths, Sent, send_all
+from benchmarks.sim_devices import Sent, send_all
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.sim.workloads import equal_rates, poisson_workload
+from gpupoold.domain import Targets
+from gpupoold.errors import Failed
+from gpupoold.sim.csv_table import read_table
+from gpupoold.sim.engine import Simulation
+from gpupoold.sim.metrics import summarise
+from gpupoold.sim.model import SimModel
+from gpupoold.sim.policies import make_policy
+from gpupoold.sim.traces import fold_models, trace_requests
+from gpupoold.sim.workloads import SimRequest, model_names
 from gpupoold.stats.percentile import percentile
 
 POLICIES = ("gpupool", "request-level")
-# The largest first: beside the weights snapshots, host memory holds a checkpoint of one size.
-_MIX = {"8B": 2, "3B": 3, "1B": 5}
-_DRY_MIX = {"14B": 1, "3B": 2}
-_DEVICE_BYTES = 32_000_000_000
-_DRY_DEVICE_BYTES = 12 << 20
-_KV_HOST_BYTES = 8 << 30
-_DRY_KV_HOST_BYTES = 64 << 20
-_LENGTHS = CappedLengths(2048, 256)
-_DRY_LENGTHS = CappedLengths(64, 8)
-_FIRST_RPS = 0.1
-_NUM_RATES = 7
+_TRACE = Path(__file__).with_name("arena27_first5min.csv.gz")
+_SHAPE = "8B-FP8"
+_NUM_MODELS, _DRY_NUM_MODELS = 10, 3
+_DEVICE_BYTES, _DRY_DEVICE_BYTES = 48_000_000_000, 12 << 20
+_KV_HOST_BYTES, _DRY_KV_HOST_BYTES = 4 << 30, 64 << 20
+# Caps on the tokens of prompts and answers.
+_CAPS, _DRY_CAPS = (2048, 256), (64, 8)
+_TARGETS = Targets(3.0, 0.05)
+_SPEEDS, _DRY_SPEEDS = (3.0, 6.0, 12.0), (2.0,)
+# Duration of the arrivals of a phase; the last answers end later.
+_PHASE_S, _DRY_PHASE_S = 14.0, 3.0
+# A phase begins only with this multiple of its duration left.
+_DRAIN_FACTOR = 2.5
+_ANSWERS_S = 600.0
 _SEED = 7
-# Duration of the arrivals at a rate; the last answers end later.
-_PHASE_S = 15.0
-_DRY_PHASE_S = 3.0
-_DRY_FACTOR = 10
-_DRAIN_FACTOR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One rate, of all models together, and what came of it."""
+    """A part of the trace at one speed, and what came of it.
+
+    ``started_s`` is the time since the start of the first phase.
+    """
 
     rate_rps: float
+    started_s: float
     requests: int
     tokens: int
     attainment: float
     errors: int
     ttft_p50_s: float | None
+    ttft_p99_s: float | None
     moved_bytes: int
 
 
 def run(setting: Setting, policy: str) -> None:
-    """Measure and report rate by rate, until the policy misses too much or the time is over."""
-    mix = _DRY_MIX if setting.is_dry else _MIX
-    shapes = [shape for shape, count in mix.items() for _ in range(count)]
-    with setting.daemon(_config(setting, policy, shapes), starts_quickly=True) as daemon:
-        models = _add_models(setting, daemon, mix)
-        phases: list[Phase] = []
-        phase_s = _DRY_PHASE_S if setting.is_dry else _PHASE_S
-        rate_rps = _FIRST_RPS * (_DRY_FACTOR if setting.is_dry else 1)
-        while len(phases) < _NUM_RATES and setting.left_s > _DRAIN_FACTOR * phase_s:
-            try:
-                phases.append(asyncio.run(_phase(setting, daemon, models, rate_rps, phase_s)))
-            except TimeoutError:
-                break  # overloaded: the answers did not end in time, so the rate has no figures
-            found = mixed_figures(policy, phases)
-            setting.report.add(found, phases=[asdict(phase) for phase in phases])
-            if phases[-1].attainment < figures.ATTAINMENT or setting.is_dry:
+    """Measure and report phase by phase, then simulate the same phases."""
+    parts = phases_of(trace(setting), *_speeds(setting))
+    with setting.daemon(_config(setting, policy), starts_quickly=True) as daemon:
+        _add_models(setting, daemon)
+        done: list[Phase] = []
+        began_s = time.monotonic()
+        for requests in parts:
+            if setting.left_s < _DRAIN_FACTOR * _speeds(setting)[1]:
                 break
-            rate_rps *= 2
+            started_s = time.monotonic() - began_s
+            try:
+                done.append(asyncio.run(_phase(setting, daemon, requests, started_s)))
+            except TimeoutError:
+                break  # overloaded: the answers did not end in time, so the phase has no figures
+            rows = [asdict(phase) for phase in done]
+            setting.report.add(mixed_figures(policy, done), phases=rows, **_stages(daemon))
+        models, device_bytes = sim_models(daemon), _device_bytes(daemon)
+    if not models:
+        raise Failed("no model has measured latencies, so nothing can be simulated")
+    simulated = simulate(models, device_bytes, _kv_host_bytes(setting), policy, done, parts)
+    setting.report.add(simulated_figures(policy, done, simulated), simulated=simulated)
 
 
-def mixed_figures(policy: str, phases: list[Phase]) -> dict[str, figures.Figure]:
-    """Attainment at the first rate, and goodput, or what bounds it."""
+def trace(setting: Setting) -> tuple[SimRequest, ...]:
+    """The recorded requests, folded onto the models, none longer than the caps."""
+    max_prompt, max_output = _DRY_CAPS if setting.is_dry else _CAPS
+    requests = fold_models(trace_requests(read_table(_TRACE)), _num_models(setting))
+    return tuple(
+        replace(
+            one,
+            prompt_tokens=min(one.prompt_tokens, max_prompt),
+            output_tokens=min(one.output_tokens, max_output),
+        )
+        for one in requests
+    )
+
+
+def phases_of(
+    requests: Sequence[SimRequest], speeds: Sequence[float], phase_s: float
+) -> list[tuple[SimRequest, ...]]:
+    """Parts of the trace that follow each other, each as long as ``phase_s`` at its speed.
+
+    Arrivals count from the start of the part.
+    """
+    parts, from_s = [], 0.0
+    for speed in speeds:
+        until_s = from_s + phase_s * speed
+        inside = [one for one in requests if from_s <= one.arrival_s < until_s]
+        parts.append(
+            tuple(replace(one, arrival_s=(one.arrival_s - from_s) / speed) for one in inside)
+        )
+        from_s = until_s
+    return parts
+
+
+def mixed_figures(policy: str, phases: Sequence[Phase]) -> dict[str, figures.Figure]:
+    """Attainment of each phase, and goodput, or what bounds it."""
     first = phases[0]
     found = {
-        f"mixed_{policy}_attainment": figures.measured(first.attainment),
-        f"mixed_{policy}_errors": figures.at_most(sum(phase.errors for phase in phases), 0),
+        f"mixed_{policy}_at_{phase.rate_rps:.3g}_rps_attainment": figures.measured(phase.attainment)
+        for phase in phases
     }
+    found[f"mixed_{policy}_attainment"] = figures.measured(_overall(phases))
+    errors = sum(phase.errors for phase in phases)
+    found[f"mixed_{policy}_errors"] = figures.at_most(errors, 0)
     attainments = {phase.rate_rps: phase.attainment for phase in phases}
     rate_rps = figures.goodput_rps(attainments)
     if rate_rps is not None:
@@ -93,41 +145,127 @@ def mixed_figures(policy: str, phases: list[Phase]) -> dict[str, figures.Figure]
     return found
 
 
-def _config(setting: Setting, policy: str, shapes: list[str]) -> str:
-    kv_host_bytes = _DRY_KV_HOST_BYTES if setting.is_dry else _KV_HOST_BYTES
-    device_bytes = setting.dry_bytes(_DRY_DEVICE_BYTES) if setting.is_dry else _DEVICE_BYTES
-    config = setting.device(device_bytes)
-    config += f"[memory]\nmodel_cache = {setting.model_cache_bytes(shapes)}\n"
-    return config + f'kv_host = {kv_host_bytes}\n[scheduling]\npolicy = "{policy}"\n'
+def simulated_figures(
+    policy: str, phases: Sequence[Phase], simulated: Sequence[float]
+) -> dict[str, figures.Figure]:
+    """The largest difference of a phase's attainment from the simulator's."""
+    pairs = zip(phases, simulated, strict=True)
+    difference = max(abs(phase.attainment - share) for phase, share in pairs)
+    name = f"mixed_{policy}_simulated_difference"
+    return {name: figures.at_most(difference, figures.SIMULATED_DIFFERENCE)}
 
 
-def _add_models(setting: Setting, daemon: PrivateDaemon, mix: Mapping[str, int]) -> list[str]:
-    models = []
-    for shape, count in mix.items():
-        path = setting.checkpoint(shape)
-        for index in range(count):
-            models.append(f"{shape}-{index}".lower())
-            add_timed(setting, daemon, models[-1], path)
-        weights_of(path).unlink()  # the weights snapshots suffice
+def simulate(
+    models: dict[str, SimModel],
+    device_bytes: int,
+    kv_host_bytes: int,
+    policy: str,
+    phases: Sequence[Phase],
+    parts: Sequence[Sequence[SimRequest]],
+) -> list[float]:
+    """The simulator's attainment in each phase, on the same arrivals."""
+    requests = [
+        replace(one, id=f"{index}-{one.id}", arrival_s=one.arrival_s + phase.started_s)
+        for index, (phase, part) in enumerate(zip(phases, parts, strict=False))
+        for one in part
+    ]
+    end_s = requests[-1].arrival_s + _ANSWERS_S
+    simulation = Simulation(
+        models, make_policy(policy), 1, device_bytes, kv_host_bytes=kv_host_bytes
+    )
+    results = simulation.run(requests, end_s).results
+    return [
+        summarise(
+            [one for one in results if one.request.id.startswith(f"{index}-")], end_s
+        ).overall.attainment
+        or 0.0
+        for index in range(len(phases))
+    ]
+
+
+def sim_models(daemon: PrivateDaemon) -> dict[str, SimModel]:
+    """The models with the latencies that the daemon has measured."""
+    with daemon.client() as client:
+        found = client.models()
+    models = {}
+    for info in found:
+        latency = None if info.latency is None else info.latency.model()
+        if latency is not None:
+            targets = Targets(info.ttft_s, info.tbt_s)
+            sizes = info.weight_bytes, info.kv_bytes_per_token
+            models[info.name] = SimModel(info.name, targets, latency, *sizes)
     return models
 
 
+def _overall(phases: Sequence[Phase]) -> float:
+    tokens = sum(phase.tokens for phase in phases)
+    return sum(phase.attainment * phase.tokens for phase in phases) / max(1, tokens)
+
+
+def _num_models(setting: Setting) -> int:
+    return _DRY_NUM_MODELS if setting.is_dry else _NUM_MODELS
+
+
+def _speeds(setting: Setting) -> tuple[tuple[float, ...], float]:
+    return (_DRY_SPEEDS, _DRY_PHASE_S) if setting.is_dry else (_SPEEDS, _PHASE_S)
+
+
+def _kv_host_bytes(setting: Setting) -> int:
+    return _DRY_KV_HOST_BYTES if setting.is_dry else _KV_HOST_BYTES
+
+
+def _device_bytes(daemon: PrivateDaemon) -> int:
+    with daemon.client() as client:
+        return client.ps().devices[0].device_bytes
+
+
+def _config(setting: Setting, policy: str) -> str:
+    device_bytes = setting.dry_bytes(_DRY_DEVICE_BYTES) if setting.is_dry else _DEVICE_BYTES
+    config = setting.device(device_bytes)
+    shapes = [_SHAPE] * _num_models(setting)
+    config += f"[memory]\nmodel_cache = {setting.model_cache_bytes(shapes)}\n"
+    return config + f'kv_host = {_kv_host_bytes(setting)}\n[scheduling]\npolicy = "{policy}"\n'
+
+
+def _add_models(setting: Setting, daemon: PrivateDaemon) -> None:
+    path = setting.checkpoint(_SHAPE)
+    for name in model_names(_num_models(setting)):
+        add_timed(setting, daemon, name, path, targets=_TARGETS)
+
+
+def _stages(daemon: PrivateDaemon) -> dict[str, Any]:
+    """Latency by stage and model since the start, and all switches with their stages."""
+    with daemon.client() as client:
+        spans, switches = client.history_by_model(), client.switches(10_000)
+        models, devices = client.models(), client.ps().devices
+    return {
+        "stages": [asdict(one) for one in spans],
+        "switches": [asdict(one) for one in switches],
+        "latencies": {one.name: _plain(one.latency) for one in models},
+        "devices": [one.model_dump(mode="json") for one in devices],
+    }
+
+
+def _plain(latency: Any) -> Any:
+    return None if latency is None else asdict(latency)
+
+
 async def _phase(
-    setting: Setting, daemon: PrivateDaemon, models: list[str], rate_rps: float, phase_s: float
+    setting: Setting, daemon: PrivateDaemon, requests: Sequence[SimRequest], started_s: float
 ) -> Phase:
-    lengths = _DRY_LENGTHS if setting.is_dry else _LENGTHS
-    requests = poisson_workload(equal_rates(models, rate_rps), phase_s, lengths, _SEED)
     before = _counted(daemon)
     async with asyncio.timeout(max(1.0, setting.left_s)):
         sent: Sent = await send_all(daemon.http_url, requests, _SEED, 1.0)
     counted = {name: value - before[name] for name, value in _counted(daemon).items()}
     return Phase(
-        rate_rps=rate_rps * len(models),
+        rate_rps=len(requests) / _speeds(setting)[1],
+        started_s=started_s,
         requests=len(requests),
         tokens=counted["tokens"],
         attainment=counted["tokens_in_time"] / max(1, counted["tokens"]),
         errors=sent.errors.total(),
         ttft_p50_s=percentile(sent.ttfts_s, 0.5),
+        ttft_p99_s=percentile(sent.ttfts_s, 0.99),
         moved_bytes=counted["moved_bytes"],
     )
 

@@ -56,6 +56,7 @@ PIECES = (
     Piece("sleep-8B", _of("sleep", "--shape", "8B"), 100.0, 45.0),
     Piece("streams", _of("streams"), 230.0, 60.0),
     Piece("overhead", _of("overhead"), 230.0, 90.0),
+    Piece("overhead-1B", _of("overhead", "--shape", "1B"), 230.0, 90.0, False),
     Piece("defaults-8B", _of("defaults", "--shape", "8B"), 240.0, 60.0),
     Piece("mixed-gpupool", _of("mixed", "--policy", "gpupool"), 300.0, 150.0),
     Piece("mixed-request-level", _of("mixed", "--policy", "request-level"), 300.0, 150.0, False),

@@ -70,10 +70,12 @@ _SECTIONS = (
     (
         "Many models",
         r"^mixed_",
-        "Ten models (five of 1B, three of 3B, two of 8B: 64 GB) on 32 GB of one GPU, Poisson "
-        "arrivals with ShareGPT lengths. `attainment` is the share of tokens in time at one "
-        "request per ten seconds and model; `goodput` is the rate of all models together at which "
-        "attainment falls below 0.9.",
+        "Ten 8B models with FP8 weights (91 GB) on 48 GB of one GPU, targets of 3 s to the first "
+        "token and 50 ms between tokens, and a real trace of 27 models folded onto ten, replayed "
+        "at increasing speed. `attainment` is the share of tokens in time, in all phases together "
+        "and at the rate of each phase (of all models together); `goodput` is the rate at which "
+        "attainment falls below 0.9. `simulated_difference` is the largest difference of a phase's "
+        "attainment from the simulator's, on the same arrivals and with the measured latencies.",
     ),
     (
         "KV of paused requests",

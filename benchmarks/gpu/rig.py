@@ -25,6 +25,7 @@ from benchmarks.gpu.turns import Turns
 from gpupool_cli.bench.rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.config.schema import CUDA_RESERVE_BYTES
+from gpupoold.domain import Targets
 from gpupoold.worker.environment import ENGINE_ARGUMENTS
 
 MAX_MODEL_LEN = 4096
@@ -160,10 +161,14 @@ def add_timed(
     name: str,
     path: Path,
     max_model_len: int = MAX_MODEL_LEN,
+    targets: Targets | None = None,
 ) -> None:
-    """Register a model and report how long that took."""
+    """Register a model and report how long that took; by default with the default targets."""
     started_s = time.perf_counter()
-    daemon.add_model(name, path, dtype=setting.dtype, max_model_len=max_model_len)
+    options: dict[str, object] = {"dtype": setting.dtype, "max_model_len": max_model_len}
+    if targets is not None:
+        options |= {"ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s}
+    daemon.add_model(name, path, **options)
     loads_s = setting.report.details.get("loads_s", {})
     setting.report.add({}, loads_s=loads_s | {name: time.perf_counter() - started_s})
 

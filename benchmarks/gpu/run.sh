@@ -2,7 +2,7 @@
 # Tests and benchmarks on a GPU, within 8 minutes: benchmarks/gpu/run.sh OUT [--dry-run [cuda]]
 #
 # OUT gets results.json, junit.xml and logs.tar.gz. Further options: --only A,B (pieces by
-# name), --no-tests, --budget SECONDS. $GPUPOOL_SITE is a folder with packages that
+# name), --no-tests, --fail-fast, --budget SECONDS. $GPUPOOL_SITE is a folder with packages that
 # unpack.sh has installed; without it the environment is used as it is. $GPUPOOL_PYTHON is
 # the interpreter (default: python3). The outcome of each piece is in results.json; the exit
 # code is 1 when one failed.
@@ -35,8 +35,10 @@ trap 'exit 143' TERM
 mkdir "$scratch/t"
 export TMPDIR=$scratch/t
 # What is compiled for one model is there for the next of its shape, in any process.
-export VLLM_CACHE_ROOT=$scratch/cache/vllm TRITON_CACHE_DIR=$scratch/cache/triton
-export TORCHINDUCTOR_CACHE_DIR=$scratch/cache/inductor XDG_CACHE_HOME=$scratch/cache
+# $GPUPOOL_BENCH_CACHE is a folder that keeps it for the next run.
+cache=${GPUPOOL_BENCH_CACHE:-$scratch/cache}
+export VLLM_CACHE_ROOT=$cache/vllm TRITON_CACHE_DIR=$cache/triton
+export TORCHINDUCTOR_CACHE_DIR=$cache/inductor XDG_CACHE_HOME=$cache
 
 "$python" -m benchmarks.gpu.runner "$@" --scratch "$scratch" &
 runner=$!

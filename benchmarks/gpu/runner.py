@@ -65,12 +65,17 @@ class Runner:
         self._lock = threading.Lock()  # of the results, where pieces run together
         self.results: dict[str, Any] = {}
 
-    def run(self, pieces: Sequence[Piece], skipped: Sequence[str]) -> None:
-        """All pieces in turn, as long as there is time."""
+    def run(
+        self, pieces: Sequence[Piece], skipped: Sequence[str], *, fails_fast: bool = False
+    ) -> None:
+        """All pieces in turn, as long as there is time; if it ``fails_fast``, until one fails."""
         self._begin(skipped)
         num_gpus = machine.num_gpus()
         for piece in pieces:
             size = self._size(piece)
+            if fails_fast and results.has_failed(self.results):
+                self._note(piece.name, results.SKIPPED, problem="an earlier piece has failed")
+                continue
             if not size:
                 self._note(piece.name, results.SKIPPED, problem=why_too_few(piece, num_gpus))
                 continue
@@ -278,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     skipped = [piece.name for piece in chosen([], is_dry=False) if piece.name not in names]
     attach_orphans()
     runner = Runner(args.out, args.scratch, args.budget, dry_kind=args.dry_run)
-    (runner.run_together if args.together else runner.run)(wanted, skipped)
+    if args.together:
+        runner.run_together(wanted, skipped)
+    else:
+        runner.run(wanted, skipped, fails_fast=args.fail_fast)
     for line in results.table(runner.results):
         print(line)
     return 1 if results.has_failed(runner.results) else 0
@@ -294,6 +302,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--together", action="store_true", help="start all pieces at once; they measure in turn"
     )
+    parser.add_argument("--fail-fast", action="store_true", help="none after a piece that failed")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds (default: 480)")
     return parser.parse_args(argv)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import sys
 import zlib
@@ -25,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.gpu.shapes import (
-    BYTES_PER_ELEMENT,
     SHAPES,
     TINY_SHAPES,
     Shape,
@@ -84,7 +84,7 @@ def header(found: Sequence[Tensor]) -> bytes:
     end = 0
     for tensor in found:
         begin, end = end, end + tensor.num_bytes
-        entry = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": (begin, end)}
+        entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
         entries[tensor.name] = entry
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
@@ -108,7 +108,7 @@ def write_weights(path: Path, shape: Shape, silent_ids: Sequence[int]) -> None:
     """
     found = tensors(shape)
     begin = header(found)
-    most = max(tensor.num_bytes for tensor in found) // BYTES_PER_ELEMENT
+    most = max(math.prod(tensor.shape) for tensor in found)
     blocks = _Blocks(min(BLOCK_ELEMENTS, most))
     with path.open("w+b") as file:
         file.write(begin)
@@ -134,16 +134,17 @@ class _Blocks:
 
         generator = torch.Generator().manual_seed(0)
         self._normal = torch.randn(num_elements, generator=generator)
-        self._scaled: dict[tuple[float, float], torch.Tensor] = {}
+        self._scaled: dict[tuple[float, float, str], torch.Tensor] = {}
 
     def of(self, tensor: Tensor) -> torch.Tensor:
         """The block in ``tensor``'s scale."""
         import torch
 
-        key = (tensor.std, tensor.mean)
+        dtypes = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+        key = (tensor.std, tensor.mean, tensor.dtype)
         if key not in self._scaled:
             scaled = self._normal.mul(tensor.std).add_(tensor.mean)
-            self._scaled[key] = scaled.to(torch.bfloat16)
+            self._scaled[key] = scaled.to(dtypes[tensor.dtype])
         return self._scaled[key]
 
 
@@ -151,7 +152,7 @@ def _tasks(
     place: Bytes, block: torch.Tensor, tensor: Tensor, silent_ids: Sequence[int]
 ) -> Iterator[partial[None]]:
     """What threads do to fill ``place``, a tensor's part of the file."""
-    start, num_elements = zlib.crc32(tensor.name.encode()), len(place) // BYTES_PER_ELEMENT
+    start, num_elements = zlib.crc32(tensor.name.encode()), math.prod(tensor.shape)
     if tensor.name in _TABLES:
         # At another offset: an output table equal to the input table would repeat the last token.
         own = block.roll(-(start % len(block)))
@@ -159,7 +160,7 @@ def _tasks(
         return
     source = _bytes_of(block)
     for cut in cuts(num_elements, start, len(block)):
-        first, taken, length = (BYTES_PER_ELEMENT * elements for elements in cut)
+        first, taken, length = (tensor.element_bytes * elements for elements in cut)
         yield partial(np.copyto, place[first : first + length], source[taken : taken + length])
 
 
@@ -169,7 +170,8 @@ def _write_table(place: Bytes, block: torch.Tensor, width: int, silent_ids: Sequ
     table = block.repeat(-(-num_elements // len(block)))[:num_elements].view(VOCAB_SIZE, width)
     table = table.clone()
     table[list(silent_ids)] = 0
-    np.copyto(place[: num_elements * BYTES_PER_ELEMENT], _bytes_of(table.view(-1)))
+    known = _bytes_of(table.view(-1))
+    np.copyto(place[: len(known)], known)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.decode_layouts import layout_figures
-from benchmarks.gpu.mixed import Phase, mixed_figures
+from benchmarks.gpu.mixed import Phase, mixed_figures, phases_of, simulated_figures
 from benchmarks.gpu.overhead import overhead_figures
 from benchmarks.gpu.sleep import sleep_figures
 from benchmarks.gpu.streams import stream_figures
 from benchmarks.gpu.switch import kv_figures, switch_figures
+from gpupoold.sim.workloads import SimRequest
 
 
 def reached(figures: dict[str, Any]) -> dict[str, Any]:
@@ -109,14 +110,28 @@ class TestMixed:
     @staticmethod
     def phases(*attainments: float) -> list[Phase]:
         return [
-            Phase(2.0**number, 10, 100, attainment, 0, 0.1, 0)
+            Phase(2.0**number, 30.0 * number, 10, 100, attainment, 0, 0.1, 0.2, 0)
             for number, attainment in enumerate(attainments)
         ]
 
     def test_goodput_lies_where_too_many_tokens_are_late(self) -> None:
         found = mixed_figures("gpupool", self.phases(1.0, 0.95, 0.85))
-        assert found["mixed_gpupool_attainment"]["measured"] == 1.0
+        assert found["mixed_gpupool_attainment"]["measured"] == pytest.approx(2.8 / 3)
+        assert found["mixed_gpupool_at_4_rps_attainment"]["measured"] == 0.85
         assert found["mixed_gpupool_goodput_rps"]["measured"] == pytest.approx(3.0)
+
+    def test_phases_follow_each_other_in_the_trace(self) -> None:
+        requests = [SimRequest(str(at), "a", float(at), 1, 1) for at in range(10)]
+        slow, fast = phases_of(requests, (1.0, 3.0), 2.0)
+        assert [one.id for one in slow] == ["0", "1"]
+        assert [one.id for one in fast] == ["2", "3", "4", "5", "6", "7"]
+        assert [one.arrival_s for one in fast] == pytest.approx([n / 3 for n in range(6)])
+
+    def test_the_simulator_is_compared_phase_by_phase(self) -> None:
+        found = simulated_figures("gpupool", self.phases(1.0, 0.9), [0.99, 0.95])
+        figure = found["mixed_gpupool_simulated_difference"]
+        assert figure["measured"] == pytest.approx(0.05)
+        assert figure["reached"] is False
 
     def test_or_is_bounded_by_what_was_tried(self) -> None:
         above = mixed_figures("gpupool", self.phases(1.0, 0.95))

@@ -69,6 +69,12 @@ def test_what_a_piece_found_is_kept_however_it_ends(runner: Runner, tmp_path: Pa
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "logs.tar.gz"}
 
 
+def test_nothing_is_begun_after_a_failure_if_so_asked(runner: Runner) -> None:
+    runner.run([piece("good"), piece("bad"), piece("hung")], [], fails_fast=True)
+    outcomes = {name: one["outcome"] for name, one in runner.results["pieces"].items()}
+    assert outcomes == {"good": results.DONE, "bad": results.FAILED, "hung": results.SKIPPED}
+
+
 def test_a_piece_that_can_is_asked_to_write_what_it_has(runner: Runner) -> None:
     runner.run([Piece("tidy", ("tidy",), 6.0, 0.1, interrupt_s=5.0), piece("good")], [])
     tidy = runner.results["pieces"]["tidy"]

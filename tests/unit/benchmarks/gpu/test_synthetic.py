@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_cuts_cover_a_tensor_from_any_place_of_the_block() -> None:
 
 
 def test_the_block_has_no_length_in_common_with_a_row() -> None:
-    rows = {tensor.shape[-1] for shape in SHAPES.values() for tensor in tensors(shape)}
+    rows = {tensor.shape[-1] for shape in SHAPES.values() for tensor in tensors(shape)} - {1}
     assert all(BLOCK_ELEMENTS % row for row in rows)
 
 
@@ -60,14 +61,17 @@ def test_a_header_says_where_each_tensor_lies() -> None:
     assert [entry["data_offsets"][0] for entry in entries.values()] == [0, *ends[:-1]]
 
 
-@pytest.fixture(params=["1B", "14B"])
+_SMALL = TINY_SHAPES | {"8B-FP8": replace(TINY_SHAPES["8B-FP8"], is_fp8=True)}
+
+
+@pytest.fixture(params=["1B", "14B", "8B-FP8"])
 def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(synthetic, "write_tokenizer", lambda _: [0, 1])  # which takes seconds
-    return make_synthetic(tmp_path, TINY_SHAPES[request.param])
+    return make_synthetic(tmp_path, _SMALL[request.param])
 
 
 def test_a_checkpoint_has_all_tensors_as_wide_as_they_should_be(made: Path) -> None:
-    shape: Shape = TINY_SHAPES[json.loads((made / "gpupool_synthetic.json").read_text())["shape"]]
+    shape: Shape = _SMALL[json.loads((made / "gpupool_synthetic.json").read_text())["shape"]]
     expected = {tensor.name: tensor for tensor in tensors(shape)}
     with safe_open(weights_of(made), "pt") as file:
         assert set(file.keys()) == expected.keys()
@@ -81,11 +85,22 @@ def test_a_checkpoint_has_all_tensors_as_wide_as_they_should_be(made: Path) -> N
 
 
 def test_one_without_its_weights_is_made_again(made: Path) -> None:
-    shape = TINY_SHAPES[json.loads((made / "gpupool_synthetic.json").read_text())["shape"]]
+    shape = _SMALL[json.loads((made / "gpupool_synthetic.json").read_text())["shape"]]
     before = weights_of(made).read_bytes()
     weights_of(made).unlink()
     assert make_synthetic(made.parent, shape) == made
     assert weights_of(made).read_bytes() == before
+
+
+def test_scales_of_fp8_weights_give_the_width_of_the_others(made: Path) -> None:
+    shape = _SMALL[json.loads((made / "gpupool_synthetic.json").read_text())["shape"]]
+    stds = {one.name: one.std for one in tensors(replace(shape, is_fp8=False))}
+    with safe_open(weights_of(made), "pt") as file:
+        for name in set(file.keys()):
+            if name.endswith("_scale"):
+                weight = name.removesuffix("_scale")
+                values = file.get_tensor(weight).float() * file.get_tensor(name)
+                assert values.std().item() == pytest.approx(stds[weight], rel=0.1)
 
 
 def test_what_comes_out_is_not_what_went_in(

@@ -183,6 +183,12 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
         with importing():
             from gpupoold.worker.engine.cpu_build import adapt_cpu_build
         adapt_cpu_build()
+    else:
+        from gpupoold.worker import torch_threads
+
+        if not arguments.are_threads_set:
+            torch_threads.may_change()
+        torch_threads.set_for_steps()
     if rank.num_ranks > 1:
         from gpupoold.worker.engine.process_groups import join_group
         from gpupoold.worker.engine.sampling_seeds import keep_generators
@@ -239,6 +245,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--link-bytes-per-s", type=int, default=0, help="of an emulated device")
     parser.add_argument("--kv-host-bytes", type=int, required=True)
     parser.add_argument("--compute-threads", type=int, required=True)
+    parser.add_argument("--are-threads-set", type=int, default=0, help="1: by the user")
     parser.add_argument("--self-check-interval", type=int, default=0, help="0: no self-check")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()

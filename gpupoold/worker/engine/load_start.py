@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from vllm.model_executor.layers import rotary_embedding
 
+from gpupoold.worker import torch_threads
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import snapshot_loader
 
 
 def start_load(*, skips_checkpoint: bool) -> None:
     """Prepare this process for building another engine."""
+    torch_threads.set_for_load()
     if skips_checkpoint:
         snapshot_loader.register()
     # Not public: vLLM shares rotary modules through this cache. A relocated buffer of one model

@@ -15,7 +15,7 @@ Within a model, requests that can be on time go first: the policy would defer th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpupoold.scheduling.prefill_order import PrefillOrder, order_of
 from gpupoold.scheduling.state import DeviceState, Model, Request
@@ -44,20 +44,25 @@ def admit(device: DeviceState, now_s: float) -> None:
     model gets memory until its first request fits. Thus memory accumulates for a large request
     too, and no model's backlog blocks another model. Among equals, for example on an empty device,
     the request for which memory was accumulated stays next.
+    A request that has got memory in this call keeps the memory until the next call: which requests
+    are late depends on the models with queued requests, so two requests could otherwise take the
+    memory from each other without end.
     """
     if device.kv_host_bytes is None:
         return
     if device.queued and not _has_room(device):
         _put_back(device, device.queued_requests())
+    admitted: set[str] = set()
     while device.waiting_for_kv:
         request = _next(device, now_s)
         if request is None:
             return
-        if not (_has_room(device, request) or _gets_room(device, request, now_s)):
+        if not (_has_room(device, request) or _gets_room(device, request, admitted, now_s)):
             device.first_for_kv = request.id
             return
         device.dequeue(request)
         device.enqueue(request)
+        admitted.add(request.id)
 
 
 def num_ahead(device: DeviceState, now_s: float) -> int:
@@ -67,17 +72,21 @@ def num_ahead(device: DeviceState, now_s: float) -> int:
     return sum(one.id in lines[name].requests for name, order in orders for one in order.on_time)
 
 
-def _gets_room(device: DeviceState, request: Request, now_s: float) -> bool:
+def _gets_room(
+    device: DeviceState, request: Request, kept: Collection[str], now_s: float
+) -> bool:
     """Return whether a request fits after late requests have given their memory back.
 
-    Only a request that can be on time gets memory in this way; a starving request keeps its memory.
+    Only a request that can be on time gets memory in this way; starving requests and the requests
+    ``kept`` keep their memory.
     """
     if request not in _order(device, request.model.name, now_s).on_time:
         return False
     for name in list(device.queued):
         queued = device.queued[name].requests
         late = [one for one in _order(device, name, now_s).late if one.id in queued]
-        _put_back(device, [one for one in late if not _is_starving(one, now_s)])
+        left = [one for one in late if one.id not in kept and not _is_starving(one, now_s)]
+        _put_back(device, left)
     return _has_room(device, request)
 
 

@@ -257,3 +257,18 @@ def test_an_end_unheard_of_a_request_whose_target_goes_down() -> None:
     assert list(box.state.devices[0].moving) == ["r5"]
     box.down(0)
     box.finish()
+
+
+def test_requests_do_not_take_memory_from_each_other_without_end() -> None:
+    """Found by the machine: whether m2's request was late changed with the models that had memory."""
+    box = Box("gpupool", 1, sizes=Sizes(GB, 1_000_000, 11 * GB, 0))
+    box.up(0)
+    for model in ("m0", "m1", "m2"):
+        box.add_model(model, Targets(5.0, 0.1))
+        box.host(0, model)
+    box.arrive("m1", 5000, 1, 0.0, Priority.NORMAL)
+    box.arrive("m0", 500, 1, 4.9, Priority.HIGH)
+    box.arrive("m0", 500, 1, 4.9, Priority.HIGH)
+    box.arrive("m2", 1000, 1, 4.0, Priority.HIGH)
+    box.arrive("m1", 2000, 1, 4.0, Priority.LOW)
+    box.finish()

@@ -72,9 +72,7 @@ def num_ahead(device: DeviceState, now_s: float) -> int:
     return sum(one.id in lines[name].requests for name, order in orders for one in order.on_time)
 
 
-def _gets_room(
-    device: DeviceState, request: Request, kept: Collection[str], now_s: float
-) -> bool:
+def _gets_room(device: DeviceState, request: Request, kept: Collection[str], now_s: float) -> bool:
     """Return whether a request fits after late requests have given their memory back.
 
     Only a request that can be on time gets memory in this way; starving requests and the requests

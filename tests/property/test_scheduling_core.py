@@ -260,7 +260,7 @@ def test_an_end_unheard_of_a_request_whose_target_goes_down() -> None:
 
 
 def test_requests_do_not_take_memory_from_each_other_without_end() -> None:
-    """Found by the machine: whether m2's request was late changed with the models that had memory."""
+    """Found by the machine: which requests are late depends on the models that have memory."""
     box = Box("gpupool", 1, sizes=Sizes(GB, 1_000_000, 11 * GB, 0))
     box.up(0)
     for model in ("m0", "m1", "m2"):

@@ -11,8 +11,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
 
 from gpupoold.errors import Failed
 from gpupoold.latency.fit import DecodeSample, PrefillSample
@@ -22,11 +21,10 @@ from gpupoold.latency.models import (
 )
 from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.pages import PagePool
-from gpupoold.wire.messages import LoadedModel, RequestProgress
+from gpupoold.wire.messages import RequestProgress
 from gpupoold.worker.engine.load_errors import failure
-from gpupoold.worker.kv.page_eviction import PooledModel
 from gpupoold.worker.profile_fits import TimedPoints, fit_profile, model_shape
+from gpupoold.worker.profiled import Pages, ProfiledModel
 
 _logger = logging.getLogger(__name__)
 
@@ -70,48 +68,6 @@ _MIN_KV_TOKENS = 2_048
 
 Slices = Generator[None, None, None]
 """A run of steps; ``yield`` ends a slice."""
-
-
-class ProfiledModel(PooledModel, Protocol):
-    """The part of a model's engine that profiling needs."""
-
-    info: LoadedModel
-
-    @property
-    def max_batched_tokens(self) -> int:
-        """Largest number of tokens in a step."""
-
-    @property
-    def max_sequences(self) -> int:
-        """Largest number of requests in a step."""
-
-    @property
-    def max_tokens_each(self) -> int:
-        """Largest number of tokens that an answer gains in a step."""
-
-    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request with synthetic tokens and no client."""
-
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests."""
-
-    def has_requests(self) -> bool:
-        """Return whether a step would do work."""
-
-    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
-        """Run one engine step of at most ``chunk_tokens``; return the requests' progress."""
-
-
-class Pages(Protocol):
-    """The part of ``Residency`` that profiling needs."""
-
-    pool: PagePool
-
-    def make_resident(self, name: str) -> None:
-        """Make a model resident with all its weights."""
-
-    def ensure_kv(self, name: str) -> None:
-        """Map the blocks that the next step needs."""
 
 
 def profile(
@@ -309,18 +265,45 @@ class _ProfilingRun:
         return len(self._generated) + max(_MIN_CHUNK_TOKENS, num_tokens)
 
     def _time_decode(self, context: int) -> Generator[None, None, DecodeSample | None]:
+        """Return the fastest decode step; None if a request was preempted or has ended.
+
+        Steps overlap as in a turn: on a GPU the host prepares a step while the device computes the
+        step before. Beside streams every step has a slice of its own, so steps do not overlap.
+        """
+        overlaps = math.isinf(self._slice_limit_s())
+        if overlaps:
+            yield from self._new_slice()
         best: DecodeSample | None = None
-        for repetition in range(1 + _DECODE_REPETITIONS):
-            batch = DecodeBatch(
-                len(self._generated),
-                len(self._generated) * context + sum(self._generated.values()),
-            )
-            duration_s, progressed = yield from self._step()
-            if progressed != set(self._generated):  # a request was preempted or has ended
+        ended_s, num_ended = self._clock(), 0
+        for index in range(2 + _DECODE_REPETITIONS):
+            batch = self._decode_batch(context)
+            if overlaps:
+                progressed = self._overlapped_step(is_last=index > _DECODE_REPETITIONS)
+                duration_s, ended_s = self._clock() - ended_s, self._clock()
+            elif index <= _DECODE_REPETITIONS:
+                duration_s, progressed = yield from self._step()
+            else:
+                break
+            if not progressed:  # the first of overlapping steps
+                continue
+            if progressed != set(self._generated):
+                self._engine.end_steps()
                 return None
-            if repetition and (best is None or duration_s < best.duration_s):
+            num_ended += 1
+            if num_ended > 1 and (best is None or duration_s < best.duration_s):
                 best = DecodeSample(batch, duration_s)
         return best
+
+    def _overlapped_step(self, *, is_last: bool) -> set[str]:
+        """Begin a step or end the last one; return the requests of the step that has ended."""
+        if is_last:
+            return self._gained(self._engine.end_steps())
+        self._pages.ensure_kv(self._engine.name)
+        return self._gained(self._engine.begin_step())
+
+    def _decode_batch(self, context: int) -> DecodeBatch:
+        num = len(self._generated)
+        return DecodeBatch(num, num * context + sum(self._generated.values()))
 
     def _add(self, lengths: PrefillBatch, max_tokens: int) -> set[str]:
         added = set()
@@ -340,11 +323,14 @@ class _ProfilingRun:
         self._pages.ensure_kv(self._engine.name)
         started_s = self._clock()
         progress = self._engine.step(chunk_tokens)
-        duration_s = self._clock() - started_s
+        return self._clock() - started_s, self._gained(progress)
+
+    def _gained(self, progress: Sequence[RequestProgress]) -> set[str]:
+        """Count the tokens of a step; return the requests that gained some."""
         for item in progress:
             if item.request_id in self._generated:
                 self._generated[item.request_id] += item.num_tokens
-        return duration_s, {item.request_id for item in progress if item.num_tokens}
+        return {item.request_id for item in progress if item.num_tokens}
 
     def _new_slice(self) -> Slices:
         """End the slice; other models may be on the device until the next."""

@@ -275,6 +275,14 @@ class ModelEngine:
         """Run one step to its end, after all launched steps; return the requests' progress."""
         return [item for step in self.whole_steps(chunk_tokens) for item in step.progress]
 
+    def begin_step(self) -> list[RequestProgress]:
+        """Begin a step; return the progress of the step before, or without overlap of this step."""
+        return [item for step in self.steps.begin() for item in step.progress]
+
+    def end_steps(self) -> list[RequestProgress]:
+        """Wait for the steps begun; return their progress since the last call."""
+        return [item for step in self.steps.settle() for item in step.progress]
+
     def whole_steps(self, chunk_tokens: int | None = None) -> list[Step]:
         """Run one step to its end, after all launched steps; return the results."""
         return [*self.steps.begin(chunk_tokens), *self.steps.settle()]

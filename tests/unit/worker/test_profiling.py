@@ -114,6 +114,12 @@ class KnownEngine:
         many = [self._advance(request_id, self.max_tokens_each) for request_id in decoding]
         return many + [self._advance(request_id, 1) for request_id in starting]
 
+    def begin_step(self) -> list[RequestProgress]:
+        return self.step()
+
+    def end_steps(self) -> list[RequestProgress]:
+        return []
+
     def _start(self, budget: int) -> list[str]:
         started = []
         for request_id, (tokens, max_tokens) in list(self._waiting.items()):
@@ -136,6 +142,33 @@ class KnownEngine:
         if not self.info.generates:
             return RequestProgress(request_id, [], "stop", has_result=True)
         return RequestProgress(request_id, [7], "length")
+
+
+class OverlappingEngine(KnownEngine):
+    """Prepares a step while the step before is computed, if steps follow each other."""
+
+    host_s = 0.003
+    _under_way: tuple[list[RequestProgress], float] | None = None  # and its duration
+
+    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
+        assert self._under_way is None
+        self.now_s += self.host_s
+        return super().step(chunk_tokens)
+
+    def begin_step(self) -> list[RequestProgress]:
+        began_s = self.now_s
+        made = super().step()
+        duration_s = self.now_s - began_s
+        self.now_s = began_s
+        before = self.end_steps()
+        self._under_way = made, duration_s
+        return before
+
+    def end_steps(self) -> list[RequestProgress]:
+        made, duration_s = self._under_way or ([], 0.0)
+        self._under_way = None
+        self.now_s += duration_s
+        return made
 
 
 @pytest.fixture
@@ -190,6 +223,16 @@ def test_known_constants_are_found_again(rig: Rig, run: Run) -> None:
     assert min(found.prefill.r_squared, found.decode.r_squared) > 0.999999
     assert found.decode.num_points >= 9
     assert found.duration_s < 3.0
+    assert_no_trace(engine)
+
+
+def test_overlapping_steps_are_timed_as_in_a_turn(rig: Rig, run: Run) -> None:
+    engine = OverlappingEngine(rig)
+    found = run(engine)
+    assert found is not None
+    assert found.problem == ""
+    assert found.decode is not None
+    assert found.decode.decode_law().constants == pytest.approx(DECODE.constants, rel=1e-6)
     assert_no_trace(engine)
 
 

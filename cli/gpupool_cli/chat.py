@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ from gpupoold.errors import (
 DEFAULT_SILENCE_S = 600.0
 KEY_VARIABLE = "GPUPOOL_API_KEY"
 _CONNECT_TIMEOUT_S = 10.0
+# The comment of the frontend, see docs/api.md.
+_WAIT = re.compile(
+    rb": gpupool waiting(?: place=(\d{1,9}))?(?: estimate_s=(\d{1,9}(?:\.\d{1,3})?))?"
+)
 _ERRORS: dict[int, type[GpupoolError]] = {
     400: UsageError,
     401: Refused,
@@ -109,12 +114,24 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatWait:
+    """The wait for the first token: the place on the device, from 1, and seconds; None: unknown."""
+
+    place: int | None
+    estimate_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPiece:
-    """A piece of the answer; ``num_tokens`` is known at the end alone."""
+    """A piece of the answer; ``num_tokens`` is known at the end alone.
+
+    A piece with ``wait`` has no text: the answer has not begun.
+    """
 
     text: str = ""
     reasoning: str = ""
     num_tokens: int | None = None
+    wait: ChatWait | None = None
 
 
 def stream_chat(server: ChatServer, request: ChatRequest) -> Iterator[ChatPiece]:
@@ -148,6 +165,9 @@ def stream_chat(server: ChatServer, request: ChatRequest) -> Iterator[ChatPiece]
 
 def _pieces(response: httpx.Response) -> Iterator[ChatPiece]:
     for data in _sse_data(split_lines(response.iter_bytes())):
+        if isinstance(data, ChatWait):
+            yield ChatPiece(wait=data)
+            continue
         if data == b"[DONE]":
             return
         try:
@@ -160,8 +180,8 @@ def _pieces(response: httpx.Response) -> Iterator[ChatPiece]:
     raise Failed("the answer ended early", "see `gpupool events` and `gpupool logs`")
 
 
-def _sse_data(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """The data of each server-sent event; comments and other fields are skipped."""
+def _sse_data(lines: Iterator[bytes]) -> Iterator[bytes | ChatWait]:
+    """The data of each server-sent event, and waits from comments; other fields are skipped."""
     data: list[bytes] = []
     for line in lines:
         if line.startswith(b"data:"):
@@ -169,6 +189,9 @@ def _sse_data(lines: Iterator[bytes]) -> Iterator[bytes]:
         elif not line and data:
             yield b"\n".join(data)
             data.clear()
+        elif found := _WAIT.fullmatch(line):
+            place, estimate_s = found.groups()
+            yield ChatWait(int(place) if place else None, float(estimate_s) if estimate_s else None)
     if data:
         yield b"\n".join(data)
 

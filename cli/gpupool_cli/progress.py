@@ -58,6 +58,31 @@ class BarView:
             self._bar.stop()
 
 
+class WaitView(BarView):
+    """A line about a wait on stderr, until the wait ends; use as a context manager.
+
+    Nothing is shown without a terminal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SpinnerColumn(), description_column())
+        self._task: TaskID | None = None
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._bar is None:
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(text, total=None)
+        self._bar.update(self._task, description=text)
+
+    def end(self) -> None:
+        """Remove the line; further calls do nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
 class ProgressView(BarView):
     """The ``Progress`` lines of one operation; use as a context manager.
 

@@ -16,10 +16,12 @@ from gpupool_cli.chat import (
     ChatPiece,
     ChatRequest,
     ChatServer,
+    ChatWait,
     stream_chat,
 )
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import NameArgument, duration_s
+from gpupool_cli.progress import WaitView
 from gpupool_cli.session import open_client
 from gpupoold.errors import UsageError
 from gpupoold.printable import without_controls
@@ -98,16 +100,29 @@ def run(
     server = ChatServer(status.http_url, _key(), status.tls_cert)
     timing = AnswerTiming(time.monotonic())
     last = ""
-    for piece in stream_chat(server, request):
-        timing.note(piece, time.monotonic())
-        output.print_piece(piece.text)
-        last = piece.text or last
-        if verbose and piece.reasoning:
-            print(without_controls(piece.reasoning), end="", file=sys.stderr, flush=True)
+    with WaitView() as view:
+        for piece in stream_chat(server, request):
+            if piece.wait is not None:
+                view.show(wait_text(piece.wait))
+                continue
+            view.end()
+            timing.note(piece, time.monotonic())
+            output.print_piece(piece.text)
+            last = piece.text or last
+            if verbose and piece.reasoning:
+                print(without_controls(piece.reasoning), end="", file=sys.stderr, flush=True)
     if not last.endswith("\n"):
         output.print_line("")
     if verbose:
         say(timing.summary())
+
+
+def wait_text(wait: ChatWait) -> str:
+    """Return the line that is shown while the answer has not begun."""
+    parts = [] if wait.place is None else [f"place {wait.place}"]
+    if wait.estimate_s is not None:
+        parts.append(f"about {format_duration(wait.estimate_s)}")
+    return ", ".join(["waiting", *parts])
 
 
 def _key() -> str | None:

@@ -13,6 +13,7 @@ from gpupoold.config.values import (
     AutoSize,
     Count,
     Duration,
+    DurationOrZero,
     Effect,
     HostNames,
     LinkRate,
@@ -49,7 +50,8 @@ class ServerSettings(Section):
     """``[server]``: the public HTTP address; port 0 chooses a free port.
 
     With a certificate and a key (PEM files) the server uses HTTPS. ``frontends`` is the number of
-    processes that share the address.
+    processes that share the address. ``wait_comments`` is the interval of the comments in streams
+    that wait for a first token, 0 for none.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -58,6 +60,9 @@ class ServerSettings(Section):
         default=10_000_000, alias="max_body"
     )
     frontends: int = Field(default=2, ge=1, le=64)
+    wait_comments_s: Annotated[DurationOrZero, Effect.LIVE] = Field(
+        default=2.0, alias="wait_comments"
+    )
     tls_cert: AbsolutePath | None = None
     tls_key: AbsolutePath | None = None
 

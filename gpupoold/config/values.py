@@ -121,6 +121,7 @@ AutoPositiveSize = Annotated[
 LinkRate = Annotated[int, BeforeValidator(_rate), Field(ge=10**6, le=10**12), _as_rate]
 """Bytes per second of a link, from 1 MB/s to 1 TB/s."""
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0), _as_duration]
+DurationOrZero = Annotated[float, BeforeValidator(_duration), Field(ge=0), _as_duration]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 Count = Annotated[int, Field(gt=0)]
 HostNames = Annotated[tuple[str, ...], BeforeValidator(_host_names)]

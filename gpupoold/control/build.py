@@ -23,6 +23,7 @@ from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.reload import Reloader, configured_roles
 from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.requests.waits import WaitReports
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.fd_store import StoredSnapshots
@@ -125,6 +126,7 @@ async def build_control_plane(
         health=Health(fleet, dispatcher, supervisor),
         minutes=Minutes(history, dispatcher.accounts.stats),
         explainer=Explainer(registry, history, dispatcher, fleet, supervisor.workers, cache),
+        wait_reports=WaitReports(dispatcher.live, dispatcher.scheduler.state, frontends.send_to),
         keyring=keyring,
         http_url=_url(listener, settings),
         gpu_readings=GpuReadings(settings.devices),

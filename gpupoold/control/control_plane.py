@@ -42,6 +42,7 @@ from gpupoold.control.processes.supervised import Supervised
 from gpupoold.control.processes.watchdog import Watchdog
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.requests.waits import WaitReports
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache
@@ -89,6 +90,7 @@ class ControlPlane:
     unloader: ModelUnloader
     minutes: Minutes
     explainer: Explainer
+    wait_reports: WaitReports
     keyring: Keyring
     http_url: str
     gpu_readings: GpuReadings
@@ -298,6 +300,8 @@ class ControlPlane:
                 frontend.send(self.keyring.begin(message))
             case m.AccessReport():
                 self.keyring.reported(message)
+            case m.AskWaits():
+                self.wait_reports.asked(frontend.number, message)
             case _:
                 self.dispatcher.from_frontend(message)
 

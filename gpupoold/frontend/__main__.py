@@ -35,6 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser.add_argument("--max-body-bytes", type=int, default=10_000_000)
     parser.add_argument("--max-live-requests", type=int, default=1024)
     parser.add_argument("--max-bytes-in-flight", type=int, default=256_000_000)
+    parser.add_argument("--wait-comments-s", type=float, default=0.0)
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     found = parser.parse_args(arguments)
@@ -46,6 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         max_body_bytes=found.max_body_bytes,
         max_live_requests=found.max_live_requests,
         max_bytes_in_flight=found.max_bytes_in_flight,
+        wait_comments_s=found.wait_comments_s,
         parent_pid=found.parent_pid,
         tls=None if found.tls_cert is None else Tls(found.tls_cert, found.tls_key),
     )

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
+from gpupoold.frontend.waiting import WaitComments
 from gpupoold.wire.messages import AdmissionAnswer
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +33,14 @@ _current: ContextVar[Gate | None] = ContextVar("gate", default=None)
 class Gate:
     """Holds one answer back; ``send`` is for the model's API."""
 
-    def __init__(self, send: Send, is_stopping: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        send: Send,
+        is_stopping: Callable[[], bool] = lambda: False,
+        *,
+        wants_comments: bool = False,
+    ) -> None:
+        self.wants_comments = wants_comments
         self._client_send = send
         self._is_stopping = is_stopping
         self._request_ids: list[str] = []
@@ -42,12 +50,19 @@ class Gate:
         self._held: list[MutableMapping[str, Any]] = []
         self._sending = asyncio.Lock()
         self._opening: asyncio.Task[None] | None = None
+        self._is_event_stream = False  # and has begun
+        self._commenting: asyncio.Task[None] | None = None
         self.refusal: ApiError | None = None
 
     @property
     def is_untouched(self) -> bool:
         """True if the daemon got no request and the client no output."""
         return not self._request_ids and not self._is_open
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of the answer's requests."""
+        return self._request_ids
 
     @property
     def has_begun(self) -> bool:
@@ -62,13 +77,39 @@ class Gate:
             headers = [*message.get("headers", ()), (b"retry-after", _RETRY_AFTER)]
             message = {**message, "headers": headers}
         if self._is_passing:
-            await self._client_send(message)
+            await self._send_now(message)
             return
         self._held.append(message)
         if not message.get("more_body") and message["type"] == "http.response.body":
             self._is_open = True  # a complete answer needs no further message
         if self._is_open:
             await self._flush()
+
+    def comment(self, text: str) -> None:
+        """Send a comment to a client that reads server-sent events, after the answer's headers.
+
+        The comment is dropped while an earlier one is being sent, because the client reads slowly.
+        The server writes each message of an answer as a whole.
+        """
+        is_sending = self._commenting is not None and not self._commenting.done()
+        if self.wants_comments and self._is_event_stream and not is_sending:
+            self._commenting = asyncio.create_task(self._send_comment(text))
+
+    async def _send_comment(self, text: str) -> None:
+        if not self._is_event_stream:  # the answer has ended meanwhile
+            return
+        body = f": {text}\n\n".encode()
+        with contextlib.suppress(OSError):  # the client has left, and the API learns of it too
+            await self._client_send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _send_now(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            await self._client_send(message)
+            self._is_event_stream = _has_events(message.get("headers", ()))
+            return
+        if not message.get("more_body"):
+            self._is_event_stream = False
+        await self._client_send(message)
 
     async def settle(self) -> None:
         """Return when all output has been sent, after the API's end.
@@ -103,9 +144,16 @@ class Gate:
     async def _flush(self) -> None:
         async with self._sending:
             while self._held:
-                await self._client_send(self._held.pop(0))
+                await self._send_now(self._held.pop(0))
             # No earlier message is left for a later message to overtake.
             self._is_passing = True
+
+
+def _has_events(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in headers
+    )
 
 
 def refuse(error: ApiError) -> None:
@@ -124,7 +172,8 @@ def has_asked() -> bool:
 class Gates:
     """The gates of all waiting answers; for the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: WaitComments) -> None:
+        self._waits = waits
         self._waiting: dict[str, Gate] = {}
         self._is_stopping = False
 
@@ -133,14 +182,16 @@ class Gates:
         self._is_stopping = True
 
     @contextlib.asynccontextmanager
-    async def holding(self, send: Send) -> AsyncIterator[Gate]:
+    async def holding(self, send: Send, *, wants_comments: bool) -> AsyncIterator[Gate]:
         """Create a gate for the context and its tasks.
+
+        ``wants_comments``: a waiting stream gets comments.
 
         Raises:
             ApiError: at the end, without any output: a request was refused, or the API failed
                 before adding a request, which is the request's fault.
         """
-        gate = Gate(send, lambda: self._is_stopping)
+        gate = Gate(send, lambda: self._is_stopping, wants_comments=wants_comments)
         token = _current.set(gate)
         try:
             yield gate
@@ -152,6 +203,7 @@ class Gates:
                 raise
         finally:
             _current.reset(token)
+            self._waits.end(gate.request_ids)
         await gate.settle()
 
     def asked(self, request_id: str) -> None:
@@ -165,5 +217,7 @@ class Gates:
         """Handle the daemon's answer; return the requests to end after a refusal."""
         gate = self._waiting.pop(message.request_id, None)
         if gate is not None:
+            if gate.wants_comments and message.status == HTTPStatus.OK:
+                self._waits.begin(message.request_id, gate)
             return gate.answered(message)
         return [] if message.status == HTTPStatus.OK else [message.request_id]

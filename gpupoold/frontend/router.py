@@ -39,6 +39,7 @@ from gpupoold.frontend.pooling_bodies import POOLING_PATHS
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
+from gpupoold.frontend.waiting import wants_comments
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,8 @@ class Router:
                 counting_prompts(head.num_samples),
                 bounding_images(holding, self._decoding),
             ):
-                async with self._gates.holding(send) as gate:
+                wants = wants_comments(scope)
+                async with self._gates.holding(send, wants_comments=wants) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)
 
     async def _route_by_response(

@@ -28,6 +28,7 @@ from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.rates import RateCalls
 from gpupoold.frontend.router import Bounds, Router
+from gpupoold.frontend.waiting import WaitComments
 from gpupoold.system.http_protocol import KEEP_ALIVE_S
 from gpupoold.system.loop_lag import measure_lag
 from gpupoold.system.process import importing, set_log_level
@@ -53,6 +54,7 @@ from gpupoold.wire.messages import (
     StepOutputs,
     StopServing,
     ToFrontend,
+    Waits,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class FrontendSettings:
     max_body_bytes: int
     max_live_requests: int
     max_bytes_in_flight: int
+    wait_comments_s: float = 0.0
     number: int = 0
     parent_pid: int | None = None
     tls: Tls | None = None
@@ -109,7 +112,8 @@ class FrontendServer:
         self._channel: AsyncChannel[ToFrontend] = AsyncChannel(wire, ToFrontend)
         self._catalog = Catalog()
         self._mounts = Mounts()
-        self._gates = Gates()
+        self._waits = WaitComments(self._channel.send, settings.wait_comments_s)
+        self._gates = Gates(self._waits)
         self._metrics = MetricsCalls(self._channel.send)
         self._rates = RateCalls(self._channel.send)
         self._callers = Callers(self._rates)
@@ -221,7 +225,10 @@ class FrontendServer:
     def _handle(self, message: ToFrontend) -> None:
         match message:
             case StepOutputs():
+                self._waits.progressed(message.progress)
                 self._mounts.deliver(message)
+            case Waits():
+                self._waits.told(message)
             case AdmissionAnswer():
                 self._note_admission(message)
             case ServeModel() | StopServing():
@@ -239,6 +246,7 @@ class FrontendServer:
                 self._may_accept.set()
             case Reconfigure():
                 set_log_level(message.log_level)
+                self._waits.interval_s = message.wait_comments_s
                 self._bounds.max_body_bytes = message.max_body_bytes
                 self._bounds.max_live_requests = message.max_live_requests
                 self._bounds.in_flight.max_bytes = message.max_bytes_in_flight

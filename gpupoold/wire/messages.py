@@ -45,6 +45,7 @@ from gpupoold.wire.messages_frontend import (
     Accepting as Accepting,
     AdmissionAnswer as AdmissionAnswer,
     AskMetrics as AskMetrics,
+    AskWaits as AskWaits,
     FrontendReady as FrontendReady,
     MetricsText as MetricsText,
     ModelList as ModelList,
@@ -54,6 +55,7 @@ from gpupoold.wire.messages_frontend import (
     RequestsFailed as RequestsFailed,
     ServeModel as ServeModel,
     StopServing as StopServing,
+    Waits as Waits,
 )
 from gpupoold.wire.messages_inspection import Inspect as Inspect, Inspected as Inspected
 from gpupoold.wire.messages_to_worker import (
@@ -84,6 +86,7 @@ from gpupoold.wire.records import (
     ModelMemory as ModelMemory,
     ModelToLoad as ModelToLoad,
     RequestProgress as RequestProgress,
+    RequestWait as RequestWait,
     ServedModel as ServedModel,
     SwitchRecord as SwitchRecord,
 )
@@ -135,6 +138,7 @@ ToFrontend = (
     | RequestsFailed
     | CallResult
     | MetricsText
+    | Waits
     | Ping
     | AccessRules
     | RateAnswer
@@ -150,6 +154,7 @@ FromFrontend = (
     | CallResult
     | Pong
     | AskMetrics
+    | AskWaits
     | AskRate
     | AccessReport
 )

@@ -6,6 +6,7 @@ from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
     LoadedModel,
     ModelToLoad,
+    RequestWait,
     ServedModel,
 )
 
@@ -13,7 +14,8 @@ from gpupoold.wire.records import (
 class Reconfigure(Message):
     """A changed configuration; a receiver uses the fields that concern its process.
 
-    ``max_live_requests`` is per model, ``max_bytes_in_flight`` per frontend.
+    ``max_live_requests`` is per model, ``max_bytes_in_flight`` per frontend. ``wait_comments_s`` is
+    the interval of comments in waiting streams, 0 for none.
     """
 
     log_level: str
@@ -21,6 +23,7 @@ class Reconfigure(Message):
     max_body_bytes: int
     max_live_requests: int
     max_bytes_in_flight: int
+    wait_comments_s: float = 0.0
 
 
 class FrontendReady(Message):
@@ -66,6 +69,24 @@ class Pong(Message):
     """Reply to ``Ping``. ``lags_s``: event-loop lag samples since the last ``Pong``, in seconds."""
 
     lags_s: list[float] = []
+
+
+class AskWaits(Message):
+    """A request for the waits of requests without a first token (frontend → daemon).
+
+    Answered by ``Waits``, perhaps in parts.
+    """
+
+    request_ids: list[str]
+
+
+class Waits(Message):
+    """The waits of requests; requests that do not wait any longer are missing.
+
+    Requests whose model is being brought to host memory have the place 0.
+    """
+
+    waits: list[RequestWait]
 
 
 class AskMetrics(Message):

@@ -108,6 +108,14 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.new_token_ids) + self.has_result
 
 
+class RequestWait(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The wait of a request without a first token, see :class:`gpupoold.scheduling.waits.Wait`."""
+
+    request_id: str
+    place: int
+    first_token_in_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchRecord(Switch):
     """A switch that began at ``at_s``.

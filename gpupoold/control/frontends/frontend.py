@@ -100,6 +100,7 @@ class Frontend(Supervised[m.FromFrontend]):
                     "--max-body-bytes": known.max_body_bytes,
                     "--max-live-requests": known.max_live_requests,
                     "--max-bytes-in-flight": known.max_bytes_in_flight,
+                    "--wait-comments-s": known.wait_comments_s,
                     **_tls_options(settings.server),
                 }
             ),

@@ -182,4 +182,5 @@ def reconfigure(settings: Settings) -> m.Reconfigure:
         settings.server.max_body_bytes,
         min(limits.max_live_requests_per_model, limits.max_live_requests),
         limits.max_bytes_in_flight // settings.server.frontends,
+        settings.server.wait_comments_s,
     )

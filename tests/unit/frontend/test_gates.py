@@ -10,7 +10,8 @@ import pytest
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gate, Gates, has_asked
-from gpupoold.wire.messages import AdmissionAnswer
+from gpupoold.frontend.waiting import WaitComments
+from gpupoold.wire.messages import AdmissionAnswer, AskWaits
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 PIECE = {"type": "http.response.body", "body": b"piece", "more_body": True}
@@ -23,15 +24,17 @@ class Client:
     """One HTTP request through a gate; ``got`` is what its client has got."""
 
     def __init__(self) -> None:
-        self.gates = Gates()
+        self.asked: list[AskWaits] = []
+        self.waits = WaitComments(self.asked.append, 0.5)  # type: ignore[arg-type]
+        self.gates = Gates(self.waits)
         self.got: list[MutableMapping[str, Any]] = []
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         await asyncio.sleep(0)
         self.got.append(message)
 
-    async def serve(self, api: Api) -> None:
-        async with self.gates.holding(self.send) as gate:
+    async def serve(self, api: Api, *, wants_comments: bool = True) -> None:
+        async with self.gates.holding(self.send, wants_comments=wants_comments) as gate:
             await api(self, gate)
 
     async def passed(self, count: int) -> None:
@@ -50,6 +53,49 @@ async def served(api: Api) -> Client:
     client = Client()
     await client.serve(api)
     return client
+
+
+EVENTS = START | {"headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
+COMMENT = {"type": "http.response.body", "body": b": gpupool waiting\n\n", "more_body": True}
+
+
+async def test_a_waiting_stream_gets_comments_between_its_headers_and_its_end() -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        gate.comment("gpupool waiting")
+        await gate.send(EVENTS)
+        client.gates.asked("a")
+        gate.comment("gpupool waiting")
+        client.take("a")
+        await client.passed(1)
+        gate.comment("gpupool waiting")
+        gate.comment("gpupool waiting")  # while the first is being sent
+        await client.passed(2)
+        await gate.send(PIECE)
+        gate.comment("gpupool waiting")
+        await gate.send(END)
+        gate.comment("gpupool waiting")
+        await asyncio.sleep(0.01)
+
+    assert (await served(api)).got in (
+        [EVENTS, COMMENT, PIECE, COMMENT, END],
+        [EVENTS, COMMENT, PIECE, END],
+    )
+
+
+@pytest.mark.parametrize("wants_comments", [True, False])
+async def test_other_answers_get_no_comments(wants_comments: bool) -> None:
+    async def api(client: Client, gate: Gate) -> None:
+        await gate.send(START if wants_comments else EVENTS)
+        client.gates.asked("a")
+        client.take("a")
+        await client.passed(1)
+        gate.comment("gpupool waiting")
+        await asyncio.sleep(0.01)
+        await gate.send(END)
+
+    client = Client()
+    await client.serve(api, wants_comments=wants_comments)
+    assert len(client.got) == 2
 
 
 async def test_headers_go_out_when_the_daemon_has_taken_it() -> None:

@@ -20,6 +20,7 @@ from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.router import Bounds, Router
+from gpupoold.frontend.waiting import WaitComments
 from gpupoold.wire.messages import AccessRules, ServedModel
 from tests.unit.frontend.asgi import Answer, EchoApi, request
 from tests.unit.frontend.fake_rates import FakeRates
@@ -52,7 +53,7 @@ class Served:
         self.apis = {name: EchoApi(name) for name in ("alpha", "beta")}
         for name, api in self.apis.items():
             self.mounts.mount(name, api)
-        self.gates = Gates()
+        self.gates = Gates(WaitComments(lambda _: None, 0.0))
         self.daemon = FakeDaemon()
         self.rates = FakeRates()
         self.callers = Callers(self.rates.calls)

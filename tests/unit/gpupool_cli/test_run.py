@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from gpupool_cli.chat import ChatPiece
-from gpupool_cli.run import AnswerTiming
+from gpupool_cli.chat import ChatPiece, ChatWait, _sse_data
+from gpupool_cli.run import AnswerTiming, wait_text
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -47,6 +47,27 @@ def test_pieces_are_written_as_they_come(daemon: FakeDaemon, environment: dict[s
         assert process.stdout.read(5) == b"Hello"
         assert process.poll() is None
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("line", "wait"),
+    [
+        (b": gpupool waiting place=3 estimate_s=4.2", ChatWait(3, 4.2)),
+        (b": gpupool waiting place=12", ChatWait(12, None)),
+        (b": gpupool waiting", ChatWait(None, None)),
+        (b": gpupool waiting place=-1", None),
+        (b": gpupool waiting place=12345678901234567890", None),
+        (b": ping", None),
+    ],
+)
+def test_comments_of_waiting_streams_are_read(line: bytes, wait: ChatWait | None) -> None:
+    found = list(_sse_data(iter([line, b"", b"data: {}", b""])))
+    assert found == ([b"{}"] if wait is None else [wait, b"{}"])
+
+
+def test_a_wait_is_told_in_words() -> None:
+    assert wait_text(ChatWait(3, 4.25)) == "waiting, place 3, about 4.25s"
+    assert wait_text(ChatWait(None, None)) == "waiting"
 
 
 def test_verbose_tells_times_on_stderr(daemon: FakeDaemon, cli: Cli) -> None:

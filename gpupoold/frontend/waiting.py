@@ -1,0 +1,107 @@
+"""Comments in streams that wait for a first token: the place and the estimated time.
+
+A comment of server-sent events is a line that begins with a colon, which clients ignore. Comments
+begin after the admission, when the answer has a status and headers already, and end with the
+engine's first output, so they never come between the parts of an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from gpupoold.frontend.mounts import Scope
+from gpupoold.wire.messages import AskWaits, RequestProgress, RequestWait, Waits
+
+# Time of the daemon for each waiting request, at most: many requests are told less often.
+_SECONDS_EACH = 0.005
+_LEAST_INTERVAL_S = 0.5
+_HEADER, _OFF = b"x-gpupool-waiting", b"off"
+
+
+class Stream(Protocol):
+    """An answer on its way to a client."""
+
+    def comment(self, text: str) -> None:
+        """Send a comment, unless the answer is no stream of events or cannot take one now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    stream: Stream
+    since_s: float
+
+
+def wants_comments(scope: Scope) -> bool:
+    """Return whether a request does not decline comments with ``X-Gpupool-Waiting: off``."""
+    return not any(
+        name == _HEADER and value.strip().lower() == _OFF for name, value in scope["headers"]
+    )
+
+
+class WaitComments:
+    """Asks the daemon about the waiting streams of this frontend; for the event loop."""
+
+    def __init__(
+        self,
+        send: Callable[[msgspec.Struct], None],
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``interval_s`` may change at any time; 0 means no comments."""
+        self.interval_s = interval_s
+        self._send = send
+        self._clock = clock
+        self._waiting: dict[str, _Waiting] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    def begin(self, request_id: str, stream: Stream) -> None:
+        """A request has been admitted."""
+        if not self.interval_s:
+            return
+        self._waiting[request_id] = _Waiting(stream, self._clock())
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+
+    def progressed(self, progress: Iterable[RequestProgress]) -> None:
+        """An engine has made outputs."""
+        if self._waiting:
+            self.end(one.request_id for one in progress)
+
+    def told(self, message: Waits) -> None:
+        """Pass the daemon's answer on."""
+        for wait in message.waits:
+            waiting = self._waiting.get(wait.request_id)
+            if waiting is not None:
+                waiting.stream.comment(comment_of(wait))
+
+    async def _ask(self) -> None:
+        """Ask once in an interval, as long as requests wait."""
+        while self._waiting and self.interval_s:
+            interval_s = max(self.interval_s, _LEAST_INTERVAL_S)
+            await asyncio.sleep(max(interval_s, _SECONDS_EACH * len(self._waiting)))
+            until_s = self._clock() - 0.9 * interval_s
+            ids = [name for name, one in self._waiting.items() if one.since_s <= until_s]
+            if ids:
+                self._send(AskWaits(ids))
+
+
+def comment_of(wait: RequestWait) -> str:
+    """Return the text of a comment."""
+    text = "gpupool waiting"
+    if wait.place:
+        text += f" place={wait.place}"
+    if wait.first_token_in_s is not None:
+        text += f" estimate_s={wait.first_token_in_s:.1f}"
+    return text

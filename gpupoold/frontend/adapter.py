@@ -155,6 +155,7 @@ class VllmModelApi:
         loaded: LoadedModel,
         send: Callable[[msgspec.Struct], None],
         vetting: GrammarVetting,
+        on_prefilled: Callable[[str, int], None],
     ) -> None:
         """May take some 100 ms and is meant for a worker thread; ``start`` must follow.
 
@@ -168,7 +169,9 @@ class VllmModelApi:
         self._tasks: Any = tuple(loaded.supported_tasks)
         joins = reads_joined_steps(self._args.tool_call_parser)
         on_unreadable = functools.partial(self.fail, message=_GARBLED)
-        self._client = PoolClient(model.name, self._tasks, _codec(joins), send, on_unreadable)
+        self._client = PoolClient(
+            model.name, self._tasks, _codec(joins), send, on_unreadable, on_prefilled
+        )
         grammars = ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)
         self._app = build_app(self._args, self._tasks, config.model_config)
@@ -323,13 +326,16 @@ async def build_model_api(
     loaded: LoadedModel,
     send: Callable[[msgspec.Struct], None],
     vetting: GrammarVetting,
+    on_prefilled: Callable[[str, int], None],
 ) -> VllmModelApi:
     """Build a model's API with most of the work off the event loop; one call at a time.
+
+    ``on_prefilled`` gets each request's id and its cached prompt tokens.
 
     Raises:
         Exception: any error of vLLM about the model.
     """
-    api = await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting)
+    api = await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting, on_prefilled)
     await api.start()
     return api
 
@@ -384,9 +390,16 @@ def _codec(joins: bool) -> EngineCodec:
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
         make_outputs=_make_outputs,
         join=join_steps if joins else put_in_a_row,
+        cached_tokens=_cached_tokens,
         unavailable=RequestLost,
         unsupported=VLLMValidationError,
     )
+
+
+def _cached_tokens(outputs: EngineCoreOutputs) -> Iterator[tuple[str, int]]:
+    for one in outputs.outputs:
+        if one.prefill_stats is not None:
+            yield one.request_id, one.prefill_stats.num_cached_tokens
 
 
 def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
+from gpupoold.frontend.client_answer import ClientAnswer
 from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
 from gpupoold.frontend.waiting import WaitComments
-from gpupoold.wire.messages import AdmissionAnswer
+from gpupoold.wire.messages import AdmissionAnswer, FirstTokens
 
 _logger = logging.getLogger(__name__)
 # Seconds after which a client may repeat a request that a stopping server has ended. Connections
@@ -41,7 +42,7 @@ class Gate:
         wants_comments: bool = False,
     ) -> None:
         self.wants_comments = wants_comments
-        self._client_send = send
+        self.answer = ClientAnswer(send, waits=wants_comments)
         self._is_stopping = is_stopping
         self._request_ids: list[str] = []
         self._num_unanswered = 0
@@ -50,8 +51,6 @@ class Gate:
         self._held: list[MutableMapping[str, Any]] = []
         self._sending = asyncio.Lock()
         self._opening: asyncio.Task[None] | None = None
-        self._is_event_stream = False  # and has begun
-        self._commenting: asyncio.Task[None] | None = None
         self.refusal: ApiError | None = None
 
     @property
@@ -77,39 +76,13 @@ class Gate:
             headers = [*message.get("headers", ()), (b"retry-after", _RETRY_AFTER)]
             message = {**message, "headers": headers}
         if self._is_passing:
-            await self._send_now(message)
+            await self.answer.send(message)
             return
         self._held.append(message)
         if not message.get("more_body") and message["type"] == "http.response.body":
             self._is_open = True  # a complete answer needs no further message
         if self._is_open:
             await self._flush()
-
-    def comment(self, text: str) -> None:
-        """Send a comment to a client that reads server-sent events, after the answer's headers.
-
-        The comment is dropped while an earlier one is being sent, because the client reads slowly.
-        The server writes each message of an answer as a whole.
-        """
-        is_sending = self._commenting is not None and not self._commenting.done()
-        if self.wants_comments and self._is_event_stream and not is_sending:
-            self._commenting = asyncio.create_task(self._send_comment(text))
-
-    async def _send_comment(self, text: str) -> None:
-        if not self._is_event_stream:  # the answer has ended meanwhile
-            return
-        body = f": {text}\n\n".encode()
-        with contextlib.suppress(OSError):  # the client has left, and the API learns of it too
-            await self._client_send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def _send_now(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            await self._client_send(message)
-            self._is_event_stream = _has_events(message.get("headers", ()))
-            return
-        if not message.get("more_body"):
-            self._is_event_stream = False
-        await self._client_send(message)
 
     async def settle(self) -> None:
         """Return when all output has been sent, after the API's end.
@@ -144,16 +117,9 @@ class Gate:
     async def _flush(self) -> None:
         async with self._sending:
             while self._held:
-                await self._send_now(self._held.pop(0))
+                await self.answer.send(self._held.pop(0))
             # No earlier message is left for a later message to overtake.
             self._is_passing = True
-
-
-def _has_events(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    return any(
-        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in headers
-    )
 
 
 def refuse(error: ApiError) -> None:
@@ -174,12 +140,18 @@ class Gates:
 
     def __init__(self, waits: WaitComments) -> None:
         self._waits = waits
-        self._waiting: dict[str, Gate] = {}
+        self._waiting: dict[str, Gate] = {}  # for the daemon's answer
+        self._admitted: dict[str, ClientAnswer] = {}
         self._is_stopping = False
 
     def stop(self) -> None:
         """Add ``Retry-After`` to each 503 of an API from now on, because the server stops."""
         self._is_stopping = True
+
+    @property
+    def may_comment(self) -> bool:
+        """True if waiting streams get comments."""
+        return self._waits.interval_s > 0
 
     @contextlib.asynccontextmanager
     async def holding(self, send: Send, *, wants_comments: bool) -> AsyncIterator[Gate]:
@@ -204,6 +176,8 @@ class Gates:
         finally:
             _current.reset(token)
             self._waits.end(gate.request_ids)
+            for request_id in gate.request_ids:
+                self._admitted.pop(request_id, None)
         await gate.settle()
 
     def asked(self, request_id: str) -> None:
@@ -217,7 +191,22 @@ class Gates:
         """Handle the daemon's answer; return the requests to end after a refusal."""
         gate = self._waiting.pop(message.request_id, None)
         if gate is not None:
-            if gate.wants_comments and message.status == HTTPStatus.OK:
-                self._waits.begin(message.request_id, gate)
+            if message.status == HTTPStatus.OK:
+                self._admitted[message.request_id] = gate.answer
+                if gate.wants_comments:
+                    self._waits.begin(message.request_id, gate.answer)
             return gate.answered(message)
         return [] if message.status == HTTPStatus.OK else [message.request_id]
+
+    def first_tokens(self, message: FirstTokens) -> None:
+        """Tell the answers of these requests how the requests have waited."""
+        for first in message.requests:
+            answer = self._admitted.get(first.request_id)
+            if answer is not None:
+                answer.note(first)
+
+    def prefilled(self, request_id: str, num_cached_tokens: int) -> None:
+        """Tell an answer how much of its request's prompt was in the prefix cache."""
+        answer = self._admitted.get(request_id)
+        if answer is not None:
+            answer.note_cached(num_cached_tokens)

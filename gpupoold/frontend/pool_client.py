@@ -29,14 +29,16 @@ class EngineCodec:
     """The engine's serialiser, and errors of its API layer.
 
     ``encode`` takes a request, ``decode`` returns an engine's outputs, ``make_outputs`` those of a
-    device without an engine; ``join`` merges several in order. ``unavailable`` makes an error that
-    clients see as 503, ``unsupported`` as 400.
+    device without an engine; ``join`` merges several in order. ``cached_tokens`` returns the prompt
+    tokens that were in the prefix cache, of requests with a first output. ``unavailable`` makes an
+    error that clients see as 503, ``unsupported`` as 400.
     """
 
     encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
     decode: Callable[[Sequence[bytes]], Any]
     make_outputs: Callable[[Sequence[RequestProgress]], Any]
     join: Callable[[Sequence[Any]], Any]
+    cached_tokens: Callable[[Any], Iterable[tuple[str, int]]]
     unavailable: Callable[[str], Exception]
     unsupported: Callable[[str], Exception]
 
@@ -57,8 +59,10 @@ class PoolClient:
         codec: EngineCodec,
         send: Callable[[msgspec.Struct], None],
         on_unreadable: Callable[[list[str]], None],
+        on_prefilled: Callable[[str, int], None],
     ) -> None:
-        """``on_unreadable`` gets the ids whose outputs could not be decoded."""
+        """``on_unreadable`` gets the ids whose outputs could not be decoded, ``on_prefilled`` a
+        request's id and its cached tokens."""
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
         self._model = model
@@ -66,6 +70,7 @@ class PoolClient:
         self._codec = codec
         self._send = send
         self._on_unreadable = on_unreadable
+        self._on_prefilled = on_prefilled
         self._steps: asyncio.Queue[StepOutputs] = asyncio.Queue()
         self._stopped_because: str | None = None
 
@@ -133,7 +138,10 @@ class PoolClient:
         try:
             if not step.frames:
                 return self._codec.make_outputs(step.progress)
-            return self._codec.decode(step.frames)
+            outputs = self._codec.decode(step.frames)
+            for request_id, num_cached in self._codec.cached_tokens(outputs):
+                self._on_prefilled(request_id, num_cached)
+            return outputs
         except Exception:
             logger.exception("unreadable outputs of %s", self._model)
             self._on_unreadable([progress.request_id for progress in step.progress])

@@ -175,7 +175,7 @@ class Router:
                 counting_prompts(head.num_samples),
                 bounding_images(holding, self._decoding),
             ):
-                wants = wants_comments(scope)
+                wants = self._gates.may_comment and wants_comments(scope)
                 async with self._gates.holding(send, wants_comments=wants) as gate:
                     await self._mounts.serve(mount, scope, receive, gate.send)
 

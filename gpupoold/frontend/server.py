@@ -41,6 +41,7 @@ from gpupoold.wire.messages import (
     AddRequest,
     AdmissionAnswer,
     CallResult,
+    FirstTokens,
     FrontendReady,
     MetricsText,
     ModelList,
@@ -227,6 +228,8 @@ class FrontendServer:
             case StepOutputs():
                 self._waits.progressed(message.progress)
                 self._mounts.deliver(message)
+            case FirstTokens():
+                self._gates.first_tokens(message)
             case Waits():
                 self._waits.told(message)
             case AdmissionAnswer():
@@ -312,7 +315,7 @@ class FrontendServer:
             if isinstance(adapter, GpupoolError):
                 raise adapter
             api = await adapter.build_model_api(
-                message.model, message.loaded, self._send, self._vetting
+                message.model, message.loaded, self._send, self._vetting, self._gates.prefilled
             )
         except Exception as error:
             return _failure(message, error)

@@ -1,8 +1,7 @@
 """Comments in streams that wait for a first token: the place and the estimated time.
 
-A comment of server-sent events is a line that begins with a colon, which clients ignore. Comments
-begin after the admission, when the answer has a status and headers already, and end with the
-engine's first output, so they never come between the parts of an event.
+Comments begin after the admission, so a refusal has its own HTTP status, and end with the engine's
+first output.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ _HEADER, _OFF = b"x-gpupool-waiting", b"off"
 
 
 class Stream(Protocol):
-    """An answer on its way to a client."""
+    """An answer on its way to a client, see :class:`.client_answer.ClientAnswer`."""
 
-    def comment(self, text: str) -> None:
-        """Send a comment, unless the answer is no stream of events or cannot take one now."""
-        ...
+    def comment(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

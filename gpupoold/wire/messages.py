@@ -46,6 +46,7 @@ from gpupoold.wire.messages_frontend import (
     AdmissionAnswer as AdmissionAnswer,
     AskMetrics as AskMetrics,
     AskWaits as AskWaits,
+    FirstTokens as FirstTokens,
     FrontendReady as FrontendReady,
     MetricsText as MetricsText,
     ModelList as ModelList,
@@ -80,6 +81,7 @@ from gpupoold.wire.messages_to_worker import (
 from gpupoold.wire.records import (
     DraftCounts as DraftCounts,
     EngineMemory as EngineMemory,
+    FirstToken as FirstToken,
     KvTransfer as KvTransfer,
     LoadedModel as LoadedModel,
     LoadProgress as LoadProgress,
@@ -138,6 +140,7 @@ ToFrontend = (
     | RequestsFailed
     | CallResult
     | MetricsText
+    | FirstTokens
     | Waits
     | Ping
     | AccessRules

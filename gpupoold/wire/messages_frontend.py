@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
+    FirstToken,
     LoadedModel,
     ModelToLoad,
     RequestWait,
@@ -69,6 +70,12 @@ class Pong(Message):
     """Reply to ``Ping``. ``lags_s``: event-loop lag samples since the last ``Pong``, in seconds."""
 
     lags_s: list[float] = []
+
+
+class FirstTokens(Message):
+    """How requests waited for a first token (daemon → frontend), sent before that token."""
+
+    requests: list[FirstToken]
 
 
 class AskWaits(Message):

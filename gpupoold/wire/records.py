@@ -108,6 +108,20 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.new_token_ids) + self.has_result
 
 
+class FirstToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request with a first token: its device, and the stages of the time until the token.
+
+    ``switching_s`` includes the time of KV; see :class:`gpupoold.domain.RequestStages`.
+    """
+
+    request_id: str
+    device: int
+    loading_s: float
+    queueing_s: float
+    switching_s: float
+    computing_s: float
+
+
 class RequestWait(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The wait of a request without a first token, see :class:`gpupoold.scheduling.waits.Wait`."""
 

@@ -194,6 +194,8 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "vllm.sampling_params.SamplingParams",
         "prompt_logprobs sampling_type seed structured_outputs",
     ),
+    (_ADAPTER, "vllm.v1.engine.EngineCoreOutput", "prefill_stats"),
+    (_ADAPTER, "vllm.v1.metrics.stats.PrefillStats", "num_cached_tokens"),
     (
         _ADAPTER,
         "vllm.sampling_params.SamplingParams",

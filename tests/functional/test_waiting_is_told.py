@@ -62,8 +62,12 @@ async def lines(box: PrivateDaemon, headers: dict[str, str] | None = None) -> li
 
 def test_a_waiting_stream_is_told_its_place_and_time(box: PrivateDaemon) -> None:
     found = [line for line in asyncio.run(lines(box)) if line]
-    told = [_COMMENT.fullmatch(line) for line in found if line.startswith(":")]
+    *comments, facts = [line for line in found if line.startswith(":")]
+    told = [_COMMENT.fullmatch(line) for line in comments]
     assert told
+    assert re.fullmatch(
+        r": gpupool device=0 load_ms=\d+ queue_ms=\d+ switch_ms=\d+ prefill_ms=\d+", facts
+    )
     waits = [(int(one[1]), float(one[2])) for one in told if one is not None]
     assert len(waits) == len(told)
     assert all(1 <= place <= _NUM_PROMPTS + 1 for place, _ in waits)
@@ -79,6 +83,17 @@ def test_a_header_declines_comments(box: PrivateDaemon) -> None:
     found = asyncio.run(lines(box, {"X-Gpupool-Waiting": "off"}))
     assert not any(line.startswith(":") for line in found)
     assert "data: [DONE]" in found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_headers_tell_how_an_answer_waited(box: PrivateDaemon, stream: bool) -> None:
+    asked = body(1, stream=stream, prompt=[300, 301, 302])
+    answer = httpx.post(f"{box.http_url}/v1/completions", json=asked, timeout=60)
+    answer.raise_for_status()
+    assert answer.headers["x-gpupool-device"] == "0"
+    stages = ("load", "queue", "switch", "prefill")
+    assert all(int(answer.headers[f"x-gpupool-{stage}-ms"]) >= 0 for stage in stages)
+    assert ":" not in answer.text[:1]
 
 
 def test_clients_of_the_openai_package_see_no_comments(box: PrivateDaemon) -> None:

@@ -70,6 +70,25 @@ class Accounts:
         self.turns.stepped(number, message)
         self._tokens.stepped(number, message)
 
+    def first_tokens(self, number: int, message: m.StepOutputs) -> dict[int, list[m.FirstToken]]:
+        """Return how the requests waited whose first token is in a step, by frontend.
+
+        To be called before :meth:`stepped`.
+        """
+        found: dict[int, list[m.FirstToken]] = {}
+        for request in self._tokens.first_tokens(number, message):
+            stages = self._tokens.stages_of(request, number, message.at_s)
+            first = m.FirstToken(
+                request.request_id,
+                number,
+                stages.loading_s,
+                stages.queueing_s,
+                stages.switching_s + stages.kv_s,
+                stages.computing_s,
+            )
+            found.setdefault(request.frontend, []).append(first)
+        return found
+
     def turn_ended(self, number: int, message: m.TurnReport) -> None:
         """Count a worker's turn."""
         self.meters.turn_ended(number, message)

@@ -88,6 +88,8 @@ class Dispatcher:
     def from_worker(self, worker: Worker, message: m.FromWorker) -> None:
         match message:
             case m.StepOutputs():
+                for number, firsts in self.accounts.first_tokens(worker.number, message).items():
+                    self.replies.send(number, m.FirstTokens(firsts))
                 self.replies.outputs(message)
                 self._note_outputs(worker, message)
             case m.Migrated():

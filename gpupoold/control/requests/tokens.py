@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.live_requests import LiveRequests
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.domain import Lateness, RequestStages
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m
@@ -88,6 +88,21 @@ class TokenCounter:
     def switched(self, switch: m.SwitchRecord) -> None:
         """Record a switch as a stage of the coming tokens."""
         self._switches[switch.device] = switch
+
+    def first_tokens(self, number: int, message: m.StepOutputs) -> list[LiveRequest]:
+        """Return the requests whose first token is in a step that has not been counted."""
+        device = self._state.devices.get(number)
+        batch = None if device is None else device.working.get(message.model)
+        if batch is None or not batch.num_waiting:
+            return []
+        found = (self._live.get(item.request_id) for item in message.progress)
+        return [one for one in found if one is not None and not one.token_times_s]
+
+    def stages_of(self, request: LiveRequest, number: int, at_s: float) -> RequestStages:
+        """Return the stages of the time from a request's arrival to a token now at ``at_s``."""
+        device, switch = self._state.devices.get(number), self._switches.get(number)
+        start = TurnStart.of(request.model, device, switch)
+        return start.divide(request.arrival_s, at_s, request.warmed_s, request.attached_s)
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
         """Count the tokens of a step, before the core counts the tokens."""

@@ -11,7 +11,7 @@ import pytest
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gate, Gates, has_asked
 from gpupoold.frontend.waiting import WaitComments
-from gpupoold.wire.messages import AdmissionAnswer, AskWaits
+from gpupoold.wire.messages import AdmissionAnswer, AskWaits, FirstToken, FirstTokens
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 PIECE = {"type": "http.response.body", "body": b"piece", "more_body": True}
@@ -55,47 +55,22 @@ async def served(api: Api) -> Client:
     return client
 
 
-EVENTS = START | {"headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
-COMMENT = {"type": "http.response.body", "body": b": gpupool waiting\n\n", "more_body": True}
+async def test_a_request_s_wait_is_told_to_its_answer_until_its_end() -> None:
+    first = FirstTokens([FirstToken("a", 1, 0.0, 0.25, 0.1, 0.05)])
 
-
-async def test_a_waiting_stream_gets_comments_between_its_headers_and_its_end() -> None:
     async def api(client: Client, gate: Gate) -> None:
-        gate.comment("gpupool waiting")
-        await gate.send(EVENTS)
-        client.gates.asked("a")
-        gate.comment("gpupool waiting")
-        client.take("a")
-        await client.passed(1)
-        gate.comment("gpupool waiting")
-        gate.comment("gpupool waiting")  # while the first is being sent
-        await client.passed(2)
-        await gate.send(PIECE)
-        gate.comment("gpupool waiting")
-        await gate.send(END)
-        gate.comment("gpupool waiting")
-        await asyncio.sleep(0.01)
-
-    assert (await served(api)).got in (
-        [EVENTS, COMMENT, PIECE, COMMENT, END],
-        [EVENTS, COMMENT, PIECE, END],
-    )
-
-
-@pytest.mark.parametrize("wants_comments", [True, False])
-async def test_other_answers_get_no_comments(wants_comments: bool) -> None:
-    async def api(client: Client, gate: Gate) -> None:
-        await gate.send(START if wants_comments else EVENTS)
         client.gates.asked("a")
         client.take("a")
-        await client.passed(1)
-        gate.comment("gpupool waiting")
-        await asyncio.sleep(0.01)
+        client.gates.first_tokens(first)
+        client.gates.prefilled("a", 32)
+        await gate.send(START)
         await gate.send(END)
 
-    client = Client()
-    await client.serve(api, wants_comments=wants_comments)
-    assert len(client.got) == 2
+    client = await served(api)
+    headers = dict(client.got[0]["headers"])
+    assert headers[b"x-gpupool-queue-ms"] == b"250"
+    assert headers[b"x-gpupool-cached-tokens"] == b"32"
+    client.gates.first_tokens(first)  # too late: nobody waits
 
 
 async def test_headers_go_out_when_the_daemon_has_taken_it() -> None:

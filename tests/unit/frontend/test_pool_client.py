@@ -34,11 +34,18 @@ class ControlPlane:
             decode=lambda frames: frames[0].decode("ascii"),
             make_outputs=lambda progress: [one.new_token_ids for one in progress],
             join=list,
+            cached_tokens=lambda outputs: [("r1", 3)] if "cached" in outputs else [],
             unavailable=Unavailable,
             unsupported=Unsupported,
         )
+        self.cached: list[tuple[str, int]] = []
         self.client = PoolClient(
-            "m", ("generate",), codec, self.sent.append, self.unreadable.append
+            "m",
+            ("generate",),
+            codec,
+            self.sent.append,
+            self.unreadable.append,
+            lambda *one: self.cached.append(one),
         )
 
 
@@ -55,6 +62,14 @@ def engine_request(**changes: Any) -> SimpleNamespace:
 def step(frame: bytes) -> StepOutputs:
     progress = [RequestProgress("r1", [5])]
     return StepOutputs(model="m", at_s=0.0, frames=[frame], progress=progress)
+
+
+def test_cached_tokens_are_told_when_outputs_are_read() -> None:
+    plane = ControlPlane()
+    plane.client.push(step(b"plain"))
+    plane.client.push(step(b"cached"))
+    asyncio.run(plane.client.get_output_async())
+    assert plane.cached == [("r1", 3)]
 
 
 def test_request_is_sent_with_its_frames() -> None:

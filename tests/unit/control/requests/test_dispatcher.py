@@ -124,17 +124,20 @@ async def test_each_frontend_hears_of_its_own_requests_only(bench: Bench) -> Non
     a, b = m.RequestProgress("a", [7]), m.RequestProgress("b", [8], "stop")
     outputs = m.StepOutputs(NAME, 5.0, [b"of b", b"of a", b"more"], [b, a], None, {1: 1, 0: 2})
     bench.dispatcher.from_worker(bench.worker, outputs)
-    assert bench.frontend.sent == [m.StepOutputs(NAME, 5.0, [b"of a", b"more"], [a])]
-    assert bench.others[1].sent == [m.StepOutputs(NAME, 5.0, [b"of b"], [b])]
+    first, *outputs_of_a = bench.frontend.sent
+    assert isinstance(first, m.FirstTokens)
+    assert [one.request_id for one in first.requests] == ["a"]
+    assert outputs_of_a == [m.StepOutputs(NAME, 5.0, [b"of a", b"more"], [a])]
+    assert bench.others[1].sent[1:] == [m.StepOutputs(NAME, 5.0, [b"of b"], [b])]
     bench.ask("c", frontend=1)
     bench.dispatcher.from_worker(bench.worker, m.RequestsFailed(NAME, ["a", "c", "b"], "no"))
-    assert bench.frontend.sent[1:] == [m.RequestsFailed(NAME, ["a"], "no")]
-    assert bench.others[1].sent[1:] == [m.RequestsFailed(NAME, ["c"], "no")]
+    assert bench.frontend.sent[2:] == [m.RequestsFailed(NAME, ["a"], "no")]
+    assert bench.others[1].sent[2:] == [m.RequestsFailed(NAME, ["c"], "no")]
     for number in range(4):
         bench.ask(f"full {number}", frontend=2)
     assert [one.request_id for one in bench.others[2].refusals] == ["full 3"]
     bench.dispatcher.fail_model(NAME, "damaged")
-    assert len(bench.frontend.sent) == len(bench.others[1].sent) == 2
+    assert len(bench.frontend.sent) == len(bench.others[1].sent) == 3
     [failed] = bench.others[2].sent
     assert isinstance(failed, m.RequestsFailed)
     assert failed.request_ids == ["full 0", "full 1", "full 2"]

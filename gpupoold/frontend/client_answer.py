@@ -1,0 +1,122 @@
+"""The messages of an answer on their way to the client, and how its request waited.
+
+A stream's headers are sent with its first event, and then tell how the request waited. A stream
+whose request waits longer gets its headers with the first comment, and a last comment with the same
+facts before its first event. A comment of server-sent events is a line that begins with a colon,
+which clients ignore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from gpupoold.frontend.mounts import Send
+from gpupoold.wire.messages import FirstToken
+
+Message = MutableMapping[str, Any]
+
+
+class ClientAnswer:
+    """One answer; ``send`` takes the API's messages, ``comment`` the comments of a wait."""
+
+    def __init__(self, send: Send, *, waits: bool) -> None:
+        """``waits``: headers of a stream wait for its first event, and comments may be sent."""
+        self._client_send = send
+        self._waits = waits
+        self._start: Message | None = None  # held back
+        self._is_event_stream = False  # and has not ended
+        self._facts: dict[str, int] = {}
+        self._are_facts_told = False
+        self._lock = asyncio.Lock()
+        self._commenting: asyncio.Task[None] | None = None
+
+    def note(self, first: FirstToken) -> None:
+        """A request of the answer has its first token; the first such request counts."""
+        if "device" not in self._facts:
+            self._facts |= facts_of(first)
+
+    def note_cached(self, num_tokens: int) -> None:
+        """So many tokens of a request's prompt were in the prefix cache."""
+        self._facts.setdefault("cached-tokens", num_tokens)
+
+    async def send(self, message: Message) -> None:
+        """Pass a message of the API on, or hold headers back."""
+        if not self._waits:
+            await self._pass_on(message)
+            return
+        async with self._lock:
+            if message["type"] == "http.response.start" and _has_events(message):
+                self._start, self._is_event_stream = message, True
+                return
+            await self._send_start()
+            await self._tell_facts()
+            await self._pass_on(message)
+
+    def comment(self, text: str) -> None:
+        """Send a comment to a client that reads server-sent events.
+
+        The comment is dropped while an earlier one is being sent, because the client reads slowly.
+        """
+        is_sending = self._commenting is not None and not self._commenting.done()
+        if self._waits and self._is_event_stream and not is_sending:
+            self._commenting = asyncio.create_task(self._comment(text))
+
+    async def _comment(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the client has left, and the API learns of it too
+            async with self._lock:
+                if self._is_event_stream:
+                    await self._send_start()
+                    await self._send_comment(text)
+
+    async def _send_start(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            await self._pass_on(start)
+
+    async def _tell_facts(self) -> None:
+        """Send facts that the headers did not have."""
+        if self._is_event_stream and self._facts and not self._are_facts_told:
+            self._are_facts_told = True
+            shown = (f"{name.replace('-', '_')}={value}" for name, value in self._facts.items())
+            await self._send_comment(f"gpupool {' '.join(shown)}")
+
+    async def _send_comment(self, text: str) -> None:
+        body = f": {text}\n\n".encode()
+        await self._client_send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _pass_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = self._with_facts(message)
+        elif not message.get("more_body"):
+            self._is_event_stream = False
+        await self._client_send(message)
+
+    def _with_facts(self, start: Message) -> Message:
+        if not self._facts:
+            return start
+        self._are_facts_told = True
+        facts = self._facts.items()
+        added = [(b"x-gpupool-" + name.encode(), b"%d" % value) for name, value in facts]
+        return {**start, "headers": [*start.get("headers", ()), *added]}
+
+
+def facts_of(first: FirstToken) -> dict[str, int]:
+    """Return the device and the stages of the time to the first token, in milliseconds."""
+    stages = {
+        "load-ms": first.loading_s,
+        "queue-ms": first.queueing_s,
+        "switch-ms": first.switching_s,
+        "prefill-ms": first.computing_s,
+    }
+    return {"device": first.device} | {name: round(1e3 * each) for name, each in stages.items()}
+
+
+def _has_events(start: Message) -> bool:
+    headers: Iterable[tuple[bytes, bytes]] = start.get("headers", ())
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in headers
+    )

@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 from benchmarks.load import token_ids_of
 from gpupool_cli.bench.rig import device_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import BenchMemoryRequest
+from gpupoold.api.schemas_bench import BenchMemoryRequest
 from gpupoold.domain import Switch
 
 ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3")

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, shape_main
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import BenchMemoryRequest, BenchSwitchRequest
+from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.domain import WarmSource
 
 _ROUNDS = 5

@@ -16,7 +16,7 @@ from gpupool_cli.options import (
     TtftOption,
 )
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import AddAdapterRequest
+from gpupoold.api.schemas_models import AddAdapterRequest
 
 
 def add_adapter(

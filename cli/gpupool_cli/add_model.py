@@ -15,7 +15,7 @@ from gpupool_cli.models import print_model
 from gpupool_cli.options import NewNameArgument, RevisionOption, TbtOption, TtftOption
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
+from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.errors import Failed, UsageError
 from gpupoold.units import format_bytes

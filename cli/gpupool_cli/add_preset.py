@@ -18,7 +18,7 @@ from gpupool_cli.options import (
     set_once,
 )
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import AddPresetRequest
+from gpupoold.api.schemas_models import AddPresetRequest
 
 
 def add_preset(

@@ -9,7 +9,8 @@ import typer
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import NameArgument
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import DeviceInfo, ModelInfo, ModelUsage
+from gpupoold.api.schemas import DeviceInfo, ModelUsage
+from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.errors import UsageError
 from gpupoold.units import format_bytes
 

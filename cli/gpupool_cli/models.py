@@ -22,13 +22,8 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
-from gpupoold.api.schemas import (
-    AdapterInfo,
-    ModelInfo,
-    ModelUsage,
-    PresetInfo,
-    SetModelRequest,
-)
+from gpupoold.api.schemas import ModelUsage
+from gpupoold.api.schemas_models import AdapterInfo, ModelInfo, PresetInfo, SetModelRequest
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 

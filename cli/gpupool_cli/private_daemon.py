@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import AddModelRequest, ModelInfo
+from gpupoold.api.schemas_models import AddModelRequest, ModelInfo
 from gpupoold.errors import Failed, GpupoolError, TimedOut
 from gpupoold.system.process import die_with_parent
 

@@ -22,24 +22,23 @@ from gpupoold.admin.routes_machine import add_machine_routes
 from gpupoold.admin.routes_metrics import add_metrics_routes
 from gpupoold.admin.routes_top import add_top_routes
 from gpupoold.api.schemas import (
-    AddAdapterRequest,
-    AddModelRequest,
-    AddPresetRequest,
-    BenchMemoryRequest,
-    BenchSwitchRequest,
-    CachedModel,
-    CacheInfo,
     DeviceInfo,
     ErrorBody,
     EventInfo,
-    ModelInfo,
-    Progress,
     Ps,
-    SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
-    SetModelRequest,
     Status,
+)
+from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
+from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
+from gpupoold.api.schemas_models import (
+    AddAdapterRequest,
+    AddModelRequest,
+    AddPresetRequest,
+    ModelInfo,
+    Progress,
+    SetModelRequest,
 )
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.models.cache_control import CacheControl

@@ -19,29 +19,28 @@ from gpupoold.api.calls import given
 from gpupoold.api.client_access import KeyCalls
 from gpupoold.api.client_top import TopCalls
 from gpupoold.api.schemas import (
-    AddAdapterRequest,
-    AddModelRequest,
-    AddPresetRequest,
-    BenchMemoryRequest,
-    BenchSwitchRequest,
-    CachedModel,
-    CacheInfo,
     DeviceInfo,
     EventInfo,
-    ModelInfo,
-    Progress,
     Ps,
     RequestRecord,
     RoleName,
-    SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
-    SetModelRequest,
     Status,
 )
+from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
+from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_machine import MachineInfo
+from gpupoold.api.schemas_models import (
+    AddAdapterRequest,
+    AddModelRequest,
+    AddPresetRequest,
+    ModelInfo,
+    Progress,
+    SetModelRequest,
+)
 from gpupoold.domain import Switch
 from gpupoold.errors import (
     Failed,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gpupoold.api.schemas import AdditionInfo, Progress
+from gpupoold.api.schemas import AdditionInfo
+from gpupoold.api.schemas_models import Progress
 from gpupoold.units import format_bytes, format_duration
 
 STAGE_WORDS = {

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, WarmSource
-from gpupoold.latency.stored import StoredLatency
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
 MAX_DEVICES = 1024
@@ -19,162 +16,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class AddModelRequest(Body):
-    """``POST /models``; the answer is a stream of ``Progress`` lines.
-
-    ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
-    With ``detach`` the stream ends after the checks, and the daemon goes on.
-    """
-
-    name: str
-    source: str | None = None
-    revision: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = Field(default=None, gt=0)
-    ttft_s: float = Field(default=DEFAULT_TTFT_S, gt=0, allow_inf_nan=False)
-    tbt_s: float = Field(default=DEFAULT_TBT_S, gt=0, allow_inf_nan=False)
-    aliases: list[str] = []
-    engine: dict[str, str] = {}
-    devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
-    check_only: bool = False
-    detach: bool = False
-
-
-class AddAdapterRequest(Body):
-    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``.
-
-    A target of None is the model's.
-    """
-
-    name: str
-    base: str
-    source: str | None = None
-    revision: str | None = None
-    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    check_only: bool = False
-
-
-class AddPresetRequest(Body):
-    """Body of ``POST /presets``: a further name of the model ``base`` with other defaults.
-
-    ``defaults`` has fields of a request by dotted names. A target of None is the model's.
-    """
-
-    name: str
-    base: str
-    defaults: dict[str, Any] = {}
-    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-
-
-class SetModelRequest(Body):
-    """Body of ``PATCH /models/{name}``; None keeps a value.
-
-    ``engine`` replaces single options of the engine; None removes an option.
-    """
-
-    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    add_aliases: list[str] = []
-    remove_aliases: list[str] = []
-    engine: dict[str, str | None] = {}
-
-
 class ErrorBody(Body):
     """The error of a failed call, under the key ``error``."""
 
     code: str
     message: str
     hint: str = ""
-
-
-class PresetInfo(Body):
-    """A further name of a model with other defaults; a target of None is the model's."""
-
-    name: str
-    defaults: dict[str, Any]
-    ttft_s: float | None = None
-    tbt_s: float | None = None
-
-
-class AdapterInfo(Body):
-    """A LoRA adapter, a further name of a model; a target of None is the model's."""
-
-    name: str
-    source: str
-    path: str
-    revision: str | None = None
-    rank: int = 0
-    ttft_s: float | None = None
-    tbt_s: float | None = None
-
-
-class FoundInfo(Body):
-    """A parser or a chat template that was found or given, None for none, and the reason."""
-
-    name: str | None
-    reason: str
-
-
-class ModelInfo(Body):
-    """A registered model.
-
-    ``latency`` has the latency measured last, None before; ``latency.model()`` predicts.
-    ``latencies`` has the latencies on all kinds of device, also on groups of GPUs. ``usage`` has
-    the present memory and requests. ``usage``, the parsers and the chat template are present for a
-    single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
-    example ``generate`` or ``embed``. ``devices`` were chosen by hand for its engines.
-    """
-
-    name: str
-    source: str
-    path: str
-    revision: str | None
-    dtype: str
-    max_model_len: int | None
-    ttft_s: float
-    tbt_s: float
-    aliases: list[str]
-    state: str
-    error: str
-    architecture: str
-    weight_bytes: int
-    kv_bytes_per_token: int
-    created_at: float
-    latency: StoredLatency | None = None
-    latencies: list[StoredLatency] = []
-    usage: ModelUsage | None = None
-    tasks: list[str] = []
-    engine: dict[str, str] = {}
-    devices: list[int] = []
-    presets: list[PresetInfo] = []
-    adapters: list[AdapterInfo] = []
-    tool_parser: FoundInfo | None = None
-    reasoning_parser: FoundInfo | None = None
-    chat_template: FoundInfo | None = None
-
-    @property
-    def generates(self) -> bool:
-        """True unless the loaded model makes embeddings, scores or classes only."""
-        return not self.tasks or "generate" in self.tasks
-
-
-class Progress(Body):
-    """A line of a long operation's stream (NDJSON).
-
-    The last line has ``model`` or ``error``, or the stage ``detached`` if the daemon goes on
-    without a reader. ``bytes_per_s`` is the rate of the last seconds, None if unknown. ``note`` is
-    a remark for users.
-    """
-
-    stage: str
-    done_bytes: int | None = None
-    total_bytes: int | None = None
-    bytes_per_s: float | None = None
-    note: str = ""
-    model: ModelInfo | None = None
-    error: ErrorBody | None = None
 
 
 class LoadingInfo(Body):
@@ -445,75 +292,3 @@ class Status(Body):
     num_keys: int = 0
     tls_cert: str | None = None
     frontends: list[FrontendInfo] = []
-
-
-class SnapshotPlace(Body):
-    """The place of a model's snapshot for devices of ``num_gpus`` GPUs."""
-
-    num_gpus: int
-    state: Literal["host", "disk", "none"]
-    num_bytes: int
-    is_saved: bool
-
-
-class CachedModel(Body):
-    """A model's weights snapshots: in host memory, on disk only, or absent.
-
-    ``snapshots`` has one entry for each number of GPUs of the model's devices. ``state`` is "host"
-    if one of these is in host memory; ``is_saved`` means all. ``num_bytes`` is the sum of the
-    sizes, of the expected sizes of absent snapshots too. ``last_used_at`` is in wall-clock seconds.
-    """
-
-    name: str
-    state: Literal["host", "disk", "none"]
-    num_bytes: int
-    is_saved: bool
-    is_pinned: bool
-    num_live: int
-    last_used_at: float | None
-    snapshots: list[SnapshotPlace] = []
-
-
-class CacheInfo(Body):
-    """``GET /cache``: bytes used of the budgets for snapshots, and the models' snapshots."""
-
-    host_bytes: int
-    host_limit_bytes: int
-    disk_bytes: int
-    disk_limit_bytes: int
-    models: list[CachedModel]
-
-
-class SetCachedRequest(Body):
-    """``PATCH /cache/{name}``."""
-
-    is_pinned: bool
-
-
-class BenchSwitchRequest(Body):
-    """Body of ``POST /bench/switch``: alternate between two loaded models on an idle worker.
-
-    Each mode is measured without live KV, then with at least ``kv_bytes`` of KV unless 0. The first
-    token after a switch from host memory is measured for each number of prompt tokens in
-    ``prompts``.
-    """
-
-    models: tuple[str, str]
-    rounds: int = Field(default=20, gt=0, le=10_000)
-    modes: tuple[WarmSource, ...] = Field(default=("host_cached",), min_length=1)
-    kv_bytes: int = Field(default=0, ge=0)
-    prompts: tuple[Annotated[int, Field(gt=0)], ...] = Field(default=(), max_length=8)
-
-
-class BenchMemoryRequest(Body):
-    """``POST /bench/memory``: measure on an idle worker.
-
-    ``device``: mapping and copies. ``kv``: ``kv_bytes`` of the first model's KV out and in,
-    alone and beside the second model's steps. ``leftovers``: the memory still in use when
-    all models are off the device.
-    """
-
-    part: Literal["device", "kv", "leftovers"]
-    models: tuple[str, str] | None = None
-    rounds: int = Field(default=20, gt=0, le=10_000)
-    kv_bytes: int = Field(default=128 << 20, gt=0)

@@ -15,14 +15,9 @@ import psutil
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold import __version__
-from gpupoold.api.schemas import (
-    BenchMemoryRequest,
-    BenchSwitchRequest,
-    DeviceInfo,
-    ModelInfo,
-    ModelUsage,
-    Status,
-)
+from gpupoold.api.schemas import DeviceInfo, ModelUsage, Status
+from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
+from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes

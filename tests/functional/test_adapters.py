@@ -18,8 +18,8 @@ import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.client import RemoveMode
-from gpupoold.api.schemas import ModelInfo
 from gpupoold.api.schemas_access import AddKeyRequest
+from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -14,7 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import BenchMemoryRequest, DeviceInfo
+from gpupoold.api.schemas import DeviceInfo
+from gpupoold.api.schemas_bench import BenchMemoryRequest
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,

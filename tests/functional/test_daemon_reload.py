@@ -13,8 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.api.schemas import AddModelRequest
 from gpupoold.api.schemas_config import ReloadInfo
+from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import ConfigError, Refused
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -11,7 +11,7 @@ import pytest
 from openai import BadRequestError
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import FoundInfo, ModelInfo, SetModelRequest
+from gpupoold.api.schemas_models import FoundInfo, ModelInfo, SetModelRequest
 from gpupoold.errors import GpupoolError
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 
 from gpupool_cli.bench.rig import weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import AddAdapterRequest
+from gpupoold.api.schemas_models import AddAdapterRequest
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import AddAdapterRequest, AddPresetRequest
+from gpupoold.api.schemas_models import AddAdapterRequest, AddPresetRequest
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

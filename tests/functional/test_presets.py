@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import AddPresetRequest, SetModelRequest
+from gpupoold.api.schemas_models import AddPresetRequest, SetModelRequest
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 from tests.functional.daemon_tools import (
     LLAMA,

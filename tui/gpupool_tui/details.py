@@ -10,8 +10,9 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.api.schemas import DeviceInfo, EventInfo, GpuInfo, ModelInfo, RequestInfo
+from gpupoold.api.schemas import DeviceInfo, EventInfo, GpuInfo, RequestInfo
 from gpupoold.api.schemas_explain import DeviceTurns, Why
+from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel
 from gpupoold.printable import clean
 

@@ -8,7 +8,7 @@ from typing import Any
 from gpupool_cli.bench.rig import device_config, make_checkpoints
 from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
-from gpupoold.api.schemas import BenchMemoryRequest
+from gpupoold.api.schemas_bench import BenchMemoryRequest
 from gpupoold.config.schema import LEAST_KV_HOST_BYTES
 from gpupoold.units import format_bytes
 

@@ -9,7 +9,7 @@ from gpupool_cli.bench.cold import measure_cold
 from gpupool_cli.bench.rig import device_config, emulated_config, make_checkpoints
 from gpupool_cli.diagnostics import say
 from gpupool_cli.private_daemon import private_daemon
-from gpupoold.api.schemas import BenchSwitchRequest
+from gpupoold.api.schemas_bench import BenchSwitchRequest
 from gpupoold.config.schema import LEAST_KV_HOST_BYTES
 from gpupoold.domain import WarmSource
 from gpupoold.units import format_bytes

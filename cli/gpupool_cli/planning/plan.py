@@ -16,7 +16,8 @@ from gpupool_cli.output import print_json
 from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import ModelInfo, RequestRecord
+from gpupoold.api.schemas import RequestRecord
+from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box, parse_groups
 from gpupoold.sim.host import HostWishes

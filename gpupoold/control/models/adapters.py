@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import AddAdapterRequest, Progress, SetModelRequest
+from gpupoold.api.schemas_models import AddAdapterRequest, Progress, SetModelRequest
 from gpupoold.checkpoints.adapter_check import check_adapter
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.api.schemas_models import AddModelRequest, Progress
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.divisions import Divisions

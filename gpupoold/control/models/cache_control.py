@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupool_state import ModelRow, Registry
-from gpupoold.api.schemas import CachedModel, CacheInfo, SnapshotPlace
+from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SnapshotPlace
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.models.lifecycle import ModelLifecycle

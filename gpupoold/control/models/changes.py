@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import SetModelRequest
+from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges, merged_options

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
+from gpupoold.api.schemas_models import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.control.models.profiles import latencies_of, latency_on
 from gpupoold.domain import Adapter, ModelSpec, ModelState

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from gpupoold.api.schemas import AddModelRequest, ModelInfo, Progress
+from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
 from gpupoold.checkpoints.download import Part, download
 from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes

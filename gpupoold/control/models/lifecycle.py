@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import (
+from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,
     Progress,

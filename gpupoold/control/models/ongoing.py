@@ -9,7 +9,8 @@ from contextlib import aclosing
 from typing import cast
 
 from gpupool_state import History
-from gpupoold.api.schemas import AdditionInfo, Progress
+from gpupoold.api.schemas import AdditionInfo
+from gpupoold.api.schemas_models import Progress
 from gpupoold.errors import GpupoolError
 
 _logger = logging.getLogger(__name__)

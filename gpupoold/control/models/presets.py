@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import AddPresetRequest
+from gpupoold.api.schemas_models import AddPresetRequest
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import AddModelRequest, ModelInfo
+from gpupoold.api.schemas_models import AddModelRequest, ModelInfo
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.info import model_info

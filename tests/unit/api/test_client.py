@@ -14,12 +14,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gpupoold.api.calls import split_lines
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import (
-    AddModelRequest,
-    BenchMemoryRequest,
-    BenchSwitchRequest,
-    SetModelRequest,
-)
+from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
+from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import (
     DaemonNotRunning,
     Failed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.api.progress_text import amount_text, speed_text, stage_text
-from gpupoold.api.schemas import Progress
+from gpupoold.api.schemas_models import Progress
 
 GIB = 2**30
 

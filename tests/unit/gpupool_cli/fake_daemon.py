@@ -22,26 +22,21 @@ from pydantic import BaseModel
 
 from gpupoold.api.schemas import (
     AdditionInfo,
-    AddModelRequest,
-    CachedModel,
-    CacheInfo,
     DeviceInfo,
     ErrorBody,
     EventInfo,
-    ModelInfo,
-    Progress,
     Ps,
     RequestInfo,
     RequestRecord,
-    SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
-    SetModelRequest,
 )
+from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import (
     ChangeInfo,
 )
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
+from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress, SetModelRequest
 from gpupoold.api.schemas_top import TurnInfo
 from gpupoold.domain import Switch
 from gpupoold.errors import (

@@ -11,14 +11,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from gpupoold.api.schemas import (
-    BenchMemoryRequest,
-    BenchSwitchRequest,
-    EventInfo,
-    Ps,
-    RequestRecord,
-    Status,
-)
+from gpupoold.api.schemas import EventInfo, Ps, RequestRecord, Status
+from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_config import (
     ConfigInfo,
     DiffInfo,

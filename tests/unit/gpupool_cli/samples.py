@@ -6,19 +6,18 @@ import json
 from typing import Any, Literal
 
 from gpupoold.api.schemas import (
-    CachedModel,
-    CacheInfo,
     DeviceInfo,
     EngineInfo,
     EventInfo,
-    ModelInfo,
     ModelUsage,
     Ps,
     RequestInfo,
     Status,
 )
+from gpupoold.api.schemas_cache import CachedModel, CacheInfo
 from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
 from gpupoold.api.schemas_machine import FolderInfo, MachineInfo
+from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel, TurnInfo
 from gpupoold.domain import Switch
 from gpupoold.latency.stored import StoredFit, StoredLatency

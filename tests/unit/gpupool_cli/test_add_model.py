@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_cli.progress import ProgressView
-from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.api.schemas_models import AddModelRequest, Progress
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 from tests.unit.gpupool_cli.terminal import run_on_terminal

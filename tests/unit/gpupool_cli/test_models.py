@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from gpupoold.api.schemas import DraftUsage, FoundInfo, ModelInfo, SetModelRequest
+from gpupoold.api.schemas import DraftUsage
+from gpupoold.api.schemas_models import FoundInfo, ModelInfo, SetModelRequest
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

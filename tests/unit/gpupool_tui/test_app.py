@@ -21,8 +21,9 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.text import plain
 from gpupool_tui.view import Panel, View
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import GpuInfo, SetModelRequest
+from gpupoold.api.schemas import GpuInfo
 from gpupoold.api.schemas_explain import Why
+from gpupoold.api.schemas_models import SetModelRequest
 from tests.unit.gpupool_cli import samples, test_why
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 

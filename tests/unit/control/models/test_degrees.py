@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpupool_state import EventRow, History, Registry
-from gpupoold.api.schemas import CachedModel, SetModelRequest
+from gpupoold.api.schemas_cache import CachedModel
+from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import CacheFull

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import History, Registry
-from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.api.schemas_models import AddModelRequest, Progress
 from gpupoold.engine_versions import installed_version
 from gpupoold.errors import Refused
 from tests.unit.checkpoints.samples import checkpoint, write

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors.numpy import save
 
 from gpupool_state import History, Registry
-from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.api.schemas_models import AddModelRequest, Progress
 from gpupoold.control.models import intake
 from gpupoold.control.workers import workers as workers_module
 from gpupoold.domain import ModelState

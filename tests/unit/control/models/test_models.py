@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import History, ModelRow, Registry
-from gpupoold.api.schemas import AddModelRequest, Progress, SetModelRequest
+from gpupoold.api.schemas_models import AddModelRequest, Progress, SetModelRequest
 from gpupoold.control.fleet.transitions import HostPhase, ModelPhase
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.domain import ModelSpec, ModelState, Targets

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import History, Registry
-from gpupoold.api.schemas import AddModelRequest, Progress
+from gpupoold.api.schemas_models import AddModelRequest, Progress
 from gpupoold.control.fleet.transitions import ModelPhase
 from gpupoold.errors import Failed, Refused, Unavailable, UsageError
 from tests.unit.checkpoints.samples import checkpoint, write

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpupool_state import ModelRow, ProfilePhase
-from gpupoold.api.schemas import ModelInfo
+from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.profiles import is_profiled, latency_model_of, latency_on, profile_rows
 from gpupoold.domain import ModelName, ModelSpec, ModelState

@@ -1,0 +1,161 @@
+"""Bodies of the admin API about models, adapters and presets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from gpupoold.api.schemas import MAX_DEVICES, Body, ErrorBody, ModelUsage
+from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
+from gpupoold.latency.stored import StoredLatency
+
+
+class AddModelRequest(Body):
+    """``POST /models``; the answer is a stream of ``Progress`` lines.
+
+    ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
+    With ``detach`` the stream ends after the checks, and the daemon goes on.
+    """
+
+    name: str
+    source: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = Field(default=None, gt=0)
+    ttft_s: float = Field(default=DEFAULT_TTFT_S, gt=0, allow_inf_nan=False)
+    tbt_s: float = Field(default=DEFAULT_TBT_S, gt=0, allow_inf_nan=False)
+    aliases: list[str] = Field(default=[])
+    engine: dict[str, str] = Field(default={})
+    devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
+    check_only: bool = False
+    detach: bool = False
+
+
+class AddAdapterRequest(Body):
+    """Body of ``POST /adapters``: a LoRA adapter for the model ``base``.
+
+    A target of None is the model's.
+    """
+
+    name: str
+    base: str
+    source: str | None = None
+    revision: str | None = None
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    check_only: bool = False
+
+
+class AddPresetRequest(Body):
+    """Body of ``POST /presets``: a further name of the model ``base`` with other defaults.
+
+    ``defaults`` has fields of a request by dotted names. A target of None is the model's.
+    """
+
+    name: str
+    base: str
+    defaults: dict[str, Any] = Field(default={})
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class SetModelRequest(Body):
+    """Body of ``PATCH /models/{name}``; None keeps a value.
+
+    ``engine`` replaces single options of the engine; None removes an option.
+    """
+
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    add_aliases: list[str] = Field(default=[])
+    remove_aliases: list[str] = Field(default=[])
+    engine: dict[str, str | None] = Field(default={})
+
+
+class PresetInfo(Body):
+    """A further name of a model with other defaults; a target of None is the model's."""
+
+    name: str
+    defaults: dict[str, Any]
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+class AdapterInfo(Body):
+    """A LoRA adapter, a further name of a model; a target of None is the model's."""
+
+    name: str
+    source: str
+    path: str
+    revision: str | None = None
+    rank: int = 0
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+class FoundInfo(Body):
+    """A parser or a chat template that was found or given, None for none, and the reason."""
+
+    name: str | None
+    reason: str
+
+
+class ModelInfo(Body):
+    """A registered model.
+
+    ``latency`` has the latency measured last, None before; ``latency.model()`` predicts.
+    ``latencies`` has the latencies on all kinds of device, also on groups of GPUs. ``usage`` has
+    the present memory and requests. ``usage``, the parsers and the chat template are present for a
+    single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
+    example ``generate`` or ``embed``. ``devices`` were chosen by hand for its engines.
+    """
+
+    name: str
+    source: str
+    path: str
+    revision: str | None
+    dtype: str
+    max_model_len: int | None
+    ttft_s: float
+    tbt_s: float
+    aliases: list[str]
+    state: str
+    error: str
+    architecture: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    created_at: float
+    latency: StoredLatency | None = None
+    latencies: list[StoredLatency] = Field(default=[])
+    usage: ModelUsage | None = None
+    tasks: list[str] = Field(default=[])
+    engine: dict[str, str] = Field(default={})
+    devices: list[int] = Field(default=[])
+    presets: list[PresetInfo] = Field(default=[])
+    adapters: list[AdapterInfo] = Field(default=[])
+    tool_parser: FoundInfo | None = None
+    reasoning_parser: FoundInfo | None = None
+    chat_template: FoundInfo | None = None
+
+    @property
+    def generates(self) -> bool:
+        """True unless the loaded model makes embeddings, scores or classes only."""
+        return not self.tasks or "generate" in self.tasks
+
+
+class Progress(Body):
+    """A line of a long operation's stream (NDJSON).
+
+    The last line has ``model`` or ``error``, or the stage ``detached`` if the daemon goes on
+    without a reader. ``bytes_per_s`` is the rate of the last seconds, None if unknown. ``note`` is
+    a remark for users.
+    """
+
+    stage: str
+    done_bytes: int | None = None
+    total_bytes: int | None = None
+    bytes_per_s: float | None = None
+    note: str = ""
+    model: ModelInfo | None = None
+    error: ErrorBody | None = None

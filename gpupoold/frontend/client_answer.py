@@ -33,6 +33,11 @@ class ClientAnswer:
         self._lock = asyncio.Lock()
         self._commenting: asyncio.Task[None] | None = None
 
+    @property
+    def takes_comments(self) -> bool:
+        """True from the headers of a stream of events to its end."""
+        return self._waits and self._is_event_stream
+
     def note(self, first: FirstToken) -> None:
         """A request of the answer has its first token; the first such request counts."""
         if "device" not in self._facts:
@@ -61,7 +66,7 @@ class ClientAnswer:
         The comment is dropped while an earlier one is being sent, because the client reads slowly.
         """
         is_sending = self._commenting is not None and not self._commenting.done()
-        if self._waits and self._is_event_stream and not is_sending:
+        if self.takes_comments and not is_sending:
             self._commenting = asyncio.create_task(self._comment(text))
 
     async def _comment(self, text: str) -> None:

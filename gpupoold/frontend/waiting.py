@@ -20,19 +20,24 @@ from gpupoold.wire.messages import AskWaits, RequestProgress, RequestWait, Waits
 # Time of the daemon for each waiting request, at most: many requests are told less often.
 _SECONDS_EACH = 0.005
 _LEAST_INTERVAL_S = 0.5
+_TICKS = 4  # in an interval
 _HEADER, _OFF = b"x-gpupool-waiting", b"off"
 
 
 class Stream(Protocol):
     """An answer on its way to a client, see :class:`.client_answer.ClientAnswer`."""
 
+    @property
+    def takes_comments(self) -> bool: ...
+
     def comment(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
     stream: Stream
-    since_s: float
+    due_s: float
+    """Time of the next question to the daemon."""
 
 
 def wants_comments(scope: Scope) -> bool:
@@ -62,7 +67,7 @@ class WaitComments:
         """A request has been admitted."""
         if not self.interval_s:
             return
-        self._waiting[request_id] = _Waiting(stream, self._clock())
+        self._waiting[request_id] = _Waiting(stream, self._clock() + self._every_s)
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
 
@@ -83,15 +88,26 @@ class WaitComments:
             if waiting is not None:
                 waiting.stream.comment(comment_of(wait))
 
+    @property
+    def _every_s(self) -> float:
+        """The time between two comments of a stream."""
+        interval_s = max(self.interval_s, _LEAST_INTERVAL_S)
+        return max(interval_s, _SECONDS_EACH * len(self._waiting))
+
     async def _ask(self) -> None:
-        """Ask once in an interval, as long as requests wait."""
+        """Ask about the streams that are due, as long as requests wait."""
         while self._waiting and self.interval_s:
-            interval_s = max(self.interval_s, _LEAST_INTERVAL_S)
-            await asyncio.sleep(max(interval_s, _SECONDS_EACH * len(self._waiting)))
-            until_s = self._clock() - 0.9 * interval_s
-            ids = [name for name, one in self._waiting.items() if one.since_s <= until_s]
-            if ids:
-                self._send(AskWaits(ids))
+            await asyncio.sleep(self._every_s / _TICKS)
+            now_s, every_s = self._clock(), self._every_s
+            due = [
+                (name, one)
+                for name, one in self._waiting.items()
+                if one.due_s <= now_s and one.stream.takes_comments
+            ]
+            for _, one in due:
+                one.due_s = now_s + every_s
+            if due:
+                self._send(AskWaits([name for name, _ in due]))
 
 
 def comment_of(wait: RequestWait) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -107,6 +108,22 @@ def test_clients_of_the_openai_package_see_no_comments(box: PrivateDaemon) -> No
             return [chunk.choices[0].text async for chunk in stream if chunk.choices]
 
     assert len(asyncio.run(run())) >= 3
+
+
+def test_clients_of_the_anthropic_package_see_no_comments(box: PrivateDaemon) -> None:
+    async def run() -> list[str]:
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            anthropic.AsyncAnthropic(base_url=box.http_url, api_key="none") as api,
+            busy(box, client),
+        ):
+            asked = api.messages.stream(
+                model="one", max_tokens=3, messages=[{"role": "user", "content": "word " * 2000}]
+            )
+            async with asked as stream:
+                return [text async for text in stream.text_stream]
+
+    assert asyncio.run(run())
 
 
 def test_a_client_that_leaves_while_it_is_told_is_cancelled(box: PrivateDaemon) -> None:

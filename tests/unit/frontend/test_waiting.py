@@ -15,7 +15,8 @@ INTERVAL_S = 0.02
 
 
 class Stream:
-    def __init__(self) -> None:
+    def __init__(self, *, takes_comments: bool = True) -> None:
+        self.takes_comments = takes_comments
         self.comments: list[str] = []
 
     def comment(self, text: str) -> None:
@@ -47,6 +48,7 @@ async def test_the_daemon_is_asked_about_streams_that_wait(asked: list[list[str]
     first, second = Stream(), Stream()
     waits.begin("a", first)
     waits.begin("b", second)
+    waits.begin("plain", Stream(takes_comments=False))
     await until(asked, 1)
     assert asked[0] == ["a", "b"]
     waits.told(Waits([RequestWait("a", 2, 4.25), RequestWait("gone", 1, 1.0)]))
@@ -58,7 +60,7 @@ async def test_the_daemon_is_asked_about_streams_that_wait(asked: list[list[str]
     num_asked = len(asked)
     await until(asked, num_asked + 1)
     assert asked[-1] == ["b"]
-    waits.end(["b"])
+    waits.end(["b", "plain"])
     await asyncio.sleep(3 * INTERVAL_S)
     num_asked = len(asked)
     await asyncio.sleep(3 * INTERVAL_S)

@@ -11,6 +11,8 @@ import typer
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import trusted_socket_path
 
+SOCKET_VARIABLE = "GPUPOOL_SOCKET"
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -43,7 +45,7 @@ def global_options(
         typer.Option(
             "--socket",
             metavar="PATH",
-            envvar="GPUPOOL_SOCKET",
+            envvar=SOCKET_VARIABLE,
             help="The daemon's admin socket; default: the daemon's default path.",
         ),
     ] = None,

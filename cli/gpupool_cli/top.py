@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gpupool_cli import output
 from gpupool_cli.completion import PROGRAM
-from gpupool_cli.diagnostics import CliGroup
+from gpupool_cli.diagnostics import CliGroup, say
 from gpupool_cli.options import duration_s
-from gpupool_cli.session import global_options, socket_path_of
+from gpupool_cli.session import SOCKET_VARIABLE, global_options, socket_path_of
+from gpupoold.errors import Refused, UsageError
 
 _LEAST_INTERVAL_S = 0.2
+_WEB_PORT = 8088
 
 
 def top(
@@ -41,21 +44,67 @@ def top(
         bool, typer.Option("--ascii", help="Draw with ASCII characters only.")
     ] = False,
     read_only: Annotated[bool, typer.Option("--read-only", help="Disable all actions.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve the screen to a browser on this machine.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=1, max=65535, help="With --web: the TCP port.")
+    ] = _WEB_PORT,
 ) -> None:
     """Watch devices, models, turns, requests and events live; ? shows the keys.
 
     Where stdout is no terminal, one screen is printed as with -1.
     """
+    if web:
+        _serve(socket_path_of(ctx), port, interval, theme, use_ascii=use_ascii, read_only=read_only)
+        return
     from gpupool_tui.run import Options, run, text_once  # slow to import
 
     options = Options(
         max(_LEAST_INTERVAL_S, interval or 1.0), theme, use_ascii or _is_ascii(), read_only
     )
-    if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    if once or not (_is_in_browser() or (sys.stdout.isatty() and sys.stdin.isatty())):
         columns = shutil.get_terminal_size((80, 24)).columns
         output.print_line(text_once(socket_path_of(ctx), columns, options))
         return
     run(socket_path_of(ctx), options)
+
+
+def _serve(
+    socket_path: Path,
+    port: int,
+    interval_s: float | None,
+    theme: str,
+    *,
+    use_ascii: bool,
+    read_only: bool,
+) -> None:
+    """Serve the application to a browser.
+
+    Raises:
+        UsageError: textual-serve is not installed.
+        Refused: the port is taken.
+    """
+    try:
+        from gpupool_tui.web import serve
+    except ImportError as error:
+        raise UsageError(
+            f"--web needs the package textual-serve: {error}", "pip install 'gpupool[web]'"
+        ) from error
+    command = [f"{SOCKET_VARIABLE}={socket_path}", sys.executable, "-m", "gpupool_cli.start"]
+    command += ["top", "--theme", theme]
+    command += [] if interval_s is None else ["--interval", f"{interval_s:g}s"]
+    command += ["--ascii"] if use_ascii else []
+    command += ["--read-only"] if read_only else []
+    try:
+        serve(command, port, say)
+    except OSError as error:
+        raise Refused(f"cannot listen on port {port}: {error}", "choose another --port") from error
+
+
+def _is_in_browser() -> bool:
+    """Return whether textual-serve runs this process for a page."""
+    return "TEXTUAL_DRIVER" in os.environ
 
 
 def alone() -> None:

@@ -16,6 +16,7 @@ from gpupool_cli.diagnostics import CliGroup, say
 from gpupool_cli.options import duration_s
 from gpupool_cli.session import SOCKET_VARIABLE, global_options, socket_path_of
 from gpupoold.errors import Refused, UsageError
+from gpupoold.system.process import die_with_parent
 
 _LEAST_INTERVAL_S = 0.2
 _WEB_PORT = 8088
@@ -58,6 +59,8 @@ def top(
     if web:
         _serve(socket_path_of(ctx), port, interval, theme, use_ascii=use_ascii, read_only=read_only)
         return
+    if _is_in_browser():
+        die_with_parent()  # without the server the application would wait for ever
     from gpupool_tui.run import Options, run, text_once  # slow to import
 
     options = Options(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,18 +21,28 @@ from tests.functional.daemon_tools import until
 pytest.importorskip("textual_serve", reason="needs gpupool[web]")
 
 
-@pytest.fixture(scope="module")
-def served(sim_box: PrivateDaemon) -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextlib.contextmanager
+def serving(box: PrivateDaemon) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The server's process, and the address that it prints."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "gpupool_cli.start", "--socket", str(sim_box.socket_path)]
+    command = [sys.executable, "-m", "gpupool_cli.start", "--socket", str(box.socket_path)]
     command += ["top", "--web", "--port", str(port), "--interval", "500ms"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        found = re.fullmatch(r"open (\S+) \(Ctrl\+C ends the server\)\n", process.stderr.readline())
-        assert found is not None
-        yield process, found[1]
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.fullmatch(r"open (\S+) \(Ctrl\+C ends the server\)\n", line)
+            assert found is not None, line
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def served(sim_box: PrivateDaemon) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with serving(sim_box) as (process, address):
+        yield process, address
         process.terminate()
         assert process.wait(10) == 0
 
@@ -65,6 +77,30 @@ def test_a_visitor_with_the_secret_gets_the_application(
     assert "Devices" in asyncio.run(run())
     # The process of the page ends with the page.
     until(lambda: not psutil.Process(process.pid).children(recursive=True))
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_the_processes_of_pages_end_with_the_server(
+    sim_box: PrivateDaemon, signal_number: signal.Signals
+) -> None:
+    async def run(process: subprocess.Popen[str], address: str) -> list[psutil.Process]:
+        jar = aiohttp.CookieJar(unsafe=True)
+        url = address.partition("/?")[0]
+        async with aiohttp.ClientSession(cookie_jar=jar) as session:
+            async with session.get(address):
+                pass
+            async with session.ws_connect(f"{url}/ws?width=120&height=40") as page:
+                await page.receive(timeout=60)
+                children = psutil.Process(process.pid).children(recursive=True)
+                process.send_signal(signal_number)
+                await asyncio.to_thread(process.wait, 20)
+                return children
+
+    with serving(sim_box) as (process, address):
+        children = asyncio.run(run(process, address))
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ with the rights of the user who started the server.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shlex
 from collections.abc import Callable, Sequence
@@ -35,24 +36,26 @@ class WebTop(Server):
     """
 
     def __init__(self, command: Sequence[str], port: int, say: Callable[[str], None]) -> None:
-        # The application draws with Unicode, whatever the locale of this process is.
-        text = shlex.join(["env", "PYTHONUTF8=1", *command])
+        # The application draws with Unicode, whatever the locale of this process is. The library
+        # starts a shell, which the application replaces: it then is a child of this process.
+        text = "exec " + shlex.join(["env", "PYTHONUTF8=1", *command])
         super().__init__(text, HOST, port, title="gpupool top", public_url=f"http://{HOST}:{port}")
         self.secret = secrets.token_urlsafe(24)
         self._say = say
-        self._num_pages = 0
+        self._pages: set[asyncio.Task[Any]] = set()
 
     @property
     def address(self) -> str:
         """The address to be opened."""
         return f"{self.public_url}/?{_SECRET}={self.secret}"
 
-    def initialize_logging(self) -> None:
-        """Leave logging as it is: the library would log every message."""
-
     async def on_startup(self, app: web.Application) -> None:
-        """Say where to look."""
-        self._say(f"open {self.address} (Ctrl+C ends the server)")
+        """Say nothing: the server does not listen yet."""
+
+    def serve(self, debug: bool = False) -> None:
+        """Serve until Ctrl+C or SIGTERM, and say where to look when the server listens."""
+        text = f"open {self.address} (Ctrl+C ends the server)"
+        web.run_app(self._make_app(), host=HOST, port=self.port, print=lambda *_: self._say(text))
 
     async def _make_app(self) -> web.Application:
         """Return the library's application behind the check of visitors."""
@@ -88,13 +91,20 @@ class WebTop(Server):
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
         """Run the application for a page, unless too many pages are open."""
-        if self._num_pages >= _MAX_PAGES:
+        if len(self._pages) >= _MAX_PAGES:
             raise web.HTTPTooManyRequests(text=f"{_MAX_PAGES} pages are open: close one\n")
-        self._num_pages += 1
+        page = asyncio.current_task()
+        assert page is not None
+        self._pages.add(page)
         try:
             return await super().handle_websocket(request)
         finally:
-            self._num_pages -= 1
+            self._pages.discard(page)
+
+    async def on_shutdown(self, app: web.Application) -> None:
+        """End the open pages, which the server would wait for."""
+        for page in self._pages:
+            page.cancel()
 
 
 def serve(command: Sequence[str], port: int, say: Callable[[str], None]) -> None:

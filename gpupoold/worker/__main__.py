@@ -187,7 +187,7 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
         from gpupoold.worker import torch_threads
 
         if not arguments.are_threads_set:
-            torch_threads.may_change()
+            torch_threads.manage(arguments.compute_threads)
         torch_threads.set_for_steps()
     if rank.num_ranks > 1:
         from gpupoold.worker.engine.process_groups import join_group

@@ -1,9 +1,9 @@
 """Threads of torch's operations on the CPU, in a worker with a GPU.
 
 Loads use the cores, steps one thread: OpenMP's threads spin after each parallel operation and take
-the cores from the rest of the step, the daemon and the frontends. torch keeps the number for each
-thread of the process. Dynamo's guards contain the number too, so vLLM sets the number of steps on
-the thread of a load before it compiles.
+the cores from the rest of the step, the daemon and the frontends. vLLM's own server does the same.
+torch keeps the number for each thread of the process. Dynamo's guards contain the number, so a load
+goes on with the number of steps before vLLM compiles.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from __future__ import annotations
 import os
 
 import torch
-from vllm.utils.torch_utils import OMP_NUM_THREADS_SET_BY_VLLM, set_torch_threads_for_runtime
+
+_load_threads: int | None = None
 
 
-def may_change() -> None:
-    """Let steps use one thread: ``OMP_NUM_THREADS`` is not the user's setting."""
-    os.environ[OMP_NUM_THREADS_SET_BY_VLLM] = "1"
+def manage(num_threads: int) -> None:
+    """Let loads use ``num_threads`` and steps one, instead of ``OMP_NUM_THREADS`` both."""
+    global _load_threads
+    _load_threads = num_threads
+    os.environ["OMP_NUM_THREADS"] = "1"  # vLLM warns of more, and leaves the number alone
 
 
 def set_for_steps() -> None:
     """Set the number of the calling thread, which makes steps."""
-    set_torch_threads_for_runtime()
+    if _load_threads is not None:
+        torch.set_num_threads(1)
 
 
 def set_for_load() -> None:
     """Set the number of the calling thread, which loads a model."""
-    if os.environ.get(OMP_NUM_THREADS_SET_BY_VLLM) == "1":
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if _load_threads is not None:
+        torch.set_num_threads(_load_threads)

@@ -136,7 +136,7 @@ def measure(scenario: Scenario, bound: int, policy: str = "gpupool") -> dict[str
         kv_host_bytes=host.kv_bytes_per_gpu * box.tensor_parallel_size,
         host=host,
     )
-    watched = WatchedCore(simulation.core, bound, simulation.leave_cache)
+    watched = WatchedCore(simulation.core, bound, simulation.count_end)
     simulation.core = watched  # type: ignore[assignment]  # it answers as a core does
     outcome = simulation.run(scenario.requests, scenario.end_s)
     first = [

@@ -50,5 +50,6 @@ def decoded_features(features: tuple[str, ...]) -> Any:
 
     if not features:
         return None
-    frames = [base64.b64decode(text) for text in features]
+    # Writable, as torch.frombuffer warns of tensors over other buffers.
+    frames = [bytearray(base64.b64decode(text)) for text in features]
     return MsgpackDecoder(list[MultiModalFeatureSpec]).decode(frames)

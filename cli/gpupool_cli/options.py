@@ -61,6 +61,33 @@ ModelCacheOption = Annotated[
         help="Host memory for models, as memory.model_cache; default: as the daemon.",
     ),
 ]
+EngineMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--engine-memory",
+        parser=size_bytes,
+        metavar="SIZE",
+        help="Memory of an engine outside the pages, as `gpupool show` says; default: none.",
+    ),
+]
+EnginesLimitOption = Annotated[
+    int | None,
+    typer.Option(
+        "--engines-limit",
+        parser=size_bytes,
+        metavar="SIZE",
+        help="Limit for the engines of a GPU, as memory.engines; default: as the daemon.",
+    ),
+]
+EngineLoadOption = Annotated[
+    float | None,
+    typer.Option(
+        "--engine-load",
+        parser=duration_s,
+        metavar="DURATION",
+        help="Time to load an engine that was evicted; default: 13s.",
+    ),
+]
 
 
 def read_pairs(given: Iterable[str], option: str, example: str) -> Iterator[tuple[str, str]]:

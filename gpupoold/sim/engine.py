@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.device import SimDevice
 from gpupoold.sim.host import HostMemory, ModelCache
+from gpupoold.sim.hosting import EngineCosts, Hosting
 from gpupoold.sim.live import DeviceTally, SimLive
 from gpupoold.sim.metrics import RequestResult
 from gpupoold.sim.model import SimModel
@@ -29,7 +31,8 @@ class SimOutcome:
 
     ``num_reads`` is the number of models read from disk, ``num_dropped`` how often the KV of a
     model was dropped on a device, ``num_preemptions`` how often a request was preempted because
-    the KV of the model on its turn outgrew the device.
+    the KV of the model on its turn outgrew the device, ``num_loads`` the number of engines loaded
+    after the start.
     """
 
     results: tuple[RequestResult, ...]
@@ -38,6 +41,7 @@ class SimOutcome:
     num_reads: int = 0
     num_dropped: int = 0
     num_preemptions: int = 0
+    num_loads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class Simulation:
         roles: Sequence[Role] | None = None,
         unlike: Sequence[UnlikeDevice] = (),
         host: HostMemory | None = None,
+        engines: EngineCosts | None = None,
     ) -> None:
         """Build a box of ``num_devices`` equal devices, or of the devices in ``unlike``.
 
@@ -77,11 +82,11 @@ class Simulation:
 
         ``kv_host_bytes`` is the host memory for KV of each equal device, ``host`` has the size of
         the model cache; None is no limit. ``roles`` fix the devices' roles; with None the policy
-        chooses roles at every tick.
+        chooses roles at every tick. With ``engines`` None every device has all its models' engines.
 
         Raises:
-            UsageError: there are no devices, a model exceeds its devices or the model cache, or
-                the number of roles is wrong.
+            UsageError: there are no devices, a model exceeds its devices or the model cache, an
+                engine exceeds its limit, or the number of roles is wrong.
         """
         devices = (
             unlike
@@ -114,6 +119,11 @@ class Simulation:
         if host is not None:
             self._cache = ModelCache(host, _snapshot_bytes(self._models, devices), self._page_out)
         self._uncached: defaultdict[str, list[e.Event]] = defaultdict(list)
+        self._hosting = None
+        if engines is not None:
+            can_run = [device.models for device in self._devices]
+            self._hosting = Hosting(engines, tuple(self._models), can_run)
+            self._load_s = engines.load_s
         self._introduce(
             devices,
             [
@@ -172,23 +182,30 @@ class Simulation:
             self._cache.num_reads if self._cache is not None else 0,
             sum(device.memory.num_dropped for device in self._devices),
             sum(device.kv_room.num_preemptions for device in self._devices),
+            self._hosting.num_loads if self._hosting is not None else 0,
         )
 
-    def leave_cache(self, request_id: str) -> None:
-        """Count the end of a request, after which the model may leave host memory."""
+    def count_end(self, request_id: str) -> None:
+        """Count the end of a request, after which the model may leave host memory and devices."""
+        model = self._lives[request_id].request.model
+        if self._hosting is not None:
+            self._hosting.ended(model, self._queue.now_s)
         if self._cache is not None:
-            self._cache.ended(self._lives[request_id].request.model)
+            self._cache.ended(model)
             self._read_next()
 
     def _introduce(self, devices: Sequence[UnlikeDevice], ups: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
         events += ups
-        events += [
-            e.Hosted(number, name, costs_of(device.models[name].latency) if device.kind else None)
-            for number, device in enumerate(devices)
-            for name in self._models
-            if name in device.models
-        ]
+        if self._hosting is not None:
+            events += [self._hosted(*one) for one in self._hosting.hosts()]
+        else:
+            events += [
+                self._hosted(number, name)
+                for number, device in enumerate(devices)
+                for name in self._models
+                if name in device.models
+            ]
         self.core.handle(events, 0.0)
         try:
             self.core.policy.check(self.core.state)
@@ -202,13 +219,34 @@ class Simulation:
         )
 
     def _tick_later(self) -> None:
-        """Schedule the next tick, unless no other event is left."""
-        if len(self._queue):
+        """Schedule the next tick, unless no other event is left and no request waits."""
+        if len(self._queue) or (self._hosting is not None and self._hosting.has_unhosted):
             self._queue.schedule(self._queue.now_s + _TICK_S, self._tick)
 
     def _tick(self) -> None:
         self._events.append(e.Tick())
+        self._load_engines()
         self._tick_later()
+
+    def _hosted(self, number: int, name: str) -> e.Hosted:
+        model, kind = self._devices[number].models[name], self._kinds[number]
+        return e.Hosted(number, name, costs_of(model.latency) if kind else None)
+
+    def _load_engines(self) -> None:
+        """Begin the loads of engines that are due."""
+        if self._hosting is None:
+            return
+        for load in self._hosting.due(self.core.state, self._queue.now_s):
+            for name in load.evicted:
+                self._events.append(e.Unhosted(load.device, name))
+                self._devices[load.device].page_out(name)
+            at_s = self._queue.now_s + self._load_s
+            self._queue.schedule(at_s, functools.partial(self._loaded, load.device))
+
+    def _loaded(self, device: int) -> None:
+        assert self._hosting is not None
+        self._events.append(self._hosted(device, self._hosting.loaded(device)))
+        self._load_engines()
 
     def _arrive(self, live: SimLive) -> None:
         request = live.request
@@ -225,6 +263,10 @@ class Simulation:
         else:
             self._uncached[request.model].append(arrived)
             self._read_next()
+        if self._hosting is not None and not self._hosting.arrived(
+            request.model, request.arrival_s
+        ):
+            self._load_engines()
 
     def _read_next(self) -> None:
         """Begin to read a model for which requests wait, if possible now."""
@@ -247,7 +289,7 @@ class Simulation:
     def _report(self, event: e.Event) -> None:
         self._events.append(event)
         if isinstance(event, e.Ended):
-            self.leave_cache(event.request_id)
+            self.count_end(event.request_id)
 
     def _settle(self) -> None:
         """Pass events to the core and actions to the devices until no event is left."""

@@ -27,10 +27,18 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostWishes:
-    """Budgets in bytes as in the daemon's configuration; None has the daemon's default."""
+    """Budgets in bytes as in the daemon's configuration; None has the daemon's default.
+
+    An engine takes ``engine_bytes`` outside the pages of each GPU; with None engines take nothing,
+    and every device has all of them. ``engines_bytes`` is the limit for the engines of a GPU. The
+    load of an engine takes ``load_s`` seconds.
+    """
 
     kv_host_bytes: int | None = None
     model_cache_bytes: int | None = None
+    engine_bytes: int | None = None
+    engines_bytes: int | None = None
+    load_s: float | None = None
 
 
 NO_WISHES = HostWishes()

@@ -62,6 +62,7 @@ class RunRow(TypedDict):
     kv_drops: int
     wall_s: float
     num_preemptions: NotRequired[int]
+    engine_loads: NotRequired[int]
     active_models_mean: NotRequired[float]
     burst_ttft_p50_s: NotRequired[float | None]
     burst_ttft_p99_s: NotRequired[float | None]
@@ -199,6 +200,7 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
         kv_host_bytes=host.kv_bytes_per_gpu * scenario.box.tensor_parallel_size,
         roles=panel.device_roles,
         host=host,
+        engines=panel.engines,
     )
     duration_s = scenario.duration_s
     report_progress = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None
@@ -249,6 +251,8 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
     }
     if outcome.num_preemptions:
         row["num_preemptions"] = outcome.num_preemptions
+    if point.panel.engines is not None:
+        row["engine_loads"] = outcome.num_loads
     if (service_s := point.panel.service_s) is not None:
         active = mean_active_models(scenario.requests, service_s, scenario.duration_s)
         row["active_models_mean"] = active

@@ -17,7 +17,8 @@ from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, models_on
 from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes
-from gpupoold.sim.host_defaults import host_memory
+from gpupoold.sim.host_defaults import engine_costs, host_memory
+from gpupoold.sim.hosting import EngineCosts
 from gpupoold.sim.lengths import (
     Lengths,
     LengthSampler,
@@ -194,8 +195,7 @@ class Overrides:
     duration_s: float | None = None
     seed: int | None = None
     switch_overhead_s: float | None = None
-    kv_host_bytes: int | None = None
-    model_cache_bytes: int | None = None
+    host_wishes: HostWishes | None = None
     workloads_dir: Path | None = None
 
 
@@ -239,6 +239,11 @@ class FigurePanel:
         return host_memory(self.box, self.host_wishes)
 
     @property
+    def engines(self) -> EngineCosts | None:
+        """Costs of engines. Raises UsageError for impossible wishes."""
+        return engine_costs(self.box, self.host_wishes)
+
+    @property
     def device_roles(self) -> tuple[Role, ...] | None:
         """One role per device; None if the policy chooses."""
         if self.roles is None or len(self.roles) != 1:
@@ -272,7 +277,7 @@ class FigurePanel:
             axis=self._axis(wanted),
             workload=self.workload.located(wanted.workloads_dir),
             roles=self._roles(wanted),
-            host_wishes=HostWishes(wanted.kv_host_bytes, wanted.model_cache_bytes),
+            host_wishes=self.host_wishes if wanted.host_wishes is None else wanted.host_wishes,
             **simple,
         )
 

@@ -13,7 +13,8 @@ from benchmarks.families.plain import PlainVllm
 from benchmarks.families.table import family_named
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.slow
+# Six families on two GPUs take some minutes, and more where their checkpoints are made first.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ON_ONE_GPU = ("mistral-window", "granite4", "deepseek-v2", "qwen3-moe")
 ON_TWO_GPUS = ("granite4", "deepseek-v2", "llama-gptq", "drafts-eagle", "qwen2.5-vl", "bert")
@@ -56,7 +57,6 @@ def test_every_token_equals_vllm_alone(
     assert cell.outcome is Outcome.YES, cell.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TWO_GPUS)
 def test_every_token_of_a_group_equals_tensor_parallelism_of_vllm_alone(
     cells_of_group: dict[str, dict[str, Cell]], name: str

@@ -11,7 +11,15 @@ import typer
 
 from gpupool_cli import lists
 from gpupool_cli.exit_codes import ExitCode
-from gpupool_cli.options import JsonOption, KvHostOption, ModelCacheOption, duration_s
+from gpupool_cli.options import (
+    EngineLoadOption,
+    EngineMemoryOption,
+    EnginesLimitOption,
+    JsonOption,
+    KvHostOption,
+    ModelCacheOption,
+    duration_s,
+)
 from gpupool_cli.output import print_json
 from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
@@ -75,6 +83,9 @@ def plan(
     ] = None,
     kv_host: KvHostOption = None,
     model_cache: ModelCacheOption = None,
+    engine_memory: EngineMemoryOption = None,
+    engines_limit: EnginesLimitOption = None,
+    engine_load: EngineLoadOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
     runs: Annotated[
         int,
@@ -99,7 +110,7 @@ def plan(
     if groups not in (None, AUTO):
         box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
-    host = HostWishes(kv_host, model_cache)
+    host = HostWishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
     max_lens = {one.name: one.max_len for one in inputs.models if one.max_len is not None}
     choice = None
     if groups == AUTO:

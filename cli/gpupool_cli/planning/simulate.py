@@ -13,6 +13,9 @@ import typer
 from gpupool_cli import lists
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import (
+    EngineLoadOption,
+    EngineMemoryOption,
+    EnginesLimitOption,
     JsonOption,
     KvHostOption,
     ModelCacheOption,
@@ -26,6 +29,7 @@ from gpupool_cli.planning.simulation_view import PointsView, print_rows
 from gpupoold.config.schema import load_settings
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.host import NO_WISHES, HostWishes
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
 from gpupoold.sim.roles_text import parse_roles
 from gpupoold.sim.run import RunRow, run_points
@@ -83,6 +87,9 @@ def simulate(
     ] = None,
     kv_host: KvHostOption = None,
     model_cache: ModelCacheOption = None,
+    engine_memory: EngineMemoryOption = None,
+    engines_limit: EnginesLimitOption = None,
+    engine_load: EngineLoadOption = None,
     duration: Annotated[
         float | None,
         typer.Option(parser=duration_s, metavar="DURATION", help="How long requests arrive."),
@@ -110,6 +117,7 @@ def simulate(
         return
     if plot is not None:
         check_plot(plot)
+    wishes = HostWishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
     wanted = Overrides(
         policies=None if policies is None else lists.names(policies),
         models=None if models is None else lists.numbers("--models", models, int, "40,70,100"),
@@ -123,8 +131,7 @@ def simulate(
         duration_s=duration,
         seed=seed,
         switch_overhead_s=switch_overhead,
-        kv_host_bytes=kv_host,
-        model_cache_bytes=model_cache,
+        host_wishes=None if wishes == NO_WISHES else wishes,
     )
     points = _points(_panels(preset, trace), wanted, workloads)
     rows = _run(points, jobs, as_json)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpupoold.latency.division import group_name
 from gpupoold.latency.hardware import hardware
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.host_defaults import host_memory
+from gpupoold.sim.host_defaults import engine_costs, host_memory
 from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion
 from gpupoold.sim.planner.text import names_text
@@ -26,6 +26,7 @@ def notes_on(
         *_step_times(question, basis, models),
         *_left_out(question, plan),
         _host_memory(question),
+        _engines(question, plan),
         "A token is in time if it meets its deadline, which is fixed when the request arrives: a "
         "gap above the TBT target is no miss if earlier tokens were early enough.",
     ]
@@ -106,6 +107,20 @@ def _host_memory(question: PlanQuestion) -> str:
         f"Host memory: {format_bytes(host.kv_bytes_per_gpu)} for the KV of each GPU and "
         f"{format_bytes(host.model_cache_bytes)} for models; larger boxes have more, smaller boxes "
         "less. Set --kv-host and --model-cache for another machine."
+    )
+
+
+def _engines(question: PlanQuestion, plan: Plan) -> str:
+    engines = engine_costs(question.box, question.host)
+    if engines is None:
+        return (
+            "Every device has all engines at once. If their memory outside the pages exceeds "
+            "memory.engines, the daemon loads engines anew; give --engine-memory to plan for that."
+        )
+    return (
+        f"Engines: {format_bytes(engines.num_bytes)} each of {format_bytes(engines.limit_bytes)} "
+        f"on a GPU; {plan.forecast.num_loads:,} were loaded anew in the runs, each in "
+        f"{format_duration(engines.load_s)}."
     )
 
 

@@ -10,7 +10,7 @@ from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.engine import Simulation, UnlikeDevice
 from gpupoold.sim.host import NO_WISHES, HostWishes
-from gpupoold.sim.host_defaults import host_memory
+from gpupoold.sim.host_defaults import engine_costs, host_memory
 from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.load import Admitted, PlanLoad, admit
@@ -137,7 +137,8 @@ class Forecast:
 
     ``num_refused`` prompts exceeded the model's limit, ``num_cut`` answers were shortened by the
     limit. ``num_late`` requests had no token at the end of the run; the percentiles do not include
-    these requests. ``num_preemptions`` is how often a request was preempted for lack of KV memory.
+    these requests. ``num_preemptions`` is how often a request was preempted for lack of KV memory,
+    ``num_loads`` how often an engine was loaded after the start.
     """
 
     overall: Summary
@@ -147,6 +148,7 @@ class Forecast:
     num_cut: int
     num_late: int
     num_preemptions: int = 0
+    num_loads: int = 0
 
 
 # Called with the name of the present search and the number of runs so far.
@@ -197,6 +199,7 @@ class Runner:
             num_cut=sum(run.num_cut for run in runs),
             num_late=sum(not result.token_times_s for result in results),
             num_preemptions=sum(run.num_preemptions for run in runs),
+            num_loads=sum(run.num_loads for run in runs),
         )
 
     def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:
@@ -218,6 +221,7 @@ class _TrialRun:
     num_refused: int
     num_cut: int
     num_preemptions: int
+    num_loads: int
 
 
 def _run(setup: Setup, seed: int) -> _TrialRun:
@@ -234,6 +238,7 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
         roles=setup.roles,
         unlike=setup.devices(),
         host=host,
+        engines=engine_costs(setup.box, setup.host),
     )
     end_s = end_of_run_s(
         admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s
@@ -245,6 +250,7 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
         admitted.num_refused,
         admitted.num_cut,
         outcome.num_preemptions,
+        outcome.num_loads,
     )
 
 

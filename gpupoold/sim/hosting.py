@@ -1,0 +1,193 @@
+"""Hosting in a simulated box: engines that take memory outside the pages, and loads that take time.
+
+The decisions are those of the daemon (:mod:`gpupoold.scheduling.hosting`). A load does not stop the
+turns of its device, as in the daemon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpupoold.errors import UsageError
+from gpupoold.scheduling.hosting import (
+    HostedEngine,
+    HostingDevice,
+    HostingModel,
+    choose,
+    is_late,
+    victims,
+)
+from gpupoold.scheduling.state import State
+from gpupoold.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """Costs of an engine: ``num_bytes`` of memory outside the pages on each GPU, and the seconds of
+    a load. All engines of a GPU have at most ``limit_bytes``.
+    """
+
+    num_bytes: int
+    limit_bytes: int
+    load_s: float
+
+
+class EngineLoad(NamedTuple):
+    """A load to begin: the engines of the ``evicted`` models leave the device first."""
+
+    device: int
+    model: str
+    evicted: tuple[str, ...]
+
+
+class Hosting:
+    """The engines on each device of a box, equal in size.
+
+    A device loads one engine at a time. ``num_loads`` counts the loads, without those before the
+    first request.
+    """
+
+    def __init__(
+        self, costs: EngineCosts, models: Sequence[str], can_run: Sequence[Collection[str]]
+    ) -> None:
+        """Place the ``models`` in order, as far as the engines fit side by side.
+
+        ``can_run`` has the models that each device can run. Models without a device are loaded
+        when requests arrive.
+
+        Raises:
+            UsageError: a device has too little memory for one engine.
+        """
+        if costs.num_bytes > costs.limit_bytes:
+            raise UsageError(
+                f"an engine takes {format_bytes(costs.num_bytes)} outside the pages, a GPU has "
+                f"{format_bytes(costs.limit_bytes)} for engines",
+                "raise --engines-limit",
+            )
+        self._costs = costs
+        self._models = tuple(models)
+        self._undivided = {
+            name: frozenset(number for number, names in enumerate(can_run) if name not in names)
+            for name in models
+        }
+        self._engines: list[set[str]] = [set() for _ in can_run]
+        self._loading: dict[int, str] = {}
+        self._num_live: Counter[str] = Counter()
+        self._used_at_s: dict[str, float] = {}
+        self.num_loads = 0
+        self._place()
+
+    def hosts(self) -> list[tuple[int, str]]:
+        """Return each engine as device and model, in order."""
+        return [(number, name) for number, on in enumerate(self._engines) for name in sorted(on)]
+
+    @property
+    def has_unhosted(self) -> bool:
+        """Return whether requests wait for an engine."""
+        hosted = set[str]().union(*self._engines)
+        return any(num and name not in hosted for name, num in self._num_live.items())
+
+    def arrived(self, model: str, now_s: float) -> bool:
+        """Count a request; return whether its model has an engine."""
+        self._num_live[model] += 1
+        self._used_at_s[model] = now_s
+        return any(model in on for on in self._engines)
+
+    def ended(self, model: str, now_s: float) -> None:
+        """Count the end of a request."""
+        self._num_live[model] -= 1
+        self._used_at_s[model] = now_s
+
+    def due(self, state: State, now_s: float) -> list[EngineLoad]:
+        """Begin the loads that are due, at most one on each device, and return them."""
+        asked = [name for name in self._models if self._num_live[name]]
+        if not asked or len(self._loading) == len(self._engines):
+            return []
+        num_requests = Counter(one.device for one in state.requests.values())
+        devices = [
+            self._device(number, state.devices[number].models_with_requests, count, now_s)
+            for number, count in ((number, num_requests[number]) for number in self._numbers)
+        ]
+        loads: list[EngineLoad] = []
+        for name in asked:
+            idle = [one for one in devices if one.number not in self._loading]
+            if not idle or name in self._loading.values():
+                continue
+            model = self._model(name, is_late=is_late(state, name, now_s))
+            for choice in choose(model, devices)[:1]:
+                if choice.device in self._loading:
+                    continue
+                gone = victims(devices[choice.device], self._costs.num_bytes, choice.reason)
+                assert gone is not None, "the choice had checked it"
+                self._engines[choice.device] -= set(gone)
+                self._loading[choice.device] = name
+                self.num_loads += 1
+                loads.append(EngineLoad(choice.device, name, tuple(gone)))
+                on_device = state.devices[choice.device].models_with_requests
+                devices[choice.device] = self._device(
+                    choice.device, on_device, num_requests[choice.device], now_s
+                )
+        return loads
+
+    def loaded(self, device: int) -> str:
+        """End the load of a device; return the model."""
+        name = self._loading.pop(device)
+        self._engines[device].add(name)
+        return name
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._engines))
+
+    def _place(self) -> None:
+        """Load the models in order, each on all devices with memory; evict no model's only engine.
+
+        A later model replaces engines of models that have another device.
+        """
+        for name in self._models:
+            devices = [self._device(number) for number in self._numbers]
+            for choice in choose(self._model(name), devices):
+                device = devices[choice.device]
+                gone = victims(device, self._costs.num_bytes, choice.reason)
+                if gone is not None and not any(device.engines[one].is_only for one in gone):
+                    self._engines[choice.device] -= set(gone)
+                    self._engines[choice.device].add(name)
+
+    def _model(self, name: str, *, is_late: bool = False) -> HostingModel:
+        need_bytes = dict.fromkeys(self._numbers, self._costs.num_bytes)
+        undivided = self._undivided[name]
+        return HostingModel(name, need_bytes=need_bytes, is_late=is_late, undivided=undivided)
+
+    def _device(
+        self,
+        number: int,
+        on_device: Collection[str] = (),
+        num_requests: int = 0,
+        now_s: float = 0.0,
+    ) -> HostingDevice:
+        """Return a device for a decision; an engine that loads has its memory, and is busy."""
+        loading = self._loading.get(number)
+        busy = {*on_device, loading}
+        names = sorted({*self._engines[number], *([] if loading is None else [loading])})
+        return HostingDevice(
+            number,
+            {name: self._engine(name, number, now_s, is_busy=name in busy) for name in names},
+            self._costs.limit_bytes,
+            num_requests,
+            int(loading is not None),
+        )
+
+    def _engine(self, name: str, number: int, now_s: float, *, is_busy: bool) -> HostedEngine:
+        others = (on for other, on in enumerate(self._engines) if other != number)
+        is_only = not any(name in on for on in others)
+        return HostedEngine(
+            name,
+            self._costs.num_bytes,
+            is_busy=is_busy or (is_only and self._num_live[name] > 0),
+            is_only=is_only,
+            idle_s=now_s - self._used_at_s.get(name, -math.inf),
+        )

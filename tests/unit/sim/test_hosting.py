@@ -1,0 +1,156 @@
+"""Hosting in simulated boxes: engines beside each other, and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from gpupoold.errors import UsageError
+from gpupoold.scheduling.actions import Action
+from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.invariants import check_state
+from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.engine import SimOutcome, Simulation
+from gpupoold.sim.host import HostWishes
+from gpupoold.sim.host_defaults import LOAD_S, engine_costs
+from gpupoold.sim.hosting import EngineCosts, Hosting
+from gpupoold.sim.lengths import LengthSampler, Lengths
+from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
+from tests.sim.box import GB, models, request
+
+LOAD = 5.0
+GIB = 1 << 30
+
+
+def engines(per_device: int) -> EngineCosts:
+    return EngineCosts(100, 100 * per_device, LOAD)
+
+
+def hosting(names: str, num_devices: int, per_device: int) -> Hosting:
+    return Hosting(engines(per_device), tuple(names), [set(names)] * num_devices)
+
+
+class TestStart:
+    def test_engines_that_fit_are_on_every_device(self) -> None:
+        assert hosting("abc", 2, 3).hosts() == [(n, name) for n in (0, 1) for name in "abc"]
+
+    def test_scarce_memory_is_for_a_device_for_each_model(self) -> None:
+        hosts = hosting("abcd", 2, 2).hosts()
+        assert sorted(name for _, name in hosts) == ["a", "b", "c", "d"]
+        assert sorted(number for number, _ in hosts) == [0, 0, 1, 1]
+
+    def test_models_beyond_the_memory_wait_for_requests(self) -> None:
+        assert {name for _, name in hosting("abc", 1, 2).hosts()} == {"a", "b"}
+
+    def test_a_model_is_where_it_can_run(self) -> None:
+        placed = Hosting(engines(2), ("a", "b"), [{"a"}, {"a", "b"}])
+        assert placed.hosts() == [(0, "a"), (1, "a"), (1, "b")]
+
+    def test_an_engine_larger_than_the_limit_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="an engine takes 100 B"):
+            Hosting(EngineCosts(100, 99, LOAD), ("a",), [{"a"}])
+
+
+class TestCosts:
+    def test_without_the_memory_of_an_engine_there_is_no_limit(self) -> None:
+        assert engine_costs(parse_box("4xA10")) is None
+
+    def test_defaults_are_the_daemons(self) -> None:
+        costs = engine_costs(parse_box("8xH800"), HostWishes(engine_bytes=280_000_000))
+        assert costs is not None
+        # Three quarters of the reserve of a GPU of 80 GiB, which is 3 GiB.
+        assert costs == EngineCosts(280_000_000, 3 * GIB * 3 // 4, LOAD_S)
+
+    def test_wishes_are_kept(self) -> None:
+        wishes = HostWishes(engine_bytes=1, engines_bytes=2, load_s=3.0)
+        assert engine_costs(parse_box("1xA10"), wishes) == EngineCosts(1, 2, 3.0)
+
+    def test_a_limit_needs_the_memory_of_an_engine(self) -> None:
+        with pytest.raises(UsageError, match="not given"):
+            engine_costs(parse_box("1xA10"), HostWishes(engines_bytes=2))
+
+
+def run(
+    requests: list[SimRequest],
+    names: str,
+    per_device: int,
+    *,
+    num_devices: int = 1,
+    policy: str = "gpupool",
+) -> SimOutcome:
+    """Devices of 40 GB, models of 10 GB; the core and the devices are checked at each event."""
+    simulation = Simulation(
+        models(names),
+        make_policy(policy, PolicyOptions()),
+        num_devices,
+        40 * GB,
+        engines=engines(per_device),
+    )
+    handle = simulation.core.handle
+
+    def checked(events: Iterable[Event], now_s: float) -> list[Action]:
+        for device in simulation._devices:
+            device.check_memory()
+        actions = handle(events, now_s)
+        check_state(simulation.core.state)
+        return actions
+
+    simulation.core.handle = checked  # type: ignore[method-assign]
+    return simulation.run(requests, 10_000.0)
+
+
+def ttfts_s(outcome: SimOutcome) -> list[float]:
+    return [one.token_times_s[0] - one.request.arrival_s for one in outcome.results]
+
+
+def test_a_request_for_a_model_without_an_engine_waits_for_its_load() -> None:
+    requests = [request(name, 20.0 * n) for n, name in enumerate("abcab")]
+    requests = [replace(one, id=f"{n}") for n, one in enumerate(requests)]
+    outcome = run(requests, "abc", 2)
+    # c replaces a, which was not used for longest; a then replaces b, and b replaces c.
+    waits_s = [ttft_s > LOAD for ttft_s in ttfts_s(outcome)]
+    assert waits_s == [False, False, True, True, True]
+    assert outcome.num_loads == 3
+    assert all(one.is_finished for one in outcome.results)
+
+
+def test_no_engine_leaves_while_its_model_has_requests() -> None:
+    requests = [request("a", output_tokens=2_000), request("b", 1.0)]
+    outcome = run(requests, "ab", 1)
+    [a, b] = outcome.results
+    assert b.token_times_s[0] > a.token_times_s[-1] + LOAD
+    assert outcome.num_loads == 1
+
+
+def test_a_load_does_not_stop_the_turns_of_its_device() -> None:
+    requests = [request("a", output_tokens=2_000), request("c", 1.0)]
+    undisturbed = run(requests[:1], "abc", 2).results[0].token_times_s
+    beside = run(requests, "abc", 2).results[0].token_times_s
+    during = [at_s for at_s in undisturbed if at_s < 1.0 + LOAD - 0.5]
+    assert len(during) > 400
+    assert beside[: len(during)] == pytest.approx(during)
+
+
+def test_late_requests_get_a_further_device() -> None:
+    """The requests of c are too many for its only device, and b has both devices without use."""
+    requests = [
+        request("c", 100.0 + n / 50, request_id=f"{n}", prompt_tokens=256) for n in range(1200)
+    ]
+    assert hosting("abc", 2, 2).hosts() == [(0, "b"), (0, "c"), (1, "a"), (1, "b")]
+    outcome = run(requests, "abc", 2, num_devices=2)
+    assert outcome.num_loads == 1
+    assert all(device.steps for device in outcome.devices)
+
+
+@pytest.mark.parametrize("policy", ["gpupool", "request-level", "shortest-queue", "best-fit"])
+@pytest.mark.parametrize("seed", range(3))
+def test_scarce_engines_serve_every_request(policy: str, seed: int) -> None:
+    names = "abcdefg"
+    lengths = LengthSampler([Lengths(300, 60)])
+    requests = poisson_workload(equal_rates(names, 0.05), 200.0, lengths, seed)
+    outcome = run(list(requests), names, 2, num_devices=2, policy=policy)
+    assert outcome.num_loads
+    assert all(one.is_finished for one in outcome.results)

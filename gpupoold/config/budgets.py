@@ -17,6 +17,7 @@ from gpupoold.config.sections import (
     GIB,
     LEAST_BYTES_IN_FLIGHT,
     LEAST_KV_HOST_BYTES,
+    MemorySettings,
 )
 from gpupoold.units import format_bytes
 
@@ -139,6 +140,13 @@ def work_out(wishes: Wishes, machine: Machine) -> Budgets:
         reasons={key: text for key, text in reasons.items() if not wishes.has(key)},
         most_model_cache_bytes=host.most_model_cache_bytes(kv_host),
     )
+
+
+def default_engines_bytes(budgets: Budgets) -> int:
+    """Return the default limit for the engines of a GPU with all of its reserve free."""
+    limit_bytes = MemorySettings().engines_for(budgets.reserve_bytes or CUDA_RESERVE_BYTES)
+    assert limit_bytes is not None, "a GPU has a reserve"
+    return limit_bytes
 
 
 class _HostMemory:

@@ -5,9 +5,8 @@ A box is one host, as a daemon has.
 
 from __future__ import annotations
 
-from gpupoold.config.budgets import Wishes, work_out
+from gpupoold.config.budgets import Wishes, default_engines_bytes, work_out
 from gpupoold.config.machine import DeviceFacts, Machine, MachineError
-from gpupoold.config.sections import MemorySettings
 from gpupoold.errors import UsageError
 from gpupoold.latency.hardware import hardware
 from gpupoold.sim.boxes import Box
@@ -63,10 +62,7 @@ def engine_costs(box: Box, wishes: HostWishes = NO_WISHES) -> EngineCosts | None
         )
     limit_bytes = wishes.engines_bytes
     if limit_bytes is None:
-        reserve_bytes = work_out(Wishes(), _machine(box)).reserve_bytes
-        assert reserve_bytes is not None, "GPUs have a reserve"
-        limit_bytes = MemorySettings().engines_for(reserve_bytes)
-        assert limit_bytes is not None
+        limit_bytes = default_engines_bytes(work_out(Wishes(), _machine(box)))
     load_s = LOAD_S if wishes.load_s is None else wishes.load_s
     return EngineCosts(wishes.engine_bytes, limit_bytes, load_s)
 

@@ -75,6 +75,11 @@ def choose(
         joined = max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
         free = _free_of_others(request, joined, devices, loads, tuning)
         return (joined, Rule.SERVED_THERE) if free is None else (free, Rule.FREE_OF_OTHERS)
+    if serving:  # none keeps up: a device of its own is worth a copy, however much the model needs
+        joined = min(serving, key=lambda one: (loads.of(one), one.number))
+        free = _free_of_others(request, joined, devices, loads, tuning)
+        if free is not None:
+            return free, Rule.FREE_OF_OTHERS
     if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
         return min(roomy, key=lambda one: (loads.of(one), one.number)), Rule.SERVED_THERE
     home = homes.get(model.name)

@@ -16,7 +16,7 @@ from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.host import HostWishes
 from gpupoold.sim.host_defaults import LOAD_S, engine_costs
 from gpupoold.sim.hosting import EngineCosts, Hosting
-from gpupoold.sim.lengths import LengthSampler, Lengths
+from gpupoold.sim.lengths import Lengths, LengthSampler
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from tests.sim.box import GB, models, request

@@ -95,6 +95,16 @@ def test_host_memory(cli: Cli, models: str) -> None:
     assert "most such periods reach the target: 87.5 %" in shown
 
 
+def test_engines_that_do_not_all_fit(cli: Cli, models: str) -> None:
+    asked = ("plan", "--devices", "1xA10", "--models", models, *SHORT)
+    usual = " ".join(cli(*asked).output.split())
+    assert "Every device has all engines at once." in usual
+    scarce = ("--engine-memory", "1GiB", "--engines-limit", "1GiB", "--engine-load", "20s")
+    shown = " ".join(cli(*asked, *scarce).output.split())
+    assert "Engines: 1 GiB each of 1 GiB on a GPU" in shown
+    assert "loaded anew in the runs, each in 20 s" in shown
+
+
 def test_policies_are_compared(cli: Cli, models: str) -> None:
     arguments = ("--devices", "2xA10", "--models", models, *SHORT, "--target", "0.5")
     result = cli("plan", *arguments, "--policy", "static,gpupool,aegaeon")

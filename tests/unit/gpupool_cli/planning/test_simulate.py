@@ -71,6 +71,20 @@ def test_host_memory(env: dict[str, str]) -> None:
     assert "is not a size" in simulate(env, *small, "--kv-host", "much").stderr
 
 
+def test_engines_that_do_not_all_fit(env: dict[str, str]) -> None:
+    small = ("--devices", "1xH800", "--models", "3", "--duration", "60s", "--policy", "gpupool")
+    scarce = ("--engine-memory", "1GB", "--engines-limit", "2GB", "--engine-load", "5s")
+    [usual] = rows_of(simulate(env, *small, "--json"))
+    [tight] = rows_of(simulate(env, *small, *scarce, "--json"))
+    assert "engine_loads" not in usual
+    assert int(str(tight["engine_loads"])) > 0
+    assert tight["finished"] == usual["finished"] == usual["requests"]
+    assert float(str(tight["ttft_p99_s"])) > 5.0
+    refused = simulate(env, *small, "--engines-limit", "2GB")
+    assert refused.returncode == 2
+    assert "add --engine-memory" in refused.stderr
+
+
 def test_a_table_and_what_it_is_good_for(env: dict[str, str]) -> None:
     done = simulate(env, *SMALL, "--models", "2,3")
     header, *rows, empty, title, goodput = done.stdout.splitlines()

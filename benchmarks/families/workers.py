@@ -184,7 +184,8 @@ class FamilyWorker(WorkerPeer):
 
         if not message.frames:
             return
-        outputs: Any = MsgpackDecoder(EngineCoreOutputs).decode(message.frames)
+        frames = [bytearray(one) for one in message.frames]  # writable, as tensors must be
+        outputs: Any = MsgpackDecoder(EngineCoreOutputs).decode(frames)
         for output in outputs.outputs:
             if output.pooling_output is not None:
                 self.numbers[output.request_id] = output.pooling_output.flatten().tolist()

@@ -102,7 +102,7 @@ def test_engines_that_do_not_all_fit(cli: Cli, models: str) -> None:
     scarce = ("--engine-memory", "1GiB", "--engines-limit", "1GiB", "--engine-load", "20s")
     shown = " ".join(cli(*asked, *scarce).output.split())
     assert "Engines: 1 GiB each of 1 GiB on a GPU" in shown
-    assert "loaded anew in the runs, each in 20 s" in shown
+    assert "loaded anew in the runs, each in 20s" in shown
 
 
 def test_policies_are_compared(cli: Cli, models: str) -> None:

@@ -43,40 +43,34 @@ def size_bytes(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def _size_option(name: str, text: str) -> Any:
+    return typer.Option(name, parser=size_bytes, metavar="SIZE", help=text)
+
+
 KvHostOption = Annotated[
     int | None,
-    typer.Option(
-        "--kv-host",
-        parser=size_bytes,
-        metavar="SIZE",
-        help="Host memory for KV of each GPU, as memory.kv_host; default: as the daemon.",
+    _size_option(
+        "--kv-host", "Host memory for KV of each GPU, as memory.kv_host; default: as the daemon."
     ),
 ]
 ModelCacheOption = Annotated[
     int | None,
-    typer.Option(
-        "--model-cache",
-        parser=size_bytes,
-        metavar="SIZE",
-        help="Host memory for models, as memory.model_cache; default: as the daemon.",
+    _size_option(
+        "--model-cache", "Host memory for models, as memory.model_cache; default: as the daemon."
     ),
 ]
 EngineMemoryOption = Annotated[
     int | None,
-    typer.Option(
+    _size_option(
         "--engine-memory",
-        parser=size_bytes,
-        metavar="SIZE",
-        help="Memory of an engine outside the pages, as `gpupool show` says; default: none.",
+        "Memory of an engine outside the pages, as `gpupool show` says; default: none.",
     ),
 ]
 EnginesLimitOption = Annotated[
     int | None,
-    typer.Option(
+    _size_option(
         "--engines-limit",
-        parser=size_bytes,
-        metavar="SIZE",
-        help="Limit for the engines of a GPU, as memory.engines; default: as the daemon.",
+        "Limit for the engines of a GPU, as memory.engines; default: as the daemon.",
     ),
 ]
 EngineLoadOption = Annotated[

@@ -123,7 +123,6 @@ class Simulation:
         if engines is not None:
             can_run = [device.models for device in self._devices]
             self._hosting = Hosting(engines, tuple(self._models), can_run)
-            self._load_s = engines.load_s
         self._introduce(
             devices,
             [
@@ -197,15 +196,17 @@ class Simulation:
     def _introduce(self, devices: Sequence[UnlikeDevice], ups: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
         events += ups
-        if self._hosting is not None:
-            events += [self._hosted(*one) for one in self._hosting.hosts()]
-        else:
-            events += [
-                self._hosted(number, name)
+        placed = (
+            self._hosting.hosts()
+            if self._hosting is not None
+            else [
+                (number, name)
                 for number, device in enumerate(devices)
                 for name in self._models
                 if name in device.models
             ]
+        )
+        events += [self._hosted(number, name) for number, name in placed]
         self.core.handle(events, 0.0)
         try:
             self.core.policy.check(self.core.state)
@@ -240,7 +241,7 @@ class Simulation:
             for name in load.evicted:
                 self._events.append(e.Unhosted(load.device, name))
                 self._devices[load.device].page_out(name)
-            at_s = self._queue.now_s + self._load_s
+            at_s = self._queue.now_s + self._hosting.costs.load_s
             self._queue.schedule(at_s, functools.partial(self._loaded, load.device))
 
     def _loaded(self, device: int) -> None:

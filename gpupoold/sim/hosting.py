@@ -68,7 +68,7 @@ class Hosting:
                 f"{format_bytes(costs.limit_bytes)} for engines",
                 "raise --engines-limit",
             )
-        self._costs = costs
+        self.costs = costs
         self._models = tuple(models)
         self._undivided = {
             name: frozenset(number for number, names in enumerate(can_run) if name not in names)
@@ -105,32 +105,31 @@ class Hosting:
     def due(self, state: State, now_s: float) -> list[EngineLoad]:
         """Begin the loads that are due, at most one on each device, and return them."""
         asked = [name for name in self._models if self._num_live[name]]
-        if not asked or len(self._loading) == len(self._engines):
+        if not asked:
             return []
         num_requests = Counter(one.device for one in state.requests.values())
-        devices = [
-            self._device(number, state.devices[number].models_with_requests, count, now_s)
-            for number, count in ((number, num_requests[number]) for number in self._numbers)
-        ]
+
+        def look(number: int) -> HostingDevice:
+            on_device = state.devices[number].models_with_requests
+            return self._device(number, on_device, num_requests[number], now_s)
+
+        devices = [look(number) for number in self._numbers]
         loads: list[EngineLoad] = []
         for name in asked:
-            idle = [one for one in devices if one.number not in self._loading]
-            if not idle or name in self._loading.values():
+            if len(self._loading) == len(self._engines):
+                break
+            if name in self._loading.values():
                 continue
-            model = self._model(name, is_late=is_late(state, name, now_s))
-            for choice in choose(model, devices)[:1]:
-                if choice.device in self._loading:
-                    continue
-                gone = victims(devices[choice.device], self._costs.num_bytes, choice.reason)
+            chosen = choose(self._model(name, is_late=is_late(state, name, now_s)), devices)
+            if chosen and chosen[0].device not in self._loading:
+                number = chosen[0].device
+                gone = victims(devices[number], self.costs.num_bytes, chosen[0].reason)
                 assert gone is not None, "the choice had checked it"
-                self._engines[choice.device] -= set(gone)
-                self._loading[choice.device] = name
+                self._engines[number] -= set(gone)
+                self._loading[number] = name
                 self.num_loads += 1
-                loads.append(EngineLoad(choice.device, name, tuple(gone)))
-                on_device = state.devices[choice.device].models_with_requests
-                devices[choice.device] = self._device(
-                    choice.device, on_device, num_requests[choice.device], now_s
-                )
+                loads.append(EngineLoad(number, name, tuple(gone)))
+                devices[number] = look(number)
         return loads
 
     def loaded(self, device: int) -> str:
@@ -152,13 +151,13 @@ class Hosting:
             devices = [self._device(number) for number in self._numbers]
             for choice in choose(self._model(name), devices):
                 device = devices[choice.device]
-                gone = victims(device, self._costs.num_bytes, choice.reason)
+                gone = victims(device, self.costs.num_bytes, choice.reason)
                 if gone is not None and not any(device.engines[one].is_only for one in gone):
                     self._engines[choice.device] -= set(gone)
                     self._engines[choice.device].add(name)
 
     def _model(self, name: str, *, is_late: bool = False) -> HostingModel:
-        need_bytes = dict.fromkeys(self._numbers, self._costs.num_bytes)
+        need_bytes = dict.fromkeys(self._numbers, self.costs.num_bytes)
         undivided = self._undivided[name]
         return HostingModel(name, need_bytes=need_bytes, is_late=is_late, undivided=undivided)
 
@@ -170,15 +169,14 @@ class Hosting:
         now_s: float = 0.0,
     ) -> HostingDevice:
         """Return a device for a decision; an engine that loads has its memory, and is busy."""
-        loading = self._loading.get(number)
-        busy = {*on_device, loading}
-        names = sorted({*self._engines[number], *([] if loading is None else [loading])})
+        loading = {self._loading[number]} if number in self._loading else set[str]()
+        busy, names = loading.union(on_device), sorted(loading | self._engines[number])
         return HostingDevice(
             number,
             {name: self._engine(name, number, now_s, is_busy=name in busy) for name in names},
-            self._costs.limit_bytes,
+            self.costs.limit_bytes,
             num_requests,
-            int(loading is not None),
+            len(loading),
         )
 
     def _engine(self, name: str, number: int, now_s: float, *, is_busy: bool) -> HostedEngine:
@@ -186,7 +184,7 @@ class Hosting:
         is_only = not any(name in on for on in others)
         return HostedEngine(
             name,
-            self._costs.num_bytes,
+            self.costs.num_bytes,
             is_busy=is_busy or (is_only and self._num_live[name] > 0),
             is_only=is_only,
             idle_s=now_s - self._used_at_s.get(name, -math.inf),

@@ -71,15 +71,16 @@ def choose(
     serving = [one for one in devices if _has_work(model, one)]
     roomy = [one for one in serving if admits(one, request)]
     keeping_up = [one for one in roomy if loads.of(one) <= full_load]
-    if keeping_up:
-        joined = max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
-        free = _free_of_others(request, joined, devices, loads, tuning)
-        return (joined, Rule.SERVED_THERE) if free is None else (free, Rule.FREE_OF_OTHERS)
-    if serving:  # none keeps up: a device of its own is worth a copy, however much the model needs
+    if serving:
+        # A device of its own is worth a copy, above all if none keeps up.
         joined = min(serving, key=lambda one: (loads.of(one), one.number))
+        if keeping_up:
+            joined = max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
         free = _free_of_others(request, joined, devices, loads, tuning)
         if free is not None:
             return free, Rule.FREE_OF_OTHERS
+        if keeping_up:
+            return joined, Rule.SERVED_THERE
     if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
         return min(roomy, key=lambda one: (loads.of(one), one.number)), Rule.SERVED_THERE
     home = homes.get(model.name)

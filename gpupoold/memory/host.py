@@ -129,8 +129,28 @@ def lay(
             host_address, room = host_address + length, room - length
 
 
+class Evictable(Protocol):
+    """Slots of a cache that may be freed for other slots, see :mod:`prefix_store`."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all these slots."""
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of the slots that may be freed now."""
+
+    def evict_oldest(self) -> bool:
+        """Free a slot; return False if none may be freed."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the bookkeeping is inconsistent."""
+
+
 class KvHostCache:
     """Host slots for the KV of paused requests, within a byte budget; for one thread.
+
+    ``prefixes``, if set, keeps KV of ended requests here, which is evicted for other slots.
 
     Models with blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`).
     The kernel allocates the buffer's memory only when slots are first used.
@@ -150,6 +170,7 @@ class KvHostCache:
         if slab_bytes is None:
             slab_bytes = slab_bytes_for(budget_bytes)
         self._slabs = SlabAllocator(budget_bytes, slab_bytes)
+        self.prefixes: Evictable | None = None
         self._file_bytes = self.budget_bytes * num_ranks
         self._fd = os.memfd_create("gpupool-kv", os.MFD_CLOEXEC)
         try:
@@ -196,6 +217,11 @@ class KvHostCache:
         return self._slabs.used_bytes
 
     @property
+    def prefix_bytes(self) -> int:
+        """The part of ``used_bytes`` with KV of ended requests."""
+        return 0 if self.prefixes is None else self.prefixes.used_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes in slabs of some shape, used or not."""
         return self._slabs.reserved_bytes
@@ -206,19 +232,41 @@ class KvHostCache:
         return self._slabs.free_bytes
 
     def num_free_blocks(self, block_bytes: int) -> int:
-        """Return the largest number of blocks of ``block_bytes`` for one new slot.
+        """Return an estimate of the number of blocks of ``block_bytes`` for one new slot.
+
+        Too high if evictions of prefixes with blocks of other sizes free no whole slabs.
 
         Raises:
             ValueError: a block has no bytes.
         """
-        return self._slabs.num_free_blocks(block_bytes)
+        free = self._slabs.num_free_blocks(block_bytes)
+        if self.prefixes is None:
+            return free
+        return free + self.prefixes.evictable_bytes // block_bytes
+
+    def make_room(self, block_bytes: int, num_blocks: int) -> int:
+        """Evict prefixes until a slot has room, as far as possible.
+
+        Returns the number of blocks of ``block_bytes`` that have room.
+
+        Raises:
+            ValueError: a block has no bytes.
+        """
+        while (free := self._slabs.num_free_blocks(block_bytes)) < num_blocks:
+            if self.prefixes is None or not self.prefixes.evict_oldest():
+                break
+        return free
 
     def allocate(self, block_bytes: int, num_blocks: int) -> HostSlot | None:
         """Return a slot of ``num_blocks`` KV blocks of ``block_bytes``; None if there is no space.
 
+        Prefixes are evicted for the slot.
+
         Raises:
             ValueError: a block has no bytes, or the number of blocks is negative.
         """
+        if num_blocks > 0:
+            self.make_room(block_bytes, num_blocks)
         blocks = self._slabs.allocate(block_bytes, num_blocks)
         return None if blocks is None else HostSlot(self, blocks)
 

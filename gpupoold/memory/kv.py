@@ -22,15 +22,17 @@ from gpupoold.memory.contracts import BlockLedger, Copy, Device
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
 from gpupoold.memory.kv_extents import OFFLOADED, Group, KvExtents, Place
+from gpupoold.memory.prefix_store import StoredBlocks
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """Blocks kept until their bytes have been copied for another device."""
+    """Blocks kept until their bytes have been copied; ``slot`` is then freed."""
 
     blocks: list[int]
     transfer: Transfer
+    slot: Slot | None = None
 
 
 class KvMemory(KvExtents):
@@ -104,8 +106,8 @@ class KvMemory(KvExtents):
         """
         assert all(self.place(extent) is Place.DEVICE for extent in extents)
         self.finish_exports()  # exports still read pages that are unmapped below
-        room = self._host.num_free_blocks(self.geometry.block_bytes)
-        totals = itertools.accumulate(map(self._index.num_used, extents))
+        totals = list(itertools.accumulate(map(self._index.num_used, extents)))
+        room = self._host.make_room(self.geometry.block_bytes, totals[-1] if totals else 0)
         num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
         done = extents[:num_done]
         leaving = sorted(extent for extent in done if self._index.num_used(extent))
@@ -165,21 +167,43 @@ class KvMemory(KvExtents):
                 is_split = True
         if is_split:  # the end of the transfer tells of copies on the device only
             self._device.wait_for_ranks()
-        self._engine().keep(blocks)
-        transfer = queue.begin(copies, on_end)
-        self._exports.append(_Export(list(blocks), transfer))
-        self._note_busy()
+        transfer = self._begin_export(blocks, copies, queue, on_end)
         return slot, transfer
 
-    def attach_slot(self, slot: Slot, num_blocks: int) -> list[int] | None:
+    def store(self, blocks: Sequence[int], copies: StoredBlocks, queue: TransferQueue) -> None:
+        """Start to copy blocks, all on the device, to ``copies``, which are freed afterwards.
+
+        The blocks stay unchanged until ``settle`` after the copy.
+        """
+        pieces = copies.beside(self._extents(blocks))
+        moves = [Copy(target, source, num_bytes) for source, target, num_bytes in pieces]
+        self._begin_export(blocks, moves, queue, copies.note_arrival, copies)
+
+    def _begin_export(
+        self,
+        blocks: Sequence[int],
+        copies: list[Copy],
+        queue: TransferQueue,
+        on_end: Callable[[bool], None],
+        slot: Slot | None = None,
+    ) -> Transfer:
+        self._engine().keep(blocks)
+        transfer = queue.begin(copies, on_end)
+        self._exports.append(_Export(list(blocks), transfer, slot))
+        self._note_busy()
+        return transfer
+
+    def attach_slot(
+        self, slot: Slot, num_blocks: int, *, may_unmap: bool = True
+    ) -> list[int] | None:
         """Put ``num_blocks`` blocks of unmapped extents at ``slot``'s bytes; return the block ids.
 
         The slot has the bytes row by row, in the order of the returned ids. The blocks stay held:
         the caller gives the blocks to the engine. ``slot`` is freed when no longer needed. Returns
-        None if too few blocks are unmapped or can be unmapped.
+        None if too few blocks are unmapped or, if ``may_unmap``, can be unmapped.
         """
         extents, blocks = self._unmapped_for(num_blocks)
-        if len(blocks) < num_blocks:
+        if len(blocks) < num_blocks and may_unmap:
             self.unmap([extent for extent in self.free_extents() if extent])
             extents, blocks = self._unmapped_for(num_blocks)
         if len(blocks) < num_blocks:
@@ -275,6 +299,9 @@ class KvMemory(KvExtents):
         for export in self._exports:  # finished, not stopped: other workers wait for the bytes
             with contextlib.suppress(Exception):
                 export.transfer.wait()
+            if export.slot is not None:
+                export.slot.free()
+        self._exports.clear()
         for group in self._groups():
             if group.transfer is not None:
                 group.transfer.stop()
@@ -313,7 +340,10 @@ class KvMemory(KvExtents):
         if ended:
             self._exports = [export for export in self._exports if export not in ended]
             self._note_busy()
-            self._engine().give([block for export in ended for block in export.blocks])
+            for export in ended:
+                self._engine().give(export.blocks)
+                if export.slot is not None:
+                    export.slot.free()
             self.discard_dead()
 
     def _put(self, group: Group, place: Place) -> None:

@@ -184,7 +184,8 @@ class WorkerStatus(Message):
 
     ``turn_began_s`` is the time when the present model could run, None while the model is loaded.
     ``prefetched_bytes`` counts weights loaded for a coming turn. ``loading`` is the present load of
-    a model, if there is one.
+    a model, if there is one. ``prefix_bytes`` is host memory with KV of ended requests, which is
+    not part of ``kv_host_bytes``.
     """
 
     device: int
@@ -199,3 +200,4 @@ class WorkerStatus(Message):
     turn_began_s: float | None = None
     prefetched_bytes: int = 0
     loading: LoadProgress | None = None
+    prefix_bytes: int = 0

@@ -177,6 +177,8 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A model's memory on one worker, in bytes.
 
     ``encoder_bytes`` counts the image encoder's outputs, which are outside the device's pages.
+    ``prefix_hit_bytes`` and ``prefix_saved_bytes`` count KV of ended requests that later requests
+    found in host memory, and that was copied there, since the engine's load.
     """
 
     model: str
@@ -187,6 +189,8 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     num_live: int
     num_waiting: int
     encoder_bytes: int = 0
+    prefix_hit_bytes: int = 0
+    prefix_saved_bytes: int = 0
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

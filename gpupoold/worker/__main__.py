@@ -130,6 +130,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.numa import prefer_node
     from gpupoold.memory.pages import PagePool
+    from gpupoold.memory.prefix_store import PrefixStore
 
     version = check_engine_version()
     device = _open_device(arguments, rank)
@@ -140,6 +141,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         device, links = lead(rank, device)
     pool = PagePool(device.num_pages, device.table_pages)
     host = KvHostCache(arguments.kv_host_bytes, num_ranks=rank.num_ranks)
+    PrefixStore(host, arguments.prefix_cache_bytes)
     with prefer_node(device.numa_node):
         host.pin(device)
         link = measure_link(device, pool)
@@ -244,6 +246,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--page-bytes", type=int, default=0)
     parser.add_argument("--link-bytes-per-s", type=int, default=0, help="of an emulated device")
     parser.add_argument("--kv-host-bytes", type=int, required=True)
+    parser.add_argument("--prefix-cache-bytes", type=int)
     parser.add_argument("--compute-threads", type=int, required=True)
     parser.add_argument("--are-threads-set", type=int, default=0, help="1: by the user")
     parser.add_argument("--self-check-interval", type=int, default=0, help="0: no self-check")

@@ -139,9 +139,6 @@ def test_prompts_in_chunks_beside_answers(
         peer.ask(model, name, prompt(length), max_tokens=NUM_TOKENS)
         peer.run_until_ended(name)
         alone[name] = peer.tokens[name]
-    while peer.wait(m.WorkerStatus).on_turn is not None:
-        pass  # a turn under way would go on with what is asked next
-    peer.call("page_out", model=model)  # else the prompts would be there already
     send, note = peer.channel.send, peer.scheduler.stepped
     first_step: dict[str, int] = {}
     steps = itertools.count()
@@ -160,7 +157,8 @@ def test_prompts_in_chunks_beside_answers(
     monkeypatch.setattr(peer.channel, "send", send_chunked)
     monkeypatch.setattr(peer.scheduler, "stepped", stepped)
     for name, length in lengths.items():
-        peer.ask(model, f"{name}-chunked", prompt(length), max_tokens=NUM_TOKENS)
+        salt = f"{name}-chunked"  # else the prompts would be there already
+        peer.ask(model, salt, prompt(length), cache_salt=salt, max_tokens=NUM_TOKENS)
     peer.run_until_ended(*(f"{name}-chunked" for name in lengths))
     assert {name: peer.tokens[f"{name}-chunked"] for name in lengths} == alone
     # Steps in which those that were quicker had a token, while the longer prompts were computed.

@@ -43,6 +43,8 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
             if device.kind == "cuda"
             else 1,
         }
+        if settings.memory.prefix_cache_bytes is not None:
+            options["--prefix-cache-bytes"] = settings.memory.prefix_cache_bytes
     return as_words(options)
 
 

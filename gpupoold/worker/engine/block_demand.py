@@ -11,7 +11,7 @@ the request by a step; for a running request vLLM would preempt, so that bound i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,18 +78,24 @@ class BlockDemand:
         )
         return total + self._of_chunks(chunks, limits)
 
-    def of_waiting(self, requests: Iterable[tuple[Request, bool]], limits: StepLimits) -> int:
+    def of_waiting(
+        self,
+        requests: Iterable[tuple[Request, bool]],
+        limits: StepLimits,
+        num_cached_tokens: Callable[[Request], int] = lambda request: 0,
+    ) -> int:
         """Return the most blocks that requests may take that wait, in this order.
 
         The flag with a request is False if vLLM may pass over the request: the budget is then not
-        counted as spent.
+        counted as spent. ``num_cached_tokens`` returns the tokens of a request whose blocks are
+        kept in the prefix cache.
         """
         left, num_slots, taken, most = limits.budget, limits.num_slots, 0, 0
         for request, starts in requests:
             if num_slots <= 0 or left <= 0:
                 break
             num_slots -= 1
-            computed = request.num_computed_tokens
+            computed = request.num_computed_tokens or num_cached_tokens(request)
             wanted = max(1, request.num_tokens_with_spec - computed)
             now = min(wanted, left)  # vLLM may fill up one token to ``num_each``
             part = self._of_tokens(computed, max(now, limits.num_each) + limits.num_lookahead)

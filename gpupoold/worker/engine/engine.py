@@ -27,6 +27,7 @@ from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.prefix_store import PrefixStore
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters, OtherRanks
@@ -38,6 +39,7 @@ from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.load_start import start_load
 from gpupoold.worker.engine.pooled_memory import PooledMemory
+from gpupoold.worker.engine.prefixes import StoredPrefixes
 from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.runners import drop_runner
@@ -65,8 +67,12 @@ class ModelEngine:
         kv: KvMemory,
         info: LoadedModel,
         ranks: OtherRanks | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
-        """``ranks`` has the adapters of the other ranks of a group."""
+        """``ranks`` has the adapters of the other ranks of a group.
+
+        ``prefixes`` keeps the KV of ended requests, if the engine caches prefixes.
+        """
         assert load.weights is not None and load.layout is not None
         self._core: Any = core
         self.name = name
@@ -81,6 +87,18 @@ class ModelEngine:
         self._scheduler: Any = core.scheduler
         self._scheduler.kv = kv
         self._scheduler.name = info.name
+        self.prefixes: StoredPrefixes | None = None
+        if prefixes is not None and _block_pool(core).enable_caching and info.generates:
+            managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+            self.prefixes = StoredPrefixes(
+                managers,
+                _block_pool(core),
+                self._ledger,
+                kv,
+                prefixes,
+                lambda: bool(self._scheduler.lacks_blocks(self._ledger.num_free)),
+            )
+            self._scheduler.prefixes = self.prefixes
         self.steps = EngineSteps(core, info.name)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
@@ -118,6 +136,8 @@ class ModelEngine:
             else:
                 attach(request)
                 self._core.add_request(request, wave)
+            if self.prefixes is not None and not attached:
+                self.prefixes.attach(request)
         except Exception as error:  # one request's error must not end others
             if slot is not None:
                 slot.free()
@@ -222,6 +242,8 @@ class ModelEngine:
             )
         else:
             pooling = self._pooling_params()
+        if self.prefixes is not None:
+            self.prefixes.ignore(request_id)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tokens.choices(range(size), k=num_prompt_tokens),
@@ -339,6 +361,9 @@ class ModelEngine:
         del core
         HEAP.engine_closed()
         self.kv.close()
+        if self.prefixes is not None:
+            self.prefixes.forget()
+            self.prefixes = None
         self.weights.close()
 
 
@@ -364,7 +389,8 @@ def load_engine(
             ranks = (
                 core.model_executor.adapters(device) if isinstance(device, GroupDevice) else None
             )
-            engine = ModelEngine(name, core, load, kv, info, ranks)
+            prefixes = host.prefixes if isinstance(host.prefixes, PrefixStore) else None
+            engine = ModelEngine(name, core, load, kv, info, ranks, prefixes)
             problems = engine.adapters.add_all(model.adapters)
             engine.info = msgspec.structs.replace(info, adapter_problems=problems)
             return engine

@@ -24,6 +24,7 @@ from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine import computed_kv
 from gpupoold.worker.engine.block_demand import BlockDemand, StepLimits
 from gpupoold.worker.engine.computed_kv import ComputedKv
+from gpupoold.worker.engine.prefixes import StoredPrefixes
 from gpupoold.worker.engine.resume import after_grammar
 
 # Statuses of waiting requests that wait for nothing but their turn, or for a grammar.
@@ -39,6 +40,7 @@ _MAX_PUT_OFF_S = 1.0
 class PooledScheduler(Scheduler):
     """A scheduler that knows which blocks are on the device, from ``kv``.
 
+    ``prefixes``, if set, has KV of ended requests for new ones.
     ``alone`` is the only request that may run, if set. ``isolated`` requests share no step with
     others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
     limits the next step, if set. While ``is_held``, no step is scheduled. ``num_updates`` counts
@@ -46,6 +48,7 @@ class PooledScheduler(Scheduler):
     seconds. ``drafts`` counts speculative decoding since the last ``take_drafts``.
     """
 
+    prefixes: StoredPrefixes | None = None
     running: list[Request]
     max_num_running_reqs: int
     max_num_active_reqs: int
@@ -84,6 +87,8 @@ class PooledScheduler(Scheduler):
         finally:
             self.max_num_scheduled_tokens = limit
         self._was_idle = not output.num_scheduled_tokens
+        if self.prefixes is not None and self.prefixes.holds_requests:
+            self.prefixes.release_started()
         WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
         return output
 
@@ -190,6 +195,9 @@ class PooledScheduler(Scheduler):
     ) -> bool:
         """Reset as vLLM does; with ``reset_running_requests`` no request has KV afterwards."""
         if reset_running_requests:
+            if self.prefixes is not None:
+                self.prefixes.drop()
+                self.prefixes.drop_ended()
             for request in list(self.kv_holding_waiting):
                 self.kv_holding_waiting.remove_request(request)
                 self.kv_cache_manager.free(request)
@@ -205,7 +213,15 @@ class PooledScheduler(Scheduler):
         if not (self.waiting or self.kv_holding_waiting) or limits.num_slots <= 0:
             return wanted
         watermark: int = self.kv_cache_manager.watermark_blocks
-        return wanted + watermark + self._block_demand.of_waiting(self._next_waiting(), limits)
+        waiting, prefixes = self._next_waiting(), self.prefixes
+        if prefixes is None:
+            return wanted + watermark + self._block_demand.of_waiting(waiting, limits)
+        cached = prefixes.num_cached_tokens
+        return wanted + watermark + self._block_demand.of_waiting(waiting, limits, cached)
+
+    def lacks_blocks(self, num_free: int) -> bool:
+        """Return whether running requests may need more blocks than are free."""
+        return self._block_demand.of_running(self.running, self._limits(0)) > num_free
 
     def num_blocks_of_answers(self) -> int | None:
         """Return the most blocks of a step that only continues answers, at little cost.
@@ -276,17 +292,25 @@ class PooledScheduler(Scheduler):
     def can_schedule(self) -> bool:
         """Return whether a request could run now."""
         with_kv = chain(self.running, self.kv_holding_waiting)
-        return bool(self.waiting) or any(self._is_on_device(one) for one in with_kv)
+        if any(self._is_on_device(one) for one in with_kv):
+            return True
+        if self.prefixes is None or not self.prefixes.holds_requests:
+            return bool(self.waiting)
+        return any(map(self.prefixes.may_start, self.waiting))
 
     def blocks_under_way(self) -> Iterator[int]:
         """Yield blocks of the running requests, oldest first; then of requests that wait."""
         for request in chain(self.running, self.kv_holding_waiting):
             yield from self._blocks(request)
+        if self.prefixes is not None:
+            yield from self.prefixes.blocks()
 
     @property
     def _is_restricted(self) -> bool:
         is_whole = self.kv is None or self.kv.is_whole
-        return not is_whole or self.alone is not None or bool(self.isolated)
+        if not is_whole or self.alone is not None or self.isolated:
+            return True
+        return self.prefixes is not None and self.prefixes.holds_requests
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Hold a waiting request whose KV or cached prefix is not on the device."""
@@ -297,12 +321,20 @@ class PooledScheduler(Scheduler):
             after_grammar(self.structured_output_manager, request)
         if self._sits_out(request.request_id):
             return False
+        if self.prefixes is not None and not self.prefixes.may_start(request):
+            return False
         if self.kv is None or self.kv.is_whole:
             return True
         if request.num_computed_tokens:
             return self._is_on_device(request)
         hit = self.kv_cache_manager.get_computed_blocks(request)[0]
         return self.kv.is_on_device(block for group in hit.get_block_ids() for block in group)
+
+    def _free_blocks(self, request: Request) -> None:
+        """Free the blocks of an ended request, which are kept for later requests first."""
+        if self.prefixes is not None:
+            self.prefixes.end(request)
+        super()._free_blocks(request)
 
     def _without_slot(self, out: Collection[str], num_slots: int) -> set[str]:
         """Return running requests beyond the adapters of one step, the newest.

@@ -35,6 +35,8 @@ class KvBacking:
         if missing and self._eviction.is_exhausted({model.name}):
             count = min(count, self._pool.num_free)  # an extent takes a page or more
             if not count:
+                if model.prefixes is not None:
+                    model.prefixes.drop_if_short()
                 return
         num_ahead = _num_ahead(kv.geometry, soon) if may_map_ahead else 0
         unmapped = kv.first_extents(Place.UNMAPPED, count + num_ahead)

@@ -18,6 +18,26 @@ from gpupoold.memory.weights import WeightMemory
 from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
 
 
+class ModelPrefixes(Protocol):
+    """A model's KV of ended requests, for requests that begin with the same tokens."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if ``save`` has work."""
+
+    def save(self, queue: TransferQueue) -> None:
+        """Start to copy KV of ended requests to host memory."""
+
+    def attach_postponed(self) -> None:
+        """Find KV for waiting requests that had no room for KV before."""
+
+    def drop(self) -> bool:
+        """Give up the KV found for waiting requests; return False without any."""
+
+    def drop_if_short(self) -> None:
+        """Give up this KV if running requests may need its memory."""
+
+
 class PooledModel(Protocol):
     """The part of a model's engine that residency needs."""
 
@@ -36,6 +56,10 @@ class PooledModel(Protocol):
 
     def preempt(self) -> None:
         """Drop the KV of all requests, which is recomputed later."""
+
+    @property
+    def prefixes(self) -> ModelPrefixes | None:
+        """The model's KV of ended requests in host memory, None if none is kept."""
 
     def num_missing_blocks(self) -> tuple[int, int]:
         """Return the number of blocks that the next step may need beyond free blocks.
@@ -186,6 +210,14 @@ class PageEviction:
         model.preempt()
         model.kv.discard_dead()
         model.kv.unmap(spare_extents(model.kv))
+
+    def give_up(self, model: PooledModel) -> None:
+        """Drop KV of the host that cannot arrive: that of waiting requests, or else all."""
+        model.kv.stop_arriving()
+        if model.prefixes is None or not model.prefixes.drop():
+            self.recompute_later(model)
+        else:
+            model.kv.discard_dead()
 
     def _holding(self, name: str, is_host_full: bool) -> PageHolding:
         model, use = self.models[name], self._use_of(name)

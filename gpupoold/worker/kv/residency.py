@@ -117,6 +117,7 @@ class Residency:
         model.kv.settle()
         model.kv.stop_leaving()
         model.weights.settle()
+        self._find_prefixes(model)
         first = self._first_extent(model)
         is_resident = model.weights.can_start and model.kv.is_whole and not first
         if is_resident and not prefetched_bytes:
@@ -161,13 +162,18 @@ class Residency:
         return model.weights.can_start and not self._first_extent(model)
 
     def advance(self, name: str) -> None:
-        """Start to load more of a model's KV, then of the prefetched model; call between steps."""
+        """Start to load more of a model's KV, then of the prefetched model; call between steps.
+
+        KV of requests that have ended begins to be saved for later requests.
+        """
         self._eviction.settle()
         model = self._models[name]
+        self.save_prefixes(name)
+        self._find_prefixes(model)
         if model.kv.missing_bytes:
             self._bring(model)
             if not self._is_coming(model):
-                self._eviction.recompute_later(model)  # no KV can arrive any more
+                self._eviction.give_up(model)  # no KV can arrive any more
         elif self._next is not None:
             self._go_on_prefetching(self._next, name)
 
@@ -177,7 +183,7 @@ class Residency:
         self._bring(model)
         while not model.kv.is_whole and not model.is_ready():
             if not self._wait_arrival(model):
-                self._eviction.recompute_later(model)  # no KV can arrive any more
+                self._eviction.give_up(model)  # no KV can arrive any more
             self._bring(model)
 
     def bring_all(self, name: str) -> None:
@@ -200,6 +206,7 @@ class Residency:
         self.stop_prefetch()
         model = self._models[name]
         model.kv.stop_leaving()
+        self._find_prefixes(model)
         self._next, self._had_before_bytes = name, model.weights.mapped_bytes
         wanted = self._num_wanted_pages(model)
         if wanted:
@@ -264,6 +271,12 @@ class Residency:
         """Copy blocks of a model to the host for another device, see :meth:`KvMemory.export`."""
         return self._models[name].kv.export(blocks, self._out, on_end)
 
+    def save_prefixes(self, name: str) -> None:
+        """Start to copy KV of a model's ended requests to the host, for later requests."""
+        prefixes = self._models[name].prefixes
+        if prefixes is not None and prefixes.has_ended:
+            prefixes.save(self._out)
+
     def settle_exports(self) -> None:
         """Free exports of all models whose copies have ended."""
         self._eviction.settle_exports()
@@ -283,8 +296,14 @@ class Residency:
         self.pool.check_owned(owned)
         kvs = [model.kv for model in self._models.values()]
         own_bytes = sum(kv.host_bytes - kv.peer_host_bytes for kv in kvs)
-        assert self._host.used_bytes == own_bytes + sent_bytes
+        if self._host.prefixes is not None:
+            self._host.prefixes.check_integrity()
+        assert self._host.used_bytes == own_bytes + sent_bytes + self._host.prefix_bytes
         return len(owned)
+
+    def _find_prefixes(self, model: PooledModel) -> None:
+        if model.prefixes is not None:
+            model.prefixes.attach_postponed()
 
     def _back(self, model: PooledModel, extents: list[int]) -> None:
         if extents and self._eviction.wait_for(model.kv.num_missing_pages(extents)):

@@ -37,7 +37,8 @@ def status(
         quota_s=turn.quota_s if turn else 0.0,
         num_steps=num_steps,
         free_bytes=free_bytes,
-        kv_host_bytes=host.used_bytes,
+        kv_host_bytes=host.used_bytes - host.prefix_bytes,
+        prefix_bytes=host.prefix_bytes,
         models=[_memory_of(engine, ledger) for engine in engines],
         num_recomputed=residency.num_recomputed,
         turn_began_s=orders.began_s,
@@ -63,12 +64,15 @@ class MissingBytes:
 
 def _memory_of(engine: ModelEngine, ledger: RequestLedger) -> m.ModelMemory:
     weights = engine.weights
+    prefixes = engine.prefixes
     return m.ModelMemory(
         model=engine.name,
         weights_resident_bytes=weights.mapped_bytes,
         weights_total_bytes=weights.num_bytes,
         kv_resident_bytes=engine.kv.resident_bytes,
         kv_host_bytes=engine.kv.host_bytes,
+        prefix_hit_bytes=0 if prefixes is None else prefixes.hit_bytes,
+        prefix_saved_bytes=0 if prefixes is None else prefixes.saved_bytes,
         encoder_bytes=engine.encoder_bytes,
         num_live=ledger.num_live(engine.name),
         num_waiting=ledger.num_waiting(engine.name),

@@ -77,6 +77,7 @@ class TurnRequests:
             self._send(m.Migrated(message.model, message.request_id, is_known=False))
             return
         self._migrations.migrate_out(engine, self._residency, message.request_id)
+        self._residency.save_prefixes(message.model)
         self._ledger.finish(message.model, [message.request_id])
         engine.kv.discard_dead()
 
@@ -87,6 +88,7 @@ class TurnRequests:
         if engine is None:
             return
         engine.abort(request_ids)
+        self._residency.save_prefixes(model)
         self._ledger.finish(model, request_ids)
         engine.kv.discard_dead()
 

@@ -40,6 +40,8 @@ class KnownEngine:
     A kind of step that is new to it takes three times as long, as if kernels had to be tuned.
     """
 
+    prefixes = None
+
     def __init__(self, rig: Rig, *, slowness: float = 1.0, weight_pages: int = 4) -> None:
         self.now_s = 100.0
         self.slowness = slowness

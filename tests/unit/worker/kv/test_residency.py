@@ -44,6 +44,7 @@ class Model:
     ledger: MemoryLedger
     snapshot: bytes
     num_wanted: int = 0
+    prefixes: None = None
     num_soon: int = 0
     requests: list[list[int]] = field(default_factory=list)
     num_preempted: int = 0

@@ -1,0 +1,85 @@
+"""KV of ended requests in host memory: later turns of conversations, below the control plane."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpupool_cli.bench.rig import weight_bytes
+from gpupoold.wire import messages as m
+from tests.functional.worker_peer import WorkerPeer
+
+_MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen3")
+_NUM_TURNS = 4
+_TURN_TOKENS = 70
+_MAX_TOKENS = 16
+_AHEAD = {"GPUPOOL_ENGINE_ARGUMENTS": '{"async_scheduling": true}'}
+
+
+@pytest.fixture(scope="module", params=[{}, _AHEAD], ids=["one-by-one", "ahead"])
+def peer(tiny_models: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[WorkerPeer]:
+    """A device that holds the weights of one and a half models, and little KV."""
+    largest = max(weight_bytes(tiny_models[name]) for name in _MODELS)
+    peer = WorkerPeer(
+        int(1.5 * largest), kv_host_bytes=64 << 20, quota_max_s=0.05, environment=request.param
+    )
+    for name in _MODELS:
+        peer.load(name, tiny_models[name], max_model_len=1024)
+    yield peer
+    peer.close()
+
+
+def user_turn(conversation: int, turn: int) -> list[int]:
+    rng = random.Random(f"{conversation}-{turn}")
+    return [rng.randrange(300, 1900) for _ in range(_TURN_TOKENS)]
+
+
+def converse(peer: WorkerPeer, num_conversations: int, salt: str | None) -> dict[str, list[int]]:
+    """The answers of all turns; all conversations of all models ask a turn at once.
+
+    With a ``salt``, no request finds the KV of another one.
+    """
+    histories: dict[tuple[str, int], list[int]] = {
+        (model, one): [] for model in _MODELS for one in range(num_conversations)
+    }
+    answers = {}
+    for turn in range(_NUM_TURNS):
+        ids = {}
+        for (model, one), history in histories.items():
+            ids[model, one] = request_id = f"{salt}-{model}-{one}-{turn}"
+            history += user_turn(one, turn)
+            own = None if salt is None else request_id
+            peer.ask(model, request_id, list(history), cache_salt=own, max_tokens=_MAX_TOKENS)
+        peer.run_until_ended(*ids.values())
+        for key, request_id in ids.items():
+            answers[f"{key}-{turn}"] = peer.tokens[request_id]
+            histories[key] += peer.tokens[request_id]
+    return answers
+
+
+def memory_of(peer: WorkerPeer) -> dict[str, m.ModelMemory]:
+    """A status made after this call."""
+    peer.wait(m.WorkerStatus)
+    peer.wait(m.WorkerStatus)
+    assert peer.status is not None
+    return {one.model: one for one in peer.status.models}
+
+
+def test_later_turns_find_the_kv_of_earlier_ones(peer: WorkerPeer) -> None:
+    before = memory_of(peer)
+    expected = converse(peer, 6, "alone")
+    unsalted = memory_of(peer)
+    assert all(unsalted[name].prefix_hit_bytes == before[name].prefix_hit_bytes for name in before)
+    assert converse(peer, 6, None) == expected
+    after = memory_of(peer)
+    for name in _MODELS:
+        hit_bytes = after[name].prefix_hit_bytes - before[name].prefix_hit_bytes
+        assert hit_bytes > 0, name
+        assert after[name].prefix_saved_bytes > 0
+    assert peer.status is not None
+    assert peer.status.prefix_bytes > 0
+    assert peer.status.kv_host_bytes == 0
+    peer.call("check_integrity")

@@ -141,7 +141,8 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         device, links = lead(rank, device)
     pool = PagePool(device.num_pages, device.table_pages)
     host = KvHostCache(arguments.kv_host_bytes, num_ranks=rank.num_ranks)
-    PrefixStore(host, arguments.prefix_cache_bytes)
+    if arguments.prefix_cache_bytes != 0:
+        PrefixStore(host, arguments.prefix_cache_bytes)
     with prefer_node(device.numa_node):
         host.pin(device)
         link = measure_link(device, pool)

@@ -57,6 +57,8 @@ def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
     loop.interrupt_turn()
     loop.switch_to(model)
     loop.residency.bring_all(model)
+    loop.residency.save_prefixes(model)
+    engine.kv.finish_exports()  # blocks of ended requests live until they are copied
     return {
         "weights": weights_digest(loop.device, engine),
         "kv": kv_digest(loop.device, engine),

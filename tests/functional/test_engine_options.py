@@ -66,6 +66,7 @@ async def test_options_are_kept_by_their_names(daemon: PrivateDaemon) -> None:
         assert client.model(LLAMA).engine == {"max_num_seqs": "8", "seed": "3"}
 
 
+@pytest.mark.slow
 async def test_answers_go_on_in_the_new_engine(daemon: PrivateDaemon) -> None:
     """Greedy answers of the changed model and of another model, during two changes."""
     async with api_client(daemon.http_url) as api:

@@ -230,6 +230,8 @@ def experts(api: OpenAI) -> Any:
     return completion(api, MIXTRAL)
 
 
+pytestmark = pytest.mark.slow
+
 KINDS = (tools, schema, reasoning, vision, embeddings, rerank, experts, adapter, base)
 
 

@@ -22,7 +22,11 @@ def peer(tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     """A device with room for one model and a half, that asks the self-check at every switch."""
     sizes = [(tiny_models[name] / "model.safetensors").stat().st_size for name in MODELS]
     peer = WorkerPeer(
-        int(1.5 * max(sizes)), kv_host_bytes=64 << 20, quota_max_s=0.05, self_check_interval=1
+        int(1.5 * max(sizes)),
+        kv_host_bytes=64 << 20,
+        quota_max_s=0.05,
+        self_check_interval=1,
+        options={"--prefix-cache-bytes": 0},  # else KV of ended requests would stay
     )
     for name in MODELS:
         peer.load(name, tiny_models[name], max_model_len=256)

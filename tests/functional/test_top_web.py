@@ -79,6 +79,7 @@ def test_a_visitor_with_the_secret_gets_the_application(
     until(lambda: not psutil.Process(process.pid).children(recursive=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
 def test_the_processes_of_pages_end_with_the_server(
     sim_box: PrivateDaemon, signal_number: signal.Signals

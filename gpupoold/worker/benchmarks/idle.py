@@ -51,7 +51,7 @@ def leftovers(loop: TurnLoop) -> dict[str, Any]:
         "pages": pool.num_pages,
         "free_pages": pool.num_free,
         "page_bytes": loop.device.page_bytes,
-        "kv_host_bytes": loop.host.used_bytes,
+        "kv_host_bytes": loop.host.used_bytes - loop.host.prefix_bytes,
         "device_free_bytes": loop.device.free_bytes(),
         **memory,
     }

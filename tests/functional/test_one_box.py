@@ -31,6 +31,8 @@ from tests.functional.daemon_tools import (
 )
 from tests.functional.images import data_url, encoded, image_part, picture
 
+pytestmark = pytest.mark.slow
+
 VISION, EMBEDDER, RERANKER = "tiny-qwen2.5-vl", "tiny-bert-embed", "tiny-bert-rerank"
 THINKER = "thinker"
 ADAPTER, PRESET = "poet", "brief"
@@ -228,11 +230,6 @@ def base(api: OpenAI) -> Any:
 
 def experts(api: OpenAI) -> Any:
     return completion(api, MIXTRAL)
-
-
-pytestmark = pytest.mark.slow
-
-KINDS = (tools, schema, reasoning, vision, embeddings, rerank, experts, adapter, base)
 
 
 def test_every_kind_of_request_at_once_is_answered_as_alone(

@@ -241,6 +241,8 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
     }
     if usage.encoder_bytes:
         sizes["encoder"] = usage.encoder_bytes
+    if usage.prefix_saved_bytes:
+        sizes |= {"kv saved": usage.prefix_saved_bytes, "kv reused": usage.prefix_hit_bytes}
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
 
 

@@ -88,6 +88,7 @@ class DeviceInfo(Body):
     quota_s: float | None
     kv_host_bytes: int
     kv_host_limit_bytes: int | None
+    prefix_bytes: int = 0
     num_waiting_for_kv: int
     num_recomputed: int
     num_steps: int
@@ -154,7 +155,9 @@ class ModelUsage(Body):
 
     Bytes are sums over devices: ``kv_resident_bytes`` on devices, ``kv_host_bytes`` of paused
     requests in host memory. ``encoder_bytes`` counts outputs of the image encoder, in the devices'
-    reserve. ``cached_bytes`` counts the snapshots in host memory, each shared by all
+    reserve. ``prefix_saved_bytes`` of ended requests' KV were copied to host memory since the loads
+    of the engines, and later requests used ``prefix_hit_bytes`` from there. ``cached_bytes`` counts
+    the snapshots in host memory, each shared by all
     devices with equally many GPUs.
     ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
     token, which would have been late. Counts start with the daemon; percentiles cover the last
@@ -172,6 +175,8 @@ class ModelUsage(Body):
     kv_resident_bytes: int
     kv_host_bytes: int
     encoder_bytes: int = 0
+    prefix_hit_bytes: int = 0
+    prefix_saved_bytes: int = 0
     cached_bytes: int
     requests: int
     completed: int

@@ -114,6 +114,8 @@ class ModelOnDevice(Body):
     kv_resident_bytes: int
     kv_host_bytes: int
     encoder_bytes: int = 0
+    prefix_hit_bytes: int = 0
+    prefix_saved_bytes: int = 0
     num_requests: int
     turns: DeviceTurns
     engine_bytes: int = 0

@@ -66,7 +66,13 @@ async def build_control_plane(
     required_because = why_keys_are_required(settings.access, listener)
     host_names = (*settings.access.host_names, settings.server.host.lower())
     keyring = await Keyring.load(
-        ApiKeys(database), registry, history, frontends.send, required_because, host_names
+        ApiKeys(database),
+        registry,
+        history,
+        frontends.send,
+        required_because,
+        host_names,
+        settings.access.share_prefixes,
     )
     policy, roles = make_policy(header.policy, header.options), configured_roles(settings)
     dispatcher = Dispatcher(

@@ -47,6 +47,8 @@ class Caller:
 
     key: KeyRecord | None = None
     models: ModelScope = None
+    prefix_owner: str = ""
+    """Requests use cached KV of requests with the same owner only."""
 
     @property
     def key_id(self) -> str:
@@ -82,7 +84,7 @@ class Callers:
 
     def replace(self, rules: AccessRules) -> None:
         """Replace the rules. Running requests continue under any rules."""
-        self._by_id = {key.id: _caller(key) for key in rules.keys}
+        self._by_id = {key.id: _caller(key, rules.share_prefixes) for key in rules.keys}
         self._are_required = rules.are_required
         self.host_names = frozenset(rules.host_names)
 
@@ -171,6 +173,16 @@ def current_key_id() -> str:
     return "" if caller is None or caller.key is None else caller.key.id
 
 
+def cache_salt(of_client: str | None) -> str | None:
+    """Return the salt of the present request's cached KV; ``of_client`` is the client's own salt.
+
+    The owner is a part of the salt, so no client finds KV of another owner by a salt of its own.
+    """
+    caller = _current.get()
+    owner = "" if caller is None else caller.prefix_owner
+    return f"{owner}:{of_client or ''}" if owner or of_client else None
+
+
 def without_credentials(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Return the same request without its key, for other applications."""
     headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
@@ -188,5 +200,6 @@ def _credentials(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[str]:
             yield value[len(_BEARER) :].decode("latin-1").strip()
 
 
-def _caller(key: KeyRecord) -> Caller:
-    return Caller(key, None if key.models is None else frozenset(key.models))
+def _caller(key: KeyRecord, share_prefixes: bool) -> Caller:
+    models = None if key.models is None else frozenset(key.models)
+    return Caller(key, models, "" if share_prefixes else key.id)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from gpupoold.frontend.callers import cache_salt
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
@@ -98,6 +99,7 @@ class PoolClient:
         params, prompt = request.sampling_params, request.prompt_token_ids
         if prompt is None:
             raise self._codec.unsupported("gpupool serves requests with token ids only")
+        request.cache_salt = cache_salt(request.cache_salt)
         frames = [bytes(frame) for frame in self._codec.encode(request)]
         num_bytes = sum(map(len, frames))
         if num_bytes > MAX_REQUEST_BYTES:

@@ -162,6 +162,11 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         _reported(lambda now: now.kv_host_bytes),
     )
     yield gauge_of(
+        "device_prefix_bytes",
+        "Host memory of the same cache with KV of ended requests, which gives way to offloaded KV.",
+        _reported(lambda now: now.prefix_bytes),
+    )
+    yield gauge_of(
         "device_kv_host_limit_bytes",
         "Limit of host memory for offloaded KV; absent without a limit.",
         _known(lambda ready: ready.kv_host_bytes),

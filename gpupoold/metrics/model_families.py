@@ -182,6 +182,17 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             for kind in ("weights", "kv", "encoder", "kv_host", "snapshot_host")
         ),
     )
+    for action, text in (("saved", "copied to host memory"), ("hit", "used by later requests")):
+        yield counter(
+            f"prefix_{action}_bytes",
+            f"KV of ended requests that was {text}, since the load of the engine.",
+            ("device", "model"),
+            (
+                ((str(worker.number), one.model), getattr(one, f"prefix_{action}_bytes"))
+                for worker in scrape.workers
+                for one in memories(worker)
+            ),
+        )
     of_meters = one_each(counter, "model", scrape.models())
     yield of_meters(
         "model_cache_hits",

@@ -31,12 +31,14 @@ class KeyRecord(msgspec.Struct, frozen=True):
 class AccessRules(Message):
     """Rules of access (daemon → frontend); replace all earlier rules.
 
-    ``host_names`` are hosts in lower case, besides loopback, for requests without a key.
+    ``host_names`` are hosts in lower case, besides loopback, for requests without a key. With
+    ``share_prefixes``, requests use cached KV of requests of other keys.
     """
 
     keys: list[KeyRecord]
     are_required: bool
     host_names: tuple[str, ...] = ()
+    share_prefixes: bool = False
 
 
 class AccessReport(Message):

@@ -14,6 +14,7 @@ _ALL_REDUCE = "gpupoold/worker/engine/all_reduce.py"
 _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _LEDGER = "gpupoold/worker/engine/block_ledger.py"
+_PREFIXES = "gpupoold/worker/engine/prefixes.py"
 _COMPUTED = "gpupoold/worker/engine/computed_kv.py"
 _DEMAND = "gpupoold/worker/engine/block_demand.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
@@ -81,6 +82,23 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "block_size block_pool req_to_blocks get_num_skipped_tokens",
     ),
     (_COMPUTED, f"{_KV_MANAGERS}.MambaManager", "num_speculative_blocks"),
+    (
+        _PREFIXES,
+        f"{_KV_MANAGERS}.SingleTypeKVCacheManager",
+        "block_size kv_cache_group_id req_to_blocks get_num_skipped_tokens",
+    ),
+    (
+        _PREFIXES,
+        "vllm.v1.core.block_pool.BlockPool",
+        "blocks cached_block_hash_to_block hash_block_size enable_caching _insert_block_hash",
+    ),
+    (_PREFIXES, "vllm.v1.core.block_pool.BlockHashToBlockMap", "get_one_block"),
+    (_PREFIXES, "vllm.v1.core.kv_cache_utils.KVCacheBlock", "block_id block_hash is_null"),
+    (
+        _PREFIXES,
+        "vllm.v1.request.Request",
+        "block_hashes num_tokens skip_reading_prefix_cache status",
+    ),
     (
         _DEMAND,
         f"{_KV_MANAGERS}.SingleTypeKVCacheManager",
@@ -311,6 +329,11 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.free_blocks"),
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.evict_blocks"),
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.get_new_blocks"),
+    # Blocks with bytes in host memory are entered in the prefix cache; the keys do not depend on
+    # the process.
+    (_PREFIXES, "vllm.v1.core.block_pool.BlockPool.cache_full_blocks"),
+    (_PREFIXES, "vllm.v1.core.block_pool.BlockPool._insert_block_hash"),
+    (_PREFIXES, "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks"),
     # A request that waits with KV is continued at its number of computed tokens.
     (_SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler._holds_kv_blocks"),
     (_SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler._enqueue_waiting_request"),

@@ -232,6 +232,9 @@ def experts(api: OpenAI) -> Any:
     return completion(api, MIXTRAL)
 
 
+KINDS = (tools, schema, reasoning, vision, embeddings, rerank, experts, adapter, base)
+
+
 def test_every_kind_of_request_at_once_is_answered_as_alone(
     daemon: PrivateDaemon, api: OpenAI
 ) -> None:

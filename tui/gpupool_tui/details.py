@@ -56,7 +56,8 @@ def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
         f" ({size(device.prefetched_bytes)} prefetched),"
         f" {size(device.kv_bytes)} KV, {size(device.free_bytes)} free",
         "KV in host memory": f"{size(device.kv_host_bytes)} of"
-        f" {size(device.kv_host_limit_bytes) if device.kv_host_limit_bytes else 'no limit'}",
+        f" {size(device.kv_host_limit_bytes) if device.kv_host_limit_bytes else 'no limit'},"
+        f" and {size(device.prefix_bytes)} of ended requests",
         "KV recomputed": f"{device.num_recomputed} times for lack of memory",
         "link": f"{size(device.link_in_bytes_per_s)}/s in,"
         f" {size(device.link_out_bytes_per_s)}/s out",
@@ -92,7 +93,9 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
         )
         + (", pinned" if model.is_pinned else ""),
         "KV": f"{size(usage.kv_resident_bytes)} on devices,"
-        f" {size(usage.kv_host_bytes)} in host memory",
+        f" {size(usage.kv_host_bytes)} in host memory;"
+        f" {size(usage.prefix_saved_bytes)} of ended requests saved,"
+        f" {size(usage.prefix_hit_bytes)} of these reused",
     }
     if info is not None:
         fields |= {

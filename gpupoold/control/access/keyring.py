@@ -41,13 +41,15 @@ class Keyring:
         send: Callable[[m.Message], None],
         required_because: str,
         host_names: tuple[str, ...] = (),
+        share_prefixes: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``send`` sends a message to all frontends. ``required_because`` is the reason why every
         request needs a key, empty if keys are optional.
 
-        ``host_names``: see :class:`AccessRules`. ``clock`` and ``wall_clock`` return seconds.
+        ``host_names`` and ``share_prefixes``: see :class:`AccessRules`. ``clock`` and
+        ``wall_clock`` return seconds.
         """
         self._store = store
         self._registry = registry
@@ -55,6 +57,7 @@ class Keyring:
         self._send = send
         self._required_because = required_because
         self._host_names = host_names
+        self._share_prefixes = share_prefixes
         self._clock = clock
         self._wall_clock = wall_clock
         self._refusals = RefusalEvents(history)
@@ -96,6 +99,7 @@ class Keyring:
         send: Callable[[m.Message], None],
         required_because: str,
         host_names: tuple[str, ...] = (),
+        share_prefixes: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> Self:
@@ -105,7 +109,15 @@ class Keyring:
             Failed: the database cannot be read.
         """
         keyring = cls(
-            store, registry, history, send, required_because, host_names, clock, wall_clock
+            store,
+            registry,
+            history,
+            send,
+            required_because,
+            host_names,
+            share_prefixes,
+            clock,
+            wall_clock,
         )
         for row in await store.list():
             keyring._keep(row)
@@ -192,7 +204,7 @@ class Keyring:
     def publish(self) -> None:
         """Send the rules of access to the frontends."""
         keys = [_record(row) for row in self._rows.values()]
-        self._send(m.AccessRules(keys, self.are_required, self._host_names))
+        self._send(m.AccessRules(keys, self.are_required, self._host_names, self._share_prefixes))
 
     def begin(self, message: m.AskRate) -> m.RateAnswer:
         """Count an HTTP request of a key, unless the key's rates refuse the request."""

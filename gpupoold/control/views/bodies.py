@@ -146,6 +146,7 @@ def _device(
         quota_s=quota_s,
         kv_host_bytes=status.kv_host_bytes if status else 0,
         kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
+        prefix_bytes=status.prefix_bytes if status else 0,
         num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(worker.number),
         num_recomputed=status.num_recomputed if status else 0,
         num_steps=status.num_steps if status else 0,
@@ -269,6 +270,8 @@ def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
         "kv_resident_bytes": sum(one.kv_resident_bytes for one in held),
         "kv_host_bytes": sum(one.kv_host_bytes for one in held),
         "encoder_bytes": sum(one.encoder_bytes for one in held),
+        "prefix_hit_bytes": sum(one.prefix_hit_bytes for one in held),
+        "prefix_saved_bytes": sum(one.prefix_saved_bytes for one in held),
     }
 
 

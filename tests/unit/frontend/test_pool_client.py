@@ -55,6 +55,7 @@ def engine_request(**changes: Any) -> SimpleNamespace:
         "prompt_token_ids": [1, 2],
         "sampling_params": SimpleNamespace(max_tokens=9),
         "lora_request": None,
+        "cache_salt": None,
     }
     return SimpleNamespace(**fields | changes)
 

@@ -38,7 +38,7 @@ class _Segment:
             self.addresses += range(address, address + num_bytes, block_bytes)
 
 
-class _Place(NamedTuple):
+class _StoredBlock(NamedTuple):
     segment: _Segment
     position: int
 
@@ -49,7 +49,9 @@ class StoredBlocks:
     The copies stay until ``free``.
     """
 
-    def __init__(self, store: PrefixStore, places: Sequence[_Place], rows: Sequence[KvRow]) -> None:
+    def __init__(
+        self, store: PrefixStore, places: Sequence[_StoredBlock], rows: Sequence[KvRow]
+    ) -> None:
         """``rows`` are the rows of the model's KV buffer."""
         self._store = store
         self._places = places
@@ -99,7 +101,7 @@ class PrefixStore:
         """Use at most ``budget_bytes`` of ``host``, or by default all that is free."""
         self._host = host
         self._budget_bytes = host.budget_bytes if budget_bytes is None else budget_bytes
-        self._places: dict[str, dict[bytes, _Place]] = {}
+        self._places: dict[str, dict[bytes, _StoredBlock]] = {}
         self._segments: OrderedDict[_Segment, None] = OrderedDict()  # least recently used first
         self._used_bytes = self._pinned_bytes = 0
         host.prefixes = self
@@ -212,7 +214,7 @@ class PrefixStore:
         self._segments[segment] = None
         self._used_bytes += num_bytes
         places = self._places[owner]
-        places.update((key, _Place(segment, at)) for at, key in enumerate(keys))
+        places.update((key, _StoredBlock(segment, at)) for at, key in enumerate(keys))
         return segment
 
     def _touch(self, segments: Iterable[_Segment]) -> None:

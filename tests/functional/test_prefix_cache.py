@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from gpupool_cli.bench.rig import weight_bytes
 from gpupoold.wire import messages as m
+from tests.conftest import ROOT
 from tests.functional.worker_peer import WorkerPeer
 
 _MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen3")
@@ -83,3 +86,40 @@ def test_later_turns_find_the_kv_of_earlier_ones(peer: WorkerPeer) -> None:
     assert peer.status.prefix_bytes > 0
     assert peer.status.kv_host_bytes == 0
     peer.call("check_integrity")
+
+
+_FAMILIES = ("granite4", "gemma3", "mistral-window", "gpt-oss", "llama4", "falcon-h1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_kinds_of_kv(family: str, project_env: dict[str, str]) -> None:
+    """Windows, chunks and states: two engines of a family take turns."""
+    folder = ROOT / "build" / "families"
+    make = [sys.executable, "-m", "benchmarks.families.make", str(folder), "--only", family]
+    subprocess.run(make, env=project_env, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    path = folder / family
+    peer = WorkerPeer(int(1.2 * weight_bytes(path)) + (48 << 20), kv_host_bytes=256 << 20)
+    names = ["first", "second"]
+    try:
+        for name in names:
+            peer.load(name, path, max_model_len=2048, timeout_s=120.0)
+        answers: dict[str | None, list[list[int]]] = {"alone": [], None: []}
+        for salt, given in answers.items():
+            history = {name: user_turn(0, 0) * 9 for name in names}
+            for turn in range(1, _NUM_TURNS):
+                for name in names:  # one request at a time: the same batches each time
+                    history[name] += user_turn(0, turn)
+                    request_id = f"{salt}-{name}-{turn}"
+                    own = None if salt is None else request_id
+                    peer.ask(name, request_id, list(history[name]), cache_salt=own, max_tokens=8)
+                    peer.run_until_ended(request_id)
+                    peer.call("page_out", model=name)
+                    history[name] += peer.tokens[request_id]
+                    given.append(peer.tokens[request_id])
+        memory = memory_of(peer)
+        assert answers[None] == answers["alone"]
+        assert all(memory[name].prefix_hit_bytes > 0 for name in names)
+        peer.call("check_integrity")
+    finally:
+        peer.close()

@@ -31,7 +31,7 @@ _MAX_SHARE = 1 / 4
 _owners = itertools.count()
 
 
-class _Entry(NamedTuple):
+class _PrefixBlock(NamedTuple):
     """A block of a prefix: its key in vLLM's cache, and the number of tokens up to its end."""
 
     key: bytes
@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldPrefix:
     """A request that has not started, with its blocks, each with a reference."""
 
     request: Request
@@ -77,7 +77,7 @@ class StoredPrefixes:
         self._lacks_blocks = lacks_blocks
         self._alignment = math.lcm(*(int(manager.block_size) for manager in managers))
         self._ended: list[tuple[list[bytes], list[int]]] = []  # keys, blocks with a reference
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldPrefix] = {}
         self._postponed: dict[str, Request] = {}  # no room yet, in order of arrival
 
     @property
@@ -102,7 +102,8 @@ class StoredPrefixes:
         """
         if request.skip_reading_prefix_cache or request.request_id in self._unkept:
             return
-        entries = self._longest(request)
+        # The last token is always computed.
+        entries = self._longest(request, request.num_tokens - 1, self._is_known)
         stored = [entry for entry in entries if self._cached(entry) is None]
         if not stored:
             return
@@ -166,13 +167,11 @@ class StoredPrefixes:
         if request_id in self._unkept:
             self._unkept.discard(request_id)
             return
-        keys: list[bytes] = []
-        blocks: list[int] = []
-        for manager in self._managers:
-            for block in manager.req_to_blocks.get(request_id, ()):
-                if not block.is_null and block.block_hash is not None:
-                    keys.append(block.block_hash)
-                    blocks.append(block.block_id)
+        # Of windows and states only the latest are needed, at the end and for a second answer.
+        ends = {request.num_computed_tokens, request.num_prompt_tokens - 1}
+        prefixes = [self._longest(request, end, self._is_cached) for end in sorted(ends)]
+        found = {entry.key: self._cached(entry) for prefix in prefixes for entry in prefix}
+        keys, blocks = list(found), [block.block_id for block in found.values()]
         if blocks and self._kv.is_on_device(blocks):
             self._ledger.keep(blocks)
             self._ended.append((keys, blocks))
@@ -201,7 +200,11 @@ class StoredPrefixes:
         self._store.forget(self._owner)
 
     def _hold(
-        self, request: Request, entries: list[_Entry], stored: list[_Entry], may_unmap: bool
+        self,
+        request: Request,
+        entries: list[_PrefixBlock],
+        stored: list[_PrefixBlock],
+        may_unmap: bool,
     ) -> bool:
         """Keep cached blocks and attach copies of ``stored``; return False without room."""
         cached = [block for entry in entries if (block := self._cached(entry)) is not None]
@@ -218,7 +221,7 @@ class StoredPrefixes:
                 entry.key, self._pool.blocks[block_id], num_tokens=entry.num_tokens
             )
         num_tokens = max(entry.num_tokens for entry in entries)
-        self._held[request.request_id] = _Held(request, blocks + attached, num_tokens)
+        self._held[request.request_id] = _HeldPrefix(request, blocks + attached, num_tokens)
         self.hit_bytes += copies.num_bytes
         return True
 
@@ -233,29 +236,28 @@ class StoredPrefixes:
         if held is not None:
             self._ledger.give(held.blocks[::-1])
 
-    def _longest(self, request: Request) -> list[_Entry]:
-        """Return the blocks of the longest prefix whose blocks are all cached or stored.
-
-        The last token is always computed.
-        """
-        limit = self._aligned(request.num_tokens - 1)
+    def _longest(
+        self, request: Request, max_tokens: int, is_known: Callable[[_PrefixBlock], bool]
+    ) -> list[_PrefixBlock]:
+        """Return the needed blocks of the longest prefix whose needed blocks are all known."""
+        limit = self._aligned(min(max_tokens, request.num_tokens))
         partial = []  # groups that do not need all blocks
         for manager in self._managers:
             if manager.get_num_skipped_tokens(limit):
                 partial.append(manager)
                 continue
             entries = self._entries(request, manager, limit)
-            num_known = sum(1 for _ in itertools.takewhile(self._is_known, entries))
+            num_known = sum(1 for _ in itertools.takewhile(is_known, entries))
             limit = self._aligned(num_known * int(manager.block_size))
         while limit > 0:
             needed = (self._entries(request, manager, limit) for manager in partial)
-            if all(self._is_known(entry) for entries in needed for entry in entries):
+            if all(is_known(entry) for entries in needed for entry in entries):
                 each = (self._entries(request, manager, limit) for manager in self._managers)
                 return [entry for entries in each for entry in entries]
             limit -= self._alignment
         return []
 
-    def _entries(self, request: Request, manager: Any, num_tokens: int) -> Iterator[_Entry]:
+    def _entries(self, request: Request, manager: Any, num_tokens: int) -> Iterator[_PrefixBlock]:
         """Yield the blocks of one group that a request needs after ``num_tokens`` tokens."""
         size, group = int(manager.block_size), int(manager.kv_cache_group_id)
         hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
@@ -263,12 +265,17 @@ class StoredPrefixes:
         for index in span:
             if index >= len(hashes):
                 return
-            yield _Entry(make_block_hash_with_group_id(hashes[index], group), (index + 1) * size)
+            yield _PrefixBlock(
+                make_block_hash_with_group_id(hashes[index], group), (index + 1) * size
+            )
 
-    def _is_known(self, entry: _Entry) -> bool:
-        return self._cached(entry) is not None or self._store.has(self._owner, entry.key)
+    def _is_cached(self, entry: _PrefixBlock) -> bool:
+        return self._cached(entry) is not None
 
-    def _cached(self, entry: _Entry) -> Any:
+    def _is_known(self, entry: _PrefixBlock) -> bool:
+        return self._is_cached(entry) or self._store.has(self._owner, entry.key)
+
+    def _cached(self, entry: _PrefixBlock) -> Any:
         """Return the block of vLLM's prefix cache, None without any."""
         return self._pool.cached_block_hash_to_block.get_one_block(entry.key)
 

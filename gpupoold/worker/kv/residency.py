@@ -246,7 +246,9 @@ class Residency:
         model = self._models[name]
         if self._next == name:
             self.stop_prefetch()
+        self.save_prefixes(name)
         model.kv.stop_arriving()
+        model.kv.finish_exports()
         model.kv.unmap(model.kv.free_extents())
         before = model.kv.host_bytes
         for group in model.kv.cut(model.kv.extents(Place.DEVICE)):

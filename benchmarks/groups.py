@@ -36,7 +36,9 @@ from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_byte
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]
-MODEL_BYTES = 10_000_000
+# Large enough for as many attention heads as a group has GPUs.
+MODEL_BYTES = {2: 10_000_000, 4: 20_000_000}
+LARGER: dict[int, dict[str, int]] = {2: {}, 4: {"mixtral": 40_000_000}}
 NUM_GROUPS = 2
 NUM_AT_ONCE = 8
 NUM_PROMPTS = 2
@@ -59,11 +61,11 @@ class Goal(NamedTuple):
 def main() -> int:
     """Run everything; exit code 1 when a figure was missed."""
     parser = argparse.ArgumentParser(prog="benchmarks.groups")
-    parser.add_argument("--gpus", type=int, default=2, help="GPUs of a group")
+    parser.add_argument("--gpus", type=int, choices=(2, 4), default=2, help="GPUs of a group")
     parser.add_argument("--out", type=Path, help="default: build/bench-groups-N.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpupool-groups-") as name:
-        checkpoints = make_checkpoints(Path(name), ARCHITECTURES, MODEL_BYTES)
+        checkpoints = _checkpoints(Path(name), arguments.gpus)
         with _groups(checkpoints, arguments.gpus) as daemon:
             names = [path.name for path in checkpoints]
             phases = asyncio.run(run_phases(daemon, names, list(_PHASES), Goal()))
@@ -79,6 +81,11 @@ def main() -> int:
     figures["ranks_killed"] = at_least(phases["kills"]["num_kills"], arguments.gpus)
     out = arguments.out or Path("build") / f"bench-groups-{arguments.gpus}.json"
     return finish(out, figures, phases=phases)
+
+
+def _checkpoints(folder: Path, num_gpus: int) -> list[Path]:
+    sizes = dict.fromkeys(ARCHITECTURES, MODEL_BYTES[num_gpus]) | LARGER[num_gpus]
+    return [path for name, size in sizes.items() for path in make_checkpoints(folder, [name], size)]
 
 
 @contextlib.contextmanager

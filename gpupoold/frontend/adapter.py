@@ -26,6 +26,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -170,7 +171,7 @@ class VllmModelApi:
         joins = reads_joined_steps(self._args.tool_call_parser)
         on_unreadable = functools.partial(self.fail, message=_GARBLED)
         self._client = PoolClient(
-            model.name, self._tasks, _codec(joins), send, on_unreadable, on_prefilled
+            model.name, self._tasks, _codec(joins), send, on_unreadable, on_prefilled, model.tbt_s
         )
         grammars = ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)
@@ -255,6 +256,7 @@ class VllmModelApi:
         samples are aborted in the pool.
         """
         failed = set(request_ids)
+        self._client.forget(failed)
         processor = self._llm.output_processor
         for request_id in failed:
             state = processor.request_states.get(request_id)
@@ -391,6 +393,8 @@ def _codec(joins: bool) -> EngineCodec:
         make_outputs=_make_outputs,
         join=join_steps if joins else put_in_a_row,
         cached_tokens=_cached_tokens,
+        put_in_step=lambda outputs: EngineCoreOutputs(outputs=outputs),
+        is_streamed=_is_streamed,
         unavailable=RequestLost,
         unsupported=VLLMValidationError,
     )
@@ -400,6 +404,11 @@ def _cached_tokens(outputs: EngineCoreOutputs) -> Iterator[tuple[str, int]]:
     for one in outputs.outputs:
         if one.prefill_stats is not None:
             yield one.request_id, one.prefill_stats.num_cached_tokens
+
+
+def _is_streamed(request: EngineCoreRequest) -> bool:
+    params = request.sampling_params
+    return params is not None and params.output_kind is RequestOutputKind.DELTA
 
 
 def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from gpupoold.frontend.callers import cache_salt
+from gpupoold.frontend.pacing import Pacer
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
@@ -31,8 +32,10 @@ class EngineCodec:
 
     ``encode`` takes a request, ``decode`` returns an engine's outputs, ``make_outputs`` those of a
     device without an engine; ``join`` merges several in order. ``cached_tokens`` returns the prompt
-    tokens that were in the prefix cache, of requests with a first output. ``unavailable`` makes an
-    error that clients see as 503, ``unsupported`` as 400.
+    tokens that were in the prefix cache, of requests with a first output; ``put_in_step`` makes
+    outputs of the outputs of single requests. ``is_streamed`` returns whether the client of a
+    request gets its tokens one by one. ``unavailable`` makes an error that clients see as 503,
+    ``unsupported`` as 400.
     """
 
     encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
@@ -40,6 +43,8 @@ class EngineCodec:
     make_outputs: Callable[[Sequence[RequestProgress]], Any]
     join: Callable[[Sequence[Any]], Any]
     cached_tokens: Callable[[Any], Iterable[tuple[str, int]]]
+    put_in_step: Callable[[list[Any]], Any]
+    is_streamed: Callable[[Any], bool]
     unavailable: Callable[[str], Exception]
     unsupported: Callable[[str], Exception]
 
@@ -61,9 +66,11 @@ class PoolClient:
         send: Callable[[msgspec.Struct], None],
         on_unreadable: Callable[[list[str]], None],
         on_prefilled: Callable[[str, int], None],
+        tbt_s: float,
     ) -> None:
-        """``on_unreadable`` gets the ids whose outputs could not be decoded, ``on_prefilled`` a
-        request's id and its cached tokens."""
+        """``tbt_s`` is the model's TBT target. ``on_unreadable`` gets the ids whose outputs could
+        not be decoded, ``on_prefilled`` a request's id and its cached tokens.
+        """
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
         self._model = model
@@ -72,7 +79,8 @@ class PoolClient:
         self._send = send
         self._on_unreadable = on_unreadable
         self._on_prefilled = on_prefilled
-        self._steps: asyncio.Queue[StepOutputs] = asyncio.Queue()
+        self._steps: asyncio.Queue[StepOutputs | list[Any]] = asyncio.Queue()
+        self._pacer = Pacer(self._steps.put_nowait, tbt_s)
         self._stopped_because: str | None = None
 
     def push(self, outputs: StepOutputs) -> None:
@@ -116,6 +124,8 @@ class PoolClient:
             frames=frames,
             served_name="" if request.lora_request is None else request.lora_request.lora_name,
         )
+        if self._codec.is_streamed(request):
+            self._pacer.begin(request.request_id)
         self._send(message)
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
@@ -124,7 +134,12 @@ class PoolClient:
 
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:
+            self._pacer.end(request_ids)
             self._send(AbortRequests(model=self._model, request_ids=request_ids))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what waits for requests that have ended in another way than by their outputs."""
+        self._pacer.end(request_ids)
 
     async def get_output_async(self) -> Any:
         """Return the outputs of the next step; of all waiting steps merged."""
@@ -136,14 +151,21 @@ class PoolClient:
             if read:
                 return self._codec.join(read) if len(read) > 1 else read[0]
 
-    def _read(self, step: StepOutputs) -> Any | None:
+    def _read(self, step: StepOutputs | list[Any]) -> Any | None:
+        """Return the outputs of a step that are due now, or outputs that the pacer releases."""
+        if isinstance(step, list):
+            return self._codec.put_in_step(step)
         try:
-            if not step.frames:
-                return self._codec.make_outputs(step.progress)
-            outputs = self._codec.decode(step.frames)
-            for request_id, num_cached in self._codec.cached_tokens(outputs):
-                self._on_prefilled(request_id, num_cached)
-            return outputs
+            if step.frames:
+                outputs = self._codec.decode(step.frames)
+                for request_id, num_cached in self._codec.cached_tokens(outputs):
+                    self._on_prefilled(request_id, num_cached)
+            else:
+                outputs = self._codec.make_outputs(step.progress)
+            if not self._pacer.is_active:
+                return outputs
+            due = self._pacer.hold(outputs.outputs)
+            return self._codec.put_in_step(due) if due else None
         except Exception:
             logger.exception("unreadable outputs of %s", self._model)
             self._on_unreadable([progress.request_id for progress in step.progress])

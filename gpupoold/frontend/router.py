@@ -35,6 +35,7 @@ from gpupoold.frontend.model_lookup import Hold, ModelLookup
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.origins import check_origin
+from gpupoold.frontend.pacing import pacing, wanted_gap_s
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
@@ -174,6 +175,7 @@ class Router:
                 naming(ids),
                 counting_prompts(head.num_samples),
                 bounding_images(holding, self._decoding),
+                pacing(wanted_gap_s(scope)),
             ):
                 wants = self._gates.may_comment and wants_comments(scope)
                 async with self._gates.holding(send, wants_comments=wants) as gate:

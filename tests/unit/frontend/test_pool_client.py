@@ -35,6 +35,8 @@ class ControlPlane:
             make_outputs=lambda progress: [one.new_token_ids for one in progress],
             join=list,
             cached_tokens=lambda outputs: [("r1", 3)] if "cached" in outputs else [],
+            put_in_step=lambda outputs: SimpleNamespace(outputs=outputs),
+            is_streamed=lambda request: True,
             unavailable=Unavailable,
             unsupported=Unsupported,
         )
@@ -46,6 +48,7 @@ class ControlPlane:
             self.sent.append,
             self.unreadable.append,
             lambda *one: self.cached.append(one),
+            0.1,
         )
 
 

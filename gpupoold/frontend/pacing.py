@@ -1,0 +1,149 @@
+"""Steady streams: tokens that an engine makes in bursts are released evenly.
+
+A model's turns make tokens faster than a client needs, and pauses lie between two turns. A paced
+stream hands on its first token at once and each further token when a gap has passed since the one
+before, so that tokens which wait here cover the pauses. The gap is at most the model's TBT target,
+so a token that the engine made in time is released in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.mounts import Scope
+from gpupoold.units import parse_duration_s
+
+_HEADER, _STEADY, _OFF = b"x-gpupool-pace", "steady", "off"
+_LEAST_GAP_S = 0.001
+_MAX_CHARS = 32
+_current: ContextVar[float | None] = ContextVar("pace", default=None)
+
+
+class Output(Protocol):
+    """Some tokens of a request, see ``EngineCoreOutput``."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: Any
+
+
+def wanted_gap_s(scope: Scope) -> float | None:
+    """Return the gap that a request wants between two tokens, None for tokens as they come.
+
+    The header ``X-Gpupool-Pace`` is ``steady`` for the model's TBT target (infinity), a duration,
+    or ``off``.
+
+    Raises:
+        ApiError: 400: the header has another value.
+    """
+    values = [value for name, value in scope["headers"] if name == _HEADER]
+    if not values:
+        return None
+    text = values[-1].decode("latin-1").strip().lower()
+    if text == _OFF:
+        return None
+    if text == _STEADY:
+        return math.inf
+    with contextlib.suppress(ValueError):
+        if len(text) <= _MAX_CHARS and (gap_s := parse_duration_s(text)) >= _LEAST_GAP_S:
+            return gap_s
+    message = (
+        f"X-Gpupool-Pace: {text[:_MAX_CHARS]!r} is no pace. Send `{_STEADY}`, `{_OFF}` or a "
+        "duration of at least 1 ms, such as `50ms`."
+    )
+    raise ApiError(400, "invalid_request_error", message, param="X-Gpupool-Pace")
+
+
+@contextlib.contextmanager
+def pacing(gap_s: float | None) -> Iterator[None]:
+    """Pace the streams of requests that are made inside the context, including new tasks."""
+    token = _current.set(gap_s)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@dataclass(slots=True)
+class _Paced:
+    gap_s: float
+    due_s: float = -math.inf
+    """Time when the next token may be released."""
+    waiting: deque[Output] = field(default_factory=deque)
+    timer: asyncio.TimerHandle | None = None
+
+
+class Pacer:
+    """Holds outputs of paced streams of one model; for the event loop.
+
+    ``release`` gets outputs that are due. ``max_gap_s`` is the model's TBT target.
+    """
+
+    def __init__(self, release: Callable[[list[Output]], None], max_gap_s: float) -> None:
+        self._release = release
+        self._max_gap_s = max_gap_s
+        self._paced: dict[str, _Paced] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """True if there are paced streams."""
+        return bool(self._paced)
+
+    def begin(self, request_id: str) -> None:
+        """Pace a request that is about to be sent, if its context wants a pace."""
+        gap_s = _current.get()
+        if gap_s is not None:
+            self._paced[request_id] = _Paced(min(gap_s, self._max_gap_s))
+
+    def hold(self, outputs: list[Output]) -> list[Output]:
+        """Return the outputs that are due now; ``release`` gets the others later."""
+        return [one for one in outputs if not self._has_held(one)]
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that have ended; outputs that wait are dropped."""
+        for request_id in request_ids:
+            paced = self._paced.pop(request_id, None)
+            if paced is not None and paced.timer is not None:
+                paced.timer.cancel()
+
+    def _has_held(self, output: Output) -> bool:
+        paced = self._paced.get(output.request_id)
+        if paced is None:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        if not paced.waiting and now_s >= paced.due_s:
+            self._count(paced, output, now_s)
+            return False
+        paced.waiting.append(output)
+        self._set_timer(output.request_id, paced)
+        return True
+
+    def _count(self, paced: _Paced, output: Output, now_s: float) -> None:
+        """Plan the token after an output that is released now."""
+        # From the planned time on, so that timers which are late do not slow the stream down.
+        since_s = paced.due_s if now_s - paced.due_s < paced.gap_s else now_s
+        paced.due_s = since_s + paced.gap_s * max(1, len(output.new_token_ids))
+        if output.finish_reason is not None:
+            self._paced.pop(output.request_id, None)
+
+    def _set_timer(self, request_id: str, paced: _Paced) -> None:
+        if paced.timer is None:
+            loop = asyncio.get_running_loop()
+            paced.timer = loop.call_at(paced.due_s, self._release_next, request_id)
+
+    def _release_next(self, request_id: str) -> None:
+        paced = self._paced[request_id]
+        paced.timer = None
+        output = paced.waiting.popleft()
+        self._count(paced, output, asyncio.get_running_loop().time())
+        self._release([output])
+        if paced.waiting:
+            self._set_timer(request_id, paced)

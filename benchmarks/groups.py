@@ -172,11 +172,16 @@ def _kill_each_rank(daemon: PrivateDaemon, goal: Goal) -> dict[str, Any]:
         pids = ranks_of(daemon)
         os.kill(pids[rank], signal.SIGKILL)
         ends_s = time.monotonic() + goal.max_phase_s
-        while set(ranks_of(daemon)) & set(pids) or not _is_ready(daemon):
+        while not _are_new(ranks_of(daemon), pids) or not _is_ready(daemon):
             if time.monotonic() > ends_s:
                 raise TimeoutError(f"the group is not back after the death of rank {rank}")
             time.sleep(_PAUSE_S)
     return {"num_kills": num_ranks}
+
+
+def _are_new(ranks: list[int], former: list[int]) -> bool:
+    """Return whether all processes of the group are there, and none of the former ones."""
+    return len(ranks) == len(former) and not set(ranks) & set(former)
 
 
 _PHASES = {"migrations": _migrate, "kills": _kill_each_rank}

@@ -1,0 +1,1 @@
+"""Clients of gpupool's HTTP API, one file each; ``docs/clients.md`` describes them."""

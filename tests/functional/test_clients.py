@@ -1,0 +1,172 @@
+"""The examples of clients and proxies, run as a user would, against a daemon.
+
+Packages that are not installed beside gpupool are taken from ``GPUPOOL_CLIENTS_PYTHON``, a Python
+that has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import DefaultHttpxClient, OpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon
+from tests.certificates import make_certificate
+from tests.conftest import ROOT
+from tests.functional.daemon_tools import LLAMA, QWEN3
+
+EXAMPLES = ROOT / "examples" / "clients"
+_START_TIMEOUT_S = 90.0
+
+
+def python_with(module: str) -> str:
+    """A Python that can import ``module``; skips the test without one."""
+    for python in (sys.executable, os.environ.get("GPUPOOL_CLIENTS_PYTHON", "")):
+        command = [python, "-c", f"import {module}"]
+        if python and subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            return python
+    pytest.skip(f"{module} is not installed here, nor in GPUPOOL_CLIENTS_PYTHON")
+
+
+def environment(url: str) -> dict[str, str]:
+    keep = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    keep |= {"GPUPOOL_URL": url, "GPUPOOL_KEY": "none", "GPUPOOL_MODEL": LLAMA}
+    return keep | {"GPUPOOL_MODELS": f"{LLAMA},{QWEN3}", "NO_PROXY": "*"}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(command: list[str], env: dict[str, str], url: str, path: Path) -> Iterator[None]:
+    """A server inside the context, from when it answers on."""
+    log = path / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=path)
+    try:
+        ends_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.get(url, verify=False, trust_env=False)
+                break
+            assert time.monotonic() < ends_s, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def streamed(client: OpenAI) -> str:
+    """The text of a streamed answer of one model."""
+    stream = client.completions.create(
+        model=LLAMA, prompt="Say hello.", max_tokens=16, temperature=0, stream=True
+    )
+    return "".join(choice.text or "" for chunk in stream for choice in chunk.choices)
+
+
+@pytest.mark.parametrize(
+    ("script", "module"),
+    [
+        ("openai_chat", "openai"),
+        ("anthropic_messages", "anthropic"),
+        ("langchain_chain", "langchain_openai"),
+    ],
+)
+def test_a_script_prints_an_answer(pool: PrivateDaemon, script: str, module: str) -> None:
+    command = [python_with(module), str(EXAMPLES / f"{script}.py")]
+    done = subprocess.run(
+        command,
+        env=environment(pool.http_url),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
+
+
+def test_litellm_passes_models_and_streams_on(pool: PrivateDaemon, tmp_path: Path) -> None:
+    python, port = python_with("litellm.proxy.proxy_server"), free_port()
+    command = [str(Path(python).parent / "litellm"), "--config", str(EXAMPLES / "litellm.yaml")]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    env = environment(f"{pool.http_url}/v1") | {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_MASTER_KEY": "sk-of-tests",
+    }
+    url = f"http://127.0.0.1:{port}"
+    with running(command, env, f"{url}/health/liveliness", tmp_path):
+        through = OpenAI(base_url=f"{url}/v1", api_key="sk-of-tests")
+        alone = OpenAI(base_url=f"{pool.http_url}/v1", api_key="none")
+        assert streamed(through) == streamed(alone)
+        chat = [{"role": "user", "content": "Hello"}]
+        for model in (LLAMA, QWEN3):
+            answer = through.chat.completions.create(
+                model=model,
+                messages=chat,  # type: ignore[arg-type]
+                max_tokens=8,
+            )
+            assert answer.choices[0].message.content
+
+
+def test_nginx_with_tls_sends_tokens_on_at_once(pool: PrivateDaemon, tmp_path: Path) -> None:
+    nginx = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
+    if nginx is None:
+        pytest.skip("nginx is not installed (Debian: apt-get install nginx-light)")
+    certificate, key = make_certificate(tmp_path, "localhost")
+    port = free_port()
+    changes = {
+        "server 127.0.0.1:8000": f"server {pool.http_url.removeprefix('http://')}",
+        "listen 443": f"listen 127.0.0.1:{port}",
+        "gpupool.example.com": "localhost",
+        "/etc/nginx/tls/gpupool.crt": str(certificate),
+        "/etc/nginx/tls/gpupool.key": str(key),
+        "/var/log/nginx/gpupool.log": str(tmp_path / "access.log"),
+        "events {}": f"pid {tmp_path}/nginx.pid; daemon off; events {{}}",
+    }
+    text = (EXAMPLES / "nginx.conf").read_text()
+    for written, here in changes.items():
+        assert written in text
+        text = text.replace(written, here)
+    config = tmp_path / "nginx.conf"
+    config.write_text(text)
+    url = f"https://127.0.0.1:{port}"
+    command = [nginx, "-e", "stderr", "-p", str(tmp_path), "-c", str(config)]
+    trust = ssl.create_default_context(cafile=str(certificate))
+    with (
+        running(command, dict(os.environ), f"{url}/health", tmp_path),
+        DefaultHttpxClient(verify=trust, trust_env=False) as trusting,
+    ):
+        through = OpenAI(base_url=f"{url}/v1", api_key="gpk-secret", http_client=trusting)
+        alone = OpenAI(base_url=f"{pool.http_url}/v1", api_key="none")
+        assert streamed(through) == streamed(alone)
+        body = {"model": LLAMA, "prompt": "Hi", "max_tokens": 200, "stream": True}
+        times_s = []
+        with trusting.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            times_s = [time.monotonic() for line in response.iter_lines() if line]
+        assert times_s[-1] - times_s[0] > 0.05, "the tokens came all at once"
+    assert "secret" not in (tmp_path / "access.log").read_text()
+
+
+def test_documentation_names_every_example() -> None:
+    text = (ROOT / "docs" / "clients.md").read_text()
+    named = set(re.findall(r"examples/clients/([\w.-]+)", text))
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"__init__.py"}
+    assert named == files

@@ -39,6 +39,8 @@ _ROUNDS = 20
 class BookModel:
     """A model with a ledger of its own; only its memory is real."""
 
+    prefixes = None
+
     name: str
     weights: WeightMemory
     kv: KvMemory

@@ -123,3 +123,37 @@ def test_kinds_of_kv(family: str, project_env: dict[str, str]) -> None:
         peer.call("check_integrity")
     finally:
         peer.close()
+
+
+@pytest.mark.parametrize("kv_host_bytes", [96 << 10, 64 << 20], ids=["little-host", "much-host"])
+def test_little_memory_costs_time_but_no_token(
+    tiny_models: dict[str, Path], kv_host_bytes: int
+) -> None:
+    """More prefixes wait than the device, or the host, has memory for."""
+    names = _MODELS[:2]
+    largest = max(weight_bytes(tiny_models[name]) for name in names)
+    peer = WorkerPeer(int(1.25 * largest), kv_host_bytes=kv_host_bytes, quota_max_s=0.05)
+    try:
+        for name in names:
+            peer.load(name, tiny_models[name], max_model_len=512)
+        answers: dict[str, list[list[int]]] = {"alone": [], "together": []}
+        for turn in range(3):
+            turns = range(turn + 1)
+            prompts = [[token for t in turns for token in user_turn(one, t)] for one in range(10)]
+            for name in names:
+                for one, prompt in enumerate(prompts):  # one after the other, without reuse
+                    request_id = f"alone-{name}-{one}-{turn}"
+                    peer.ask(name, request_id, prompt, cache_salt=request_id, max_tokens=12)
+                    peer.run_until_ended(request_id)
+                    answers["alone"].append(peer.tokens[request_id])
+            ids = [f"{name}-{one}-{turn}" for name in names for one in range(10)]
+            for request_id in ids:
+                name, one, _ = request_id.rsplit("-", 2)
+                peer.ask(name, request_id, prompts[int(one)], max_tokens=12)
+            peer.run_until_ended(*ids)
+            answers["together"] += [peer.tokens[request_id] for request_id in ids]
+        assert answers["together"] == answers["alone"]
+        memory_of(peer)
+        peer.call("check_integrity")
+    finally:
+        peer.close()

@@ -24,6 +24,7 @@ class KvBacking:
         """Map as many blocks as the next step may need, or as many as possible.
 
         With ``may_map_ahead``, also maps a few extents for later steps while pages are free.
+        Without pages for more, prefixes of waiting requests give way to running requests.
         """
         missing, soon = model.num_missing_blocks()
         if not missing and not soon:
@@ -35,8 +36,7 @@ class KvBacking:
         if missing and self._eviction.is_exhausted({model.name}):
             count = min(count, self._pool.num_free)  # an extent takes a page or more
             if not count:
-                if model.prefixes is not None:
-                    model.prefixes.drop_if_short()
+                _make_way(model)
                 return
         num_ahead = _num_ahead(kv.geometry, soon) if may_map_ahead else 0
         unmapped = kv.first_extents(Place.UNMAPPED, count + num_ahead)
@@ -46,6 +46,13 @@ class KvBacking:
             unmapped = unmapped[:count]
         if fitting := _fitting(kv, unmapped, self._pool.num_free - reserved):
             kv.map(fitting)
+        elif missing:
+            _make_way(model)
+
+
+def _make_way(model: PooledModel) -> None:
+    if model.prefixes is not None:
+        model.prefixes.drop_if_short()
 
 
 def _num_ahead(geometry: KvGeometry, num_blocks: int) -> int:

@@ -35,6 +35,32 @@ WEIGHT_PAGES = 20
 
 
 @dataclass
+class Prefixes:
+    """KV that a model's waiting requests could go without."""
+
+    model: Model
+    found: list[int] = field(default_factory=list)
+    is_short: bool = False
+    has_ended: bool = False
+
+    def save(self, queue: TransferQueue) -> None:
+        """Nothing has ended."""
+
+    def attach_postponed(self) -> None:
+        """Nothing is postponed."""
+
+    def drop(self) -> bool:
+        had_any = bool(self.found)
+        self.model.ledger.release(self.found)
+        self.found = []
+        return had_any
+
+    def drop_if_short(self) -> None:
+        if self.is_short:
+            self.drop()
+
+
+@dataclass
 class Model:
     """A model that wants as many KV blocks as the test says."""
 
@@ -44,7 +70,7 @@ class Model:
     ledger: MemoryLedger
     snapshot: bytes
     num_wanted: int = 0
-    prefixes: None = None
+    prefixes: Prefixes | None = None
     num_soon: int = 0
     requests: list[list[int]] = field(default_factory=list)
     num_preempted: int = 0
@@ -454,3 +480,42 @@ def test_only_models_with_copies_are_settled(tight_box: Box) -> None:
         tight_box.residency.advance("b")
     assert tight_box.models["a"].kv.host_bytes
     tight_box.residency.check_integrity()
+
+
+@pytest.fixture
+def full() -> Iterator[Box]:
+    """A device that the weights and two requests of ``a`` fill; one of the two has not begun."""
+    made = Box(48)
+    made.switch_in("a")
+    model = made.models["a"]
+    made.ask("a", 4)
+    made.ask("a", 4)
+    model.prefixes = Prefixes(model, model.requests.pop())
+    yield made
+    made.close()
+
+
+def test_running_requests_take_the_memory_of_prefixes(full: Box) -> None:
+    model = full.models["a"]
+    assert model.prefixes is not None
+    model.num_wanted = 3
+    full.residency.ensure_kv("a")
+    full.residency.ensure_kv("a")
+    assert model.prefixes.found, "waiting requests wanted the blocks"
+    model.prefixes.is_short = True
+    full.residency.ensure_kv("a")
+    assert not model.prefixes.found
+    assert model.ledger.num_free >= 3
+    assert model.num_preempted == 0
+    full.residency.check_integrity()
+
+
+def test_prefixes_are_given_up_before_kv_is_computed_anew(full: Box) -> None:
+    model = full.models["a"]
+    full.residency._eviction.give_up(model)
+    assert full.residency.num_recomputed == 0
+    assert model.num_preempted == 0
+    full.residency._eviction.give_up(model)
+    assert full.residency.num_recomputed == 1
+    assert model.num_preempted == 1
+    full.residency.check_integrity()

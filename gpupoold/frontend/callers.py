@@ -176,7 +176,7 @@ def current_key_id() -> str:
 def cache_salt(of_client: str | None) -> str | None:
     """Return the salt of the present request's cached KV; ``of_client`` is the client's own salt.
 
-    The owner is a part of the salt, so no client finds KV of another owner by a salt of its own.
+    The owner is a part of the salt: a client's own salt finds no KV of other owners.
     """
     caller = _current.get()
     owner = "" if caller is None else caller.prefix_owner

@@ -1,9 +1,9 @@
-"""Steady streams: tokens that an engine makes in bursts are released evenly.
+"""Steady streams: tokens of an engine's bursts are released evenly.
 
 A model's turns make tokens faster than a client needs, and pauses lie between two turns. A paced
-stream hands on its first token at once and each further token when a gap has passed since the one
-before, so that tokens which wait here cover the pauses. The gap is at most the model's TBT target,
-so a token that the engine made in time is released in time.
+stream hands on its first token at once and each further token when a gap has passed since the
+previous token. Tokens waiting here cover the pauses. The gap is at most the model's TBT target, so
+that a token made in time is released in time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Output(Protocol):
 
 
 def wanted_gap_s(scope: Scope) -> float | None:
-    """Return the gap that a request wants between two tokens, None for tokens as they come.
+    """Return the gap between two tokens wanted by a request, None for no pace.
 
     The header ``X-Gpupool-Pace`` is ``steady`` for the model's TBT target (infinity), a duration,
     or ``off``.
@@ -64,7 +64,7 @@ def wanted_gap_s(scope: Scope) -> float | None:
 
 @contextlib.contextmanager
 def pacing(gap_s: float | None) -> Iterator[None]:
-    """Pace the streams of requests that are made inside the context, including new tasks."""
+    """Pace the streams of requests made inside the context, including new tasks."""
     token = _current.set(gap_s)
     try:
         yield
@@ -84,7 +84,7 @@ class _Paced:
 class Pacer:
     """Holds outputs of paced streams of one model; for the event loop.
 
-    ``release`` gets outputs that are due. ``max_gap_s`` is the model's TBT target.
+    ``release`` gets outputs when due. ``max_gap_s`` is the model's TBT target.
     """
 
     def __init__(self, release: Callable[[list[Output]], None], max_gap_s: float) -> None:
@@ -98,17 +98,17 @@ class Pacer:
         return bool(self._paced)
 
     def begin(self, request_id: str) -> None:
-        """Pace a request that is about to be sent, if its context wants a pace."""
+        """Pace a request before its departure, if the context wants a pace."""
         gap_s = _current.get()
         if gap_s is not None:
             self._paced[request_id] = _Paced(min(gap_s, self._max_gap_s))
 
     def hold(self, outputs: list[Output]) -> list[Output]:
-        """Return the outputs that are due now; ``release`` gets the others later."""
+        """Return the outputs due now; ``release`` gets the rest later."""
         return [one for one in outputs if not self._has_held(one)]
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that have ended; outputs that wait are dropped."""
+        """Forget ended requests, and drop their waiting outputs."""
         for request_id in request_ids:
             paced = self._paced.pop(request_id, None)
             if paced is not None and paced.timer is not None:
@@ -127,8 +127,8 @@ class Pacer:
         return True
 
     def _count(self, paced: _Paced, output: Output, now_s: float) -> None:
-        """Plan the token after an output that is released now."""
-        # From the planned time on, so that timers which are late do not slow the stream down.
+        """Plan the token after an output released now."""
+        # From the planned time on: late timers must not slow the stream down.
         since_s = paced.due_s if now_s - paced.due_s < paced.gap_s else now_s
         paced.due_s = since_s + paced.gap_s * max(1, len(output.new_token_ids))
         if output.finish_reason is not None:

@@ -138,7 +138,7 @@ class PoolClient:
             self._send(AbortRequests(model=self._model, request_ids=request_ids))
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what waits for requests that have ended in another way than by their outputs."""
+        """Drop the waiting outputs of failed requests."""
         self._pacer.end(request_ids)
 
     async def get_output_async(self) -> Any:
@@ -152,7 +152,7 @@ class PoolClient:
                 return self._codec.join(read) if len(read) > 1 else read[0]
 
     def _read(self, step: StepOutputs | list[Any]) -> Any | None:
-        """Return the outputs of a step that are due now, or outputs that the pacer releases."""
+        """Return a step's outputs due now, or outputs released by the pacer."""
         if isinstance(step, list):
             return self._codec.put_in_step(step)
         try:

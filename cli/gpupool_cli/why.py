@@ -143,6 +143,12 @@ def _show_model(model: ModelWhy) -> None:
     if model.standings:
         counts = (f"{num} {standing}" for standing, num in sorted(model.standings.items()))
         fields["live requests"] = ", ".join(counts)
+    if saved_bytes := sum(one.prefix_saved_bytes for one in model.devices):
+        hit_bytes = sum(one.prefix_hit_bytes for one in model.devices)
+        fields["prefix cache"] = (
+            f"{format_bytes(saved_bytes)} of KV of ended requests saved to host memory, "
+            f"{format_bytes(hit_bytes)} used again"
+        )
     output.print_fields(fields)
     for one in model.advice:
         output.print_line(f"hint: {one}")

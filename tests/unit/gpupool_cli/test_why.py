@@ -125,6 +125,17 @@ def test_a_model(daemon: FakeDaemon, cli: Cli) -> None:
     assert "live requests  1 kv-room, 2 paused\n" in text
     assert "in about 1.5s (prompt of 256)\n" in text
     assert "hint: requests waited for other models' turns\n" in text
+    assert "prefix cache" not in text
+
+
+def test_kv_of_ended_requests(daemon: FakeDaemon, cli: Cli) -> None:
+    kept = {"prefix_saved_bytes": 3 * GIB, "prefix_hit_bytes": GIB}
+    places = [PLACE.model_copy(update=kept | {"device": number}) for number in range(2)]
+    daemon.whys["qwen"] = Why(model=MODEL.model_copy(update={"devices": places}))
+    expected = (
+        "prefix cache   6 GiB of KV of ended requests saved to host memory, 2 GiB used again\n"
+    )
+    assert expected in said(cli, "qwen")
 
 
 def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:

@@ -42,6 +42,7 @@ from gpupoold.config.sections import (
     ServerSettings,
     SimulatedHostSettings,
 )
+from gpupoold.config.traces import TracesSettings
 from gpupoold.config.values import Section, as_tuple, is_hidden
 from gpupoold.errors import ConfigError
 from gpupoold.units import format_bytes
@@ -84,6 +85,7 @@ class Settings(Section):
     history: HistorySettings = HistorySettings()
     limits: LimitSettings = LimitSettings()
     log: LogSettings = LogSettings()
+    traces: TracesSettings = TracesSettings()
 
     @field_validator("devices")
     @classmethod

@@ -36,6 +36,8 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser.add_argument("--max-live-requests", type=int, default=1024)
     parser.add_argument("--max-bytes-in-flight", type=int, default=256_000_000)
     parser.add_argument("--wait-comments-s", type=float, default=0.0)
+    parser.add_argument("--traces-endpoint", default="")
+    parser.add_argument("--traces-share", type=float, default=1.0)
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     found = parser.parse_args(arguments)
@@ -48,6 +50,8 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         max_live_requests=found.max_live_requests,
         max_bytes_in_flight=found.max_bytes_in_flight,
         wait_comments_s=found.wait_comments_s,
+        traces_endpoint=found.traces_endpoint,
+        traces_share=found.traces_share,
         parent_pid=found.parent_pid,
         tls=None if found.tls_cert is None else Tls(found.tls_cert, found.tls_key),
     )

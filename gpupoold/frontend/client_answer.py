@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, MutableMapping
+import time
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from gpupoold.frontend.mounts import Send
@@ -24,6 +25,10 @@ class ClientAnswer:
 
     def __init__(self, send: Send, *, waits: bool) -> None:
         """``waits``: headers of a stream wait for its first event, and comments may be sent."""
+        self.status = 0
+        """The HTTP status, 0 before the headers."""
+        self.first_token_ns = 0
+        """Wall-clock time of the first token, 0 before."""
         self._client_send = send
         self._waits = waits
         self._start: Message | None = None  # held back
@@ -38,9 +43,15 @@ class ClientAnswer:
         """True from the headers of a stream of events to its end."""
         return self._waits and self._is_event_stream
 
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """How the answer's request waited, by the names of the headers; empty before a token."""
+        return self._facts
+
     def note(self, first: FirstToken) -> None:
         """A request of the answer has its first token; the first such request counts."""
         if "device" not in self._facts:
+            self.first_token_ns = time.time_ns()
             self._facts |= facts_of(first)
 
     def note_cached(self, num_tokens: int) -> None:
@@ -94,6 +105,7 @@ class ClientAnswer:
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            self.status = message["status"]
             message = self._with_facts(message)
         elif not message.get("more_body"):
             self._is_event_stream = False

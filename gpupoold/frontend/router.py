@@ -40,6 +40,7 @@ from gpupoold.frontend.pooling_bodies import POOLING_PATHS
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
+from gpupoold.frontend.traces import TracedRequest, Traces
 from gpupoold.frontend.waiting import wants_comments
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Router:
         metrics: MetricsCalls,
         callers: Callers,
         bounds: Bounds,
+        traces: Traces | None = None,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
@@ -95,6 +97,7 @@ class Router:
         self._bounds = bounds
         self._lookup = ModelLookup(catalog, mounts, bounds.hold)
         self._metrics = metrics
+        self._traces = traces or Traces("")
         self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +130,9 @@ class Router:
             if method != "POST":
                 raise method_not_allowed(method, path)
             await self._callers.begin(caller)
-            await self._route_by_model(caller, without_credentials(scope), receive, send, ids)
+            with self._traces.request(scope, ids.http_id) as traced:
+                scope = without_credentials(scope)
+                await self._route_by_model(caller, scope, receive, send, ids, traced)
         elif path.startswith(_RESPONSES_PREFIX):
             await self._callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
@@ -155,7 +160,13 @@ class Router:
         raise no_such_path(method, path)
 
     async def _route_by_model(
-        self, caller: Caller, scope: Scope, receive: Receive, send: Send, ids: RequestIds
+        self,
+        caller: Caller,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        ids: RequestIds,
+        traced: TracedRequest,
     ) -> None:
         bounds, path = self._bounds, scope["path"]
         with bounds.in_flight.holding(caller.key_id) as holding:
@@ -163,6 +174,7 @@ class Router:
             head = read_head(body, path)
             scope = with_id(scope, ids, body_has_id=head.has_id)
             model, mount = await self._lookup.find(head.model, caller.models)
+            traced.model = model.name
             _check_served(mount, path)
             if model.preset is not None:
                 body = _with_defaults(body, model.preset, path, holding)
@@ -179,6 +191,7 @@ class Router:
             ):
                 wants = self._gates.may_comment and wants_comments(scope)
                 async with self._gates.holding(send, wants_comments=wants) as gate:
+                    traced.answer = gate.answer
                     await self._mounts.serve(mount, scope, receive, gate.send)
 
     async def _route_by_response(

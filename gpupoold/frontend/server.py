@@ -28,6 +28,7 @@ from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.rates import RateCalls
 from gpupoold.frontend.router import Bounds, Router
+from gpupoold.frontend.traces import Traces
 from gpupoold.frontend.waiting import WaitComments
 from gpupoold.system.http_protocol import KEEP_ALIVE_S
 from gpupoold.system.loop_lag import measure_lag
@@ -81,6 +82,8 @@ class FrontendSettings:
     max_live_requests: int
     max_bytes_in_flight: int
     wait_comments_s: float = 0.0
+    traces_endpoint: str = ""
+    traces_share: float = 1.0
     number: int = 0
     parent_pid: int | None = None
     tls: Tls | None = None
@@ -123,6 +126,7 @@ class FrontendServer:
             settings.max_live_requests,
             BytesInFlight(settings.max_bytes_in_flight),
         )
+        self._traces = Traces(settings.traces_endpoint, settings.traces_share)
         self._router = Router(
             self._catalog,
             self._mounts,
@@ -130,6 +134,7 @@ class FrontendServer:
             self._metrics,
             self._callers,
             self._bounds,
+            self._traces,
         )
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []

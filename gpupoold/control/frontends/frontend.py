@@ -101,6 +101,8 @@ class Frontend(Supervised[m.FromFrontend]):
                     "--max-live-requests": known.max_live_requests,
                     "--max-bytes-in-flight": known.max_bytes_in_flight,
                     "--wait-comments-s": known.wait_comments_s,
+                    "--traces-endpoint": settings.traces.endpoint,
+                    "--traces-share": settings.traces.share,
                     **_tls_options(settings.server),
                 }
             ),

@@ -96,6 +96,7 @@ class Box:
             server=server,
             log=SimpleNamespace(level="info"),
             memory=SimpleNamespace(self_check_interval=0),
+            traces=SimpleNamespace(endpoint="", share=1.0),
             limits=LimitSettings(),
             paths=SimpleNamespace(log_dir=folder),
         )

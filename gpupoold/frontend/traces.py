@@ -21,7 +21,7 @@ _NS_PER_MS = 1_000_000
 _SERVER_ERROR = 500
 
 
-class Answer(Protocol):
+class TracedAnswer(Protocol):
     """The answer to a request, see :class:`.client_answer.ClientAnswer`."""
 
     status: int
@@ -38,7 +38,7 @@ class TracedRequest:
 
     def __init__(self) -> None:
         self.model = ""
-        self.answer: Answer | None = None
+        self.answer: TracedAnswer | None = None
         self.status = 0
         """The status of a refusal, 0 without."""
 
@@ -124,7 +124,7 @@ class Traces:
             self._add_stages(span, answer, end_ns)
         span.end(end_ns)
 
-    def _add_stages(self, span: Any, answer: Answer, end_ns: int) -> None:
+    def _add_stages(self, span: Any, answer: TracedAnswer, end_ns: int) -> None:
         """Add spans of the stages, which end with the first token, and of the rest."""
         from opentelemetry.trace import set_span_in_context
 

@@ -167,6 +167,12 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         _reported(lambda now: now.prefix_bytes),
     )
     yield gauge_of(
+        "device_kv_host_slab_bytes",
+        "Host memory of the same cache in slabs for blocks of some size, used or not: what exceeds "
+        "the two sizes in use is fragmentation.",
+        _reported(lambda now: now.kv_host_slab_bytes),
+    )
+    yield gauge_of(
         "device_kv_host_limit_bytes",
         "Limit of host memory for offloaded KV; absent without a limit.",
         _known(lambda ready: ready.kv_host_bytes),

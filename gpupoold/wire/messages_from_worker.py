@@ -185,7 +185,8 @@ class WorkerStatus(Message):
     ``turn_began_s`` is the time when the present model could run, None while the model is loaded.
     ``prefetched_bytes`` counts weights loaded for a coming turn. ``loading`` is the present load of
     a model, if there is one. ``prefix_bytes`` is host memory with KV of ended requests, which is
-    not part of ``kv_host_bytes``.
+    not part of ``kv_host_bytes``. ``kv_host_slab_bytes`` is host memory in slabs for blocks of some
+    size, in use or not.
     """
 
     device: int
@@ -201,3 +202,4 @@ class WorkerStatus(Message):
     prefetched_bytes: int = 0
     loading: LoadProgress | None = None
     prefix_bytes: int = 0
+    kv_host_slab_bytes: int = 0

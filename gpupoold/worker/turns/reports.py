@@ -39,6 +39,7 @@ def status(
         free_bytes=free_bytes,
         kv_host_bytes=host.used_bytes - host.prefix_bytes,
         prefix_bytes=host.prefix_bytes,
+        kv_host_slab_bytes=host.reserved_bytes,
         models=[_memory_of(engine, ledger) for engine in engines],
         num_recomputed=residency.num_recomputed,
         turn_began_s=orders.began_s,

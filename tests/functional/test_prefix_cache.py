@@ -148,8 +148,8 @@ def test_little_memory_costs_time_but_no_token(
                     answers["alone"].append(peer.tokens[request_id])
             ids = [f"{name}-{one}-{turn}" for name in names for one in range(10)]
             for request_id in ids:
-                name, one, _ = request_id.rsplit("-", 2)
-                peer.ask(name, request_id, prompts[int(one)], max_tokens=12)
+                name, number, _ = request_id.rsplit("-", 2)
+                peer.ask(name, request_id, prompts[int(number)], max_tokens=12)
             peer.run_until_ended(*ids)
             answers["together"] += [peer.tokens[request_id] for request_id in ids]
         assert answers["together"] == answers["alone"]

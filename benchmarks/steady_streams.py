@@ -9,16 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from benchmarks.load import Ask, ask_all, client_of
 from benchmarks.report import at_least, at_most, finish
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
@@ -79,29 +76,12 @@ def _counts(daemon: PrivateDaemon) -> tuple[int, int]:
 
 async def _stream_all(url: str, models: Sequence[str], pace: str | None) -> list[list[float]]:
     headers = {} if pace is None else {"X-Gpupool-Pace": pace}
-    async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=120, trust_env=False
-    ) as client:
-        asked = (_stream(client, model) for model in models for _ in range(NUM_STREAMS))
-        return list(await asyncio.gather(*asked))
-
-
-async def _stream(client: httpx.AsyncClient, model: str) -> list[float]:
-    """Return the times of the tokens of an answer."""
-    body = {
-        "model": model,
-        "prompt": "Write about the sea.",
-        "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    times_s = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                times_s.append(time.perf_counter())
-    return times_s
+    async with client_of(url) as client:
+        paced = client.with_options(default_headers=headers)
+        asks = [Ask(model, number, NUM_TOKENS) for model in models for number in range(NUM_STREAMS)]
+        streams = await ask_all(paced, asks, len(asks))
+    assert all(stream.is_complete for stream in streams), streams
+    return [stream.times_s for stream in streams]
 
 
 if __name__ == "__main__":

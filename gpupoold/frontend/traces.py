@@ -53,7 +53,6 @@ class Traces:
         """
         self._tracer: Any = None
         self._propagator: Any = None
-        self._provider: Any = None
         if endpoint:
             self._start(endpoint, share)
 
@@ -74,11 +73,6 @@ class Traces:
         finally:
             self._end(span, traced)
 
-    def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
-        if self._provider is not None:
-            self._provider.shutdown()
-
     def _start(self, endpoint: str, share: float) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -88,12 +82,12 @@ class Traces:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         resource = Resource.create({"service.name": "gpupool"})
-        self._provider = TracerProvider(
+        provider = TracerProvider(
             sampler=ParentBasedTraceIdRatio(share), resource=resource, shutdown_on_exit=False
         )
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=5)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("gpupool")
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = provider.get_tracer("gpupool")
         self._propagator = TraceContextTextMapPropagator()
 
     def _begin(self, scope: Scope) -> Any:

@@ -265,8 +265,7 @@ class KvHostCache:
         Raises:
             ValueError: a block has no bytes, or the number of blocks is negative.
         """
-        if num_blocks > 0:
-            self.make_room(block_bytes, num_blocks)
+        self.make_room(block_bytes, num_blocks)
         blocks = self._slabs.allocate(block_bytes, num_blocks)
         return None if blocks is None else HostSlot(self, blocks)
 

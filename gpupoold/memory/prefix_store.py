@@ -141,15 +141,15 @@ class PrefixStore:
             segment = self._add(owner, [keys[index] for index in batch], rows)
             if segment is None:
                 break
-            segment.num_users += 1  # so that the next segment does not evict this one
+            self.pin([segment])  # else the next segment could evict this one
             segments.append(segment)
             indices += batch
-        for segment in segments:
-            segment.num_users -= 1
-        self._touch(reversed(segments))
         if not segments:
             return None
-        return indices, StoredBlocks(self, [known[keys[index]] for index in indices], rows)
+        copies = StoredBlocks(self, [known[keys[index]] for index in indices], rows)
+        self.unpin(segments)
+        self._touch(reversed(segments))
+        return indices, copies
 
     def take(self, owner: str, keys: Sequence[bytes], rows: Sequence[KvRow]) -> StoredBlocks:
         """Return the copies of blocks that all have one."""

@@ -112,6 +112,8 @@ class StoredPrefixes:
 
     def attach_postponed(self) -> None:
         """Give blocks to requests that had no room, until there is no room again."""
+        if not self._postponed or not self._has_room(1):
+            return  # called at every step, and a search looks at all blocks of a prefix
         postponed, self._postponed = list(self._postponed.values()), {}
         for index, request in enumerate(postponed):
             self.attach(request, may_unmap=True)
@@ -167,9 +169,11 @@ class StoredPrefixes:
         if request_id in self._unkept:
             self._unkept.discard(request_id)
             return
-        # Of windows and states only the latest are needed, at the end and for a second answer.
-        ends = {request.num_computed_tokens, request.num_prompt_tokens - 1}
-        prefixes = [self._longest(request, end, self._is_cached) for end in sorted(ends)]
+        ends = sorted({request.num_computed_tokens, request.num_prompt_tokens - 1})
+        if not any(manager.get_num_skipped_tokens(ends[-1]) for manager in self._managers):
+            # Without windows and states, the longer prefix has the blocks of a second answer too.
+            ends = ends[-1:]
+        prefixes = [self._longest(request, end, self._is_cached) for end in ends]
         found = {entry.key: self._cached(entry) for prefix in prefixes for entry in prefix}
         keys, blocks = list(found), [block.block_id for block in found.values()]
         if blocks and self._kv.is_on_device(blocks):

@@ -113,7 +113,8 @@ def _free_of_others(
     free = [
         one
         for one in devices
-        if one.models_with_requests <= {model.name}
+        if len(one.working) < 2  # almost always false on a busy box, and quick
+        and one.models_with_requests <= {model.name}
         and (load > tuning.copy_load or not one.missing(model))
         and loads.of(one) < load
         and admits(one, request)

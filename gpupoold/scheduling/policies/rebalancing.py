@@ -25,7 +25,7 @@ from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.placement import able_devices
 from gpupoold.scheduling.policies.planned_turns import Loads, Tuning, more_load
-from gpupoold.scheduling.state import DeviceState, Request, State
+from gpupoold.scheduling.state import DeviceState, Model, Request, State
 
 # Longest pause of a migration, as a share of the answer's remaining time at its target.
 _PAUSE_SHARE = 0.1
@@ -50,6 +50,9 @@ class Rebalancer:
         if len(devices) < 2:
             return
         loads = Loads()
+        limit = self._tuning.second_device_load
+        if all(loads.of(one) > limit for one in devices):
+            return
         for source in devices:
             # A model alone on a device has a second device by placement, without copies of KV.
             may_give = source.role is Role.DECODE or len(source.working) > 1
@@ -65,9 +68,14 @@ class Rebalancer:
         now_s: float,
     ) -> Iterable[tuple[Request, DeviceState]]:
         """Yield answers to migrate off a device, longest remainder first, while it is full."""
+        targets = {
+            name: self._targets(batch.model, source, devices, loads)
+            for name, batch in source.working.items()
+        }
         answers = [
             (_tokens_left(one, state), one)
-            for batch in source.working.values()
+            for name, batch in source.working.items()
+            if targets[name]
             for one in batch.requests.values()
             if one.phase is RequestPhase.DECODING
         ]
@@ -78,7 +86,7 @@ class Rebalancer:
                 return
             if not self._is_worth_it(request, tokens_left, source, now_s):
                 continue
-            target = self._target(request, source, devices, loads)
+            target = self._target(request, targets[request.model.name], loads)
             if target is not None:
                 less, more = more_load(request, source), more_load(request, target)
                 loads.move(less, more, source, target)
@@ -99,22 +107,31 @@ class Rebalancer:
         due_in_s = request.next_deadline_s - now_s
         return due_in_s < 0 or due_in_s >= pause_s
 
-    def _target(
-        self, request: Request, source: DeviceState, devices: list[DeviceState], loads: Loads
-    ) -> DeviceState | None:
-        """Return the least loaded device with the model working or resident and enough memory.
+    def _targets(
+        self, model: Model, source: DeviceState, devices: list[DeviceState], loads: Loads
+    ) -> list[DeviceState]:
+        """Return the other devices with free load and the model working or resident.
 
         A model with a planned home stays on the home and its helpers.
         """
-        model, limit = request.model, self._tuning.second_device_load
-        fitting = [
+        return [
             one
             for one in able_devices(model, devices)
             if one is not source
+            and loads.of(one) <= self._tuning.second_device_load
             and one.number in model.hosts
             and (model.name in one.working or not one.missing(model))
-            and loads.of(one) + more_load(request, one) <= limit
-            and admits(one, request)
+        ]
+
+    def _target(
+        self, request: Request, devices: list[DeviceState], loads: Loads
+    ) -> DeviceState | None:
+        """Return the least loaded device with enough free load and memory."""
+        limit = self._tuning.second_device_load
+        fitting = [
+            one
+            for one in devices
+            if loads.of(one) + more_load(request, one) <= limit and admits(one, request)
         ]
         return min(fitting, key=lambda one: (loads.of(one), one.number), default=None)
 

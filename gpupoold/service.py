@@ -20,7 +20,6 @@ from gpupool_state import (
     DATABASE_NAME,
     Database,
     History,
-    HistoryLimits,
     StateLock,
 )
 from gpupoold import __version__
@@ -34,6 +33,7 @@ from gpupoold.config.file import read_config_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.missing_gpus import check_gpus_found
 from gpupoold.config.schema import ServerSettings, Settings
+from gpupoold.control.accounting.limits import history_limits
 from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
@@ -157,13 +157,7 @@ def _stop_limit_s(settings: Settings) -> float:
 
 @contextlib.asynccontextmanager
 async def _running_history(database: Database, settings: Settings) -> AsyncIterator[History]:
-    limits = HistoryLimits(
-        num_requests=settings.history.max_requests,
-        num_switches=settings.history.max_switches,
-        num_events=settings.history.max_events,
-        num_minutes=settings.history.max_minutes,
-    )
-    history = History(database, limits)
+    history = History(database, history_limits(settings.history))
     await history.start()
     try:
         yield history

@@ -88,6 +88,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{_digits(num_bytes)} TiB"
 
 
+def format_energy(joules: float) -> str:
+    """Return a short form with three significant digits: ``12J``, ``3.4Wh``, ``1.25kWh``."""
+    watt_hours = joules / 3600
+    if watt_hours < 0.9995:
+        return f"{_digits(joules)}J"
+    if watt_hours < 999.5:
+        return f"{_digits(watt_hours)}Wh"
+    return f"{_digits(watt_hours / 1000)}kWh"
+
+
 def _digits(value: float) -> str:
     """Return three significant digits, without an exponent for large numbers."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -109,9 +109,14 @@ def _add_history(history: state.History) -> None:
         stages_s = (0.6, 0.1, 0.1, 0.3, 0.1)
         history.record_switch(Switch(at, where, model, None, *stages_s, 1 << 34, 1, 2))
         history.record_event("info", "model_added", model, f"message {number}")
+        minute_at = int(_AT) // 60 * 60 + 60 * number
+        hour_at = minute_at // 3600 * 3600
+        history.record_usage(state.UsageRow(hour_at, model, "AbCd0001", 1, 10, 5, 1.5, 450.0))
+        history.record_device_minute(
+            state.DeviceMinuteRow(minute_at, 0, 60.0, 1.5, 0.6, 6000.0, 1 << 20, 1 << 21)
+        )
         late_s = (0.0, 1.5, 0.25, 0.0)
         ttft, tbt = ("[0.5, [118, 1]]", "[0.09, [64, 9]]")
-        minute_at = int(_AT) // 60 * 60 + 60 * number
         history.record_minute(
             state.MinuteRow(
                 *(1, 1, 0, 0, 0, 0, 10, 9, 1),

@@ -11,8 +11,10 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
+from gpupool_cli.usage import print_fragmentation
 from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
+from gpupoold.api.schemas_usage import DeviceUse
 from gpupoold.domain import SWITCH_STAGES, RequestStages, Switch
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration
@@ -92,7 +94,8 @@ def history(
         bool,
         typer.Option(
             "--breakdown",
-            help="Mean time of a request by stage and model: to the first token, between tokens.",
+            help="Mean time of a request by stage and model: to the first token, between tokens; "
+            "and use of the host KV caches.",
         ),
     ] = False,
     limit: Annotated[
@@ -107,6 +110,7 @@ def history(
     since_s = _HOUR_S if since_s is None else since_s
     columns: tuple[Column, ...]
     found: Sequence[RequestRecord | SpanInfo]
+    devices: Sequence[DeviceUse] = ()
     with open_client(ctx) as client:
         if requests:
             found = records = client.past_requests(model, since_s, limit)
@@ -114,13 +118,15 @@ def history(
         elif breakdown:
             found = sums = client.history_by_model(model, since_s)
             rows, columns = [row for one in sums for row in _stage_rows(one)], _BREAKDOWN_COLUMNS
+            devices = client.usage(since_s).devices
         else:
             found = spans = client.history(model, since_s)
             rows, columns = [_span_row(one) for one in spans], _SPAN_COLUMNS
     if as_json:
-        output.print_json(found)
+        output.print_json({"models": found, "devices": devices} if breakdown else found)
     elif rows:
         output.print_table(columns, rows)
+        print_fragmentation(devices)
     else:
         what = "no request" if model is None else f"no request of {model}"
         output.print_line(f"{what} in the last {format_duration(since_s)}")

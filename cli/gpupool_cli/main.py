@@ -26,6 +26,7 @@ from gpupool_cli import (
     tiny,
     top,
     unload,
+    usage,
     why,
     workers as workers,
 )
@@ -67,6 +68,7 @@ app.command("unload")(unload.unload)
 app.command("cancel")(unload.cancel)
 app.command("switches")(history.switches)
 app.command("history")(history.history)
+app.command("usage")(usage.usage)
 app.command("why")(why.why)
 app.command("doctor")(doctor.doctor)
 app.command("run")(run.run)

@@ -10,13 +10,17 @@ from fastapi import FastAPI, Query
 
 from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
+from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.spans import ModelSums, Spans, span_s
+from gpupoold.control.views.usage import usage_info
 from gpupoold.domain import Switch
 from gpupoold.errors import Failed
 
 Since = Annotated[float, Query(gt=0, le=10 * 365 * 86400)]
+# Age of the use of the GPUs that an answer may lack.
+_FRESH_S = 2.0
 Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 
@@ -38,6 +42,15 @@ def add_explain_routes(app: FastAPI, control_plane: ControlPlane) -> None:
         sums = ModelSums(time.time() - since_s, since_s)
         await _add_minutes(sums, control_plane, model, since_s)
         return sums.infos()
+
+    @app.get("/usage")
+    async def usage(since_s: Since = 3600.0) -> UsageInfo:
+        control_plane.dispatcher.accounts.usage.close(_FRESH_S)
+        history, since = control_plane.history, time.time() - since_s
+        await history.flush()
+        names = {row.id: row.name for row in await control_plane.keyring.list(with_revoked=True)}
+        uses, devices = await history.usage(since), await history.device_sums(since)
+        return usage_info(since, uses, devices, names)
 
     @app.get("/history/requests")
     async def requests(

@@ -41,6 +41,7 @@ from gpupoold.api.schemas_models import (
     Progress,
     SetModelRequest,
 )
+from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.domain import Switch
 from gpupoold.errors import (
     Failed,
@@ -53,6 +54,7 @@ _MODELS = TypeAdapter(list[ModelInfo])
 _SWITCHES = TypeAdapter(list[Switch])
 _SPANS = TypeAdapter(list[SpanInfo])
 _MODEL_SPANS = TypeAdapter(list[ModelSpan])
+_USAGE = TypeAdapter(UsageInfo)
 _RECORDS = TypeAdapter(list[RequestRecord])
 _WHY = TypeAdapter(Why)
 _EVENTS = TypeAdapter(list[EventInfo])
@@ -307,6 +309,10 @@ class AdminClient(KeyCalls, TopCalls):
         """Return counts of the last ``since_s`` seconds by model, in order of names."""
         query = given(model=model, since_s=since_s)
         return self._call(_MODEL_SPANS, "GET", "/history/models", query=query)
+
+    def usage(self, since_s: float = 3600.0) -> UsageInfo:
+        """Return the use of the GPUs in the hours of the last ``since_s`` seconds."""
+        return self._call(_USAGE, "GET", "/usage", query=given(since_s=since_s))
 
     def past_requests(
         self, model: str | None = None, since_s: float = 3600.0, limit: int = 100

@@ -264,6 +264,8 @@ class HistorySettings(Section):
     max_switches: Count = 100_000
     max_events: Count = 10_000
     max_minutes: Count = 200_000
+    max_usage_hours: Count = 200_000
+    max_device_minutes: Count = 400_000
 
 
 class LimitSettings(Section):

@@ -21,6 +21,7 @@ from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.minutes import Minutes
+from gpupoold.control.accounting.usage import DeviceSample
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontend import Frontend
@@ -135,6 +136,7 @@ class ControlPlane:
         await self.frontends.stop()
         await self.supervisor.stop()
         self.minutes.close()
+        self.dispatcher.accounts.usage.close()
         await self.forks.stop()
         await self.lifecycle.stop()
         await self.saved.stop()
@@ -314,6 +316,11 @@ class ControlPlane:
     def _note_readings(self, _: float) -> None:
         for worker in self.supervisor.workers:
             worker.reading = self.gpu_readings.of(worker.number)
+        accounts = self.dispatcher.accounts
+        accounts.usage.sample(
+            _sample_of(worker, accounts.meters.device(worker.number).switching_s)
+            for worker in self.supervisor.workers
+        )
 
     async def _check_when_idle(self) -> None:
         """Check the core's state while the daemon is idle; report each inconsistency once."""
@@ -357,3 +364,15 @@ async def tick(
             except Exception:
                 _logger.exception("a periodic check failed")
         await asyncio.sleep(interval_s)
+
+
+def _sample_of(worker: Worker, switching_s: float) -> DeviceSample:
+    status = worker.status
+    return DeviceSample(
+        worker.number,
+        worker.device.num_gpus,
+        switching_s,
+        worker.reading.energy_j,
+        status.kv_host_bytes + status.prefix_bytes if status else 0,
+        status.kv_host_slab_bytes if status else 0,
+    )

@@ -19,6 +19,7 @@ from gpupoold.config.keys import KeyChange
 from gpupoold.config.schema import Settings
 from gpupoold.config.values import Effect
 from gpupoold.config.view import change_info
+from gpupoold.control.accounting.limits import history_limits
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.cache_control import CacheControl
@@ -129,8 +130,7 @@ class Reloader:
         self._workers.limits = self._settings.limits
 
     def _apply_history(self, before: Settings) -> None:
-        now = self._settings.history
-        self._history.keep(now.max_requests, now.max_switches, now.max_events, now.max_minutes)
+        self._history.keep(history_limits(self._settings.history))
 
     def _apply_cache(self, before: Settings) -> None:
         self._cache.set_host_budget(self._settings.memory.model_cache_bytes)

@@ -94,6 +94,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
 
 def _gpu(scrape: Scrape) -> Iterator[Family]:
     gauge_of = one_each(gauge, "device", scrape.devices())
+    counter_of = one_each(counter, "device", scrape.devices())
     yield gauge_of(
         "device_utilisation_ratio",
         "Share of time in which kernels ran, from NVML; absent without a reading.",
@@ -108,6 +109,11 @@ def _gpu(scrape: Scrape) -> Iterator[Family]:
         "device_power_watts",
         "The GPU's power, from NVML; absent without a reading.",
         lambda one: one.reading.power_w,
+    )
+    yield counter_of(
+        "device_energy_joules",
+        "The GPU's energy since the driver was loaded, from NVML; absent without a reading.",
+        lambda one: one.reading.energy_j,
     )
 
 

@@ -17,6 +17,7 @@ def model_families(scrape: Scrape) -> Iterator[Family]:
     """Yield the families of one scrape."""
     yield from _requests(scrape)
     yield from _tokens(scrape)
+    yield from _use(scrape)
     yield from _now(scrape)
     yield from _memory(scrape)
 
@@ -119,6 +120,24 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
             for phase in ("first_token", "between_tokens")
             for stage, stage_s in getattr(one, phase).by_name().items()
         ),
+    )
+
+
+def _use(scrape: Scrape) -> Iterator[Family]:
+    labels, names = ("model", "api_key"), set(scrape.names)
+    uses = scrape.control_plane.dispatcher.accounts.usage.so_far()
+    known = [(key, use) for key, use in uses.items() if key.model in names]
+    yield counter(
+        "gpu_seconds",
+        "Seconds of steps times the device's GPUs; api_key is the public id of a key, or empty.",
+        labels,
+        ((key, use.gpu_s) for key, use in known),
+    )
+    yield counter(
+        "energy_joules",
+        "Energy of the devices in these seconds, up to the last full minute; without readings 0.",
+        labels,
+        ((key, use.energy_j) for key, use in known),
     )
 
 

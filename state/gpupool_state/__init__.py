@@ -18,7 +18,14 @@ from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
 from gpupool_state.profiles import ProfilePhase, ProfileRow
 from gpupool_state.registry import ModelRow, Registry, check_names
-from gpupool_state.rows import EventLevel, EventRow, MinuteRow, RequestRow
+from gpupool_state.rows import (
+    DeviceMinuteRow,
+    EventLevel,
+    EventRow,
+    MinuteRow,
+    RequestRow,
+    UsageRow,
+)
 
 DATABASE_NAME = "gpupool.db"
 
@@ -26,6 +33,7 @@ __all__ = [
     "DATABASE_NAME",
     "ApiKeys",
     "Database",
+    "DeviceMinuteRow",
     "EventLevel",
     "EventRow",
     "History",
@@ -41,5 +49,6 @@ __all__ = [
     "Registry",
     "RequestRow",
     "StateLock",
+    "UsageRow",
     "check_names",
 ]

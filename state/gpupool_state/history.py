@@ -14,11 +14,14 @@ from gpupool_state.db import Database
 from gpupool_state.event_feed import EventFeed
 from gpupool_state.history_reader import HistoryReader
 from gpupool_state.rows import (
+    DEVICE_MINUTES,
     EVENTS,
     MINUTES,
     REQUESTS,
     SWITCHES,
     TABLES,
+    USAGE,
+    DeviceMinuteRow,
     Entry,
     EventLevel,
     EventRow,
@@ -26,6 +29,7 @@ from gpupool_state.rows import (
     MinuteRow,
     RequestRow,
     Row,
+    UsageRow,
     Value,
     entry,
     event_row,
@@ -49,6 +53,8 @@ class HistoryLimits:
     num_switches: int = 20_000
     num_events: int = 20_000
     num_minutes: int = 200_000
+    num_usage_hours: int = 200_000
+    num_device_minutes: int = 400_000
     num_buffered: int = 10_000
     num_events_in_memory: int = 1_000
 
@@ -59,6 +65,8 @@ class HistoryLimits:
             SWITCHES: self.num_switches,
             EVENTS: self.num_events,
             MINUTES: self.num_minutes,
+            USAGE: self.num_usage_hours,
+            DEVICE_MINUTES: self.num_device_minutes,
         }
         return limits[table]
 
@@ -134,14 +142,13 @@ class History(HistoryReader):
         self._task = None
         self._buffer.drop(len(self._buffer.take()))
 
-    def keep(self, num_requests: int, num_switches: int, num_events: int, num_minutes: int) -> None:
-        """Set the rows per table on disk, from the next write on."""
+    def keep(self, limits: HistoryLimits) -> None:
+        """Set the rows per table on disk, from the next write on; the buffers stay."""
+        before = self._limits
         self._limits = replace(
-            self._limits,
-            num_requests=num_requests,
-            num_switches=num_switches,
-            num_events=num_events,
-            num_minutes=num_minutes,
+            limits,
+            num_buffered=before.num_buffered,
+            num_events_in_memory=before.num_events_in_memory,
         )
 
     def record_request(self, row: RequestRow) -> None:
@@ -155,6 +162,19 @@ class History(HistoryReader):
     def record_minute(self, row: MinuteRow) -> None:
         """Store a model's finished minute; never blocks."""
         self._record(MINUTES, self._next_id(MINUTES), row)
+
+    def record_usage(self, row: UsageRow, row_id: int | None = None) -> int:
+        """Store the use of an hour, or rewrite the row ``row_id``; never blocks.
+
+        Returns the row's id.
+        """
+        row_id = self._next_id(USAGE) if row_id is None else row_id
+        self._record(USAGE, row_id, row)
+        return row_id
+
+    def record_device_minute(self, row: DeviceMinuteRow) -> None:
+        """Store the work of a device; never blocks."""
+        self._record(DEVICE_MINUTES, self._next_id(DEVICE_MINUTES), row)
 
     def record_event(
         self, level: EventLevel, kind: EventKind, subject: str, message: str
@@ -265,7 +285,9 @@ class History(HistoryReader):
             for table, rows in by_table.items():
                 added[table] = await tx.execute_many(table.insert, rows)
         for table, num_added in added.items():
-            if table in self._num_rows:
+            if table.is_rewritten:
+                self._num_rows.pop(table, None)  # SQLite counts rewritten rows too
+            elif table in self._num_rows:
                 self._num_rows[table] += num_added
 
     async def _write_singly(self, batch: list[Entry]) -> None:

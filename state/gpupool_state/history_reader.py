@@ -8,12 +8,16 @@ from typing import Literal
 
 from gpupool_state.db import Database
 from gpupool_state.rows import (
+    DeviceMinuteRow,
     MinuteRow,
     RequestRow,
+    UsageRow,
     Value,
+    device_minute_row,
     minute_row,
     request_row,
     switch_row,
+    usage_row,
 )
 from gpupoold.domain import Switch
 
@@ -84,6 +88,37 @@ class HistoryReader:
                 return
             yield [minute_row(row) for row in rows]
             after = rows[-1]["minute_at"], rows[-1]["id"]
+
+    async def usage(self, since: float) -> list[UsageRow]:
+        """Return sums by model and key over the hours that ended after ``since``.
+
+        ``hour_at`` is the first of the hours.
+        """
+        rows = await self._db.fetch_all(
+            "SELECT min(hour_at) AS hour_at, model, api_key, sum(num_requests) AS num_requests, "
+            "sum(num_prompt_tokens) AS num_prompt_tokens, "
+            "sum(num_output_tokens) AS num_output_tokens, "
+            "sum(gpu_s) AS gpu_s, sum(energy_j) AS energy_j "
+            "FROM usage_hours WHERE hour_at > ? GROUP BY model, api_key ORDER BY model, api_key",
+            (since - 3600,),
+        )
+        return [usage_row(row) for row in rows]
+
+    async def device_sums(self, since: float) -> list[DeviceMinuteRow]:
+        """Return sums by device over the minutes that ended after ``since``.
+
+        ``minute_at`` is the first of the minutes; bytes are means over the time.
+        """
+        mean = "CAST(sum({0} * seconds) / max(sum(seconds), 1e-9) AS INTEGER) AS {0}"
+        rows = await self._db.fetch_all(
+            "SELECT min(minute_at) AS minute_at, device, sum(seconds) AS seconds, "
+            "sum(computing_s) AS computing_s, sum(switching_s) AS switching_s, "
+            f"sum(energy_j) AS energy_j, {mean.format('kv_host_bytes')}, "
+            f"{mean.format('kv_host_slab_bytes')} "
+            "FROM device_minutes WHERE minute_at > ? GROUP BY device ORDER BY device",
+            (since - 60,),
+        )
+        return [device_minute_row(row) for row in rows]
 
     async def _select(
         self, table: str, wanted: dict[str, Value], order: str, limit: int

@@ -20,6 +20,7 @@ from gpupool_state.schema import (
     CREATE_PROFILES,
     CREATE_REGISTRY,
     CREATE_SLO_MINUTES,
+    CREATE_USAGE,
     RENAME_INSTANCES,
 )
 from gpupool_state.writer import Source, Writer
@@ -74,6 +75,7 @@ MIGRATIONS: tuple[SchemaMigration, ...] = (
     SchemaMigration(9, "hosting", ADD_HOSTING),
     SchemaMigration(10, "divisions", CREATE_DIVISIONS),
     SchemaMigration(11, "request_stages", ADD_REQUEST_STAGES),
+    SchemaMigration(12, "usage", CREATE_USAGE),
 )
 
 

@@ -78,23 +78,66 @@ class MinuteRow(RequestCounts):
     tbt: str = "[0.0]"
 
 
-Row = RequestRow | Switch | EventRow | MinuteRow
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """Use of a model with an API key in the hour that began at ``hour_at``, in wall-clock seconds.
+
+    ``api_key`` is the public id of a key, empty without one. ``gpu_s`` are seconds of steps times
+    the device's GPUs, ``energy_j`` the energy of the devices in the steps, 0 without readings.
+    """
+
+    hour_at: int
+    model: str
+    api_key: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    gpu_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMinuteRow:
+    """Work of a device in ``seconds`` from ``minute_at``, in wall-clock seconds.
+
+    ``computing_s`` are the seconds of steps, ``switching_s`` of switches. ``energy_j`` is None
+    without readings. ``kv_host_bytes`` of the host KV cache were in use, in slabs of
+    ``kv_host_slab_bytes``: means over the time.
+    """
+
+    minute_at: int
+    device: int
+    seconds: float
+    computing_s: float
+    switching_s: float
+    energy_j: float | None
+    kv_host_bytes: int
+    kv_host_slab_bytes: int
+
+
+Row = RequestRow | Switch | EventRow | MinuteRow | UsageRow | DeviceMinuteRow
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryTable:
-    """A history table; ``columns`` are all columns except ``id``."""
+    """A history table; ``columns`` are all columns except ``id``.
+
+    With ``is_rewritten`` a row may be written again with other values.
+    """
 
     name: str
     columns: tuple[str, ...]
+    is_rewritten: bool = False
 
     @property
     def insert(self) -> str:
-        """Statement that adds a row unless the id exists: writing a batch twice is harmless."""
+        """Statement that adds a row, or rewrites the row: writing a batch twice is harmless."""
         marks = ", ".join("?" for _ in range(len(self.columns) + 1))
+        values = ", ".join(f"{column} = excluded.{column}" for column in self.columns)
+        again = f"UPDATE SET {values}" if self.is_rewritten else "NOTHING"
         return (
             f"INSERT INTO {self.name} (id, {', '.join(self.columns)}) VALUES ({marks}) "
-            "ON CONFLICT (id) DO NOTHING"
+            f"ON CONFLICT (id) DO {again}"
         )
 
     @property
@@ -125,7 +168,9 @@ _NESTED_PATHS = {
 }
 _FLAT_COLUMNS = ("minute_at", "model", *COUNT_NAMES, "ttft", "tbt")
 MINUTES = HistoryTable("slo_minutes", (*_FLAT_COLUMNS, *_NESTED_PATHS))
-TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES)
+USAGE = HistoryTable("usage_hours", _columns(UsageRow), is_rewritten=True)
+DEVICE_MINUTES = HistoryTable("device_minutes", _columns(DeviceMinuteRow))
+TABLES = (REQUESTS, SWITCHES, EVENTS, MINUTES, USAGE, DEVICE_MINUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +205,16 @@ def minute_row(row: sqlite3.Row) -> MinuteRow:
         for prefix, name, durations in _NESTED
     }
     return MinuteRow(**nested, **{column: row[column] for column in _FLAT_COLUMNS})
+
+
+def usage_row(row: sqlite3.Row) -> UsageRow:
+    """Return a row of ``usage_hours``, or sums of rows."""
+    return UsageRow(**{column: row[column] for column in USAGE.columns})
+
+
+def device_minute_row(row: sqlite3.Row) -> DeviceMinuteRow:
+    """Return a row of ``device_minutes``, or sums of rows."""
+    return DeviceMinuteRow(**{column: row[column] for column in DEVICE_MINUTES.columns})
 
 
 def event_row(row: sqlite3.Row) -> EventRow:

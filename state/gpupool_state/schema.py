@@ -231,3 +231,36 @@ CREATE_DIVISIONS = (
     BEGIN DELETE FROM divisions WHERE model = NEW.name; END
     """,
 )
+
+# A row of ``usage_hours`` is rewritten until its hour ends; ``api_key`` is empty without a key.
+# ``energy_j`` of a device is null without readings.
+CREATE_USAGE = (
+    """
+    CREATE TABLE usage_hours (
+        id INTEGER PRIMARY KEY,
+        hour_at INTEGER NOT NULL,
+        model TEXT NOT NULL,
+        api_key TEXT NOT NULL,
+        num_requests INTEGER NOT NULL,
+        num_prompt_tokens INTEGER NOT NULL,
+        num_output_tokens INTEGER NOT NULL,
+        gpu_s REAL NOT NULL,
+        energy_j REAL NOT NULL
+    )
+    """,
+    "CREATE INDEX usage_hours_by_hour ON usage_hours (hour_at)",
+    """
+    CREATE TABLE device_minutes (
+        id INTEGER PRIMARY KEY,
+        minute_at INTEGER NOT NULL,
+        device INTEGER NOT NULL,
+        seconds REAL NOT NULL,
+        computing_s REAL NOT NULL,
+        switching_s REAL NOT NULL,
+        energy_j REAL,
+        kv_host_bytes INTEGER NOT NULL,
+        kv_host_slab_bytes INTEGER NOT NULL
+    )
+    """,
+    "CREATE INDEX device_minutes_by_minute ON device_minutes (minute_at)",
+)

@@ -13,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.api.schemas_usage import UseInfo
 from tests.functional.conftest import MAX_REQUEST_ROWS
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -64,6 +65,31 @@ async def test_requests_are_written_down(
     assert 0 <= finished["tbt_p50_s"] <= finished["tbt_p99_s"] <= finished["tbt_max_s"]
     assert 0 <= finished["num_tokens_in_time"] <= 12
     assert (left["model"], left["finish_reason"]) == (QWEN3, "abort")
+
+
+async def test_use_of_the_gpu_is_written_down(
+    pool: PrivateDaemon, api: AsyncOpenAI, database: sqlite3.Connection
+) -> None:
+    def used() -> dict[str, UseInfo]:
+        with pool.client() as client:
+            return {use.model: use for use in client.usage().uses}
+
+    before = used().get(QWEN2)
+    answer = await ask(api, QWEN2, "count this", 12)
+    wanted = 1 + (before.num_requests if before else 0)
+    await eventually(lambda: QWEN2 in used() and used()[QWEN2].num_requests == wanted)
+    now = used()[QWEN2]
+    assert now.num_output_tokens - (before.num_output_tokens if before else 0) == 12
+    assert len(answer.token_ids) == 12
+    gpu_s = now.gpu_s - (before.gpu_s if before else 0.0)
+    assert 0 < gpu_s < 60
+    text = cli(pool, "usage", "--csv").stdout
+    assert text.splitlines()[0].startswith("model,api_key,key_name,num_requests")
+    with pool.client() as client:
+        [device] = client.usage().devices
+    assert 0 < device.computing_s < device.seconds
+    assert device.energy_j is None  # an emulated device has no sensor
+    assert len(rows(database, "usage_hours")) >= 1
 
 
 async def test_switches_are_written_down(

@@ -50,6 +50,11 @@ class DeviceMeter:
     _model: str | None = None  # of the last turn, or of a switch since
     _cold: set[str] = field(default_factory=set)
 
+    @property
+    def switching_s(self) -> float:
+        """Seconds of all switches."""
+        return sum(self.stage_seconds.values())
+
     def warmed(self, model: str) -> None:
         """Count a model's snapshot restored to host memory, from disk or from the checkpoint."""
         self._cold.add(model)

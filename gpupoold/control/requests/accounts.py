@@ -10,6 +10,7 @@ from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.meters import Meters
 from gpupoold.control.accounting.model_stats import ModelStats, SwitchStats
 from gpupoold.control.accounting.turns import TurnLog
+from gpupoold.control.accounting.usage import UsageMeter
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.rows import request_row
 from gpupoold.control.requests.tokens import TokenCounter
@@ -41,6 +42,9 @@ class Accounts:
         self._keys = keys
         self._clock = clock
         self._wall_clock = wall_clock
+        self.usage = UsageMeter(history, wall_clock)
+        self._live = live
+        self._state = state
         self._tokens = TokenCounter(live, self.stats, state, self.charge)
 
     def charge(self, key_id: str, num_tokens: int) -> None:
@@ -61,6 +65,7 @@ class Accounts:
         self.stats[request.counted_name].end(reason)
         row = request_row(request, reason, error, self._clock(), self._wall_clock())
         self._history.record_request(row)
+        self.usage.ended(request)
         if self._keys is not None:
             num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
             self._keys.used(request.key_id, num_tokens=num_tokens)
@@ -68,7 +73,18 @@ class Accounts:
     def stepped(self, number: int, message: m.StepOutputs) -> None:
         """Count the tokens of a worker's step."""
         self.turns.stepped(number, message)
+        self._count_use(number, message)
         self._tokens.stepped(number, message)
+
+    def _count_use(self, number: int, message: m.StepOutputs) -> None:
+        device = self._state.devices.get(number)
+        batch = None if device is None else device.batches.get(message.model)
+        if batch is None:
+            return
+        found = (self._live.get(one.request_id) for one in message.progress if one.num_tokens)
+        requests = [one for one in found if one is not None]
+        since_s = self._tokens.only_steps_since_s(number, message.model)
+        self.usage.stepped(number, requests, since_s, message.at_s, batch.step_s())
 
     def first_tokens(self, number: int, message: m.StepOutputs) -> dict[int, list[m.FirstToken]]:
         """Return how the requests waited whose first token is in a step, by frontend.

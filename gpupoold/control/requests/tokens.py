@@ -100,18 +100,23 @@ class TokenCounter:
 
     def stages_of(self, request: LiveRequest, number: int, at_s: float) -> RequestStages:
         """Return the stages of the time from a request's arrival to a token now at ``at_s``."""
-        device, switch = self._state.devices.get(number), self._switches.get(number)
-        start = TurnStart.of(request.model, device, switch)
+        start = self._turn_start(number, request.model)
         return start.divide(request.arrival_s, at_s, request.warmed_s, request.attached_s)
+
+    def only_steps_since_s(self, number: int, model: str) -> float:
+        """Return the time after which a device has only computed in its turn of a model."""
+        return self._turn_start(number, model).only_steps_since_s
+
+    def _turn_start(self, number: int, model: str) -> TurnStart:
+        device, switch = self._state.devices.get(number), self._switches.get(number)
+        return TurnStart.of(model, device, switch)
 
     def stepped(self, number: int, message: m.StepOutputs) -> None:
         """Count the tokens of a step, before the core counts the tokens."""
         if message.drafts is not None and message.model in self._stats:
             stats = self._stats[message.model]
             stats.drafts = stats.drafts.plus(message.drafts)
-        start = TurnStart.of(
-            message.model, self._state.devices.get(number), self._switches.get(number)
-        )
+        start = self._turn_start(number, message.model)
         only_steps_since_s, at_s = start.only_steps_since_s, message.at_s
         for item in message.progress:
             request = self._live.get(item.request_id)

@@ -1,4 +1,4 @@
-"""Utilisation, temperature, power and memory of GPUs from NVIDIA's management library (NVML).
+"""Utilisation, temperature, power, energy and memory of GPUs, from NVIDIA's NVML.
 
 A separate thread calls the driver, which may be slow or hang, and all readers get the latest
 value; an old value counts as unknown. No call fails: without a driver, device or sensor the value
@@ -28,6 +28,7 @@ _RETRY_S = 60.0
 # Age at which a reading counts as unknown.
 _STALE_S = 10.0
 _WATTS_PER_MILLIWATT = 1e-3
+_JOULES_PER_MILLIJOULE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,9 @@ class Reading:
     """A device's readings: ``utilisation`` from 0 to 1; None if unknown.
 
     Of a group, ``gpus`` has the readings of each GPU in the order of the ranks; the device has the
-    mean utilisation, the highest temperature, and the sums of power and memory. ``used_bytes``
-    counts all processes on the GPU. ``ordinal`` is the GPU of a reading, None for a group.
+    mean utilisation, the highest temperature, and the sums of power, energy and memory.
+    ``used_bytes`` counts all processes on the GPU. ``energy_j`` is a counter since some time before
+    the daemon's start. ``ordinal`` is the GPU of a reading, None for a group.
     """
 
     utilisation: float | None = None
@@ -44,6 +46,7 @@ class Reading:
     power_w: float | None = None
     used_bytes: int | None = None
     ordinal: int | None = None
+    energy_j: float | None = None
     gpus: tuple[Reading, ...] = ()
 
 
@@ -56,12 +59,14 @@ def of_group(readings: Sequence[Reading]) -> Reading:
     warm = [one.temperature_c for one in readings if one.temperature_c is not None]
     power = [one.power_w for one in readings if one.power_w is not None]
     used = [one.used_bytes for one in readings if one.used_bytes is not None]
+    energy = [one.energy_j for one in readings if one.energy_j is not None]
     count = len(readings)
     return Reading(
         sum(busy) / count if len(busy) == count else None,
         max(warm, default=None),
         sum(power) if len(power) == count else None,
         sum(used) if len(used) == count else None,
+        energy_j=sum(energy) if len(energy) == count else None,
         gpus=tuple(readings),
     )
 
@@ -182,6 +187,7 @@ class GpuReadings:
         nvml = self._nvml
         used_bytes = self._value(lambda one: nvml.nvmlDeviceGetMemoryInfo(one).used, handle)
         power_mw = self._value(nvml.nvmlDeviceGetPowerUsage, handle)
+        energy_mj = self._value(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         percent = self._value(lambda one: nvml.nvmlDeviceGetUtilizationRates(one).gpu, handle)
         return Reading(
             None if percent is None else percent / 100,
@@ -189,6 +195,7 @@ class GpuReadings:
             None if power_mw is None else power_mw * _WATTS_PER_MILLIWATT,
             None if used_bytes is None else int(used_bytes),
             ordinal,
+            None if energy_mj is None else energy_mj * _JOULES_PER_MILLIJOULE,
         )
 
     def _temperature(self, handle: Any) -> float:

@@ -38,6 +38,7 @@ from gpupoold.api.schemas_config import (
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress, SetModelRequest
 from gpupoold.api.schemas_top import TurnInfo
+from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.domain import Switch
 from gpupoold.errors import (
     GpupoolError,
@@ -116,6 +117,7 @@ class FakeDaemon:
         self.history: list[RequestRecord] = []
         self.spans: list[SpanInfo] = []
         self.model_spans: list[ModelSpan] = []
+        self.usage = UsageInfo(since=1_700_000_000.0, uses=[], devices=[])
         self.whys: dict[str, Why] = {}
         self.queries: list[dict[str, str]] = []
         self.turns: list[TurnInfo] = []

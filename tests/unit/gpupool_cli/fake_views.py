@@ -22,6 +22,7 @@ from gpupoold.api.schemas_config import (
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
+from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.domain import Switch
 from gpupoold.errors import (
     Failed,
@@ -145,6 +146,11 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def history_by_model(request: Request) -> list[ModelSpan]:
         daemon.queries.append(dict(request.query_params))
         return daemon.model_spans
+
+    @app.get("/usage")
+    async def usage(request: Request) -> UsageInfo:
+        daemon.queries.append(dict(request.query_params))
+        return daemon.usage
 
     @app.get("/history/requests")
     async def past_requests(request: Request) -> list[RequestRecord]:

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from gpupool_cli import output
 from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
+from gpupoold.api.schemas_usage import DeviceUse
 from gpupoold.domain import Lateness, RequestStages
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
@@ -104,11 +105,37 @@ def test_history_by_stage(daemon: FakeDaemon, cli: Cli) -> None:
         "qwen 4 first token 4s 500ms 1s 250ms 250ms 2s".split(),
         "qwen 4 between tokens 1.5s - 500ms - - 1s".split(),
     ]
-    assert daemon.queries == [{"since_s": "90.0"}]
+    assert daemon.queries == [{"since_s": "90.0"}] * 2
+    daemon.queries.clear()
     answer = json.loads(cli("history", "qwen", "--breakdown", "--json").stdout)
-    assert [one["model"] for one in answer] == ["qwen", "idle"]
-    assert answer[0]["first_token"] == asdict(first)
-    assert daemon.queries[-1] == {"model": "qwen", "since_s": "3600.0"}
+    assert [one["model"] for one in answer["models"]] == ["qwen", "idle"]
+    assert answer["models"][0]["first_token"] == asdict(first)
+    assert answer["devices"] == []
+    assert daemon.queries[0] == {"model": "qwen", "since_s": "3600.0"}
+
+
+def test_breakdown_has_the_fragmentation_of_host_kv(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.model_spans = [model_span("qwen", span(first_tokens=1))]
+    daemon.usage.devices = [device_use(0, 3 << 30, 4 << 30), device_use(1, 0, 0)]
+    lines = cli("history", "--breakdown").stdout.splitlines()
+    assert [line.split() for line in lines[-2:]] == [
+        ["DEVICE", "KV-HOST", "SLABS", "FRAGMENTATION"],
+        ["0", "3", "GiB", "4", "GiB", "25.0%"],
+    ]
+    answer = json.loads(cli("history", "--breakdown", "--json").stdout)
+    assert [one["kv_host_bytes"] for one in answer["devices"]] == [3 << 30, 0]
+
+
+def device_use(device: int, kv_host_bytes: int, kv_host_slab_bytes: int) -> DeviceUse:
+    return DeviceUse(
+        device=device,
+        seconds=60.0,
+        computing_s=30.0,
+        switching_s=6.0,
+        energy_j=None,
+        kv_host_bytes=kv_host_bytes,
+        kv_host_slab_bytes=kv_host_slab_bytes,
+    )
 
 
 def test_a_breakdown_of_nothing(daemon: FakeDaemon, cli: Cli) -> None:

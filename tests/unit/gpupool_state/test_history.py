@@ -182,7 +182,7 @@ async def test_limits_may_change_meanwhile(db: Database, history: History) -> No
         history.record_request(request(number))
         history.record_event("info", "model_added", "subject", str(number))
     await history.flush()
-    history.keep(num_requests=5, num_switches=5, num_events=7, num_minutes=5)
+    history.keep(HistoryLimits(num_requests=5, num_events=7))
     await history.flush()
     assert [row.request_id for row in await history.recent_requests()] == [
         f"r{number}" for number in range(19, 14, -1)

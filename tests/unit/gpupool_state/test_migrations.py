@@ -39,7 +39,7 @@ async def test_the_released_steps_are_numbered_without_gaps() -> None:
 async def test_the_schema_has_the_tables_in_use_and_no_others(db: Database) -> None:
     rows = await db.fetch_all("SELECT name FROM sqlite_master WHERE type = 'table'")
     in_use = {"models", "aliases", "profiles", "requests", "switches", "events"}
-    in_use |= {"slo_minutes", "api_keys", "divisions"}
+    in_use |= {"slo_minutes", "api_keys", "divisions", "usage_hours", "device_minutes"}
     in_use.add("schema_migrations")
     assert {row["name"] for row in rows} == in_use
 

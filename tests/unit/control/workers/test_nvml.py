@@ -67,6 +67,10 @@ class FakeNvml:
         self._may_fail("nvmlDeviceGetPowerUsage")
         return 123_000 + handle
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        self._may_fail("nvmlDeviceGetTotalEnergyConsumption")
+        return 5_000_000 + handle
+
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         self._may_fail("nvmlDeviceGetMemoryInfo")
         return SimpleNamespace(total=1000, used=100 + handle)
@@ -168,7 +172,7 @@ def test_sensor_that_is_not_there_is_none_and_the_others_are_read() -> None:
     nvml.failing["nvmlDeviceGetPowerUsage"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     readings = readings_of(nvml, 2)
     readings.refresh()
-    assert readings.of(0) == Reading(0.27, 42.0, None, 102, ordinal=2)
+    assert readings.of(0) == Reading(0.27, 42.0, None, 102, ordinal=2, energy_j=5000.002)
 
 
 def group(*gpus: int) -> DeviceSettings:
@@ -216,6 +220,7 @@ def test_gpu_that_is_lost_and_comes_back() -> None:
         "nvmlDeviceGetUtilizationRates",
         "nvmlDeviceGetTemperature",
         "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetTotalEnergyConsumption",
         "nvmlDeviceGetMemoryInfo",
     )
     nvml.failing = dict.fromkeys(names, lost)

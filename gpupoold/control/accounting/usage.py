@@ -1,0 +1,204 @@
+"""Use of the GPUs: seconds and energy by model and API key, and by device.
+
+The time between two outputs of a device belongs to the requests of the second output. Of the time
+beyond a decode step, each request gets a share in proportion to its prompt, if the output has the
+request's first token; the rest is divided equally. So the seconds of all requests add up to the
+seconds of all steps. The energy of a minute is divided by the seconds in the minute; the energy of
+switches and of idle time belongs to no request.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from gpupool_state import DeviceMinuteRow, History, UsageRow
+from gpupoold.control.live_requests import LiveRequest
+
+_MINUTE_S = 60
+_HOUR_S = 3600
+
+
+class UseKey(NamedTuple):
+    """A model, preset or adapter, and the public id of an API key, empty without one."""
+
+    model: str
+    api_key: str
+
+
+@dataclass(slots=True)
+class UseCounts:
+    """Finished requests with their tokens; seconds of GPUs, and joules."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    gpu_s: float = 0.0
+    energy_j: float = 0.0
+
+    def add(self, other: UseCounts) -> None:
+        self.num_requests += other.num_requests
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_output_tokens += other.num_output_tokens
+        self.gpu_s += other.gpu_s
+        self.energy_j += other.energy_j
+
+
+class DeviceSample(NamedTuple):
+    """A device's state at some second; counters since its start, None without a reading."""
+
+    number: int
+    num_gpus: int
+    switching_s: float
+    energy_j: float | None
+    kv_host_bytes: int
+    kv_host_slab_bytes: int
+
+
+@dataclass(slots=True)
+class _DeviceMinute:
+    """The present minute of a device; bytes are sums over ``num_samples``."""
+
+    first: DeviceSample
+    last: DeviceSample
+    num_samples: int = 0
+    kv_host_bytes: int = 0
+    kv_host_slab_bytes: int = 0
+    energy_j: float | None = None
+
+    def add(self, sample: DeviceSample) -> None:
+        if sample.energy_j is not None and self.last.energy_j is not None:
+            self.energy_j = (self.energy_j or 0.0) + sample.energy_j - self.last.energy_j
+        self.num_samples += 1
+        self.kv_host_bytes += sample.kv_host_bytes
+        self.kv_host_slab_bytes += sample.kv_host_slab_bytes
+        self.last = sample
+
+
+class UsageMeter:
+    """Counts use since the daemon's start, and stores the counts of hours and minutes.
+
+    ``now`` returns wall-clock seconds.
+    """
+
+    def __init__(self, history: History, now: Callable[[], float] = time.time) -> None:
+        self._history = history
+        self._now = now
+        self._began_at = now()
+        self._minute: defaultdict[UseKey, UseCounts] = defaultdict(UseCounts)
+        self._closed: defaultdict[UseKey, UseCounts] = defaultdict(UseCounts)  # all minutes before
+        self._hour: dict[UseKey, tuple[int, UseCounts]] = {}  # with the ids of the rows
+        self._devices: dict[int, _DeviceMinute] = {}
+        self._seconds: dict[int, dict[UseKey, float]] = {}  # of the minute, by device
+        self._ended_s: dict[int, float] = {}  # the latest output of each device
+
+    def so_far(self) -> dict[UseKey, UseCounts]:
+        """Return the use since the daemon's start; the energy is of the minutes that are over."""
+        total: defaultdict[UseKey, UseCounts] = defaultdict(UseCounts)
+        for uses in (self._closed, self._minute):
+            for key, use in uses.items():
+                total[key].add(use)
+        return dict(total)
+
+    def stepped(
+        self,
+        number: int,
+        requests: Collection[LiveRequest],
+        since_s: float,
+        at_s: float,
+        decode_s: float,
+    ) -> None:
+        """Divide the time of a device's output at ``at_s`` among ``requests``.
+
+        The device computed since ``since_s`` or its previous output, the later of the two, but not
+        before a request arrived. ``decode_s``: the time of a decode step with these requests. To be
+        called before the tokens are counted.
+        """
+        if not requests:
+            return
+        arrived_s = min(one.arrival_s for one in requests)
+        began_s = max(since_s, self._ended_s.get(number, -math.inf), arrived_s)
+        self._ended_s[number] = at_s
+        seconds = self._seconds.setdefault(number, defaultdict(float))
+        num_gpus = self._devices[number].last.num_gpus if number in self._devices else 1
+        for request, share_s in _shares(requests, max(at_s - began_s, 0.0), decode_s):
+            key = UseKey(request.counted_name, request.key_id)
+            seconds[key] += share_s * num_gpus
+            self._minute[key].gpu_s += share_s * num_gpus
+
+    def ended(self, request: LiveRequest) -> None:
+        """Count a request that has ended, with its tokens."""
+        use = self._minute[UseKey(request.counted_name, request.key_id)]
+        use.num_requests += 1
+        use.num_prompt_tokens += request.num_prompt_tokens
+        use.num_output_tokens += len(request.output_token_ids)
+
+    def sample(self, devices: Iterable[DeviceSample]) -> None:
+        """Record the devices' present state; end the minute if due. To be called every second."""
+        for one in devices:
+            self._devices.setdefault(one.number, _DeviceMinute(one, one)).add(one)
+        if self._now() // _MINUTE_S != self._began_at // _MINUTE_S:
+            self.close()
+
+    def close(self, least_s: float = 0.0) -> None:
+        """Store the present counts, unless they are of less than ``least_s`` seconds."""
+        now_at = self._now()
+        if now_at - self._began_at < least_s:
+            return
+        for number, minute in self._devices.items():
+            self._end_device(number, minute, max(now_at - self._began_at, 1e-3))
+        hour_at = int(self._began_at // _HOUR_S) * _HOUR_S
+        for key, use in self._minute.items():
+            self._closed[key].add(use)
+            row_id, hour = self._hour.get(key, (None, UseCounts()))
+            hour.add(use)
+            row = UsageRow(hour_at, *key, **asdict(hour))
+            self._hour[key] = self._history.record_usage(row, row_id), hour
+        self._minute.clear()
+        self._seconds.clear()
+        if now_at // _HOUR_S != self._began_at // _HOUR_S:
+            self._hour.clear()
+        self._began_at = now_at
+
+    def _end_device(self, number: int, minute: _DeviceMinute, seconds: float) -> None:
+        first, last = minute.first, minute.last
+        by_key: dict[UseKey, float] = self._seconds.get(number, {})
+        gpu_s = sum(by_key.values())
+        whole_s = max(seconds * last.num_gpus, gpu_s)
+        for key, share_s in by_key.items():
+            self._minute[key].energy_j += (minute.energy_j or 0.0) * share_s / whole_s
+        num_samples = max(1, minute.num_samples)
+        row = DeviceMinuteRow(
+            minute_at=int(self._began_at // _MINUTE_S) * _MINUTE_S,
+            device=number,
+            seconds=seconds,
+            computing_s=gpu_s / last.num_gpus,
+            switching_s=max(last.switching_s - first.switching_s, 0.0),
+            energy_j=minute.energy_j,
+            kv_host_bytes=minute.kv_host_bytes // num_samples,
+            kv_host_slab_bytes=minute.kv_host_slab_bytes // num_samples,
+        )
+        if any((gpu_s, row.switching_s, row.energy_j, row.kv_host_slab_bytes)):
+            self._history.record_device_minute(row)
+        self._devices[number] = _DeviceMinute(last, last)
+
+
+def _shares(
+    requests: Collection[LiveRequest], elapsed_s: float, decode_s: float
+) -> Iterator[tuple[LiveRequest, float]]:
+    """Yield each request's share of ``elapsed_s``; see the module docstring."""
+    firsts = [one for one in requests if not one.token_times_s]
+    prompt_tokens = sum(one.num_prompt_tokens for one in firsts)
+    num_decoding = len(requests) - len(firsts)
+    decoding_s = elapsed_s
+    if prompt_tokens:
+        decoding_s = min(elapsed_s, decode_s) if num_decoding else 0.0
+    for one in requests:
+        share_s = decoding_s / len(requests)
+        if prompt_tokens and not one.token_times_s:
+            share_s += (elapsed_s - decoding_s) * one.num_prompt_tokens / prompt_tokens
+        yield one, share_s

@@ -61,11 +61,20 @@ class Role(StrEnum):
 
 
 class Priority(StrEnum):
-    """A request's priority where memory or time is short, from its API key."""
+    """A request's priority where memory or time is short, from its API key.
+
+    ``BACKGROUND`` is the priority of requests in batches, which run in time that others leave; no
+    key has it.
+    """
 
     HIGH = "high"
     NORMAL = "normal"
     LOW = "low"
+    BACKGROUND = "background"
+
+
+BACKGROUND_TTFT_S = 86_400.0
+"""TTFT target of requests in batches, whose deadlines are hours."""
 
 
 KEY_BYTES_SHARE = 0.5

@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gpupoold.api.paths import SYSTEM_RUNTIME_DIR, default_socket_path
 from gpupoold.config.access import AccessSettings
+from gpupoold.config.batches import BatchSettings
 from gpupoold.config.device_names import named_devices, numbered
 from gpupoold.config.problems import Problem, config_error, problems_of
 from gpupoold.config.renamed import with_new_names
@@ -86,6 +87,7 @@ class Settings(Section):
     limits: LimitSettings = LimitSettings()
     log: LogSettings = LogSettings()
     traces: TracesSettings = TracesSettings()
+    batches: BatchSettings = BatchSettings()
 
     @field_validator("devices")
     @classmethod

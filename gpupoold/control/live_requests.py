@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Priority, Targets
 from gpupoold.wire import messages as m
 
 
@@ -144,6 +144,11 @@ class LiveRequest:
         self.key_id = order.key_id
 
     @property
+    def is_background(self) -> bool:
+        """True if the request is of a batch, and runs in time that others leave."""
+        return self.order.priority is Priority.BACKGROUND
+
+    @property
     def is_held(self) -> bool:
         """True if the request waits for a trial as a suspect."""
         return self.suspect is not None and self.suspect.is_held
@@ -244,7 +249,7 @@ class LiveRequests:
         self._requests[request.request_id] = request
         self._num_by_model[request.model] += 1
         self._num_by_name[request.counted_name] += 1
-        self._num_by_key[request.key_id] += 1
+        self._num_by_key[request.key_id] += not request.is_background
         self._bytes_by_key[request.key_id] += num_bytes_of(request.order)
 
     def get(self, request_id: str) -> LiveRequest | None:
@@ -258,7 +263,7 @@ class LiveRequests:
             self.set_cold(request, is_cold=False)
             self._num_by_model[request.model] -= 1
             self._num_by_name[request.counted_name] -= 1
-            self._num_by_key[request.key_id] -= 1
+            self._num_by_key[request.key_id] -= not request.is_background
             self._bytes_by_key[request.key_id] -= num_bytes_of(request.order)
         return request
 

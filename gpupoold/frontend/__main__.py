@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from gpupoold.access.tls import Tls
+from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.grammar_checker.checker import fork_checker
 from gpupoold.frontend.server import FrontendServer, FrontendSettings
 from gpupoold.system.process import (
@@ -38,6 +39,13 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser.add_argument("--wait-comments-s", type=float, default=0.0)
     parser.add_argument("--traces-endpoint", default="")
     parser.add_argument("--traces-share", type=float, default=1.0)
+    parser.add_argument("--batches-folder", type=Path)
+    parser.add_argument("--batches-max-bytes", type=int, default=0)
+    parser.add_argument("--batches-max-key-bytes", type=int, default=0)
+    parser.add_argument("--batches-max-file-bytes", type=int, default=0)
+    parser.add_argument("--batches-max-requests", type=int, default=0)
+    parser.add_argument("--batches-max-live", type=int, default=1)
+    parser.add_argument("--batches-keep-s", type=float, default=0.0)
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     found = parser.parse_args(arguments)
@@ -54,6 +62,23 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         traces_share=found.traces_share,
         parent_pid=found.parent_pid,
         tls=None if found.tls_cert is None else Tls(found.tls_cert, found.tls_key),
+        batches=_batches(found),
+    )
+
+
+def _batches(found: argparse.Namespace) -> BatchBounds | None:
+    """Return the bounds of batches; the first frontend runs batches."""
+    if found.batches_folder is None:
+        return None
+    return BatchBounds(
+        found.batches_folder,
+        found.batches_max_bytes,
+        found.batches_max_key_bytes,
+        found.batches_max_file_bytes,
+        found.batches_max_requests,
+        found.batches_max_live,
+        found.batches_keep_s,
+        runs_batches=found.number == 0,
     )
 
 

@@ -6,14 +6,16 @@ request.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpupoold.access import secret
+from gpupoold.domain import Priority
 from gpupoold.frontend.catalog import Scope as ModelScope
 from gpupoold.frontend.errors import (
     ApiError,
@@ -49,6 +51,8 @@ class Caller:
     models: ModelScope = None
     prefix_owner: str = ""
     """Requests use cached KV of requests with the same owner only."""
+    is_batch: bool = False
+    """Requests have background priority."""
 
     @property
     def key_id(self) -> str:
@@ -81,12 +85,29 @@ class Callers:
         self._anybody = Caller()
         self._num_unauthorised = 0
         self.host_names: frozenset[str] = frozenset()
+        self.known = asyncio.Event()
+        """Set when the keys are known."""
 
     def replace(self, rules: AccessRules) -> None:
         """Replace the rules. Running requests continue under any rules."""
         self._by_id = {key.id: _caller(key, rules.share_prefixes) for key in rules.keys}
         self._are_required = rules.are_required
         self.host_names = frozenset(rules.host_names)
+        self.known.set()
+
+    def of_batch(self, owner: str) -> Caller | None:
+        """Return the caller of a batch's requests, None if the owner may send none any more.
+
+        ``owner`` is the id of the key that the batch was created with, empty without one.
+        """
+        if not owner:
+            return None if self._are_required else replace(self._anybody, is_batch=True)
+        caller = self._by_id.get(owner)
+        if caller is None or caller.key is None:
+            return None
+        expires_at = caller.key.expires_at
+        is_expired = expires_at is not None and self._wall_clock() >= expires_at
+        return None if is_expired else replace(caller, is_batch=True)
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Return the caller of a request with these headers.
@@ -123,6 +144,8 @@ class Callers:
         caller = _current.get()
         if caller is not None and caller.key is not None:
             message.key_id, message.priority = caller.key.id, caller.key.priority
+        if caller is not None and caller.is_batch:
+            message.priority = Priority.BACKGROUND
         message.served_name = message.served_name or _preset_name.get()
 
     def report(self) -> AccessReport | None:

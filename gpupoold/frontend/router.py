@@ -15,6 +15,10 @@ import msgspec
 from gpupoold import __version__
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
+from gpupoold.frontend.batches.api import BATCHES, FILES
+from gpupoold.frontend.batches.exchange import Exchange
+from gpupoold.frontend.batches.service import BatchService
+from gpupoold.frontend.batches.work import Answer
 from gpupoold.frontend.body import Disconnected, read_body, replay
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
@@ -89,6 +93,7 @@ class Router:
         callers: Callers,
         bounds: Bounds,
         traces: Traces | None = None,
+        batches: BatchService | None = None,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
@@ -98,6 +103,7 @@ class Router:
         self._lookup = ModelLookup(catalog, mounts, bounds.hold)
         self._metrics = metrics
         self._traces = traces or Traces("")
+        self._batches = batches
         self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,6 +142,9 @@ class Router:
         elif path.startswith(_RESPONSES_PREFIX):
             await self._callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
+        elif self._batches is not None and _is_batch_path(path):
+            await self._callers.begin(caller)
+            await self._batches.serve(caller, without_credentials(scope), receive, send)
         elif path == METRICS_PATH and method in ("GET", "HEAD"):
             await self._metrics.serve(send, with_body=method == "GET")
         elif path == _OPENAPI_PATH and method == "GET":
@@ -145,6 +154,21 @@ class Router:
             await send_json(send, status, body, with_body=method == "GET")
         else:
             raise no_such_path(method, path)
+
+    async def ask(self, caller: Caller, path: str, body: bytes) -> Answer:
+        """Answer a request of a batch, as from a client; never raises because of the request."""
+        exchange, ids = Exchange(path, body), RequestIds()
+        send = sending_id(exchange.send, ids)
+        try:
+            with self._traces.request(exchange.scope, ids.http_id) as traced:
+                await self._route_by_model(
+                    caller, exchange.scope, exchange.receive, send, ids, traced
+                )
+        except ApiError as error:
+            await send_error(send, error)
+        except Exception:
+            logger.exception("a request of a batch to %s failed", path)
+        return exchange.answer(ids.http_id)
 
     def _own_answer(self, method: str, path: str, caller: Caller) -> tuple[int, object]:
         if path == "/health":
@@ -228,6 +252,10 @@ def _check_served(mount: Mount, path: str) -> None:
 def _is_served(path: str) -> bool:
     """Return whether a path of a model's API is within reach of clients."""
     return path in ROUTED_PATHS or path.startswith(_RESPONSES_PREFIX)
+
+
+def _is_batch_path(path: str) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in (FILES, BATCHES))
 
 
 def _is_unix(scope: Scope) -> bool:

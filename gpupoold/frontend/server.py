@@ -17,6 +17,8 @@ import uvicorn
 
 from gpupoold.access.tls import Tls
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.gates import Gates
@@ -87,6 +89,7 @@ class FrontendSettings:
     number: int = 0
     parent_pid: int | None = None
     tls: Tls | None = None
+    batches: BatchBounds | None = None
 
 
 class _HttpServer(uvicorn.Server):
@@ -127,6 +130,11 @@ class FrontendServer:
             BytesInFlight(settings.max_bytes_in_flight),
         )
         self._traces = Traces(settings.traces_endpoint, settings.traces_share)
+        self._batches = (
+            None
+            if settings.batches is None
+            else BatchService(settings.batches, self._bounds.in_flight, self._callers)
+        )
         self._router = Router(
             self._catalog,
             self._mounts,
@@ -135,6 +143,7 @@ class FrontendServer:
             self._callers,
             self._bounds,
             self._traces,
+            self._batches,
         )
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []
@@ -154,6 +163,7 @@ class FrontendServer:
         mounting = asyncio.create_task(self._mount_in_order())
         measuring = asyncio.create_task(measure_lag(self._lags_s.append))
         leaving = asyncio.create_task(self._follow_daemon())
+        batches = asyncio.create_task(self._run_batches())
         self._channel.send(FrontendReady(pid=os.getpid()))
         await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
         mounting.cancel()
@@ -162,6 +172,8 @@ class FrontendServer:
             leaving.cancel()
             await serving
             raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
+        batches.cancel()
+        await asyncio.wait({batches}, timeout=_CLOSING_S)
         grace_s = leaving.result()
         if not self._may_accept.is_set():
             serving.cancel()
@@ -288,6 +300,10 @@ class FrontendServer:
             self._gates.asked(message.request_id)
             self._callers.asked(message)
         self._channel.send(message)
+
+    async def _run_batches(self) -> None:
+        if self._batches is not None:
+            await self._batches.run(self._router.ask)
 
     async def _mount_in_order(self) -> None:
         adapter = await self._load_adapter()

@@ -76,6 +76,12 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         "Tokens sent.",
         lambda one: one.tokens,
     )
+    yield counter(
+        "background_tokens",
+        "Tokens made for batches, which no other metric of tokens counts.",
+        _MODEL,
+        (((name,), one) for name, one in scrape.background_tokens.items()),
+    )
     of_drafts = one_each(counter, "model", scrape.drafts.items())
     yield of_drafts(
         "drafts",

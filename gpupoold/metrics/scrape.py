@@ -33,6 +33,7 @@ class Scrape:
     attainments: dict[str, float | None]
     saved_bytes: int | None
     drafts: dict[str, DraftCounts]
+    background_tokens: dict[str, int]
 
     @classmethod
     async def of(cls, control_plane: ControlPlane, known: dict[str, ModelRow]) -> Scrape:
@@ -65,6 +66,7 @@ class Scrape:
             {name: one.attainment_1m(now_s) for name, one in stats.items()},
             saved_bytes,
             {name: one.drafts for name, one in stats.items() if one.drafts.num_drafts},
+            {name: one.background_tokens for name, one in stats.items()},
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:

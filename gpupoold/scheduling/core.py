@@ -381,9 +381,10 @@ class Core:
     def _hold(self, request: Request, now_s: float) -> None:
         """Hold a request to be prefilled, which counts as an arrival."""
         self.state.held[request.id] = request
-        self.state.arrivals.add(
-            request.model.name, now_s, request.prompt_tokens, request.expected_tokens
-        )
+        if not request.is_background:
+            self.state.arrivals.add(
+                request.model.name, now_s, request.prompt_tokens, request.expected_tokens
+            )
         self.policy.arrived(request, self.state)
         self._must_assign = True
 

@@ -91,9 +91,9 @@ def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = ""
         device = state.devices[number]
         batch = device.batches[model.name]
         moving = [one for one in device.moving.values() if one.model is model]
-        num_answers += len(batch.requests) - batch.num_waiting + len(moving)
+        num_answers += len(batch.requests) - batch.num_waiting - batch.num_background + len(moving)
         tokens += batch.context_tokens + sum(one.context_tokens for one in moving)
-    if not num_answers:
+    if num_answers <= 0:
         return 0.0
     room_tokens = (capacity_bytes - model.weight_bytes) / max(1, model.kv_bytes_per_token)
     speed, tbt_s = model.speed(kind), model.targets.tbt_s

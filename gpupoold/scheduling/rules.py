@@ -55,6 +55,7 @@ class Rule(StrEnum):
     GROUPED = "grouped", "the device has the first group of the model with room"
     SHORTEST_QUEUE = "shortest-queue", "the device has the shortest queue of prompts"
     ANSWERS_ELSEWHERE = "answers-elsewhere", "the prompt's device leaves answers to other devices"
+    BATCHED = "batched", "a request of a batch: the device has the most time to spare"
     REBALANCED = "rebalanced", "the previous device was full, and this device had time to spare"
 
     # Rules that order turns on a device.
@@ -72,6 +73,7 @@ class Rule(StrEnum):
         "gathers-lead",
         "the next turn with both switches takes longer than the lead, and that turn can wait",
     )
+    BACKGROUND = "background", "only requests of batches: they run in time that others leave"
     STARVING = "starving", "the model has waited so long that it goes first, late or not"
     NOT_YET_BEGUN = (
         "not-yet-begun",

@@ -19,7 +19,12 @@ _KV_BLOCK_TOKENS = 16
 
 # In queues a request counts as arrived, and as due, this many TTFT targets earlier. With the bound,
 # requests of low priority wait only for requests that arrive soon after.
-HEAD_START = {Priority.HIGH: 1.0, Priority.NORMAL: 0.0, Priority.LOW: -1.0}
+HEAD_START = {
+    Priority.HIGH: 1.0,
+    Priority.NORMAL: 0.0,
+    Priority.LOW: -1.0,
+    Priority.BACKGROUND: -2.0,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +137,11 @@ class Request:
         return self.counted_arrival_s + targets.ttft_s + self.num_tokens * targets.tbt_s
 
     @property
+    def is_background(self) -> bool:
+        """True if the request runs in time that others leave."""
+        return self.priority is Priority.BACKGROUND
+
+    @property
     def context_tokens(self) -> int:
         """Tokens of its KV after its first token."""
         return self.prompt_tokens + self.num_tokens
@@ -152,6 +162,7 @@ class Batch:
     prefill, with ``waiting_tokens`` in total and ``waiting_tokens2`` as sum of squares; the others
     have ``context_tokens`` of KV. ``prompt_tokens`` and ``expected_tokens`` cover all requests. The
     methods keep the sums, so that costs are known without visiting the requests.
+    ``num_background`` requests run in time that others leave, and are no load.
     """
 
     model: Model
@@ -163,6 +174,7 @@ class Batch:
     waiting_tokens: int = 0
     waiting_tokens2: int = 0
     context_tokens: int = 0
+    num_background: int = 0
     _load: float = 0.0
     _load_revision: int = -1  # model revision of ``_load``; -1: unknown
     kind: InitVar[str] = ""
@@ -176,6 +188,7 @@ class Batch:
         self.requests[request.id] = request
         self.prompt_tokens += request.prompt_tokens
         self.expected_tokens += request.expected_tokens
+        self.num_background += request.is_background
         if request.phase is RequestPhase.DECODING:
             self.grow(request.context_tokens)
         else:
@@ -193,6 +206,7 @@ class Batch:
         del self.requests[request.id]
         self.prompt_tokens -= request.prompt_tokens
         self.expected_tokens -= request.expected_tokens
+        self.num_background -= request.is_background
         if request.phase is RequestPhase.DECODING:
             self.grow(-request.context_tokens)
         else:
@@ -220,8 +234,15 @@ class Batch:
         if self._load_revision != model.revision:
             targets = model.targets
             self._load = self.step_s() / targets.tbt_s + self.prefill_s() / targets.ttft_s
+            if self.num_background:
+                self._load *= 1 - self.num_background / len(self.requests)
             self._load_revision = model.revision
         return self._load
+
+    @property
+    def is_background(self) -> bool:
+        """True if all requests run in time that others leave."""
+        return self.num_background == len(self.requests) > 0
 
     def step_s(self) -> float:
         """Return the seconds of a decode step with all requests."""

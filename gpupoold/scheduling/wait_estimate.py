@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpupoold.scheduling.background import is_background_turn
 from gpupoold.scheduling.kv_admission import admits, num_ahead
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.placement import place
@@ -275,6 +276,8 @@ def _next_on(
     """
     model, turn = mine.model, device.turn
     left_s = max(device.turn_began_s + turn.quota_s - now_s, 0.0) if turn else 0.0
+    if is_background_turn(device) and not request.is_background:
+        left_s = 0.0
     if turn is not None and turn.model == model.name:
         step_s = device.working[model.name].step_s() if model.name in device.working else 0.0
         start_s = max(device.turn_began_s - now_s, 0.0) + step_s / 2
@@ -363,6 +366,7 @@ def _with(
         requests=[*work.requests, newcomer],
         prefill_s=work.prefill_s + own_s,
         num_waiting=work.num_waiting + num_waiting,
+        is_background=work.is_background and newcomer.is_background,
     )
 
 

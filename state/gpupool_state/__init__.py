@@ -12,6 +12,7 @@ Imports only the standard library, aiosqlite and the domain, errors and file hel
 """
 
 from gpupool_state.api_keys import ApiKeys, KeyPowers, KeyRow, KeyUse
+from gpupool_state.batches import BatchRow, BatchStatus, BatchStore, FileRow, ResultRow
 from gpupool_state.db import Database
 from gpupool_state.divisions import KnownDivisions
 from gpupool_state.history import History, HistoryLimits
@@ -32,10 +33,14 @@ DATABASE_NAME = "gpupool.db"
 __all__ = [
     "DATABASE_NAME",
     "ApiKeys",
+    "BatchRow",
+    "BatchStatus",
+    "BatchStore",
     "Database",
     "DeviceMinuteRow",
     "EventLevel",
     "EventRow",
+    "FileRow",
     "History",
     "HistoryLimits",
     "KeyPowers",
@@ -48,6 +53,7 @@ __all__ = [
     "ProfileRow",
     "Registry",
     "RequestRow",
+    "ResultRow",
     "StateLock",
     "UsageRow",
     "check_names",

@@ -104,6 +104,7 @@ class Frontend(Supervised[m.FromFrontend]):
                     "--traces-endpoint": settings.traces.endpoint,
                     "--traces-share": settings.traces.share,
                     **_tls_options(settings.server),
+                    **_batch_options(settings),
                 }
             ),
             m.FromFrontend,
@@ -162,6 +163,19 @@ class Frontend(Supervised[m.FromFrontend]):
             _logger.exception("building the metrics failed")
         else:
             self.send(m.MetricsText(call_id, text))
+
+
+def _batch_options(settings: Settings) -> dict[str, object]:
+    bounds = settings.batches
+    return {
+        "--batches-folder": settings.paths.state_dir / "batches",
+        "--batches-max-bytes": bounds.max_bytes,
+        "--batches-max-key-bytes": bounds.max_key_bytes,
+        "--batches-max-file-bytes": bounds.max_file_bytes,
+        "--batches-max-requests": bounds.max_requests,
+        "--batches-max-live": bounds.max_live,
+        "--batches-keep-s": bounds.keep_s,
+    }
 
 
 def _tls_options(server: ServerSettings) -> dict[str, object]:

@@ -37,6 +37,7 @@ _ALL = ""
 
 # Shares of each bound reserved for requests of higher priority. Without keys of high priority
 # nothing is reserved for such keys; requests without a key have normal priority.
+_KEPT_FROM_BACKGROUND = 0.5
 _KEPT_FROM_LOW = 0.25
 _KEPT_FROM_NORMAL = 0.1
 
@@ -55,7 +56,9 @@ class KeyBounds(Protocol):
 def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
     """Return the number of live requests from which on this priority is refused; at least 1."""
     kept_share = 0.0
-    if priority is Priority.LOW:
+    if priority is Priority.BACKGROUND:
+        kept_share = _KEPT_FROM_BACKGROUND
+    elif priority is Priority.LOW:
         kept_share = _KEPT_FROM_LOW
     elif priority is Priority.NORMAL and keys is not None and keys.has_high:
         kept_share = _KEPT_FROM_NORMAL
@@ -148,7 +151,9 @@ class Overload:
         if num_live >= bound:
             text = f"{num_live} requests are already waiting or running."
             return "queue_full", text, self._space_in_s(_ALL, num_live, bound, now_s)
-        return self._full_key(message.key_id) or self._full_bytes(message)
+        is_background = message.priority is Priority.BACKGROUND
+        key_id = "" if is_background else message.key_id  # batches have a limit of their own
+        return self._full_key(key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
         """Return the refusal at a key's limit of live requests, and the waiting time."""

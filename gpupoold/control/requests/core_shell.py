@@ -142,7 +142,8 @@ class Scheduler:
     def arrived(self, request: LiveRequest) -> None:
         """Schedule a request; the policy decides the time of the action ``Send``."""
         order = request.order
-        own_ttft_s = request.targets.ttft_s if order.served_name else None
+        has_own = order.served_name or request.is_background
+        own_ttft_s = request.targets.ttft_s if has_own else None
         self._handle(
             e.Arrived(
                 order.request_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 
 from gpupool_state import History
@@ -15,6 +16,7 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests, request_id
 from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.accounts import Accounts
 from gpupoold.control.requests.admission import Overload
+from gpupoold.control.requests.background import BackgroundQueue
 from gpupoold.control.requests.core_shell import Scheduler
 from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.kv_peers import KvPeers
@@ -25,7 +27,15 @@ from gpupoold.control.requests.rows import finish_reason
 from gpupoold.control.requests.silence import waits_for
 from gpupoold.control.workers.roles import Roles
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import DeviceEvent, FinishReason, ModelSpec, Role, Targets
+from gpupoold.domain import (
+    BACKGROUND_TTFT_S,
+    DeviceEvent,
+    FinishReason,
+    ModelSpec,
+    Priority,
+    Role,
+    Targets,
+)
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
@@ -72,6 +82,7 @@ class Dispatcher:
         )
         self.scheduler = Scheduler(policy, self._orders.carry_out, clock)
         state = self.scheduler.state
+        self._background = BackgroundQueue(live, state, self.scheduler.arrived)
         self.accounts = Accounts(history, live, state, keys, clock, wall_clock)
         stats, refused = self.accounts.stats, self.accounts.meters.refused
         self._overload = Overload(limits, history, live, stats, state, refused, keys)
@@ -231,7 +242,7 @@ class Dispatcher:
         for request in self._cold(name):
             self.live.set_cold(request, is_cold=False)
             request.warmed_s = self._clock()
-            self.scheduler.arrived(request)
+            self._arrive(request)
 
     def fail_waiting(self, name: str, reason: str) -> None:
         """Fail the waiting requests of a model after a failure to warm the model."""
@@ -319,11 +330,12 @@ class Dispatcher:
         self._overload.report(now_s)
         self._try_suspects(now_s)
         self.scheduler.tick()
+        self._background.fill()
 
     def end_overdue(self, now_s: float) -> None:
         """End all requests without a token for ``token_timeout_s``."""
         limit_s = self.token_timeout_s
-        silent = self.live.silent_since(now_s - limit_s)
+        silent = [one for one in self.live.silent_since(now_s - limit_s) if not one.is_background]
         # All reasons are computed before the first end, which may free memory for other requests.
         for request, reason in [(one, self._waits_for(one)) for one in silent]:
             self._stop([request], f"no token for {limit_s:g} s: {reason}")
@@ -342,11 +354,15 @@ class Dispatcher:
         admission = self._overload.admission(
             message, self._clock(), is_routed=is_routed, is_warm=is_warm
         )
-        self.accounts.charge(message.key_id, message.num_prompt_tokens)
+        if message.priority is not Priority.BACKGROUND:
+            self.accounts.charge(message.key_id, message.num_prompt_tokens)
         self.replies.send(message.frontend, admission)
         if admission.status != HTTPStatus.OK:
             return
-        request = LiveRequest(message, self._fleet.targets(message.model, message.served_name))
+        targets = self._fleet.targets(message.model, message.served_name)
+        if message.priority is Priority.BACKGROUND:
+            targets = replace(targets, ttft_s=BACKGROUND_TTFT_S)
+        request = LiveRequest(message, targets)
         self.live.add(request)
         self.accounts.admitted(message, is_warm=is_warm)
         self._fleet.signals.request_began(message.model)
@@ -367,12 +383,21 @@ class Dispatcher:
         return self._fleet.availability(model).devices
 
     def _schedule(self, request: LiveRequest, *, is_warm: bool) -> None:
-        """Pass a request to the core, or hold the request until the model is warm."""
+        """Pass a request to the core, or hold the request until the model is warm.
+
+        A background request also waits for a device with time to spare.
+        """
         if is_warm:
-            self.scheduler.arrived(request)
+            self._arrive(request)
             return
         self.live.set_cold(request, is_cold=True)
         self._fleet.signals.weights_wanted(request.model)
+
+    def _arrive(self, request: LiveRequest) -> None:
+        if request.is_background:
+            self._background.add(request)
+        else:
+            self.scheduler.arrived(request)
 
     def _restart(self, request: LiveRequest) -> None:
         """Schedule a request again after the loss of the worker; the tokens so far are kept."""
@@ -400,6 +425,8 @@ class Dispatcher:
                 self._remove(item.request_id, finish_reason(item.finish_reason))
         self.isolation.progressed(message)
         self._try_suspects(self._clock())
+        if any(item.finish_reason is not None for item in message.progress):
+            self._background.fill()
 
     def _stop(self, requests: list[LiveRequest], reason: str) -> None:
         """End requests with an error, also on the workers."""

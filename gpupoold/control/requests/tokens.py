@@ -122,6 +122,11 @@ class TokenCounter:
             request = self._live.get(item.request_id)
             if request is None:
                 continue
+            if request.is_background:
+                ids, has_result = item.new_token_ids, item.has_result
+                request.add_tokens(ids, at_s, has_result=has_result)
+                self._stats[request.counted_name].background_tokens += len(ids) + has_result
+                continue
             if request.key_id:
                 self._charge(request.key_id, len(item.new_token_ids))
             stats, times_s = self._stats[request.counted_name], request.token_times_s

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.background import is_background_turn, most_spare, num_others
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.policies.base import (
     Choice,
@@ -107,7 +108,9 @@ class GpupoolPolicy(SimplePolicy):
         for request in list(state.held.values()):
             devices = state.prefill_hosts(request.model)
             if devices:
-                if is_split:
+                if request.is_background:
+                    chosen, rule = most_spare(request, devices), Rule.BATCHED
+                elif is_split:
                     converts = self._converts_decoders
                     chosen, rule, _ = stage(
                         request, devices, state, now_s, converts_decoders=converts
@@ -215,13 +218,15 @@ class GpupoolPolicy(SimplePolicy):
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """End a turn early for requests that arrived later and cannot wait for its end.
 
-        ``chunk_tokens`` is adapted to the batch.
+        A background turn ends at once for others. ``chunk_tokens`` is adapted to the batch.
         """
         began_s = device.turn_began_s
         chunk_tokens = self._chunk_tokens(turn.model, device, now_s)
         if chunk_tokens != turn.chunk_tokens:
             turn = replace(turn, chunk_tokens=chunk_tokens)
         left_s = planned_s = began_s + turn.quota_s - now_s
+        if is_background_turn(device) and num_others(device):
+            left_s = 0.0
         for work in prompts_of(device, besides=turn.model):
             came = [one for one in work.requests if not one.num_tokens]
             if max((one.arrival_s for one in came), default=-math.inf) <= began_s:
@@ -317,7 +322,8 @@ class GpupoolPolicy(SimplePolicy):
             )
             if is_full and work.is_new and planned_turn.due_in_s > _latest_start_s(work, tuning):
                 planned_turn = planned_turn._replace(due_in_s=math.inf, rule=Rule.NOT_YET_BEGUN)
-            if may_serve_starving and waited_s > tuning.patience_s:
+            is_starving = waited_s > tuning.patience_s and not work.is_background
+            if may_serve_starving and is_starving:
                 # Starving: the longest waiting model first, and never put off.
                 planned_turn = planned_turn._replace(
                     due_in_s=-waited_s,

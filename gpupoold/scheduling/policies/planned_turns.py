@@ -66,7 +66,7 @@ class BatchWork(NamedTuple):
 
     ``step_s``: a decode step with all of them; ``prefill_s``: the missing first tokens of
     ``num_waiting`` requests; ``is_new``: the device has not begun the model; ``speed``: the model's
-    speed on the device.
+    speed on the device; ``is_background``: all requests run in time that others leave.
     """
 
     model: Model
@@ -76,6 +76,7 @@ class BatchWork(NamedTuple):
     num_waiting: int
     is_new: bool
     speed: Speed
+    is_background: bool = False
 
 
 class PlannedTurn(NamedTuple):
@@ -85,6 +86,7 @@ class PlannedTurn(NamedTuple):
     includes the exposed part of the switch, ``quota_s`` does not. ``waited_s``: time since the last
     turn, or since there is work. ``rule``: a rule of the policy that has changed the other values.
     ``is_ahead``: no token is due before the end of the window, even without the turn.
+    ``is_background``: the turn is for requests that run in time that others leave.
     """
 
     model: str
@@ -95,6 +97,7 @@ class PlannedTurn(NamedTuple):
     waited_s: float = 0.0
     rule: Rule | None = None
     is_ahead: bool = False
+    is_background: bool = False
 
     @property
     def density(self) -> float:
@@ -136,12 +139,14 @@ def prompts_of(device: DeviceState, besides: str) -> list[BatchWork]:
 def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchWork:
     model, requests = batch.model, list(batch.requests.values())
     prefill_s, num_waiting = batch.prefill_s(), batch.num_waiting
+    is_background = batch.is_background and (queued is None or queued.is_background)
     if queued is not None:
         requests += queued.requests.values()
         prefill_s += queued.prefill_s()
         num_waiting += queued.num_waiting
     step_s = batch.speed.step_s(len(requests), batch.context_tokens)
-    return BatchWork(model, requests, step_s, prefill_s, num_waiting, is_new, batch.speed)
+    speed = batch.speed
+    return BatchWork(model, requests, step_s, prefill_s, num_waiting, is_new, speed, is_background)
 
 
 def load_of(device: DeviceState) -> float:
@@ -272,6 +277,8 @@ def plan_turn(
     # Each step adds ``tbt_s`` to the lead and takes ``step_s``.
     gain_s = max(tbt_s - step_s, LEAST_GAIN_SHARE * tbt_s)
     decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.turn_max_s)
+    if work.is_background:  # the turn ends early for other requests, see the policy's revise()
+        decode_s = tuning.turn_max_s
     num_steps = decode_s / step_s
     tokens = 0.0
     delays_s = [hopeful_prefill_s] * len(hopeful_s) + [prefill_s] * len(late_s)
@@ -293,6 +300,7 @@ def plan_turn(
         tokens,
         waited_s,
         is_ahead=due_in_s - stall_s - hopeful_prefill_s >= window_s,
+        is_background=work.is_background,
     )
 
 
@@ -327,15 +335,20 @@ def rank_planned_turns(
     Turns are ordered by deadline. If a turn would be late, the least dense earlier turns are put
     off, provided that the turn is then on time and denser than these turns together; otherwise the
     late turn is put off. Turns that are put off come next, the densest first; then turns with only
-    expired requests, the longest waiting first; last turns with a lead (before expired turns if
-    ``is_switching_dear``). A turn of infinite value is never put off.
+    expired requests, the longest waiting first; then turns with a lead (before expired turns if
+    ``is_switching_dear``); last background turns, the longest waiting first. A turn of infinite
+    value is never put off.
     """
     kept: list[PlannedTurn] = []
     put_off: list[PlannedTurn] = []
     expired: list[PlannedTurn] = []
     ahead: list[PlannedTurn] = []
+    background: list[PlannedTurn] = []
     at_s = start_in_s
     for planned_turn in sorted(planned_turns, key=attrgetter("due_in_s", "model")):
+        if planned_turn.is_background:
+            background.append(planned_turn)
+            continue
         if math.isinf(planned_turn.due_in_s):
             expired.append(planned_turn)
             continue
@@ -355,9 +368,11 @@ def rank_planned_turns(
         key=lambda planned_turn: (-planned_turn.density, planned_turn.due_in_s, planned_turn.model)
     )
     expired.sort(key=lambda planned_turn: (-planned_turn.waited_s, planned_turn.model))
+    background.sort(key=lambda planned_turn: (-planned_turn.waited_s, planned_turn.model))
     late, early = (Rule.EXPIRED, expired), (Rule.AHEAD, ahead)
     rest = (early, late) if is_switching_dear else (late, early)
-    return [(Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest]
+    last = (Rule.BACKGROUND, background)
+    return [(Rule.DEADLINE, kept), (Rule.PUT_OFF, put_off), *rest, last]
 
 
 def first_planned_turn(ranked: Ranked) -> tuple[PlannedTurn, Rule] | None:

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: kept on disk, run in time that interactive requests leave."""

@@ -1,0 +1,56 @@
+"""A request inside the process, in the form of ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+from gpupoold.frontend.batches.work import Answer
+from gpupoold.frontend.mounts import Scope
+
+
+class Exchange:
+    """One POST of JSON, and its answer."""
+
+    def __init__(self, path: str, body: bytes) -> None:
+        self.scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"host", b"batch"),
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ],
+            "client": None,
+            "server": None,
+            "state": {},
+        }
+        self._unread: bytes | None = body
+        self._status = 500
+        self._pieces: list[bytes] = []
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """Return the body once; later calls wait, as for a client that stays connected."""
+        if self._unread is None:
+            await asyncio.Event().wait()
+        body, self._unread = self._unread, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Take a part of the answer."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif message["type"] == "http.response.body":
+            self._pieces.append(message.get("body", b""))
+
+    def answer(self, request_id: str) -> Answer:
+        """Return the answer; 500 without one."""
+        return Answer(self._status, request_id, b"".join(self._pieces) or b"null")

@@ -1,0 +1,73 @@
+"""Files and batches of a frontend: the routes, and in one frontend the runner."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from gpupool_state.batches import BatchStore
+from gpupoold.errors import GpupoolError
+from gpupoold.frontend.batches.api import BatchApi
+from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.frontend.batches.runner import BatchRunner
+from gpupoold.frontend.batches.stored_files import StoredFiles
+from gpupoold.frontend.batches.work import Ask, BatchWork
+from gpupoold.frontend.callers import Caller, Callers
+from gpupoold.frontend.errors import ApiError, starting
+from gpupoold.frontend.in_flight import BytesInFlight
+from gpupoold.frontend.mounts import Receive, Scope, Send
+
+_logger = logging.getLogger(__name__)
+_RETRY_S = 5.0
+
+
+class BatchService:
+    """Files and batches; the database is opened by :meth:`run`."""
+
+    def __init__(self, bounds: BatchBounds, in_flight: BytesInFlight, callers: Callers) -> None:
+        self._bounds = bounds
+        self._in_flight = in_flight
+        self._callers = callers
+        self._files = StoredFiles(bounds.folder / "files")
+        self._api: BatchApi | None = None
+
+    async def run(self, ask: Ask) -> None:
+        """Serve until cancelled; ``ask`` answers a request of a batch."""
+        store = await self._open()
+        self._api = BatchApi(store, self._files, self._bounds, self._in_flight)
+        try:
+            if not self._bounds.runs_batches:
+                await asyncio.Event().wait()
+            await self._callers.known.wait()
+            free = asyncio.Semaphore(self._bounds.max_live)
+            find, most = self._callers.of_batch, self._bounds.max_requests
+            work = BatchWork(store, self._files, ask, find, free, most)
+            await BatchRunner(store, self._files, work, self._bounds.keep_s).run()
+        finally:
+            self._api = None
+            await store.close()
+
+    async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request to a path of files or batches.
+
+        Raises:
+            ApiError: the request is wrong, there is no room, or the disk fails.
+        """
+        if self._api is None:
+            raise starting()
+        try:
+            await self._api.serve(caller, scope, receive, send)
+        except (GpupoolError, OSError) as error:
+            _logger.warning("%s %s: %s", scope["method"], scope["path"], error)
+            text = "Files and batches cannot be read or written now; the daemon's log says why."
+            raise ApiError(503, "ServiceUnavailableError", text, retry_after_s=_RETRY_S) from error
+
+    async def _open(self) -> BatchStore:
+        """Open the database as soon as possible."""
+        while True:
+            try:
+                self._bounds.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                return await BatchStore.open(self._bounds.folder)
+            except (GpupoolError, OSError) as error:
+                _logger.warning("files and batches are not served yet: %s", error)
+                await asyncio.sleep(_RETRY_S)

@@ -131,7 +131,8 @@ class ModelSpec:
     ``source`` is the user's text (a path or a Hugging Face id), ``path`` the resolved local folder.
     ``max_model_len`` None means the checkpoint's own limit. ``engine`` has vLLM's options by name,
     with values as on vLLM's command line. ``devices`` are the devices chosen by hand for its
-    engines; empty leaves the choice to the scheduling core.
+    engines; empty leaves the choice to the scheduling core. ``pace`` is the pace of streams, see
+    :mod:`gpupoold.pace`, empty for none.
     """
 
     name: ModelName
@@ -146,6 +147,7 @@ class ModelSpec:
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     devices: tuple[int, ...] = ()
+    pace: str = ""
 
     @property
     def further(self) -> tuple[Preset | Adapter, ...]:

@@ -64,7 +64,8 @@ async def _add_models(registry: state.Registry) -> None:
     for number in range(3):
         name = ModelName(f"model-{number}")
         targets = Targets(ttft_s=2.5, tbt_s=0.05)
-        spec = ModelSpec(name, "s", "/p", targets=targets, aliases=(f"alias-{number}",))
+        aliases = (f"alias-{number}",)
+        spec = ModelSpec(name, "s", "/p", targets=targets, aliases=aliases, pace="steady")
         await registry.add(spec)
         await registry.set_state(name, ModelState.READY)
         await registry.set_profiles(name, [_profile(phase) for phase in state.ProfilePhase])
@@ -78,7 +79,7 @@ async def _add_models(registry: state.Registry) -> None:
 
 
 async def _add_keys(keys: state.ApiKeys) -> None:
-    powers = state.KeyPowers(("model-0", "model-2"), Priority.LOW, 60, 10_000, 4, 2 * _AT)
+    powers = state.KeyPowers(("model-0", "model-2"), Priority.LOW, 60, 10_000, 4, 2 * _AT, "50ms")
     await keys.add("AbCd0000", "some", "0" * 64, powers)
     await keys.rotate("some", "1" * 64, _AT + 3600)
     await keys.add("AbCd0001", "all", "2" * 64, state.KeyPowers())

@@ -12,7 +12,7 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.lists import numbers
 from gpupool_cli.models import print_model
-from gpupool_cli.options import NewNameArgument, RevisionOption, TbtOption, TtftOption
+from gpupool_cli.options import NewNameArgument, PaceOption, RevisionOption, TbtOption, TtftOption
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
@@ -31,6 +31,7 @@ def add_model(
     revision: RevisionOption = None,
     ttft: TtftOption = None,
     tbt: TbtOption = None,
+    pace: PaceOption = None,
     max_len: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Longest prompt plus answer, in tokens."),
@@ -72,6 +73,7 @@ def add_model(
         tbt_s=DEFAULT_TBT_S if tbt is None else tbt,
         aliases=alias or [],
         engine=read_options(engine or ()),
+        pace=pace or "",
         devices=[] if devices is None else [*numbers("--devices", devices, int, "0,1")],
         check_only=check,
         detach=detach,

@@ -10,7 +10,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import JsonOption, complete_model_name, model_name
+from gpupool_cli.options import JsonOption, PaceOption, complete_model_name, model_name
 from gpupool_cli.output import Column
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, PriorityName, SetKeyRequest
@@ -123,6 +123,7 @@ def add(
     tokens_per_minute: TokensOption = None,
     max_live: LiveOption = None,
     expires: ExpiresOption = None,
+    pace: PaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create a key and print the key, this once; by default for all models.
@@ -139,6 +140,7 @@ def add(
         tokens_per_minute=tokens_per_minute or None,
         max_live=max_live or None,
         expires_at=expires or None,
+        pace=pace or "",
     )
     with open_client(ctx) as client:
         new = client.add_key(request)
@@ -176,6 +178,7 @@ def set_key(
     tokens_per_minute: TokensOption = None,
     max_live: LiveOption = None,
     expires: ExpiresOption = None,
+    pace: PaceOption = None,
 ) -> None:
     """Change a key's rights, from its next request on; the key itself stays.
 
@@ -191,6 +194,7 @@ def set_key(
         tokens_per_minute=tokens_per_minute,
         max_live=max_live,
         expires_at=expires,
+        pace=pace,
     )
     if request == SetKeyRequest():
         raise UsageError(f"no change given for the key {name!r}", "see `gpupool key set --help`")
@@ -281,7 +285,8 @@ def _limits(key: KeyInfo) -> str:
         "tokens/min": key.tokens_per_minute,
         "live": key.max_live,
     }
-    return ", ".join(f"{limit} {what}" for what, limit in limits.items() if limit is not None)
+    shown = [f"{limit} {what}" for what, limit in limits.items() if limit is not None]
+    return ", ".join([*shown, f"pace {key.pace}"] if key.pace else shown)
 
 
 def _end(key: KeyInfo) -> str:

@@ -15,6 +15,7 @@ from gpupool_cli.hosting import hosting_text
 from gpupool_cli.options import (
     JsonOption,
     NameArgument,
+    PaceOption,
     TbtOption,
     TtftOption,
     complete_model_name,
@@ -78,6 +79,7 @@ def set_model(
     name: NameArgument,
     ttft: TtftOption = None,
     tbt: TbtOption = None,
+    pace: PaceOption = None,
     add_alias: Annotated[
         list[str] | None,
         typer.Option("--add-alias", metavar="ALIAS", help="A further name; may be repeated."),
@@ -92,7 +94,7 @@ def set_model(
         typer.Option("--remove-engine", metavar="KEY", help="Drop an option; may be repeated."),
     ] = None,
 ) -> None:
-    """Change a model's targets, aliases and options at once.
+    """Change a model's targets, pace, aliases and options at once.
 
     For other options of the engine, another engine is built beside the present engine, and answers
     in progress go on in the new engine.
@@ -101,6 +103,7 @@ def set_model(
     request = SetModelRequest(
         ttft_s=ttft,
         tbt_s=tbt,
+        pace=pace,
         add_aliases=add_alias or [],
         remove_aliases=remove_alias or [],
         engine=options | dict.fromkeys(remove_engine or ()),
@@ -108,7 +111,7 @@ def set_model(
     if request == SetModelRequest():
         raise UsageError(
             f"no change given for {name!r}",
-            "give --ttft, --tbt, --add-alias, --remove-alias, --engine or --remove-engine",
+            "give --ttft, --tbt, --pace, --add-alias, --remove-alias, --engine or --remove-engine",
         )
     with open_client(ctx) as client:
         model = client.set_model(name, request)
@@ -168,6 +171,7 @@ def print_model(model: ModelInfo) -> None:
         "max length": "" if model.max_model_len is None else f"{model.max_model_len} tokens",
         "ttft": format_duration(model.ttft_s),
         "tbt": format_duration(model.tbt_s),
+        "pace": model.pace,
         "aliases": ", ".join(model.aliases),
         **_chat_fields(model),
         **{f"preset {one.name}": _preset_text(one) for one in model.presets},

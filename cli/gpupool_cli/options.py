@@ -151,6 +151,14 @@ TtftOption = Annotated[
         help="Target for the time to first token, such as 10s or 500ms.",
     ),
 ]
+PaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pace",
+        metavar="steady|DURATION|off",
+        help="Release the tokens of streams evenly: at the TBT target, or faster.",
+    ),
+]
 TbtOption = Annotated[
     float | None,
     typer.Option(

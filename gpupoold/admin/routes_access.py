@@ -60,6 +60,7 @@ def _powers(body: AddKeyRequest) -> KeyPowers:
         body.tokens_per_minute,
         body.max_live,
         body.expires_at,
+        body.pace,
     )
 
 
@@ -74,6 +75,8 @@ def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:
         value = getattr(body, name)
         if value is not None:
             changes[name] = value or None
+    if body.pace is not None:
+        changes["pace"] = body.pace
     return dataclasses.replace(powers, **changes)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from gpupoold.pace import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
 MAX_DEVICES = 1024
+
+
+PaceText = Annotated[str, AfterValidator(checked_pace)]
+"""The pace of streams."""
 
 
 class Body(BaseModel):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gpupoold.api.schemas import Body
+from gpupoold.api.schemas import Body, PaceText
 
 PriorityName = Literal["high", "normal", "low"]
 
@@ -25,6 +25,7 @@ class AddKeyRequest(Body):
     tokens_per_minute: int | None = Field(default=None, gt=0)
     max_live: int | None = Field(default=None, gt=0)
     expires_at: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    pace: PaceText = ""
 
 
 class SetKeyRequest(Body):
@@ -40,6 +41,7 @@ class SetKeyRequest(Body):
     tokens_per_minute: int | None = Field(default=None, ge=0)
     max_live: int | None = Field(default=None, ge=0)
     expires_at: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    pace: PaceText | None = None
 
 
 class RotateKeyRequest(Body):
@@ -73,6 +75,7 @@ class KeyInfo(Body):
     num_tokens: int
     requests_left: float | None = None
     tokens_left: float | None = None
+    pace: str = ""
 
 
 class NewKey(Body):

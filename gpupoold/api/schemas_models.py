@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gpupoold.api.schemas import MAX_DEVICES, Body, ErrorBody, ModelUsage
+from gpupoold.api.schemas import MAX_DEVICES, Body, ErrorBody, ModelUsage, PaceText
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.latency.stored import StoredLatency
 
@@ -28,6 +28,7 @@ class AddModelRequest(Body):
     aliases: list[str] = Field(default=[])
     engine: dict[str, str] = Field(default={})
     devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
+    pace: PaceText = ""
     check_only: bool = False
     detach: bool = False
 
@@ -68,6 +69,7 @@ class SetModelRequest(Body):
 
     ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    pace: PaceText | None = None
     add_aliases: list[str] = Field(default=[])
     remove_aliases: list[str] = Field(default=[])
     engine: dict[str, str | None] = Field(default={})
@@ -119,6 +121,7 @@ class ModelInfo(Body):
     max_model_len: int | None
     ttft_s: float
     tbt_s: float
+    pace: str = ""
     aliases: list[str]
     state: str
     error: str

@@ -55,6 +55,11 @@ class Caller:
     """Requests have background priority."""
 
     @property
+    def pace(self) -> str:
+        """The pace of the key's streams, empty without one."""
+        return "" if self.key is None else self.key.pace
+
+    @property
     def key_id(self) -> str:
         """Id of the key, "" without one."""
         return "" if self.key is None else self.key.id

@@ -19,11 +19,9 @@ from typing import Any, Protocol
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.mounts import Scope
-from gpupoold.units import parse_duration_s
+from gpupoold.pace import OFF, gap_s_of
 
-_HEADER, _STEADY, _OFF = b"x-gpupool-pace", "steady", "off"
-_LEAST_GAP_S = 0.001
-_MAX_CHARS = 32
+_HEADER = b"x-gpupool-pace"
 _current: ContextVar[float | None] = ContextVar("pace", default=None)
 
 
@@ -35,31 +33,23 @@ class Output(Protocol):
     finish_reason: Any
 
 
-def wanted_gap_s(scope: Scope) -> float | None:
+def wanted_gap_s(scope: Scope, *defaults: str) -> float | None:
     """Return the gap between two tokens wanted by a request, None for no pace.
 
-    The header ``X-Gpupool-Pace`` is ``steady`` for the model's TBT target (infinity), a duration,
-    or ``off``.
+    The header ``X-Gpupool-Pace`` has a pace; without one the first of ``defaults`` that is not
+    empty holds. See :func:`gap_s_of`.
 
     Raises:
         ApiError: 400: the header has another value.
     """
     values = [value for name, value in scope["headers"] if name == _HEADER]
     if not values:
-        return None
-    text = values[-1].decode("latin-1").strip().lower()
-    if text == _OFF:
-        return None
-    if text == _STEADY:
-        return math.inf
-    with contextlib.suppress(ValueError):
-        if len(text) <= _MAX_CHARS and (gap_s := parse_duration_s(text)) >= _LEAST_GAP_S:
-            return gap_s
-    message = (
-        f"X-Gpupool-Pace: {text[:_MAX_CHARS]!r} is no pace. Send `{_STEADY}`, `{_OFF}` or a "
-        "duration of at least 1 ms, such as `50ms`."
-    )
-    raise ApiError(400, "invalid_request_error", message, param="X-Gpupool-Pace")
+        return gap_s_of(next((text for text in defaults if text), OFF))
+    try:
+        return gap_s_of(values[-1].decode("latin-1"))
+    except ValueError as error:
+        message = f"X-Gpupool-Pace: {error}."
+        raise ApiError(400, "invalid_request_error", message, param="X-Gpupool-Pace") from None
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ class Router:
                 naming(ids),
                 counting_prompts(head.num_samples),
                 bounding_images(holding, self._decoding),
-                pacing(wanted_gap_s(scope)),
+                pacing(wanted_gap_s(scope, caller.pace, model.pace)),
             ):
                 wants = self._gates.may_comment and wants_comments(scope)
                 async with self._gates.holding(send, wants_comments=wants) as gate:

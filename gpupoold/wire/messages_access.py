@@ -13,7 +13,8 @@ class KeyRecord(msgspec.Struct, frozen=True):
 
     ``previous_digest`` is valid until ``previous_until``. ``models`` None allows all models, an
     empty tuple only the metrics. If ``is_rate_limited``, the daemon must permit each request, see
-    ``AskRate``. ``max_live`` limits live requests; None means no limit.
+    ``AskRate``. ``max_live`` limits live requests; None means no limit. ``pace`` is the
+    pace of streams, empty for the model's.
     """
 
     id: str
@@ -26,6 +27,7 @@ class KeyRecord(msgspec.Struct, frozen=True):
     is_rate_limited: bool = False
     expires_at: float | None = None
     max_live: int | None = None
+    pace: str = ""
 
 
 class AccessRules(Message):

@@ -198,7 +198,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     preset or adapter, which has a row of its own.
 
     Clients of a model that is not ready should retry after ``retry_after_s``, or at ``retry_at_s``
-    (on the monotonic clock) if that is later.
+    (on the monotonic clock) if that is later. ``pace`` is the pace of streams, empty for none.
     """
 
     name: str
@@ -212,6 +212,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     presets: tuple[Preset, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     parent: str = ""
+    pace: str = ""
 
     @property
     def preset(self) -> Preset | None:

@@ -15,7 +15,15 @@ from gpupoold.domain import Priority
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,63}")
-_KEPT = ("models", "priority", "requests_per_minute", "tokens_per_minute", "max_live", "expires_at")
+_KEPT = (
+    "models",
+    "priority",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_live",
+    "expires_at",
+    "pace",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,7 @@ class KeyPowers:
 
     ``models`` is None for all models, and an empty tuple for a key that can only read the metrics.
     ``max_live`` bounds waiting and running requests. ``expires_at`` is in wall-clock seconds.
+    ``pace`` is the pace of streams, empty for the model's.
     """
 
     models: tuple[str, ...] | None = None
@@ -32,6 +41,7 @@ class KeyPowers:
     tokens_per_minute: int | None = None
     max_live: int | None = None
     expires_at: float | None = None
+    pace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from gpupool_state.faults import explain
 from gpupool_state.schema import (
     ADD_HOSTING,
     ADD_OPTIONS,
+    ADD_PACES,
     ADD_PINS,
     ADD_REQUEST_STAGES,
     CREATE_API_KEYS,
@@ -76,6 +77,7 @@ MIGRATIONS: tuple[SchemaMigration, ...] = (
     SchemaMigration(10, "divisions", CREATE_DIVISIONS),
     SchemaMigration(11, "request_stages", ADD_REQUEST_STAGES),
     SchemaMigration(12, "usage", CREATE_USAGE),
+    SchemaMigration(13, "paces", ADD_PACES),
 )
 
 

@@ -31,9 +31,9 @@ FROM models
 _FIND = f"{_SELECT} WHERE name = ?1 OR name = (SELECT model FROM aliases WHERE alias = ?1)"
 _INSERT = """
 INSERT INTO models (
-    name, source, path, revision, dtype, max_model_len, engine, devices, ttft_s, tbt_s, state,
-    created_at
-) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    name, source, path, revision, dtype, max_model_len, engine, devices, ttft_s, tbt_s, pace,
+    state, created_at
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 
 
@@ -121,8 +121,9 @@ class Registry:
         targets: Targets | None = None,
         add_aliases: Iterable[str] = (),
         remove_aliases: Iterable[str] = (),
+        pace: str | None = None,
     ) -> ModelRow:
-        """Change a model's targets and aliases in one transaction.
+        """Change a model's targets, pace and aliases in one transaction; None keeps a value.
 
         Aliases are removed before new aliases are added, so one call can replace aliases.
 
@@ -140,6 +141,8 @@ class Registry:
                     "UPDATE models SET ttft_s = ?, tbt_s = ? WHERE name = ?",
                     (targets.ttft_s, targets.tbt_s, name),
                 )
+            if pace is not None:
+                await tx.execute("UPDATE models SET pace = ? WHERE name = ?", (pace, name))
             for alias in removed:
                 await _delete_alias(tx, name, alias)
             for alias in added:
@@ -408,6 +411,7 @@ def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | No
         json.dumps([*spec.devices]),
         spec.targets.ttft_s,
         spec.targets.tbt_s,
+        spec.pace,
         ModelState.REGISTERED.value,
         created_at,
     )
@@ -428,6 +432,7 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
         presets=presets,
         adapters=adapters,
         devices=tuple(json.loads(row["devices"])),
+        pace=row["pace"],
     )
     return ModelRow(
         spec=spec,

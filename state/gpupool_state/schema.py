@@ -232,6 +232,12 @@ CREATE_DIVISIONS = (
     """,
 )
 
+# The pace of streams as text, empty for none, and for a key's the model's.
+ADD_PACES = (
+    "ALTER TABLE models ADD COLUMN pace TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE api_keys ADD COLUMN pace TEXT NOT NULL DEFAULT ''",
+)
+
 # A row of ``usage_hours`` is rewritten until its hour ends; ``api_key`` is empty without a key.
 # ``energy_j`` of a device is null without readings.
 CREATE_USAGE = (

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ from openai.types import Batch
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import QWEN2, QWEN3, api_client, ask, sim_daemon
 
-_CHAT = "/v1/chat/completions"
+_CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 
 
 def line(custom_id: str, model: str, prompt: str, max_tokens: int = 8, **fields: Any) -> str:

@@ -157,3 +157,21 @@ def test_little_memory_costs_time_but_no_token(
         peer.call("check_integrity")
     finally:
         peer.close()
+
+
+def test_a_model_is_unloaded_during_its_turn(
+    peer: WorkerPeer, tiny_models: dict[str, Path]
+) -> None:
+    """The KV of its requests, which end with it, is not saved for later ones."""
+    peer.load("guest", tiny_models["tiny-qwen2"], max_model_len=512)
+    for number in range(3):
+        peer.ask("guest", f"doomed-{number}", user_turn(number, 0), max_tokens=400)
+    while not all(peer.tokens[f"doomed-{number}"] for number in range(3)):
+        peer.pump(0.5)
+    peer.abort("guest", *(f"doomed-{number}" for number in range(3)))
+    peer.channel.send(m.UnloadModel("guest"))
+    peer.wait(m.ModelUnloaded)
+    peer.scheduler.unhost(0, "guest")
+    peer.scheduler.remove_model("guest")
+    peer.ask("tiny-llama", "after", user_turn(0, 0), max_tokens=4)
+    peer.run_until_ended("after")

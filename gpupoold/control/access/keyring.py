@@ -300,4 +300,5 @@ def _record(row: KeyRow) -> m.KeyRecord:
         powers.requests_per_minute is not None or powers.tokens_per_minute is not None,
         powers.expires_at,
         powers.max_live,
+        powers.pace,
     )

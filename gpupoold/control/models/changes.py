@@ -65,12 +65,13 @@ class Changes:
                 targets=targets,
                 add_aliases=request.add_aliases,
                 remove_aliases=request.remove_aliases,
+                pace=request.pace,
             )
             self._dispatcher.changed(row.spec)
             if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
                 await self._mounts.mount(row.spec)
             await self._mounts.publish()
-            text = "options changed" if request.engine else "targets or aliases changed"
+            text = "options changed" if request.engine else "targets, pace or aliases changed"
             self._history.record_event("info", "model_changed", old.name, text)
             return row
 

@@ -30,6 +30,7 @@ def model_info(
         max_model_len=row.loaded_max_model_len or spec.max_model_len,
         ttft_s=spec.targets.ttft_s,
         tbt_s=spec.targets.tbt_s,
+        pace=spec.pace,
         aliases=list(spec.aliases),
         engine=spec.engine,
         devices=list(spec.devices),

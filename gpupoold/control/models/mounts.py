@@ -138,5 +138,6 @@ class ModelMounts:
             retry_at_s=now.retry_at_s or 0.0,
             max_model_len=row.loaded_max_model_len,
             presets=row.spec.presets,
+            pace=row.spec.pace,
             adapters=tuple(one for one in row.spec.adapters if one.name not in self._hidden),
         )

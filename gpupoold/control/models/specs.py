@@ -27,6 +27,7 @@ def spec_of(request: AddModelRequest, source: str, path: Path, engine: dict[str,
         aliases=tuple(request.aliases),
         engine=engine,
         devices=tuple(sorted(set(request.devices))),
+        pace=request.pace,
     )
 
 

@@ -182,7 +182,8 @@ class TurnLoop:
         self._report_memory()
         is_over = self._run_steps(turn_id, engine)
         self.steps.settle()
-        self.residency.save_prefixes(model)
+        if self.engines.get(model) is engine:  # a model may be unloaded during its turn
+            self.residency.save_prefixes(model)
         if not is_over:
             return
         self._last_used_s[model] = self._clock()

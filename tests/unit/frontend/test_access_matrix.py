@@ -12,6 +12,9 @@ import pytest
 
 from gpupoold.access.secret import make_key
 from gpupoold.frontend import router
+from gpupoold.frontend.callers import Caller
+from gpupoold.frontend.errors import send_json
+from gpupoold.frontend.mounts import Receive, Scope, Send
 from gpupoold.wire.messages import AccessRules, KeyRecord
 from tests.unit.frontend.asgi import request
 from tests.unit.frontend.test_router import Served
@@ -33,6 +36,10 @@ ANSWERS: dict[str, dict[str, int]] = {
     "/v1/responses/r-alpha/cancel": {"POST": 200},
     "/v1/responses/r-beta": {"GET": 200},
     "/metrics": {"GET": 200, "HEAD": 200},
+    "/v1/files": dict.fromkeys(METHODS, 200),
+    "/v1/files/file-1/content": dict.fromkeys(METHODS, 200),
+    "/v1/batches": dict.fromkeys(METHODS, 200),
+    "/v1/filesystem": {},
     "/openapi.json": {"GET": 200},
     "/": {},
     "/docs": {},
@@ -54,11 +61,20 @@ FOREIGN = [b"evil.example", b"evil.example:8000", b"0.0.0.0:8000", b"10.1.2.3", 
 FOREIGN += [b"localhost.evil.example", b"named.example.evil", b"127.0.0.1.evil.example"]
 
 
+class Batches:
+    """Files and batches, which answer every method."""
+
+    async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        assert not any(name == b"authorization" for name, _ in scope["headers"])
+        await send_json(send, 200, {})
+
+
 class Box(Served):
     """The router's models with keys of every kind; ``named.example`` is a name of the server."""
 
     def __init__(self, *, are_required: bool) -> None:
         super().__init__()
+        self.router._batches = Batches()  # type: ignore[assignment]
         self.keys = {kind: make_key() for kind in KINDS if kind != "none"}
         self.apis["alpha"].responses.add("r-alpha")
         self.apis["beta"].responses.add("r-beta")

@@ -168,7 +168,22 @@ def test_other_requests_are_not_held() -> None:
 )
 def test_header(value: bytes, gap_s: float | None) -> None:
     assert wanted_gap_s({"headers": [(b"x-gpupool-pace", value)]}) == gap_s
+    assert wanted_gap_s({"headers": [(b"x-gpupool-pace", value)]}, "90ms", "70ms") == gap_s
     assert wanted_gap_s({"headers": []}) is None
+
+
+@pytest.mark.parametrize(
+    ("of_key", "of_model", "gap_s"),
+    [
+        ("", "", None),
+        ("", "steady", math.inf),
+        ("20ms", "steady", 0.02),
+        ("off", "steady", None),
+        ("steady", "off", math.inf),
+    ],
+)
+def test_paces_of_key_and_model(of_key: str, of_model: str, gap_s: float | None) -> None:
+    assert wanted_gap_s({"headers": []}, of_key, of_model) == gap_s
 
 
 @pytest.mark.parametrize("value", [b"fast", b"0", b"-1s", b"nan", b"inf", b"0.1ms", b"9" * 4000])

@@ -93,12 +93,15 @@ class Driver:
         prompt_tokens: int = 100,
         output_tokens: int | None = None,
         priority: Priority = Priority.NORMAL,
+        ttft_s: float | None = None,
     ) -> list[Action]:
         if at_s is not None:
             self.now_s = at_s
         self.num_requests += 1
         name = request_id or f"r{self.num_requests}"
-        arrived = e.Arrived(name, model, self.now_s, prompt_tokens, output_tokens, priority)
+        arrived = e.Arrived(
+            name, model, self.now_s, prompt_tokens, output_tokens, priority, ttft_s=ttft_s
+        )
         return self.send(arrived)
 
     def step(

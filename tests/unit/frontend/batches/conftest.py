@@ -1,0 +1,39 @@
+"""A store of files and batches, in a temporary folder."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from gpupool_state.batches import BatchStore
+from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.frontend.batches.stored_files import StoredFiles
+
+
+@pytest.fixture
+def bounds(tmp_path: Path) -> BatchBounds:
+    return BatchBounds(
+        tmp_path,
+        max_bytes=50_000,
+        max_key_bytes=20_000,
+        max_file_bytes=10_000,
+        max_requests=100,
+        max_live=4,
+        keep_s=3600.0,
+        runs_batches=True,
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> StoredFiles:
+    return StoredFiles(tmp_path / "files")
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> AsyncIterator[BatchStore]:
+    store = await BatchStore.open(tmp_path)
+    yield store
+    await store.close()

@@ -1,0 +1,207 @@
+"""The routes of files and batches: forms, bounds, pages, and what belongs to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from gpupool_state.batches import BatchStore
+from gpupoold.frontend.batches.api import BatchApi
+from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.frontend.batches.stored_files import StoredFiles
+from gpupoold.frontend.callers import Caller
+from gpupoold.frontend.errors import ApiError, send_error
+from gpupoold.frontend.in_flight import BytesInFlight
+from gpupoold.wire.messages import KeyRecord
+from tests.unit.frontend.asgi import Answer, request
+
+pytestmark = pytest.mark.asyncio
+BOUNDARY = "b0undary"
+
+
+class Rig:
+    """The routes, asked by callers with the keys ``a`` and ``b``."""
+
+    def __init__(self, store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> None:
+        self.store = store
+        self.api = BatchApi(store, files, bounds, BytesInFlight(10**6))
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        key: str = "a",
+        kind: str = "application/json",
+        chunks: Iterable[bytes] | None = None,
+    ) -> Answer:
+        caller = Caller(KeyRecord(key, key, "digest"))
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            path, _, query = scope["path"].partition("?")
+            try:
+                scope = {**scope, "path": path, "query_string": query.encode()}
+                await self.api.serve(caller, scope, receive, send)
+            except ApiError as error:
+                await send_error(send, error)
+
+        parts = [body] if chunks is None else chunks
+        return await request(app, method, path, parts, [(b"content-type", kind.encode())])
+
+    async def upload(
+        self, content: bytes = b"{}", key: str = "a", purpose: str = "batch", name: str = "in.jsonl"
+    ) -> Answer:
+        field = f"--{BOUNDARY}\r\nContent-Disposition: form-data; name="
+        form = (
+            f'{field}"purpose"\r\n\r\n{purpose}\r\n{field}"file"; filename="{name}"\r\n\r\n'
+        ).encode()
+        body = form + content + f"\r\n--{BOUNDARY}--\r\n".encode()
+        kind = f"multipart/form-data; boundary={BOUNDARY}"
+        pieces = [body[at : at + 1000] for at in range(0, len(body), 1000)]
+        return await self.call("POST", "/v1/files", key=key, kind=kind, chunks=pieces)
+
+    async def create(self, file_id: str, key: str = "a", **fields: Any) -> Answer:
+        asked = {"input_file_id": file_id, "endpoint": "/v1/completions"} | fields
+        return await self.call("POST", "/v1/batches", json.dumps(asked).encode(), key)
+
+
+@pytest.fixture
+def rig(store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> Rig:
+    return Rig(store, files, bounds)
+
+
+async def test_a_file_comes_back_as_it_went_in(rig: Rig) -> None:
+    content = bytes(range(256)) * 20
+    answer = await rig.upload(content, name="x" * 500)
+    assert answer.status == 200
+    file = answer.json()
+    assert (file["bytes"], file["purpose"], len(file["filename"])) == (5120, "batch", 255)
+    got = await rig.call("GET", f"/v1/files/{file['id']}/content")
+    assert (got.body, got.headers["content-length"]) == (content, "5120")
+    assert (await rig.call("GET", f"/v1/files/{file['id']}")).json() == file
+    deleted = await rig.call("DELETE", f"/v1/files/{file['id']}")
+    assert deleted.json() == {"id": file["id"], "object": "file", "deleted": True}
+    assert (await rig.call("GET", f"/v1/files/{file['id']}/content")).status == 404
+
+
+async def test_keys_see_their_own_only(rig: Rig) -> None:
+    file_id = (await rig.upload(key="a")).json()["id"]
+    batch_id = (await rig.create(file_id)).json()["id"]
+    for method, path in (
+        ("GET", f"/v1/files/{file_id}"),
+        ("GET", f"/v1/files/{file_id}/content"),
+        ("DELETE", f"/v1/files/{file_id}"),
+        ("GET", f"/v1/batches/{batch_id}"),
+        ("POST", f"/v1/batches/{batch_id}/cancel"),
+    ):
+        assert (await rig.call(method, path, key="b")).status == 404
+    assert (await rig.create(file_id, key="b")).status == 404
+    for path in ("/v1/files", "/v1/batches"):
+        assert (await rig.call("GET", path, key="b")).json()["data"] == []
+        assert len((await rig.call("GET", path, key="a")).json()["data"]) == 1
+
+
+async def test_bounds_of_files(rig: Rig) -> None:
+    assert (await rig.upload(bytes(90_000))).status == 413
+    assert (await rig.upload(bytes(9_000), key="a")).status == 200
+    assert (await rig.upload(bytes(9_000), key="a")).status == 200
+    answer = await rig.upload(bytes(9_000), key="a")
+    assert (answer.status, "retry-after" in answer.headers) == (429, True)
+    for key in "bcdefg":
+        await rig.upload(bytes(9_000), key=key)
+    assert (await rig.upload(bytes(9_000), key="z")).status == 429
+    assert await rig.store.bytes_of() <= 50_000
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"", "multipart/form-data; boundary=b0undary"),
+        (b"no form", "multipart/form-data; boundary=b0undary"),
+        (b"no form", "multipart/form-data"),
+        (b"{}", "application/json"),
+        (b"file=x&purpose=batch", "application/x-www-form-urlencoded"),
+        (b"--b0undary\r\n" * 1000, "multipart/form-data; boundary=b0undary"),
+    ],
+)
+async def test_no_form(rig: Rig, body: bytes, kind: str) -> None:
+    assert (await rig.call("POST", "/v1/files", body, kind=kind)).status == 400
+    assert await rig.store.file_ids() == set()
+
+
+async def test_another_purpose(rig: Rig) -> None:
+    answer = await rig.upload(purpose="fine-tune")
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "purpose")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/responses"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "1s"}, "completion_window"),
+        ({"completion_window": "8d"}, "completion_window"),
+        ({"completion_window": "9" * 5000}, "completion_window"),
+        ({"metadata": {str(k): "" for k in range(17)}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": [1]}, None),
+        ({"input_file_id": 1}, None),
+    ],
+)
+async def test_a_wrong_batch(rig: Rig, fields: dict[str, Any], param: str | None) -> None:
+    file_id = (await rig.upload()).json()["id"]
+    answer = await rig.create(file_id, **fields)
+    assert (answer.status, answer.json()["error"]["param"]) == (400, param)
+    assert await rig.store.under_way() == []
+
+
+async def test_a_batch_under_way_keeps_its_file(rig: Rig) -> None:
+    file_id = (await rig.upload()).json()["id"]
+    batch = (await rig.create(file_id, completion_window="2h", metadata={"k": "v"})).json()
+    assert (batch["status"], batch["metadata"]) == ("validating", {"k": "v"})
+    assert batch["expires_at"] - batch["created_at"] == 7200
+    assert (await rig.call("DELETE", f"/v1/files/{file_id}")).status == 409
+    path = f"/v1/batches/{batch['id']}/cancel"
+    assert (await rig.call("POST", path)).json()["status"] == "cancelling"
+    assert (await rig.call("POST", path)).status == 200
+    await rig.store.end(batch["id"], "completed", 5, [])
+    assert (await rig.call("POST", path)).status == 409
+    ended = (await rig.call("GET", f"/v1/batches/{batch['id']}")).json()
+    assert (ended["completed_at"], ended["cancelled_at"]) == (5, None)
+    assert (await rig.call("DELETE", f"/v1/files/{file_id}")).status == 200
+
+
+async def test_pages(rig: Rig) -> None:
+    ids = []
+    for _ in range(5):
+        ids.append((await rig.upload()).json()["id"])
+        await asyncio.sleep(0)
+    first = (await rig.call("GET", "/v1/files?limit=2")).json()
+    assert (first["has_more"], first["last_id"]) == (True, first["data"][1]["id"])
+    second = (await rig.call("GET", f"/v1/files?limit=3&after={first['last_id']}")).json()
+    assert second["has_more"] is False
+    found = [one["id"] for one in first["data"] + second["data"]]
+    assert sorted(found) == sorted(ids)
+    for query in ("limit=0", "limit=101", "limit=x", "&".join(f"a{k}=1" for k in range(50))):
+        assert (await rig.call("GET", f"/v1/files?{query}")).status == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("PUT", "/v1/files", 405),
+        ("DELETE", "/v1/files", 405),
+        ("POST", "/v1/files/file-1/content", 405),
+        ("GET", "/v1/files/file-1/other", 404),
+        ("DELETE", "/v1/batches/batch_1", 405),
+        ("GET", "/v1/batches/../files/x", 404),
+        ("GET", "/v1/files/..%2f", 404),
+        ("POST", "/v1/batches/batch_1/cancel/x", 404),
+    ],
+)
+async def test_other_paths(rig: Rig, method: str, path: str, status: int) -> None:
+    assert (await rig.call(method, path)).status == status

@@ -1,0 +1,212 @@
+"""Batches with answers of the test's own: repeats, restarts, the end of the window or the key."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpupool_state.batches import BatchRow, BatchStore, FileRow, ResultRow
+from gpupoold.frontend.batches.runner import BatchRunner
+from gpupoold.frontend.batches.stored_files import StoredFiles
+from gpupoold.frontend.batches.work import Answer, BatchWork
+from gpupoold.frontend.callers import Caller
+
+pytestmark = pytest.mark.asyncio
+CHAT = "/v1/chat/completions"
+
+
+def body_of(number: int) -> dict[str, Any]:
+    return {"body": {"model": str(number)}}
+
+
+class Rig:
+    """A batch of ``num_lines`` requests; ``answers`` are the statuses, in order, else 200."""
+
+    def __init__(self, store: BatchStore, files: StoredFiles, num_lines: int = 10) -> None:
+        self.store = store
+        self.files = files
+        self.num_lines = num_lines
+        self.asked: Counter[str] = Counter()
+        self.answers: dict[str, list[int]] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.caller: Caller | None = Caller(is_batch=True)
+        self.num_at_once = self.most_at_once = 0
+        self.num_answered = 1000
+        self.work = BatchWork(
+            store, files, self._ask, lambda owner: self.caller, asyncio.Semaphore(4), 100
+        )
+
+    async def begin(self, window_s: float = 3600.0) -> BatchRow:
+        lines = [
+            json.dumps(
+                {"custom_id": f"c{k}", "method": "POST", "url": CHAT, "body": {"model": str(k)}}
+            )
+            for k in range(self.num_lines)
+        ]
+        kept = self.files.save(io.BytesIO("\n".join(lines).encode()))
+        now = int(time.time())
+        await self.store.add_file(FileRow(kept.id, "k", "batch", "in", kept.num_bytes, now))
+        row = BatchRow("batch_1", "k", CHAT, kept.id, "1h", now, now + int(window_s))
+        await self.store.add_batch(row)
+        return row
+
+    async def bring_to_end(self) -> BatchRow:
+        while True:
+            row = await self.store.batch("batch_1")
+            assert row is not None
+            if row.ended_at is not None:
+                return row
+            await self.work.bring_on(row)
+
+    async def lines(self, file_id: str | None) -> dict[str, Any]:
+        if file_id is None:
+            return {}
+        text = self.files.path(file_id).read_text()
+        found = [json.loads(line) for line in text.splitlines()]
+        return {one["custom_id"]: one for one in found}
+
+    async def _ask(self, caller: Caller, path: str, body: bytes) -> Answer:
+        assert caller.is_batch
+        name = json.loads(body)["model"]
+        self.asked[name] += 1
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            await asyncio.sleep(0)
+            await self.gate.wait()
+            if self.asked.total() > self.num_answered:
+                await asyncio.Event().wait()
+        finally:
+            self.num_at_once -= 1
+        statuses = self.answers.get(name, [])
+        status = statuses.pop(0) if statuses else 200
+        return Answer(status, f"id-{name}", b'{\n "of": "%s"\n}' % name.encode())
+
+
+@pytest.fixture
+def rig(store: BatchStore, files: StoredFiles) -> Rig:
+    return Rig(store, files)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpupoold.frontend.batches.work._RETRY_S", 0.01)
+    monkeypatch.setattr("gpupoold.frontend.batches.runner._POLL_S", 0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_all_is_answered_once_and_few_at_a_time(rig: Rig) -> None:
+    await rig.begin()
+    row = await rig.bring_to_end()
+    assert (row.status, row.num_requests, row.num_completed, row.num_failed) == (
+        "completed",
+        10,
+        10,
+        0,
+    )
+    assert rig.asked == Counter({str(k): 1 for k in range(10)})
+    assert rig.most_at_once == 4
+    found = await rig.lines(row.output_file_id)
+    assert list(found) == [f"c{k}" for k in range(10)]
+    response = {"status_code": 200, "request_id": "id-3", "body": {"of": "3"}}
+    assert (found["c3"]["response"], found["c3"]["error"]) == (response, None)
+    assert row.error_file_id is None
+    assert await rig.store.done_lines(row.id) == set()
+
+
+async def test_momentary_refusals_are_repeated_and_errors_are_results(rig: Rig) -> None:
+    rig.answers = {"1": [429, 503, 503, 429, 429], "2": [500, 500], "3": [500] * 9, "4": [400]}
+    await rig.begin()
+    row = await rig.bring_to_end()
+    assert (row.num_completed, row.num_failed) == (8, 2)
+    assert [rig.asked[name] for name in "1234"] == [6, 3, 3, 1]
+    errors = await rig.lines(row.error_file_id)
+    statuses = {name: one["response"]["status_code"] for name, one in errors.items()}
+    assert statuses == {"c3": 500, "c4": 400}
+
+
+async def test_stored_results_are_not_asked_again(rig: Rig) -> None:
+    row = await rig.begin()
+    await rig.work.bring_on(row)  # validates
+    for number in (0, 7):
+        body = json.dumps({"custom_id": f"c{number}", "before": True}).encode()
+        await rig.store.add_result(row.id, ResultRow(number, False, body))
+        await rig.store.add_result(row.id, ResultRow(number, False, b"again"))
+    row = await rig.bring_to_end()
+    assert "0" not in rig.asked and "7" not in rig.asked  # noqa: PT018
+    found = await rig.lines(row.output_file_id)
+    assert (len(found), row.num_completed) == (10, 10)
+    assert found["c7"]["before"]
+
+
+async def test_work_that_was_cut_off_goes_on(rig: Rig) -> None:
+    await rig.begin()
+    rig.gate.clear()
+    runner = asyncio.create_task(BatchRunner(rig.store, rig.files, rig.work, 3600.0).run())
+    await until(lambda: rig.num_at_once == 4)
+    runner.cancel()
+    await asyncio.wait([runner])
+    assert rig.num_at_once == 0
+    rig.gate.set()
+    row = await rig.bring_to_end()
+    assert (row.status, row.num_completed) == ("completed", 10)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "expired", "key"])
+async def test_the_end_before_all_is_answered(rig: Rig, reason: str) -> None:
+    row = await rig.begin(window_s=3600.0)
+    rig.answers = {"0": [400]}
+    rig.num_answered = 5
+    runner = asyncio.create_task(BatchRunner(rig.store, rig.files, rig.work, 3600.0).run())
+    await until(lambda: rig.asked.total() > 5)
+    if reason == "cancelled":
+        assert await rig.store.change(row.id, "in_progress", status="cancelling")
+    elif reason == "expired":
+        assert await rig.store.change(row.id, "in_progress", expires_at=1)
+    else:
+        rig.caller = None
+    async with asyncio.timeout(10):
+        while (now := await rig.store.batch(row.id)) is None or now.ended_at is None:
+            await asyncio.sleep(0.01)
+    runner.cancel()
+    await asyncio.wait([runner])
+    assert now.status == ("expired" if reason == "expired" else "cancelled")
+    done, errors = await rig.lines(now.output_file_id), await rig.lines(now.error_file_id)
+    assert len(done) == now.num_completed < 10
+    assert errors["c0"]["response"]["status_code"] == 400
+    if reason == "expired":
+        assert done.keys() | errors.keys() == {f"c{k}" for k in range(10)}
+        assert errors["c9"]["error"]["code"] == "batch_expired"
+    else:
+        assert errors.keys() == {"c0"}
+
+
+async def test_old_files_and_batches_are_removed(rig: Rig) -> None:
+    row = await rig.begin()
+    before = await rig.bring_to_end()
+    await rig.store._db.close()
+    rig.store = await BatchStore.open(rig.files.path("").parent)
+    work = BatchWork(rig.store, rig.files, rig._ask, lambda _: None, asyncio.Semaphore(1), 10)
+    runner = asyncio.create_task(BatchRunner(rig.store, rig.files, work, -10.0).run())
+    async with asyncio.timeout(10):
+        while await rig.store.batch(row.id) is not None:
+            await asyncio.sleep(0.01)
+    runner.cancel()
+    await asyncio.wait([runner])
+    assert await rig.store.file_ids() == set()
+    assert before.output_file_id is not None
+    assert not rig.files.path(before.output_file_id).exists()
+    await rig.store.close()

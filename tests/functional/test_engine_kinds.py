@@ -26,6 +26,7 @@ from tests.functional.daemon_tools import (
     until,
 )
 from tests.functional.metrics_tools import value
+from tests.functional.processor import HAS_AMX
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ SPECULATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp": ("tiny-mimo-calm", {}),
 }
 """Of each method the model, and more options; a drafter is in another folder beside it."""
-QUANTIZED = {"gptq": "float16", "w8a8": "float32"}
+QUANTIZED = {"gptq": "float16", "w8a8": "bfloat16" if HAS_AMX else "float32"}
 ASKED = [(model, f"{model} is asked " * 5) for model in (*SPECULATIVE, *QUANTIZED)]
 
 

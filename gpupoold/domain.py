@@ -335,7 +335,14 @@ ModelEvent = Literal[
     "warm_failed",
 ]
 DeviceEvent = Literal[
-    "drain_began", "drain_ended", "role_changed", "role_set", "worker_down", "worker_ready"
+    "device_parked",
+    "device_woken",
+    "drain_began",
+    "drain_ended",
+    "role_changed",
+    "role_set",
+    "worker_down",
+    "worker_ready",
 ]
 FrontendEvent = Literal["frontend_down"]
 KeyEvent = Literal["key_added", "key_changed", "key_revoked", "key_rotated"]

@@ -64,6 +64,23 @@ def undrain(ctx: typer.Context, device: DeviceArgument) -> None:
     say(f"device {device}: has work again")
 
 
+def park(ctx: typer.Context, device: DeviceArgument) -> None:
+    """Give the memory of a device without requests back; the next request wakes the device.
+
+    The weights stay in host memory.
+    """
+    with open_client(ctx) as client:
+        client.park(device)
+    say(f"device {device}: parked until a request, or `gpupool wake {device}`")
+
+
+def wake(ctx: typer.Context, device: DeviceArgument) -> None:
+    """Wake a parked device."""
+    with open_client(ctx) as client:
+        client.wake(device)
+    say(f"device {device}: awake, or about to be")
+
+
 def role_text(device: DeviceInfo) -> str:
     """Return the role with its origin, and whether the device drains, as in `gpupool ps`."""
     text = device.role if device.is_role_fixed else f"{device.role} (auto)"

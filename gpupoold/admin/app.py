@@ -163,6 +163,16 @@ def _add_device_routes(app: FastAPI, control_plane: ControlPlane) -> None:
         await control_plane.workers.drain(number)
         return control_plane.devices()[number]
 
+    @app.post("/devices/{number}/park")
+    async def park(number: int) -> DeviceInfo:
+        await control_plane.lifecycle.parking.park(number)
+        return control_plane.devices()[number]
+
+    @app.delete("/devices/{number}/park")
+    async def wake(number: int) -> DeviceInfo:
+        control_plane.lifecycle.parking.wake(number)
+        return control_plane.devices()[number]
+
     @app.delete("/instances/{number}/drain", deprecated=True)
     @app.delete("/devices/{number}/drain")
     async def undrain(number: int) -> DeviceInfo:

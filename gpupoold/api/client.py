@@ -230,6 +230,23 @@ class AdminClient(KeyCalls, TopCalls):
         """
         return self._call(_DEVICE, "POST", f"/devices/{device}/drain", unbounded=True)
 
+    def park(self, device: int) -> DeviceInfo:
+        """Make a device without requests give its memory back, until a request or ``wake``.
+
+        Raises:
+            UsageError: there is no such device.
+            Refused: the device has requests or a load, or is not ready.
+        """
+        return self._call(_DEVICE, "POST", f"/devices/{device}/park", unbounded=True)
+
+    def wake(self, device: int) -> DeviceInfo:
+        """Wake a parked device.
+
+        Raises:
+            UsageError: there is no such device.
+        """
+        return self._call(_DEVICE, "DELETE", f"/devices/{device}/park")
+
     def undrain(self, device: int) -> DeviceInfo:
         """End the drain of a worker.
 

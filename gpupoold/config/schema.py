@@ -27,6 +27,7 @@ from gpupoold.api.paths import SYSTEM_RUNTIME_DIR, default_socket_path
 from gpupoold.config.access import AccessSettings
 from gpupoold.config.batches import BatchSettings
 from gpupoold.config.device_names import named_devices, numbered
+from gpupoold.config.idle import IdleSettings
 from gpupoold.config.problems import Problem, config_error, problems_of
 from gpupoold.config.renamed import with_new_names
 from gpupoold.config.sections import (
@@ -88,6 +89,7 @@ class Settings(Section):
     log: LogSettings = LogSettings()
     traces: TracesSettings = TracesSettings()
     batches: BatchSettings = BatchSettings()
+    idle: IdleSettings = IdleSettings()
 
     @field_validator("devices")
     @classmethod

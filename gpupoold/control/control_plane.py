@@ -115,6 +115,7 @@ class ControlPlane:
             self.dispatcher.tick,
             self.lifecycle.retries.check,
             self.lifecycle.placement.check,
+            self.lifecycle.parking.check,
             self.health.check,
             self.keyring.tick,
             self.minutes.tick,
@@ -148,7 +149,7 @@ class ControlPlane:
         """True if requests can be served."""
         if self.stopping:
             return "stopping"
-        ready = self.supervisor.any_ready and self.frontends.any_ready
+        ready = self.supervisor.any_in_service and self.frontends.any_ready
         return "ready" if ready else "starting"
 
     async def models(self) -> list[ModelInfo]:

@@ -47,6 +47,11 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_up", "1 while the device's worker can load and serve.", lambda one: one.is_ready
     )
+    yield gauge_of(
+        "device_parked",
+        "1 while the device has given its memory back until the next request.",
+        lambda one: one.state == "parked",
+    )
     yield gauge(
         "device_role",
         "1 for the device's role, 0 for other roles.",

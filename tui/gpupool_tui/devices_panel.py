@@ -15,7 +15,7 @@ from gpupoold.printable import clean
 
 _GAUGE_CELLS = 6
 _HOT_C = 85.0
-_STATE_STYLES = {"ready": "", "starting": "warn", "down": "bad"}
+_STATE_STYLES = {"ready": "", "parked": "dim", "starting": "warn", "down": "bad"}
 
 
 def key_of(device: DeviceInfo) -> str:

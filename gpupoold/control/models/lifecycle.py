@@ -28,6 +28,7 @@ from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
 from gpupoold.control.models.ongoing import OngoingAdditions
+from gpupoold.control.models.parking import Parking
 from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.quarantine import Quarantine
@@ -102,6 +103,7 @@ class ModelLifecycle:
             failures,
         )
         self.mounts, self.warmer, self.reloads = mounts, warmer, reloads
+        self.parking = Parking(settings, history, fleet, dispatcher, supervisor, placement)
         self.quarantine = Quarantine(history, fleet, dispatcher, loader, warmer, failures, mounts)
         self.retries = Retries(fleet, reloads, failures)
         self.drains = Drains(settings, fleet, dispatcher.live, mounts)
@@ -145,6 +147,7 @@ class ModelLifecycle:
         await self.warmer.stop()
         await self.quarantine.stop()
         await self.retries.stop()
+        await self.parking.stop()
         await self.placement.stop()
         await self._snapshots.host_budget.stop()
 

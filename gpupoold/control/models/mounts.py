@@ -60,7 +60,7 @@ class ModelMounts:
         async with self._publishing:  # a list read before a change must not be sent after it
             rows = await self._registry.list()
             served = [self._served(row, is_open=row.spec.name in self._opening) for row in rows]
-            self._frontends.send(m.ModelList(served, self._supervisor.any_ready))
+            self._frontends.send(m.ModelList(served, self._supervisor.any_in_service))
 
     async def remount(self, spec: ModelSpec) -> None:
         """Apply the changed names of a model: to the fleet, the mounted API and the list.

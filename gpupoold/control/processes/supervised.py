@@ -64,6 +64,10 @@ class Supervised(ABC, Generic[M]):
     async def _note_end(self, death: Death) -> bool:
         """Report an end; return whether the end is excused, see :meth:`Backoff.after`."""
 
+    async def _pause(self) -> bool:
+        """Wait while no process is wanted after an ordered end; return False for other ends."""
+        return False
+
     def _death(self, status: int | None, ended_for: str) -> Death:
         """Return the death for an exit status, see :func:`death_of`."""
         return death_of(status, ended_for)
@@ -136,6 +140,8 @@ class Supervised(ABC, Generic[M]):
         await self._receive(child, self.watch)
         death = self._death(await child.ended(), self._ended_for)
         self._child, self.watch, self._ended_for = None, None, ""
+        if await self._pause():
+            return True
         self.num_restarts += 1
         self._forget(f"{self.name} ended ({death.reason})")
         _logger.error("%s ended (%s); see %s", self.name, death.reason, self.log_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 
 from gpupoold.config.schema import Settings
@@ -19,6 +21,8 @@ from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.errors import error_from_code
 from gpupoold.system.activity import create_page, read_page
 from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
 
 
 class WorkerProcess(Supervised[m.FromWorker]):
@@ -41,10 +45,43 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self._oom_kills = oom_kills
         self._handlers = handlers
         self._activity_fd = -1
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._is_parking = False
 
     @property
     def is_excused(self) -> bool:
         return self._worker.calls.oldest is not None
+
+    def park(self) -> None:
+        """End the process, without another until :meth:`wake`; the worker has no requests."""
+        if self._child is None:
+            return
+        self._worker.state, self._is_parking = "parked", True
+        self._may_run.clear()
+        grace_s = self._settings.limits.stop_grace_s
+        self.send(m.Shutdown(grace_s))
+        self._keep(self._kill_after(self._child, grace_s), f"{self.name}-parks")
+
+    def wake(self) -> None:
+        """Start a parked worker; no effect on others."""
+        if self._worker.state == "parked":
+            self._worker.state = "starting"
+            self._may_run.set()
+
+    async def _kill_after(self, child: Child[m.FromWorker], grace_s: float) -> None:
+        await asyncio.sleep(grace_s)
+        if self._child is child:
+            child.kill()
+
+    async def _pause(self) -> bool:
+        if not self._is_parking:
+            return False
+        self._is_parking = False
+        self._forget(f"{self.name} is parked")
+        _logger.info("%s is parked", self.name)
+        await self._may_run.wait()
+        return True
 
     async def stop(self) -> None:
         await super().stop()

@@ -57,6 +57,11 @@ class WorkerSupervisor:
         self.oom_kills = OomKills(timing.clock())
 
     @property
+    def any_in_service(self) -> bool:
+        """True if some worker is ready, or parked until a request comes."""
+        return any(worker.is_ready or worker.state == "parked" for worker in self.workers)
+
+    @property
     def any_ready(self) -> bool:
         """True if some worker can load and serve."""
         return any(worker.is_ready for worker in self.workers)
@@ -84,11 +89,12 @@ class WorkerSupervisor:
         await asyncio.gather(*(process.stop() for process in self.processes))
 
     async def wait_ready(self, worker: Worker) -> None:
-        """Return when the worker can load models.
+        """Return when the worker can load models; a parked worker is woken.
 
         Raises:
             Unavailable: the worker did not come up in time.
         """
+        self.wake(worker.number)
         limit_s = _RESTART_TIMEOUT_S if worker.state == "down" else _READY_TIMEOUT_S
         try:
             async with asyncio.timeout(limit_s):
@@ -99,10 +105,20 @@ class WorkerSupervisor:
                 f"worker {worker.number} is {worker.state}", "see `gpupool logs`"
             ) from None
 
+    def park(self, number: int) -> None:
+        """End a worker without requests, until it is woken."""
+        self.processes[number].park()
+
+    def wake(self, number: int) -> None:
+        """Start a worker if it is parked."""
+        if self.processes:
+            self.processes[number].wake()
+
     @property
     def up(self) -> list[Worker]:
-        """Workers that are ready or start for the first time; all workers if all are down."""
-        return [worker for worker in self.workers if worker.state != "down"] or self.workers
+        """Workers that are ready or start; all workers if all are down or parked."""
+        up = [worker for worker in self.workers if worker.state not in ("down", "parked")]
+        return up or self.workers
 
     async def device_sizes(self, *, of_all: bool = False) -> list[int]:
         """Return the memory in bytes of the devices whose workers are ready.

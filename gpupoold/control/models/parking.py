@@ -1,0 +1,156 @@
+"""Parking: the workers of idle devices end, and start again for requests.
+
+A parked device has given its memory and its context back; the weights stay in the model cache. Its
+models count as evicted, so a request of such a model loads the model again: on another device that
+has memory, else on a device that is woken. While requests wait although every device in service is
+full, further devices are woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from gpupool_state import History
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.placement import EnginePlacement
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.errors import Refused
+from gpupoold.scheduling.policies.planned_turns import Tuning, load_of
+from gpupoold.units import format_duration
+
+_logger = logging.getLogger(__name__)
+# Requests that have waited this long for a device wake another device.
+_WAIT_S = 1.0
+
+
+class Parking:
+    """Parks and wakes devices, by hand and after ``idle.park_after``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        history: History,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        placement: EnginePlacement,
+    ) -> None:
+        self._settings = settings
+        self._history = history
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._placement = placement
+        self._idle_since_s: dict[int, float] = {}
+        self._had: dict[str, int] = {}  # the device that a model had before its device was parked
+        self._parking: asyncio.Task[None] | None = None
+        fleet.signals.weights_wanted.connect(self._wanted)
+
+    def check(self, now_s: float) -> None:
+        """Park devices that are idle for too long, and wake devices; to be called every second."""
+        for worker in self._supervisor.workers:
+            if not self._is_idle(worker):
+                self._idle_since_s.pop(worker.number, None)
+            else:
+                self._idle_since_s.setdefault(worker.number, now_s)
+        limit_s = self._settings.idle.park_after_s
+        is_busy = self._parking is not None and not self._parking.done()
+        if limit_s and not is_busy:
+            due = [one for one, since_s in self._idle_since_s.items() if now_s - since_s >= limit_s]
+            if due:
+                self._parking = asyncio.create_task(self._park_idle(due[0]), name="park")
+        self._wake_for_waiting(now_s)
+
+    async def park(self, number: int, why: str = "by hand") -> None:
+        """Park a device without requests; no effect on a parked device.
+
+        Raises:
+            UsageError: there is no such device.
+            Refused: the device has requests, is loading, or is not ready.
+        """
+        worker = self._worker(number)
+        if worker.state == "parked":
+            return
+        async with worker.load_lock:
+            if not self._is_idle(worker):
+                raise Refused(
+                    f"device {number} is {worker.state}, and has requests or a load",
+                    f"wait for their end, or run `gpupool drain {number}` before",
+                )
+            for name in self._fleet.hosts.engines_on(number):
+                self._had[name] = number
+                self._dispatcher.evict(name, worker)
+            self._dispatcher.worker_down(worker, "parked")
+            self._supervisor.park(number)
+        self._history.record_event("info", "device_parked", str(number), why)
+
+    def wake(self, number: int, why: str = "by hand") -> None:
+        """Wake a parked device; no effect on others.
+
+        Raises:
+            UsageError: there is no such device.
+        """
+        if self._worker(number).state == "parked":
+            self._supervisor.wake(number)
+            self._history.record_event("info", "device_woken", str(number), why)
+
+    async def stop(self) -> None:
+        """Abandon a device that is about to be parked."""
+        if self._parking is not None:
+            self._parking.cancel()
+            await asyncio.gather(self._parking, return_exceptions=True)
+
+    async def _park_idle(self, number: int) -> None:
+        after = format_duration(self._settings.idle.park_after_s)
+        try:
+            await self.park(number, f"no requests for {after}")
+        except Refused as error:
+            _logger.info("device %d stays: %s", number, error)
+        self._idle_since_s.pop(number, None)
+
+    def _is_idle(self, worker: Worker) -> bool:
+        """Return whether a ready worker has no requests and no load, present or coming."""
+        if not worker.is_ready or not worker.has_loaded or worker.num_loads:
+            return False
+        engines = self._fleet.hosts.engines_on(worker.number)
+        return not any(self._dispatcher.live.num_of(name) for name in engines)
+
+    def _wanted(self, model: str) -> None:
+        """Wake a device for a model that no device in service can load."""
+        parked = self._parked()
+        states = {one.state for one in self._supervisor.workers}
+        if not parked or not states.isdisjoint(("ready", "starting")):
+            return  # the load goes to another device, or waits, see _wake_for_waiting()
+        self.wake(self._best(model, parked), f"for a request of {model}")
+
+    def _wake_for_waiting(self, now_s: float) -> None:
+        """Wake one device for requests that wait for a device, or while all others are full."""
+        parked = self._parked()
+        if not parked or any(one.state == "starting" for one in self._supervisor.workers):
+            return
+        for request in self._dispatcher.live.all():
+            waits = request.device is None and now_s - request.arrival_s > _WAIT_S
+            if waits and not request.is_background and not request.token_times_s:
+                self.wake(self._best(request.model, parked), f"for a request of {request.model}")
+                return
+        full_load = Tuning().full_load
+        devices = self._dispatcher.scheduler.state.devices.values()
+        if devices and all(load_of(one) > full_load for one in devices):
+            self.wake(parked[0], "all other devices are full")
+
+    def _best(self, model: str, parked: Sequence[int]) -> int:
+        fixed = [one for one in parked if one in self._fleet.fixed_devices(model)]
+        had = self._had.get(model)
+        return had if had is not None and had in (fixed or parked) else (fixed or parked)[0]
+
+    def _parked(self) -> list[int]:
+        return [one.number for one in self._supervisor.workers if one.state == "parked"]
+
+    def _worker(self, number: int) -> Worker:
+        self._placement.check_devices([number])
+        return self._supervisor.workers[number]

@@ -292,7 +292,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ttft", type=float, default=10.0)
     parser.add_argument("--tbt", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tolerance", type=float, default=0.03, help="of attainment")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of attainment")
     parser.add_argument("--folder", type=Path, help="keep the daemon's state and logs here")
     return parser.parse_args()
 

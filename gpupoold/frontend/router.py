@@ -18,7 +18,7 @@ from gpupoold.engine_options.defaults import with_defaults
 from gpupoold.frontend.batches.api import BATCHES, FILES
 from gpupoold.frontend.batches.exchange import Exchange
 from gpupoold.frontend.batches.service import BatchService
-from gpupoold.frontend.batches.work import Answer
+from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.body import Disconnected, read_body, replay
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
@@ -155,7 +155,7 @@ class Router:
         else:
             raise no_such_path(method, path)
 
-    async def ask(self, caller: Caller, path: str, body: bytes) -> Answer:
+    async def ask(self, caller: Caller, path: str, body: bytes) -> JsonAnswer:
         """Answer a request of a batch, as from a client; never raises because of the request."""
         exchange, ids = Exchange(path, body), RequestIds()
         send = sending_id(exchange.send, ids)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
-from gpupoold.frontend.batches.work import Answer
+from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.mounts import Scope
 
 
@@ -51,6 +51,6 @@ class Exchange:
         elif message["type"] == "http.response.body":
             self._pieces.append(message.get("body", b""))
 
-    def answer(self, request_id: str) -> Answer:
+    def answer(self, request_id: str) -> JsonAnswer:
         """Return the answer; 500 without one."""
-        return Answer(self._status, request_id, b"".join(self._pieces) or b"null")
+        return JsonAnswer(self._status, request_id, b"".join(self._pieces) or b"null")

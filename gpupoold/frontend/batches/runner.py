@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore
 from gpupoold.errors import GpupoolError
 from gpupoold.frontend.batches.stored_files import StoredFiles
-from gpupoold.frontend.batches.work import BatchWork
+from gpupoold.frontend.batches.work import BatchWorker
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class BatchRunner:
     """
 
     def __init__(
-        self, store: BatchStore, files: StoredFiles, work: BatchWork, keep_s: float
+        self, store: BatchStore, files: StoredFiles, work: BatchWorker, keep_s: float
     ) -> None:
         self._store = store
         self._files = files

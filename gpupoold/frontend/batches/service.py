@@ -11,7 +11,7 @@ from gpupoold.frontend.batches.api import BatchApi
 from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.runner import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
-from gpupoold.frontend.batches.work import Ask, BatchWork
+from gpupoold.frontend.batches.work import Ask, BatchWorker
 from gpupoold.frontend.callers import Caller, Callers
 from gpupoold.frontend.errors import ApiError, starting
 from gpupoold.frontend.in_flight import BytesInFlight
@@ -41,7 +41,7 @@ class BatchService:
             await self._callers.known.wait()
             free = asyncio.Semaphore(self._bounds.max_live)
             find, most = self._callers.of_batch, self._bounds.max_requests
-            work = BatchWork(store, self._files, ask, find, free, most)
+            work = BatchWorker(store, self._files, ask, find, free, most)
             await BatchRunner(store, self._files, work, self._bounds.keep_s).run()
         finally:
             self._api = None

@@ -35,7 +35,7 @@ _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
 
 
-class Answer(NamedTuple):
+class JsonAnswer(NamedTuple):
     """An HTTP answer with JSON."""
 
     status: int
@@ -43,11 +43,11 @@ class Answer(NamedTuple):
     body: bytes
 
 
-Ask = Callable[[Caller, str, bytes], Awaitable[Answer]]
+Ask = Callable[[Caller, str, bytes], Awaitable[JsonAnswer]]
 FindCaller = Callable[[str], Caller | None]
 
 
-class BatchWork:
+class BatchWorker:
     """Works on batches; ``ask`` answers one request, ``find_caller`` finds an owner by id.
 
     ``free`` bounds the requests of all batches that run at once.
@@ -114,7 +114,7 @@ class BatchWork:
         await self._store.change(row.id, "validating", **values)
 
     async def _answer_all(self, row: BatchRow) -> None:
-        """Answer all requests without a result."""
+        """JsonAnswer all requests without a result."""
         async with asyncio.TaskGroup() as tasks:
             async for number, line in self._open_lines(row):
                 await self._free.acquire()
@@ -130,7 +130,7 @@ class BatchWork:
                 yield number, line
 
     async def _answer(self, row: BatchRow, number: int, line: BatchLine) -> None:
-        """Answer one request, and store the result."""
+        """JsonAnswer one request, and store the result."""
         num_tries, pause_s = 0, _RETRY_S
         while True:
             caller = self._find_caller(row.owner)

@@ -15,7 +15,7 @@ import pytest
 from gpupool_state.batches import BatchRow, BatchStore, FileRow, ResultRow
 from gpupoold.frontend.batches.runner import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
-from gpupoold.frontend.batches.work import Answer, BatchWork
+from gpupoold.frontend.batches.work import BatchWorker, JsonAnswer
 from gpupoold.frontend.callers import Caller
 
 pytestmark = pytest.mark.asyncio
@@ -40,7 +40,7 @@ class Rig:
         self.caller: Caller | None = Caller(is_batch=True)
         self.num_at_once = self.most_at_once = 0
         self.num_answered = 1000
-        self.work = BatchWork(
+        self.work = BatchWorker(
             store, files, self._ask, lambda owner: self.caller, asyncio.Semaphore(4), 100
         )
 
@@ -73,7 +73,7 @@ class Rig:
         found = [json.loads(line) for line in text.splitlines()]
         return {one["custom_id"]: one for one in found}
 
-    async def _ask(self, caller: Caller, path: str, body: bytes) -> Answer:
+    async def _ask(self, caller: Caller, path: str, body: bytes) -> JsonAnswer:
         assert caller.is_batch
         name = json.loads(body)["model"]
         self.asked[name] += 1
@@ -88,7 +88,7 @@ class Rig:
             self.num_at_once -= 1
         statuses = self.answers.get(name, [])
         status = statuses.pop(0) if statuses else 200
-        return Answer(status, f"id-{name}", b'{\n "of": "%s"\n}' % name.encode())
+        return JsonAnswer(status, f"id-{name}", b'{\n "of": "%s"\n}' % name.encode())
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ async def test_old_files_and_batches_are_removed(rig: Rig) -> None:
     before = await rig.bring_to_end()
     await rig.store._db.close()
     rig.store = await BatchStore.open(rig.files.path("").parent)
-    work = BatchWork(rig.store, rig.files, rig._ask, lambda _: None, asyncio.Semaphore(1), 10)
+    work = BatchWorker(rig.store, rig.files, rig._ask, lambda _: None, asyncio.Semaphore(1), 10)
     runner = asyncio.create_task(BatchRunner(rig.store, rig.files, work, -10.0).run())
     async with asyncio.timeout(10):
         while await rig.store.batch(row.id) is not None:

@@ -53,15 +53,13 @@ class Parking:
 
     def check(self, now_s: float) -> None:
         """Park devices that are idle for too long, and wake devices; to be called every second."""
-        for worker in self._supervisor.workers:
-            if not self._is_idle(worker):
-                self._idle_since_s.pop(worker.number, None)
-            else:
-                self._idle_since_s.setdefault(worker.number, now_s)
         limit_s = self._settings.idle.park_after_s
-        is_busy = self._parking is not None and not self._parking.done()
-        if limit_s and not is_busy:
-            due = [one for one, since_s in self._idle_since_s.items() if now_s - since_s >= limit_s]
+        is_parking = self._parking is not None and not self._parking.done()
+        if limit_s and not is_parking:
+            idle = self._idle(self._supervisor.workers)
+            since_s = {one.number: self._idle_since_s.get(one.number, now_s) for one in idle}
+            self._idle_since_s = since_s
+            due = [number for number, at_s in since_s.items() if now_s - at_s >= limit_s]
             if due:
                 self._parking = asyncio.create_task(self._park_idle(due[0]), name="park")
         self._wake_for_waiting(now_s)
@@ -77,7 +75,7 @@ class Parking:
         if worker.state == "parked":
             return
         async with worker.load_lock:
-            if not self._is_idle(worker):
+            if not self._idle([worker]):
                 raise Refused(
                     f"device {number} is {worker.state}, and has requests or a load",
                     f"wait for their end, or run `gpupool drain {number}` before",
@@ -113,12 +111,14 @@ class Parking:
             _logger.info("device %d stays: %s", number, error)
         self._idle_since_s.pop(number, None)
 
-    def _is_idle(self, worker: Worker) -> bool:
-        """Return whether a ready worker has no requests and no load, present or coming."""
-        if not worker.is_ready or not worker.has_loaded or worker.num_loads:
-            return False
-        engines = self._fleet.hosts.engines_on(worker.number)
-        return not any(self._dispatcher.live.num_of(name) for name in engines)
+    def _idle(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Return the ready workers without requests and loads, present or coming."""
+        ready = [one for one in workers if one.is_ready and one.has_loaded and not one.num_loads]
+        nums = self._dispatcher.nums_of_requests([one.number for one in ready])
+        idle = [one for one, num in zip(ready, nums, strict=True) if not num]
+        waiting = {one.model for one in self._dispatcher.live.all() if one.device is None}
+        engines_on = self._fleet.hosts.engines_on
+        return [one for one in idle if waiting.isdisjoint(engines_on(one.number))]
 
     def _wanted(self, model: str) -> None:
         """Wake a device for a model that no device in service can load."""

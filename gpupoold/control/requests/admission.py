@@ -212,9 +212,10 @@ class Overload:
         """Return the reason to expect a late first token, and the seconds before a retry.
 
         The time to warm a model is unknown, so a request of a cold model may still be dropped
-        later.
+        later. A background request has a day.
         """
-        if not self.limits.drop_late or not is_warm:
+        is_background = message.priority is Priority.BACKGROUND
+        if not self.limits.drop_late or not is_warm or is_background:
             return None
         model = self._state.models[message.model]
         wait_s = first_token_in_s(self._state, model, message.num_prompt_tokens, now_s)

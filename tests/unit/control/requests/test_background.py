@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from gpupool_state import History
 from gpupoold.config.schema import LimitSettings
 from gpupoold.domain import BACKGROUND_TTFT_S, FinishReason, Priority
 from gpupoold.wire import messages as m
@@ -14,7 +15,8 @@ _LONG_AGO_S = -100_000.0
 
 def ask(bench: Bench, *names: str, arrival_s: float | None = None, key_id: str = "") -> None:
     bench.cold.warm.add(NAME)
-    bench.dispatcher.set_limits(LimitSettings())
+    drop_late = bench.dispatcher._overload.limits.drop_late
+    bench.dispatcher.set_limits(LimitSettings(drop_late=drop_late))
     at_s = time.monotonic() if arrival_s is None else arrival_s
     for name in names:
         order = m.AddRequest(NAME, name, at_s, 2, 8, [b""], key_id=key_id)
@@ -78,6 +80,14 @@ async def test_background_goes_on_after_the_loss_of_a_worker(bench: Bench) -> No
     bench.dispatcher.tick(time.monotonic())
     assert list(bench.scheduled) == ["batch"]
     bench.check()
+
+
+async def test_background_is_never_too_late(history: History) -> None:
+    bench = Bench(history, drop_late=True)
+    ask(bench, "batch", arrival_s=_LONG_AGO_S)
+    bench.dispatcher.tick(time.monotonic())
+    assert len(bench.dispatcher.live) == 1
+    assert bench.frontend.refusals == []
 
 
 async def test_half_of_a_queue_is_kept_from_background(bench: Bench) -> None:

@@ -126,8 +126,9 @@ class ModelWhy(Body):
     """A model's recent performance and the main obstacle.
 
     ``standings`` counts live requests by place. ``first_token_in_s`` estimates a new request with a
-    prompt of ``prompt_tokens``. ``main_cause`` is the main cause of lateness within the hour;
-    ``advice`` is a remedy.
+    prompt of ``prompt_tokens``. ``paced_gap_*_s`` are times between the released tokens of paced
+    streams since the daemon's start, None without such streams. ``main_cause`` is the main cause of
+    lateness within the hour; ``advice`` is a remedy.
     """
 
     name: str
@@ -143,6 +144,8 @@ class ModelWhy(Body):
     devices: list[ModelOnDevice]
     prompt_tokens: int
     first_token_in_s: float | None
+    paced_gap_p50_s: float | None = None
+    paced_gap_p99_s: float | None = None
     main_cause: str | None
     advice: list[str]
 

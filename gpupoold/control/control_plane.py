@@ -298,6 +298,8 @@ class ControlPlane:
                 frontend.send(self.keyring.begin(message))
             case m.AccessReport():
                 self.keyring.reported(message)
+            case m.Pong():
+                self.dispatcher.accounts.paced(message.paced_gaps)
             case m.AskWaits():
                 self.wait_reports.asked(frontend.number, message)
             case _:

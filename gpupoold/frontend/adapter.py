@@ -61,6 +61,7 @@ from gpupoold.frontend.step_outputs import (
     reads_joined_steps,
 )
 from gpupoold.frontend.tool_errors import explain_missing_parser
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
 # Work per request that gpupool does itself (metrics) or does not need.
@@ -286,6 +287,10 @@ class VllmModelApi:
         """
         serving = getattr(self._app.state, "openai_serving_responses", None)
         return serving is not None and response_id in serving.response_store
+
+    def take_paced_gaps(self) -> Histogram:
+        """Return the times between tokens of paced streams since the last call."""
+        return self._client.take_paced_gaps()
 
     def close(self) -> None:
         """Release the tokenizer's threads; may block."""

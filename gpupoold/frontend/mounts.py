@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import RequestsFailed, StepOutputs
 
 Scope = MutableMapping[str, Any]
@@ -52,6 +53,10 @@ class ModelApi(Protocol):
         """Return whether the Responses API of this model stored that response."""
         ...
 
+    def take_paced_gaps(self) -> Histogram:
+        """Return the times between tokens of paced streams since the last call."""
+        ...
+
     def close(self) -> None:
         """Release threads and memory; may block. No other call may follow."""
         ...
@@ -92,6 +97,14 @@ class Mounts:
         """Return a description for each kind of API; APIs with equal paths are alike."""
         kinds = {mount.api.paths: mount.api for mount in self._current.values()}
         return [await asyncio.to_thread(api.openapi) for api in kinds.values()]
+
+    def take_paced_gaps(self) -> dict[str, str]:
+        """Return histograms of the times between tokens of paced streams, as text by model.
+
+        Covers the time since the last call, and only models with such tokens.
+        """
+        found = {name: mount.api.take_paced_gaps() for name, mount in self._current.items()}
+        return {name: gaps.text() for name, gaps in found.items() if len(gaps)}
 
     def find_response(self, response_id: str) -> Mount | None:
         """Return the API that stored this response, if any."""

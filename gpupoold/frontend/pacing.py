@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.mounts import Scope
 from gpupoold.pace import OFF, gap_s_of
+from gpupoold.stats.histogram import Histogram
 
 _HEADER = b"x-gpupool-pace"
 _current: ContextVar[float | None] = ContextVar("pace", default=None)
@@ -67,6 +68,8 @@ class _Paced:
     gap_s: float
     due_s: float = -math.inf
     """Time when the next token may be released."""
+    released_s: float | None = None
+    """Time when the latest token was released."""
     waiting: deque[Output] = field(default_factory=deque)
     timer: asyncio.TimerHandle | None = None
 
@@ -81,11 +84,17 @@ class Pacer:
         self._release = release
         self._max_gap_s = max_gap_s
         self._paced: dict[str, _Paced] = {}
+        self._gaps = Histogram()
 
     @property
     def is_active(self) -> bool:
         """True if there are paced streams."""
         return bool(self._paced)
+
+    def take_gaps(self) -> Histogram:
+        """Return the times between released tokens since the last call."""
+        gaps, self._gaps = self._gaps, Histogram()
+        return gaps
 
     def begin(self, request_id: str) -> None:
         """Pace a request before its departure, if the context wants a pace."""
@@ -120,7 +129,14 @@ class Pacer:
         """Plan the token after an output released now."""
         # From the planned time on: late timers must not slow the stream down.
         since_s = paced.due_s if now_s - paced.due_s < paced.gap_s else now_s
-        paced.due_s = since_s + paced.gap_s * max(1, len(output.new_token_ids))
+        num_tokens = len(output.new_token_ids)
+        paced.due_s = since_s + paced.gap_s * max(1, num_tokens)
+        if num_tokens:
+            if paced.released_s is not None:
+                self._gaps.add(now_s - paced.released_s)
+            if num_tokens > 1:
+                self._gaps.add_many(0.0, num_tokens - 1)
+            paced.released_s = now_s
         if output.finish_reason is not None:
             self._paced.pop(output.request_id, None)
 

@@ -17,6 +17,7 @@ import msgspec
 
 from gpupoold.frontend.callers import cache_salt
 from gpupoold.frontend.pacing import Pacer
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
@@ -136,6 +137,10 @@ class PoolClient:
         if request_ids:
             self._pacer.end(request_ids)
             self._send(AbortRequests(model=self._model, request_ids=request_ids))
+
+    def take_paced_gaps(self) -> Histogram:
+        """Return the times between tokens of paced streams since the last call."""
+        return self._pacer.take_gaps()
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the waiting outputs of failed requests."""

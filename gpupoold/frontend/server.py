@@ -279,7 +279,7 @@ class FrontendServer:
 
     def _answer_ping(self) -> None:
         """Answer a ping, and make the periodic reports and checks."""
-        self._channel.send(Pong(self._lags_s.copy()))
+        self._channel.send(Pong(self._lags_s.copy(), self._mounts.take_paced_gaps()))
         self._lags_s.clear()
         if self._settings.tls is not None:
             self._settings.tls.renew()

@@ -116,6 +116,12 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         _MODEL,
         (((name,), one.tbt) for name, one in scrape.counts.items()),
     )
+    yield histogram(
+        "paced_gap_seconds",
+        "Time between two tokens of a paced stream, as released to the client.",
+        _MODEL,
+        (((name,), one) for name, one in scrape.paced.items()),
+    )
     yield counter(
         "request_stage_seconds",
         "Time of requests to the first token and between tokens, by stage.",

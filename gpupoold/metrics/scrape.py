@@ -13,6 +13,7 @@ from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import DraftCounts, ModelMemory
 
 _logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Scrape:
     saved_bytes: int | None
     drafts: dict[str, DraftCounts]
     background_tokens: dict[str, int]
+    paced: dict[str, Histogram]
 
     @classmethod
     async def of(cls, control_plane: ControlPlane, known: dict[str, ModelRow]) -> Scrape:
@@ -67,6 +69,7 @@ class Scrape:
             saved_bytes,
             {name: one.drafts for name, one in stats.items() if one.drafts.num_drafts},
             {name: one.background_tokens for name, one in stats.items()},
+            {name: one.paced for name, one in stats.items() if len(one.paced)},
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:

@@ -67,9 +67,14 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """Reply to ``Ping``. ``lags_s``: event-loop lag samples since the last ``Pong``, in seconds."""
+    """Reply to ``Ping``, with what happened since the last ``Pong``.
+
+    ``lags_s``: samples of the event loop's lag in seconds. ``paced_gaps``: histograms of the times
+    between tokens of paced streams by model, as text.
+    """
 
     lags_s: list[float] = []
+    paced_gaps: dict[str, str] = {}
 
 
 class FirstTokens(Message):

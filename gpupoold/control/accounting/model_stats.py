@@ -101,6 +101,7 @@ class ModelStats:
     def __init__(self) -> None:
         self.now = Counts()
         self.drafts = DraftCounts()  # of speculative decoding, since the start
+        self.paced = Histogram()  # gaps of paced streams as released, since the start
         self.background_tokens = 0  # of batches, since the start; in no other count
         self._closed = Counts()  # of all closed minutes since the start
         self._hour = Counts()  # of the minutes in _minutes

@@ -140,6 +140,8 @@ class Frontend(Supervised[m.FromFrontend]):
             case m.Pong():
                 for lag_s in message.lags_s:
                     self.loop_lag.add(lag_s)
+                if message.paced_gaps:
+                    self._handlers.on_message(self, message)
             case m.AskMetrics():
                 self._keep(self._send_metrics(message.call_id), "metrics")
             case m.FrontendReady():

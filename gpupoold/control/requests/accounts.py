@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gpupool_state import History
 from gpupoold.control.access.keyring import Keyring
@@ -16,6 +16,7 @@ from gpupoold.control.requests.rows import request_row
 from gpupoold.control.requests.tokens import TokenCounter
 from gpupoold.domain import FinishReason
 from gpupoold.scheduling.state import State
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire import messages as m
 
 
@@ -51,6 +52,15 @@ class Accounts:
         """Count tokens for the rate of a key."""
         if self._keys is not None:
             self._keys.charge(key_id, num_tokens)
+
+    def paced(self, gaps: Mapping[str, str]) -> None:
+        """Count the times between tokens of paced streams, from a frontend's histograms by model.
+
+        Raises:
+            ValueError: a histogram is malformed.
+        """
+        for model, text in gaps.items():
+            self.stats.setdefault(model, ModelStats()).paced.merge(Histogram.parse(text))
 
     def admitted(self, message: m.AddRequest, *, is_warm: bool) -> None:
         """Count an admitted request; ``is_warm`` if the model is in host memory."""

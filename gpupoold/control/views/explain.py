@@ -139,6 +139,7 @@ class Explainer:
         known = self._state.models.get(name)
         first_s = first_token_in_s(self._state, known, _PROMPT_TOKENS, now_s) if known else None
         span_s = NUM_MINUTES * 60.0
+        paced_p50_s, paced_p99_s = stats.paced.p50_and_p99()
         return ModelWhy(
             name=name,
             state=self._fleet.availability(name).state.value,
@@ -153,6 +154,8 @@ class Explainer:
             devices=devices,
             prompt_tokens=_PROMPT_TOKENS,
             first_token_in_s=first_s,
+            paced_gap_p50_s=paced_p50_s,
+            paced_gap_p99_s=paced_p99_s,
             main_cause=main_cause(hour),
             advice=advice(name, targets, hour),
         )

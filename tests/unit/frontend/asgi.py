@@ -10,6 +10,7 @@ from typing import Any
 
 from gpupoold.frontend.mounts import Receive, Scope, Send
 from gpupoold.frontend.router import ROUTED_PATHS
+from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import StepOutputs
 
 
@@ -78,6 +79,7 @@ class EchoApi:
         self.closed = False
         self.seen_after_body: str = ""
         self.responses: set[str] = set()
+        self.paced_gaps = Histogram()
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -116,6 +118,11 @@ class EchoApi:
     def owns_response(self, response_id: str) -> bool:
         """Return whether the test put it there."""
         return response_id in self.responses
+
+    def take_paced_gaps(self) -> Histogram:
+        """Return the gaps that the test put there."""
+        gaps, self.paced_gaps = self.paced_gaps, Histogram()
+        return gaps
 
     def close(self) -> None:
         """Record it."""

@@ -162,6 +162,20 @@ def test_other_requests_are_not_held() -> None:
     run(both)
 
 
+def test_released_gaps_are_counted() -> None:
+    async def run_one() -> None:
+        stream = Stream()
+        stream.made(1)
+        stream.made(4)
+        await asyncio.sleep(1.0)
+        gaps = stream.pacer.take_gaps()
+        assert len(gaps) == 4
+        assert gaps.sum_s == pytest.approx(stream.times_s[-1] - stream.times_s[0])
+        assert len(stream.pacer.take_gaps()) == 0
+
+    run(run_one)
+
+
 @pytest.mark.parametrize(
     ("value", "gap_s"),
     [(b"steady", math.inf), (b" Steady ", math.inf), (b"off", None), (b"50ms", 0.05)],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.functional.processor import HAS_AMX
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,8 @@ FAMILIES = [
 def test_no_token_is_computed_twice(
     family: str, options: list[str], project_env: dict[str, str]
 ) -> None:
+    if HAS_AMX and family.startswith("deepseek"):
+        pytest.skip("vLLM's attention of this family refuses float32 on a processor with AMX")
     figures = moved(family, options, project_env)
     assert figures["differing"] == []
     assert figures["num_tokens_computed_again"] == 0

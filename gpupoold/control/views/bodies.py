@@ -137,7 +137,7 @@ def _device(
         pid=worker.pid,
         state=worker.state,
         device_bytes=ready.device_bytes if ready else 0,
-        free_bytes=status.free_bytes if status else 0,
+        free_bytes=status.free_bytes if status else _free_of_parked(worker),
         page_bytes=ready.page_bytes if ready else 0,
         bandwidth_bytes_per_s=ready.bandwidth_bytes_per_s if ready else 0.0,
         link_in_bytes_per_s=ready.link_in_bytes_per_s if ready else 0.0,
@@ -168,6 +168,11 @@ def _device(
         loading=loading(worker),
         gpus=_gpus(worker),
     )
+
+
+def _free_of_parked(worker: Worker) -> int:
+    """Return all memory of a parked device, 0 for a worker that is down."""
+    return worker.ready.device_bytes if worker.ready and worker.state == "parked" else 0
 
 
 def _gpus(worker: Worker) -> list[GpuInfo]:

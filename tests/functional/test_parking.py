@@ -117,6 +117,7 @@ async def test_a_device_with_requests_stays(daemon: PrivateDaemon) -> None:
     assert cli(daemon, "park", "7").returncode == 2
 
 
+@pytest.mark.slow
 async def test_other_devices_go_on(daemon: PrivateDaemon) -> None:
     park(daemon, 1)
     async with api_client(daemon.http_url) as api:
@@ -125,6 +126,7 @@ async def test_other_devices_go_on(daemon: PrivateDaemon) -> None:
     wake_all(daemon)
 
 
+@pytest.mark.slow
 async def test_a_model_is_added_while_all_devices_are_parked(
     daemon: PrivateDaemon, tiny_models: dict[str, Path]
 ) -> None:

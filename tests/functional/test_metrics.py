@@ -40,6 +40,7 @@ NO_SAMPLES = {
     "gpupool_device_utilisation_ratio",
     "gpupool_device_temperature_celsius",
     "gpupool_device_power_watts",
+    "gpupool_device_energy_joules_total",
     "gpupool_gpu_utilisation_ratio",
     "gpupool_gpu_temperature_celsius",
     "gpupool_gpu_power_watts",

@@ -52,7 +52,8 @@ async def test_a_locked_database_refuses_changes_and_is_read(
         "INSERT INTO aliases (alias, model) VALUES ('new', 'nobody')",
         "INSERT INTO models SELECT 'chat', source, path, revision, dtype, max_model_len, ttft_s, "
         "tbt_s, state, error, architecture, weight_bytes, kv_bytes_per_token, "
-        "loaded_max_model_len, created_at, is_pinned, engine, devices, engine_bytes FROM models",
+        "loaded_max_model_len, created_at, is_pinned, engine, devices, engine_bytes, "
+        "pace FROM models",
     ],
 )
 async def test_the_file_itself_keeps_names_apart(

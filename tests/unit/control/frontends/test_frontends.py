@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from gpupoold.config.batches import BatchSettings
 from gpupoold.config.schema import LimitSettings, ServerSettings, Settings
 from gpupoold.control.frontends import frontend as frontend_module
 from gpupoold.control.frontends.frontend import Frontend
@@ -98,7 +99,8 @@ class Box:
             memory=SimpleNamespace(self_check_interval=0),
             traces=SimpleNamespace(endpoint="", share=1.0),
             limits=LimitSettings(),
-            paths=SimpleNamespace(log_dir=folder),
+            batches=BatchSettings(),
+            paths=SimpleNamespace(log_dir=folder, state_dir=folder),
         )
         self.processes: dict[int, FakeProcess] = {}
         self.num_started = [0, 0]

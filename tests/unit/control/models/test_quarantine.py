@@ -77,7 +77,7 @@ class Rig:
         self.models, self.breakers = Models(self.bench), self.fleet.breakers
         self.bench.worker.state = "ready"
         supervisor = cast(
-            WorkerSupervisor, SimpleNamespace(any_ready=True, workers=[self.bench.worker])
+            WorkerSupervisor, SimpleNamespace(any_in_service=True, workers=[self.bench.worker])
         )
         settings = parse_settings({"devices": ["cuda:0"]}, "test")
         frontends = cast(frontends_module.Frontends, Frontends())

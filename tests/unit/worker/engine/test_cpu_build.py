@@ -36,6 +36,9 @@ def layer(*, is_static: bool, is_symmetric: bool, is_channelwise: bool) -> nn.Mo
     return made.requires_grad_(False)
 
 
+HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+
+
 @pytest.mark.skipif(
     not any(name in Path("/proc/cpuinfo").read_text() for name in ("vnni", "amx_int8")),
     reason="vLLM's own layer saturates sums of 16 bits on a processor without VNNI",
@@ -46,6 +49,8 @@ def layer(*, is_static: bool, is_symmetric: bool, is_channelwise: bool) -> nn.Mo
 def test_results_are_those_of_vllms_layer(
     is_static: bool, is_symmetric: bool, is_channelwise: bool
 ) -> None:
+    if is_symmetric and HAS_AMX:
+        pytest.skip("vLLM's own layer refuses float32 on a processor with AMX")
     config = Int8ScaledMMLinearLayerConfig(
         is_static_input_scheme=is_static,
         is_channelwise=is_channelwise,

@@ -50,6 +50,7 @@ NO_SAMPLES = {
     "gpupool_drafts_total",
     "gpupool_draft_tokens_total",
     "gpupool_accepted_draft_tokens_total",
+    "gpupool_paced_gap_seconds",
 }
 DOCUMENTED = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\| ", re.MULTILINE)
 EXAMPLES = ROOT / "examples"

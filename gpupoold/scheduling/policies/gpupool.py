@@ -227,12 +227,11 @@ class GpupoolPolicy(SimplePolicy):
         left_s = planned_s = began_s + turn.quota_s - now_s
         if is_background_turn(device) and num_others(device):
             left_s = 0.0
-        for work in prompts_of(device, besides=turn.model):
-            came = [one for one in work.requests if not one.num_tokens]
+        for model, came, prefill_s in prompts_of(device, besides=turn.model):
             if max((one.arrival_s for one in came), default=-math.inf) <= began_s:
                 continue
-            ready_s = device.switch_s(work.model) + work.prefill_s
-            due_s = came[-1].counted_arrival_s + FIRST_TOKEN_SHARE * work.model.targets.ttft_s
+            ready_s = device.switch_s(model) + prefill_s
+            due_s = came[-1].counted_arrival_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
             start_in_s = due_s - now_s - ready_s
             left_s = min(left_s, max(start_in_s, 0.0))
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)

@@ -10,7 +10,7 @@ order: they run with their batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -79,6 +79,14 @@ class BatchWork(NamedTuple):
     is_background: bool = False
 
 
+class Prompts(NamedTuple):
+    """Requests of one model that wait for a first token, and the seconds of its prefills."""
+
+    model: Model
+    requests: list[Request]
+    prefill_s: float
+
+
 class PlannedTurn(NamedTuple):
     """Duration, value and deadline of a turn made now.
 
@@ -123,17 +131,18 @@ def work_of(device: DeviceState) -> list[BatchWork]:
     return begun + [_work(batch, None, is_new=True) for batch in new]
 
 
-def prompts_of(device: DeviceState, besides: str) -> list[BatchWork]:
-    """Return the device's work for a request waiting for its first token, without ``besides``."""
+def prompts_of(device: DeviceState, besides: str) -> Iterator[Prompts]:
+    """Yield the requests waiting for a first token, by model, without the model ``besides``."""
     waiting = [name for name, batch in device.working.items() if batch.num_waiting]
     names = dict.fromkeys([*waiting, *device.queued])
     names.pop(besides, None)
-    return [
-        _work(batch, device.queued.get(name))
-        if (batch := device.working.get(name))
-        else _work(device.queued[name], None, is_new=True)
-        for name in names
-    ]
+    for name in names:
+        found = (device.working.get(name), device.queued.get(name))
+        batches = [batch for batch in found if batch is not None]
+        requests = [
+            one for batch in batches for one in batch.requests.values() if not one.num_tokens
+        ]
+        yield Prompts(batches[0].model, requests, sum(batch.prefill_s() for batch in batches))
 
 
 def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchWork:

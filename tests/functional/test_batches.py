@@ -144,6 +144,7 @@ async def test_interactive_requests_do_not_wait_for_a_batch(
     assert batch.status == "cancelled"
 
 
+@pytest.mark.slow
 async def test_a_batch_goes_on_after_the_daemons_death(tmp_path: Path) -> None:
     config = '[[device]]\nkind = "sim"\ngpu = "A10"\n'
     lines = [line(str(k), "one", f"count {k}", 100) for k in range(60)]

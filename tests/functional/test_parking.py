@@ -139,6 +139,7 @@ async def test_a_model_is_added_while_all_devices_are_parked(
     wake_all(daemon)
 
 
+@pytest.mark.slow
 async def test_idle_devices_are_parked(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     config = emulated_config(2 * weight_bytes(tiny_models[LLAMA])) + '\n[idle]\npark_after = "2s"\n'
     with private_daemon(config, tmp_path) as daemon:

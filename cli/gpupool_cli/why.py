@@ -130,9 +130,9 @@ def _show_model(model: ModelWhy) -> None:
         "last hour": f"{_percent(hour.attainment)} of {hour.tokens} tokens in time",
         "": f"TTFT p50 {duration_text(hour.ttft_p50_s)}, p99 {duration_text(hour.ttft_p99_s)}; "
         f"TBT p50 {duration_text(hour.tbt_p50_s)}, p99 {duration_text(hour.tbt_p99_s)}",
-        "paced streams": ""
+        "paced gaps": ""
         if model.paced_gap_p50_s is None
-        else f"gaps as released p50 {duration_text(model.paced_gap_p50_s)}, "
+        else f"p50 {duration_text(model.paced_gap_p50_s)}, "
         f"p99 {duration_text(model.paced_gap_p99_s)}",
         "lateness": output.lateness_text(hour.lateness) or "none",
         "weights": _weights(model),

@@ -139,6 +139,8 @@ def test_prompts_in_chunks_beside_answers(
         peer.ask(model, name, prompt(length), max_tokens=NUM_TOKENS)
         peer.run_until_ended(name)
         alone[name] = peer.tokens[name]
+    while peer.scheduler.state.devices[0].turn is not None:
+        peer.pump(0.2)  # only another turn has chunks
     send, note = peer.channel.send, peer.scheduler.stepped
     first_step: dict[str, int] = {}
     steps = itertools.count()

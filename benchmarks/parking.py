@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import tempfile
 import time
@@ -122,7 +123,11 @@ def _workers(daemon: PrivateDaemon) -> list[psutil.Process]:
 
 def _bytes(daemon: PrivateDaemon) -> int:
     """Return the memory of all processes, shared memory counted once in each."""
-    return sum(one.memory_full_info().pss for one in _processes(daemon))
+    num_bytes = 0
+    for one in _processes(daemon):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            num_bytes += one.memory_full_info().pss
+    return num_bytes
 
 
 if __name__ == "__main__":

@@ -129,13 +129,15 @@ class Parking:
         self.wake(self._best(model, parked), f"for a request of {model}")
 
     def _wake_for_waiting(self, now_s: float) -> None:
-        """Wake one device for requests that wait for a device, or while all others are full."""
+        """Wake a device for a model that has none and is not loaded, or while all are full."""
         parked = self._parked()
         if not parked or any(one.state == "starting" for one in self._supervisor.workers):
             return
-        for request in self._dispatcher.live.all():
+        are_loading = any(one.num_loads for one in self._supervisor.workers)
+        for request in () if are_loading else self._dispatcher.live.all():
             waits = request.device is None and now_s - request.arrival_s > _WAIT_S
-            if waits and not request.is_background and not request.token_times_s:
+            is_nowhere = not self._fleet.availability(request.model).devices
+            if waits and is_nowhere and not request.is_background:
                 self.wake(self._best(request.model, parked), f"for a request of {request.model}")
                 return
         full_load = Tuning().full_load

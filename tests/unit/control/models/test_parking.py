@@ -117,6 +117,31 @@ async def test_nothing_is_parked_without_the_setting(box: ModelsBox) -> None:
     assert states(box) == ["ready", "ready"]
 
 
+async def test_a_load_elsewhere_wakes_no_device(box: ModelsBox) -> None:
+    parking = parking_of(box)
+    await park_all(box)
+    box.hold(0, 1)
+    box.ask("a", "r")
+    await box.until(lambda: bool(box.waiting))
+    parking.check(asyncio.get_running_loop().time() + 100.0)
+    assert sorted(states(box)) == ["parked", "ready"]
+    box.release()
+    await box.until(lambda: bool(box.requests))
+
+
+async def test_a_model_that_no_device_in_service_may_have(box: ModelsBox) -> None:
+    parking = parking_of(box)
+    await box.registry.set_devices("a", [1])
+    box.fleet.changed((await box.registry.get("a")).spec)  # type: ignore[union-attr]
+    await parking.park(1)
+    await parking.park(0)
+    parking.wake(0)
+    await box.until(lambda: states(box)[0] == "ready")
+    box.ask("a", "r")
+    parking.check(asyncio.get_running_loop().time() + 100.0)
+    await box.until(lambda: box.requests.get(1) == ["r"])
+
+
 async def test_waiting_for_a_worker_wakes_it(box: ModelsBox) -> None:
     await park_all(box)
     await box.supervisor.wait_ready(box.supervisor.workers[1])

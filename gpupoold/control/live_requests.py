@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from gpupoold.domain import Priority, Targets
+from gpupoold.domain import Targets
 from gpupoold.wire import messages as m
 
 
@@ -146,7 +146,7 @@ class LiveRequest:
     @property
     def is_background(self) -> bool:
         """True if the request is of a batch, and runs in time that others leave."""
-        return self.order.priority is Priority.BACKGROUND
+        return self.order.is_background
 
     @property
     def is_held(self) -> bool:

@@ -89,6 +89,11 @@ class AddRequest(Message):
         """The name under which the request is counted: its preset's, adapter's or model's."""
         return self.served_name or self.model
 
+    @property
+    def is_background(self) -> bool:
+        """True if the request is of a batch, and runs in time that others leave."""
+        return self.priority is Priority.BACKGROUND
+
 
 class EndIsolation(Message):
     """Run a request in steps with other requests again (daemon → worker)."""

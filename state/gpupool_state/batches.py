@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from gpupool_state.db import Database
 from gpupool_state.migrations import SchemaMigration
+from gpupool_state.writer import Transaction
 
 BATCHES_NAME = "batches.db"
 BatchStatus = Literal[
@@ -151,9 +152,8 @@ class BatchStore:
 
     async def add_file(self, row: FileRow) -> None:
         """Add a file whose content is on disk."""
-        values = [getattr(row, name) for name in _FILE_COLUMNS]
         async with self._db.write() as tx:
-            await tx.execute(_insert("files", _FILE_COLUMNS), values)
+            await _add_file(tx, row)
 
     async def file(self, file_id: str, owner: str) -> FileRow | None:
         """Return a file of the owner, or None."""
@@ -279,8 +279,7 @@ class BatchStore:
         by_purpose = {one.purpose: one.id for one in files}
         async with self._db.write() as tx:
             for one in files:
-                values = [getattr(one, name) for name in _FILE_COLUMNS]
-                await tx.execute(_insert("files", _FILE_COLUMNS), values)
+                await _add_file(tx, one)
             await tx.execute(
                 "UPDATE batches SET status = ?, ended_at = ?, output_file_id = ?, "
                 "error_file_id = ? WHERE id = ?",
@@ -308,6 +307,11 @@ class BatchStore:
             "ORDER BY created_at DESC, id DESC LIMIT ?3",
             (owner, after, limit),
         )
+
+
+async def _add_file(tx: Transaction, row: FileRow) -> None:
+    values = [getattr(row, name) for name in _FILE_COLUMNS]
+    await tx.execute(_insert("files", _FILE_COLUMNS), values)
 
 
 def _insert(table: str, columns: Sequence[str]) -> str:

@@ -151,8 +151,9 @@ class Overload:
         if num_live >= bound:
             text = f"{num_live} requests are already waiting or running."
             return "queue_full", text, self._space_in_s(_ALL, num_live, bound, now_s)
-        is_background = message.priority is Priority.BACKGROUND
-        key_id = "" if is_background else message.key_id  # batches have a limit of their own
+        key_id = (
+            "" if message.is_background else message.key_id
+        )  # batches have a limit of their own
         return self._full_key(key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
@@ -214,8 +215,7 @@ class Overload:
         The time to warm a model is unknown, so a request of a cold model may still be dropped
         later. A background request has a day.
         """
-        is_background = message.priority is Priority.BACKGROUND
-        if not self.limits.drop_late or not is_warm or is_background:
+        if not self.limits.drop_late or not is_warm or message.is_background:
             return None
         model = self._state.models[message.model]
         wait_s = first_token_in_s(self._state, model, message.num_prompt_tokens, now_s)

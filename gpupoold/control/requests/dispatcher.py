@@ -32,7 +32,6 @@ from gpupoold.domain import (
     DeviceEvent,
     FinishReason,
     ModelSpec,
-    Priority,
     Role,
     Targets,
 )
@@ -354,13 +353,13 @@ class Dispatcher:
         admission = self._overload.admission(
             message, self._clock(), is_routed=is_routed, is_warm=is_warm
         )
-        if message.priority is not Priority.BACKGROUND:
+        if not message.is_background:
             self.accounts.charge(message.key_id, message.num_prompt_tokens)
         self.replies.send(message.frontend, admission)
         if admission.status != HTTPStatus.OK:
             return
         targets = self._fleet.targets(message.model, message.served_name)
-        if message.priority is Priority.BACKGROUND:
+        if message.is_background:
             targets = replace(targets, ttft_s=BACKGROUND_TTFT_S)
         request = LiveRequest(message, targets)
         self.live.add(request)

@@ -247,6 +247,8 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
         sizes["encoder"] = usage.encoder_bytes
     if usage.prefix_saved_bytes:
         sizes |= {"kv saved": usage.prefix_saved_bytes, "kv reused": usage.prefix_hit_bytes}
+    if fetched_bytes := usage.prefix_peer_bytes + usage.prefix_file_bytes:
+        sizes["kv fetched"] = fetched_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
 
 

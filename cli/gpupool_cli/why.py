@@ -147,12 +147,8 @@ def _show_model(model: ModelWhy) -> None:
     if model.standings:
         counts = (f"{num} {standing}" for standing, num in sorted(model.standings.items()))
         fields["live requests"] = ", ".join(counts)
-    if saved_bytes := sum(one.prefix_saved_bytes for one in model.devices):
-        hit_bytes = sum(one.prefix_hit_bytes for one in model.devices)
-        fields["prefix cache"] = (
-            f"{format_bytes(saved_bytes)} of KV of ended requests saved to host memory, "
-            f"{format_bytes(hit_bytes)} used again"
-        )
+    if text := _prefix_cache(model):
+        fields["prefix cache"] = text
     output.print_fields(fields)
     for one in model.advice:
         output.print_line(f"hint: {one}")
@@ -198,3 +194,20 @@ def _show_finished(finished: FinishedWhy) -> None:
     for event in finished.events:
         when = output.time_text(event.at)
         output.print_line(f"{when} {event.level} {event.kind}: {event.message}")
+
+
+def _prefix_cache(model: ModelWhy) -> str:
+    """Return a line about KV of ended requests, empty without any."""
+    saved_bytes = sum(one.prefix_saved_bytes for one in model.devices)
+    hit_bytes = sum(one.prefix_hit_bytes for one in model.devices)
+    if not saved_bytes and not hit_bytes:
+        return ""
+    found = [f"{format_bytes(hit_bytes)} used again"]
+    for text, num_bytes in (
+        ("from another device's memory", sum(one.prefix_peer_bytes for one in model.devices)),
+        ("from files", sum(one.prefix_file_bytes for one in model.devices)),
+    ):
+        if num_bytes:
+            found.append(f"{format_bytes(num_bytes)} {text}")
+    saved = f"{format_bytes(saved_bytes)} of KV of ended requests saved to host memory"
+    return ", ".join([saved, *found])

@@ -162,9 +162,10 @@ class ModelUsage(Body):
     Bytes are sums over devices: ``kv_resident_bytes`` on devices, ``kv_host_bytes`` of paused
     requests in host memory. ``encoder_bytes`` counts outputs of the image encoder, in the devices'
     reserve. ``prefix_saved_bytes`` of ended requests' KV were copied to host memory since the loads
-    of the engines, and later requests used ``prefix_hit_bytes`` from there. ``cached_bytes`` counts
-    the snapshots in host memory, each shared by all
-    devices with equally many GPUs.
+    of the engines, and later requests used ``prefix_hit_bytes`` from there, for which
+    ``prefix_peer_bytes`` came from other workers' memory and ``prefix_file_bytes`` from files.
+    ``cached_bytes`` counts the snapshots in host memory, each shared by all devices with equally
+    many GPUs.
     ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
     token, which would have been late. Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
@@ -183,6 +184,8 @@ class ModelUsage(Body):
     encoder_bytes: int = 0
     prefix_hit_bytes: int = 0
     prefix_saved_bytes: int = 0
+    prefix_peer_bytes: int = 0
+    prefix_file_bytes: int = 0
     cached_bytes: int
     requests: int
     completed: int

@@ -116,6 +116,8 @@ class ModelOnDevice(Body):
     encoder_bytes: int = 0
     prefix_hit_bytes: int = 0
     prefix_saved_bytes: int = 0
+    prefix_peer_bytes: int = 0
+    prefix_file_bytes: int = 0
     num_requests: int
     turns: DeviceTurns
     engine_bytes: int = 0

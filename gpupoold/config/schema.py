@@ -91,6 +91,11 @@ class Settings(Section):
     batches: BatchSettings = BatchSettings()
     idle: IdleSettings = IdleSettings()
 
+    @property
+    def kv_folder(self) -> Path:
+        """The folder of the files with KV of ended requests, see ``memory.kv_files``."""
+        return self.paths.state_dir / "kv"
+
     @field_validator("devices")
     @classmethod
     def _number_cuda(cls, devices: tuple[DeviceSettings, ...]) -> tuple[DeviceSettings, ...]:

@@ -155,15 +155,17 @@ class MemorySettings(Section):
 
     None in a key ``..._or_auto`` means that :mod:`gpupoold.config.fitting` works the figure out
     from the machine. ``prefix_cache`` limits the KV of ended requests in ``kv_host``: None for no
-    limit of its own, 0 to keep none. ``engines`` limits the memory of engines outside the pages of
-    a device, see ``engines_for``. A model's self-check is repeated after ``self_check_interval``
-    transfers of the weights to a device; 0 disables these checks.
+    limit of its own, 0 to keep none; ``kv_files`` limits the files with such KV. ``engines`` limits
+    the memory of engines outside the pages of a device, see ``engines_for``. A model's self-check
+    is repeated after ``self_check_interval`` transfers of the weights to a device; 0 disables these
+    checks.
     """
 
     model_cache_or_auto: Annotated[AutoSize, Effect.LIVE] = Field(default=None, alias="model_cache")
     snapshot_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="snapshot_files")
     kv_host_or_auto: AutoSize = Field(default=None, alias="kv_host")
     prefix_cache_bytes: Size | None = Field(default=None, alias="prefix_cache")
+    kv_files_bytes: Size = Field(default=0, alias="kv_files")
     reserve_or_auto: AutoSize = Field(default=None, alias="reserve")
     engines_bytes: Annotated[Size | None, Effect.LIVE] = Field(default=None, alias="engines")
     self_check_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)

@@ -16,6 +16,7 @@ from gpupoold.doctor.facts import (
     NumaFacts,
     VersionFacts,
 )
+from gpupoold.system.folders import is_shared
 from gpupoold.units import format_bytes
 
 GIB = 2**30
@@ -25,10 +26,14 @@ _USED_BY_OTHERS_SHARE = 0.05
 _SPARE_FILES = 1024
 _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
-_LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB, "snapshots": 0}
+_LEAST_FREE_BYTES = {
+    "state_dir": GIB,
+    "log_dir": GIB,
+    "download_dir": 10 * GIB,
+    "snapshots": 0,
+    "kv": 0,
+}
 _FULL_BYTES = 100 * 2**20
-# File systems without the shared memory that SQLite's write-ahead log needs.
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "afs", "lustre", "gpfs", "glusterfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _FIRST_KERNEL = {
     "memfd": "3.17",
@@ -171,7 +176,11 @@ def check_folder(folder: Folder) -> Check:
         fix = f"run doctor as the daemon's user, or change the folder's owner ({folder.owner})"
         return fault(name, f"{found}; {what}", folder.hint or fix)
     is_state = folder.key == "state_dir"
-    if is_state and (folder.filesystem in _NETWORK or folder.filesystem.startswith("fuse")):
+    if folder.key == "kv" and is_shared(folder.filesystem):
+        text = f"{found}; answers are not kept where other machines may read"
+        return warning(name, text, "choose a local disk for paths.state_dir, or memory.kv_files 0")
+    if is_state and is_shared(folder.filesystem):
+        # SQLite's write-ahead log needs shared memory.
         text = f"{found}; the database needs a local disk"
         return fault(name, text, "choose a local disk for paths.state_dir")
     if is_state and folder.filesystem in _IN_MEMORY:

@@ -6,10 +6,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from gpupoold.config.schema import Settings
 from gpupoold.doctor.facts import Folder
+from gpupoold.system.folders import filesystem_of
 
 
 def folder_facts(settings: Settings) -> tuple[Folder, ...]:
@@ -23,6 +22,8 @@ def folder_facts(settings: Settings) -> tuple[Folder, ...]:
     ]
     if settings.memory.snapshot_files_bytes:
         folders.append(_folder("snapshots", paths.state_dir / "snapshots"))
+    if settings.memory.kv_files_bytes:
+        folders.append(_folder("kv", settings.kv_folder))
     return tuple(folders)
 
 
@@ -34,21 +35,9 @@ def _folder(key: str, path: Path) -> Folder:
         disk = os.statvfs(there)
         free_bytes = disk.f_bavail * disk.f_frsize
         owner = there.stat().st_uid
-    if key == "snapshots" and there == path:
+    if key in ("snapshots", "kv") and there == path:
         with suppress(OSError):
-            num_bytes = sum(one.stat().st_size for one in path.iterdir())
+            num_bytes = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
     is_writable = os.access(there, os.W_OK | os.X_OK)
-    filesystem = _filesystem(there)
+    filesystem = filesystem_of(there)
     return Folder(key, path, there == path, is_writable, owner, filesystem, free_bytes, num_bytes)
-
-
-def _filesystem(path: Path) -> str:
-    """Return the file system type of a path."""
-    real = os.path.realpath(path)
-    inside = [
-        one
-        for one in psutil.disk_partitions(all=True)
-        if os.path.commonpath([one.mountpoint, real]) == one.mountpoint
-    ]
-    # A later mount hides an earlier mount at the same place.
-    return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else "unknown"

@@ -12,6 +12,7 @@ from typing import Protocol
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.prefix_table import CacheShape, PrefixTable, Record
 from gpupoold.memory.slabs import Allocation, SlabAllocator, slab_bytes_for
 
 _POPULATED = libc.MAP_SHARED | libc.MAP_POPULATE
@@ -143,6 +144,9 @@ class Evictable(Protocol):
     def evict_oldest(self) -> bool:
         """Free a slot; return False if none may be freed."""
 
+    def forget(self, prefix: str) -> None:
+        """Free the slots of owners whose names begin with ``prefix``, at the end of their use."""
+
     def check_integrity(self) -> None:
         """Raise AssertionError when the bookkeeping is inconsistent."""
 
@@ -154,14 +158,24 @@ class KvHostCache:
 
     Models with blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`).
     The kernel allocates the buffer's memory only when slots are first used.
+
+    ``table`` has the places of these prefixes, behind the bytes of all ranks in the memfd; None in
+    a cache without memory.
     """
 
     def __init__(
-        self, budget_bytes: int, slab_bytes: int | None = None, *, num_ranks: int = 1
+        self,
+        budget_bytes: int,
+        slab_bytes: int | None = None,
+        *,
+        num_ranks: int = 1,
+        former_fd: int | None = None,
     ) -> None:
         """Reserve addresses for ``budget_bytes``, 0 or more, in base slabs of ``slab_bytes``.
 
         The memfd has a part of this size for each of ``num_ranks``; the first is this cache's.
+        ``former_fd``, owned by this object, is the memfd of a cache of an ended process; its
+        prefixes are kept if the cache had the same sizes.
 
         Raises:
             ValueError: the budget is negative or the slabs have no bytes.
@@ -171,10 +185,13 @@ class KvHostCache:
             slab_bytes = slab_bytes_for(budget_bytes)
         self._slabs = SlabAllocator(budget_bytes, slab_bytes)
         self.prefixes: Evictable | None = None
-        self._file_bytes = self.budget_bytes * num_ranks
-        self._fd = os.memfd_create("gpupool-kv", os.MFD_CLOEXEC)
+        self.shape = shape = CacheShape(self.budget_bytes, slab_bytes, num_ranks)
+        self.table: PrefixTable | None = None
+        self._fd = _fd_of_shape(former_fd, shape)
         try:
-            os.ftruncate(self._fd, self._file_bytes)
+            if self.budget_bytes:
+                is_new = self._fd != former_fd
+                self.table = PrefixTable(self._fd, shape, is_new=is_new)
             shared = libc.MAP_SHARED | libc.MAP_NORESERVE
             self._address = (
                 libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self._fd, 0)
@@ -190,6 +207,11 @@ class KvHostCache:
         """The memfd, for other processes to map."""
         return self._fd
 
+    def claim(self, record: Record) -> HostSlot | None:
+        """Return the slot of a record of ``table``; None if its memory is in use."""
+        blocks = self._slabs.claim(record.block_bytes, record.places)
+        return None if blocks is None else HostSlot(self, blocks)
+
     def offsets(self, slot: HostSlot) -> list[tuple[int, int]]:
         """Return a slot's pieces as ``pieces`` does, with offsets in the memfd for addresses."""
         return [(at.offset, at.num_bytes) for at in slot.blocks.extents]
@@ -199,7 +221,7 @@ class KvHostCache:
         if not self.budget_bytes:
             return
         if not device.is_host_addressable:
-            touch_pages(self._fd, self._file_bytes)
+            touch_pages(self._fd, self.shape.data_bytes)
         device.pin(self._address, self.budget_bytes)
         device.share_host(self._address, self.budget_bytes, self._fd)
 
@@ -286,9 +308,28 @@ class KvHostCache:
         self._slabs.check_integrity()
 
     def close(self) -> None:
+        if self.table is not None:
+            self.table.close()
         if self.budget_bytes:
             libc.munmap(self._address, self.budget_bytes)
         os.close(self._fd)
+
+
+def _fd_of_shape(former_fd: int | None, shape: CacheShape) -> int:
+    """Return ``former_fd`` if its table is of such a cache, else a new memfd."""
+    if former_fd is not None:
+        with contextlib.suppress(OSError, ValueError):
+            PrefixTable(former_fd, shape).close()
+            return former_fd
+    fd = os.memfd_create("gpupool-kv", os.MFD_CLOEXEC)
+    if former_fd is not None:
+        os.close(former_fd)
+    try:
+        os.ftruncate(fd, shape.file_bytes if shape.budget_bytes else 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 class HostSlot:

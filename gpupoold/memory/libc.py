@@ -26,6 +26,10 @@ _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 # Numbers of system calls without a C library function: (get_mempolicy, set_mempolicy).
 _MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
 _MAX_NODES = 1024  # the kernel refuses a mask shorter than its possible nodes
+_PY_BUF_WRITE = 0x200
+_view_from = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_from.restype = ctypes.py_object
+_view_from.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -95,6 +99,12 @@ def move_pages(source: int, target: int, num_bytes: int) -> None:
 def memcpy(target: int, source: int, num_bytes: int) -> None:
     """Call ``memcpy(3)`` without the GIL."""
     _libc().memcpy(target, source, num_bytes)
+
+
+def view(address: int, num_bytes: int) -> memoryview:
+    """Return mapped memory as a writable view, which must not be used after the mapping's end."""
+    mapped: memoryview = _view_from(address, num_bytes, _PY_BUF_WRITE)
+    return mapped
 
 
 def memset(target: int, value: int, num_bytes: int) -> None:

@@ -55,6 +55,15 @@ class PagePool:
         run = self._best_fit(num_pages)
         return self._take(run, num_pages) if run else None
 
+    def allocate_at(self, run: PageRun) -> bool:
+        """Allocate the pages of ``run``; return False if one is not free or does not exist."""
+        index = bisect.bisect_right(self._free, run.first, key=_first) - 1
+        if index < 0 or run.end > self._free[index].end:
+            return False
+        around = self._free[index]
+        self._take(around, run.num_pages, run.first - around.first)
+        return True
+
     def num_runs(self, num_pages: int) -> int:
         """Return how many times ``allocate_run`` could allocate ``num_pages`` now."""
         return sum(run.num_pages // num_pages for run in self._free)

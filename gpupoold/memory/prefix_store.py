@@ -2,6 +2,9 @@
 
 The copies fill the part of the KV host cache that live requests do not use. KV of live requests has
 priority: the least recently used copies are evicted for it.
+
+The copies of owners with a lasting name are entered in the cache's table
+(:mod:`gpupoold.memory.prefix_table`), so that the next worker of the device has them too.
 """
 
 from __future__ import annotations
@@ -13,22 +16,27 @@ from typing import NamedTuple
 
 from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.host import HostSlot, KvHostCache, lay
-
-# Consecutive blocks of a request that are evicted together: allocations cost time each.
-_SEGMENT_BLOCKS = 8
+from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES
+from gpupoold.memory.slabs import BlockPlace
 
 
 @dataclass(eq=False, slots=True)
 class _Segment:
-    """Some blocks of an engine, in one slot; not evicted while in use."""
+    """Some blocks of an owner, in one slot; not evicted while in use.
+
+    ``record`` is the segment's number in the table, if the table has the segment.
+    """
 
     owner: str
-    keys: list[bytes]
+    keys: Sequence[bytes]
     slot: HostSlot
+    record: int | None = None
     num_users: int = 0
     has_arrived: bool = False
     is_lost: bool = False
     """True if a copy failed."""
+    is_forgotten: bool = False
+    """True if nobody may find the segment any more."""
     addresses: list[int] = field(default_factory=list)
     """Host address of each block; the bytes of a block are row after row."""
 
@@ -63,6 +71,12 @@ class StoredBlocks:
     def num_bytes(self) -> int:
         return len(self._places) * sum(row.num_bytes for row in self._rows)
 
+    @property
+    def places(self) -> list[BlockPlace]:
+        """The places of the blocks in the KV host cache."""
+        places = {segment: segment.slot.blocks.places for segment in self._segments}
+        return [places[segment][position] for segment, position in self._places]
+
     def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         return lay(extents, self._pieces())
 
@@ -73,8 +87,10 @@ class StoredBlocks:
     def note_arrival(self, has_arrived: bool) -> None:
         """Make the copies usable, or lost; callable by any thread."""
         for segment in self._segments:
-            segment.is_lost = not has_arrived
-            segment.has_arrived = has_arrived
+            if has_arrived:
+                self._store.note_arrival(segment)
+            else:
+                segment.is_lost = True
 
     def _pieces(self) -> list[tuple[int, int]]:
         """Return the host memory row by row, adjacent pieces joined."""
@@ -94,7 +110,8 @@ class StoredBlocks:
 class PrefixStore:
     """Copies of KV blocks in a KV host cache, within a byte budget; for one thread.
 
-    An ``owner`` is the name of an engine; equal keys of different engines do not meet.
+    An ``owner`` names KV that engines may share; equal keys of different owners do not meet. A name
+    of 64 hexadecimal digits lasts: it means the same KV in other processes.
     """
 
     def __init__(self, host: KvHostCache, budget_bytes: int | None = None) -> None:
@@ -104,7 +121,11 @@ class PrefixStore:
         self._places: dict[str, dict[bytes, _StoredBlock]] = {}
         self._segments: OrderedDict[_Segment, None] = OrderedDict()  # least recently used first
         self._used_bytes = self._pinned_bytes = 0
+        self.keeps_unwritten = False
+        """True if ``take_unwritten`` is called."""
+        self._unwritten: dict[_Segment, None] = {}
         host.prefixes = self
+        self._restore()
 
     @property
     def used_bytes(self) -> int:
@@ -136,8 +157,8 @@ class PrefixStore:
         new = [index for index, key in enumerate(keys) if key not in known]
         indices: list[int] = []
         segments: list[_Segment] = []
-        for start in range(0, len(new), _SEGMENT_BLOCKS):
-            batch = new[start : start + _SEGMENT_BLOCKS]
+        for start in range(0, len(new), MAX_BLOCKS):
+            batch = new[start : start + MAX_BLOCKS]
             segment = self._add(owner, [keys[index] for index in batch], rows)
             if segment is None:
                 break
@@ -158,11 +179,33 @@ class PrefixStore:
         self._touch(place.segment for place in reversed(places))
         return StoredBlocks(self, places, rows)
 
-    def forget(self, owner: str) -> None:
-        """Free an engine's copies, none of which may be in use."""
-        for segment in [one for one in self._segments if one.owner == owner]:
-            self._drop(segment)
-        self._places.pop(owner, None)
+    def take_unwritten(
+        self, max_bytes: int
+    ) -> Iterator[tuple[str, Sequence[bytes], int, StoredBlocks]]:
+        """Yield lasting copies that were not yielded before, of up to ``max_bytes``.
+
+        Yields owner, keys, bytes of a block, and the blocks, which the caller frees.
+        """
+        left_bytes = max_bytes
+        for segment in [one for one in self._unwritten if one.has_arrived]:
+            left_bytes -= segment.slot.num_bytes
+            if left_bytes < 0 and segment.slot.num_bytes < max_bytes:
+                return
+            del self._unwritten[segment]
+            block_bytes = segment.slot.num_bytes // len(segment.keys)
+            places = [_StoredBlock(segment, at) for at in range(len(segment.keys))]
+            copies = StoredBlocks(self, places, [KvRow(0, block_bytes, block_bytes)])
+            yield segment.owner, segment.keys, block_bytes, copies
+
+    def forget(self, prefix: str) -> None:
+        """Free the copies of owners whose names begin with ``prefix``, at the end of their use."""
+        for segment in [one for one in self._segments if one.owner.startswith(prefix)]:
+            if segment.num_users:
+                self._hide(segment)
+            else:
+                self._drop(segment)
+        for owner in [one for one, places in self._places.items() if not places]:
+            del self._places[owner]
 
     def evict_oldest(self) -> bool:
         """Evict the least recently used copies that are not in use; return False without any."""
@@ -172,6 +215,12 @@ class PrefixStore:
         self._drop(segment)
         return True
 
+    def note_arrival(self, segment: _Segment) -> None:
+        """Make a segment in use usable for others; callable by any thread."""
+        segment.has_arrived = True
+        if segment.record is not None and self._host.table is not None:
+            self._host.table.note_arrival(segment.record)
+
     def pin(self, segments: Iterable[_Segment]) -> None:
         """Keep segments from eviction."""
         for segment in segments:
@@ -179,13 +228,13 @@ class PrefixStore:
             segment.num_users += 1
 
     def unpin(self, segments: Iterable[_Segment]) -> None:
-        """End one use of segments; a lost segment without another use is freed."""
+        """End one use of segments; lost and forgotten segments without another use are freed."""
         for segment in segments:
             segment.num_users -= 1
             if segment.num_users:
                 continue
             self._pinned_bytes -= segment.slot.num_bytes
-            if segment.is_lost:
+            if segment.is_lost or segment.is_forgotten:
                 self._drop(segment)
 
     def check_integrity(self) -> None:
@@ -198,7 +247,11 @@ class PrefixStore:
                 assert segment in self._segments and segment.owner == owner
                 assert segment.keys[position] == key
         num_places = sum(map(len, self._places.values()))
-        assert num_places == sum(len(segment.keys) for segment in self._segments)
+        known = (one for one in self._segments if not one.is_forgotten)
+        assert num_places == sum(len(segment.keys) for segment in known)
+        if self._host.table is not None:
+            recorded = {one.record for one in self._segments if one.record is not None}
+            assert self._host.table.numbers == recorded
 
     def _add(self, owner: str, keys: list[bytes], rows: Sequence[KvRow]) -> _Segment | None:
         """Return a new segment, for which older ones are evicted, or None without room."""
@@ -211,20 +264,60 @@ class PrefixStore:
         if slot is None:
             return None
         segment = _Segment(owner, keys, slot)
-        self._segments[segment] = None
-        self._used_bytes += num_bytes
-        places = self._places[owner]
-        places.update((key, _StoredBlock(segment, at)) for at, key in enumerate(keys))
+        if self._host.table is not None and _is_lasting(owner, keys):
+            name, places = bytes.fromhex(owner), slot.blocks.places
+            segment.record = self._host.table.add(name, block_bytes, keys, places)
+        self._enter(segment)
         return segment
+
+    def _restore(self) -> None:
+        """Take over the copies of the cache's former process, least recently used first."""
+        table = self._host.table
+        for record in table.open_for_writing() if table is not None else ():
+            slot, owner = self._host.claim(record), record.owner.hex()
+            known = self._places.get(owner, {})
+            if slot is not None and known.keys().isdisjoint(record.keys):
+                self._enter(_Segment(owner, record.keys, slot, record.number, has_arrived=True))
+                continue
+            assert table is not None
+            table.remove(record.number)
+            if slot is not None:
+                slot.free()
+        while self.used_bytes > self._budget_bytes and self.evict_oldest():
+            pass
+
+    def _enter(self, segment: _Segment) -> None:
+        self._segments[segment] = None
+        self._used_bytes += segment.slot.num_bytes
+        places = self._places.setdefault(segment.owner, {})
+        places.update((key, _StoredBlock(segment, at)) for at, key in enumerate(segment.keys))
+        if self.keeps_unwritten and segment.record is not None:
+            self._unwritten[segment] = None
 
     def _touch(self, segments: Iterable[_Segment]) -> None:
         """Count segments as used now, the last most recently."""
         for segment in dict.fromkeys(segments):
             self._segments.move_to_end(segment)
+            if segment.record is not None and self._host.table is not None:
+                self._host.table.note_use(segment.record)
 
     def _drop(self, segment: _Segment) -> None:
         del self._segments[segment]
         self._used_bytes -= segment.slot.num_bytes
-        for key in segment.keys:
-            del self._places[segment.owner][key]
+        self._hide(segment)
+        if segment.record is not None and self._host.table is not None:
+            self._host.table.remove(segment.record)
         segment.slot.free()
+
+    def _hide(self, segment: _Segment) -> None:
+        """Let nobody find the copies any more."""
+        self._unwritten.pop(segment, None)
+        if not segment.is_forgotten:
+            for key in segment.keys:
+                del self._places[segment.owner][key]
+        segment.is_forgotten = True
+
+
+def _is_lasting(owner: str, keys: Sequence[bytes]) -> bool:
+    """Return whether copies mean the same in other processes."""
+    return len(owner) == 2 * OWNER_BYTES and all(len(key) == KEY_BYTES for key in keys)

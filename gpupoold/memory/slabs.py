@@ -30,6 +30,13 @@ class Extent(NamedTuple):
     num_bytes: int
 
 
+class BlockPlace(NamedTuple):
+    """The place of a block: the first base slab of its slab, and its number there."""
+
+    slab: int
+    block: int
+
+
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
     """The layout of blocks of ``block_bytes`` in their slabs."""
@@ -132,6 +139,15 @@ class Allocation:
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
+    @property
+    def places(self) -> list[BlockPlace]:
+        """The places of the blocks in order, for :meth:`SlabAllocator.claim`."""
+        return [
+            BlockPlace(slab.base.first, block)
+            for slab, run in self._runs
+            for block in range(run.first, run.end)
+        ]
+
 
 class SlabAllocator:
     """An allocator of blocks of any shape within a budget; returns None without space."""
@@ -207,6 +223,37 @@ class SlabAllocator:
         allocation = Allocation(block_bytes, num_blocks, extents, tuple(runs))
         self._live.add(allocation)
         return allocation
+
+    def claim(self, block_bytes: int, places: Iterable[BlockPlace]) -> Allocation | None:
+        """Allocate blocks at ``places``, which an allocator of the same size has given before.
+
+        All or nothing: None if a place is in use or does not exist.
+
+        Raises:
+            ValueError: a block has no bytes.
+        """
+        shape = self._shape(block_bytes)
+        runs: list[tuple[_Slab, PageRun]] = []
+        is_complete = True
+        for place in places:
+            slab = self._slab_at(shape, place.slab)
+            run = PageRun(place.block, 1)
+            is_complete = slab is not None and slab.blocks.allocate_at(run)
+            if slab is None or not is_complete:
+                break
+            runs.append((slab, run))
+        shape.num_used += len(runs)
+        if shape.slabs:
+            self._shapes[block_bytes] = shape
+        extents = _joined(self._extent(slab, run, block_bytes) for slab, run in runs)
+        allocation = Allocation(block_bytes, len(runs), extents, tuple(runs))
+        self._live.add(allocation)
+        if is_complete:
+            return allocation
+        self.free(allocation)
+        for slab in [one for one in shape.slabs if one.blocks.num_free == one.blocks.num_pages]:
+            self._reclaim(shape, slab)
+        return None
 
     def free(self, allocation: Allocation) -> None:
         """Free blocks; slabs without a used block are reclaimed at once.
@@ -284,6 +331,17 @@ class SlabAllocator:
         slabs = [_Slab(base, PagePool(shape.layout.num_blocks)) for base in bases]
         shape.slabs.update(slabs)
         return slabs
+
+    def _slab_at(self, shape: _Shape, first: int) -> _Slab | None:
+        """Return the shape's slab at a base slab, which is taken if it is free; else None."""
+        slab = next((one for one in shape.slabs if one.base.first == first), None)
+        if slab is None:
+            base = PageRun(first, shape.layout.num_base_slabs)
+            if not shape.layout.num_blocks or not self._base.allocate_at(base):
+                return None
+            slab = _Slab(base, PagePool(shape.layout.num_blocks))
+            shape.slabs.add(slab)
+        return slab
 
     def _reclaim(self, shape: _Shape, slab: _Slab) -> None:
         shape.slabs.remove(slab)

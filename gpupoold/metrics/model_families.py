@@ -224,6 +224,18 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
                 for one in memories(worker)
             ),
         )
+    yield counter(
+        "prefix_fetched_bytes",
+        "KV of ended requests that came to host memory for later requests, from the memory of "
+        "another worker (peer) or from files (file), since the load of the engine.",
+        ("device", "model", "tier"),
+        (
+            ((str(worker.number), one.model, tier), getattr(one, f"prefix_{tier}_bytes"))
+            for worker in scrape.workers
+            for one in memories(worker)
+            for tier in ("peer", "file")
+        ),
+    )
     of_meters = one_each(counter, "model", scrape.models())
     yield of_meters(
         "model_cache_hits",

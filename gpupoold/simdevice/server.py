@@ -89,7 +89,7 @@ class SimServer:
                 self._device.run_turn(message)
             case m.EndTurn():
                 self._device.end_turn()
-            case m.PeerHost():
+            case m.PeerHost() | m.PrefixPeer():
                 os.close(self._channel.take_fd())  # no bytes are copied from the peer
             case m.MigrateOut():
                 self._device.migrate_out(message)

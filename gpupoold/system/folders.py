@@ -1,4 +1,4 @@
-"""Remedies for folders that this process cannot enter or write to."""
+"""Folders: their file systems, and remedies for those that this process cannot use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ import os
 import pwd
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
+
+# File systems that other machines may read and write.
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "afs", "lustre", "gpfs", "glusterfs"}
+
+
+def filesystem_of(path: Path) -> str:
+    """Return the type of the file system of a path, ``unknown`` if it is not known."""
+    real = os.path.realpath(path)
+    inside = [
+        one
+        for one in psutil.disk_partitions(all=True)
+        if os.path.commonpath([one.mountpoint, real]) == one.mountpoint
+    ]
+    # A later mount hides an earlier mount at the same place.
+    return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else "unknown"
+
+
+def is_shared(filesystem: str) -> bool:
+    """Return whether other machines may have access to files on such a file system."""
+    return filesystem in _NETWORK or filesystem.startswith("fuse")
 
 
 def hint_to_write(folder: Path) -> str:

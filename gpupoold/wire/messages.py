@@ -67,10 +67,12 @@ from gpupoold.wire.messages_to_worker import (
     DropSnapshot as DropSnapshot,
     EndIsolation as EndIsolation,
     EndTurn as EndTurn,
+    ForgetPrefixes as ForgetPrefixes,
     LoadModel as LoadModel,
     MigrateOut as MigrateOut,
     PeerDown as PeerDown,
     PeerHost as PeerHost,
+    PrefixPeer as PrefixPeer,
     ReleaseKvTransfer as ReleaseKvTransfer,
     RunTurn as RunTurn,
     SetTargets as SetTargets,
@@ -106,8 +108,10 @@ ToWorker = (
     | EndTurn
     | MigrateOut
     | PeerHost
+    | PrefixPeer
     | PeerDown
     | ReleaseKvTransfer
+    | ForgetPrefixes
     | Call
     | Reconfigure
     | Shutdown

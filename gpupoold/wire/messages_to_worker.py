@@ -17,6 +17,8 @@ class LoadModel(Message):
 
     ``self_check`` has the expected tokens of the self-check with that snapshot, empty if unknown.
     ``profiling_budget_s`` is the time for measuring steps afterwards, 0 if the steps are known.
+    ``kv_identity`` is a digest of all that decides on the values of the model's KV: engines of one
+    identity use each other's prefixes. Empty if unknown.
     """
 
     model: ModelToLoad
@@ -24,6 +26,13 @@ class LoadModel(Message):
     layout_digest: str = ""
     profiling_budget_s: float = 0.0
     self_check: tuple[int, ...] = ()
+    kv_identity: str = ""
+
+
+class ForgetPrefixes(Message):
+    """Free the KV of ended requests of a model that is removed, of all its former engines."""
+
+    model: str
 
 
 class UnloadModel(Message):
@@ -144,6 +153,15 @@ class PeerHost(Message):
 
     device: int
     num_bytes: int
+
+
+class PrefixPeer(Message):
+    """Another worker's KV of ended requests, for copies; carries the memfd of its host cache.
+
+    Replaces the host cache of that worker's previous process.
+    """
+
+    device: int
 
 
 class PeerDown(Message):

@@ -178,7 +178,9 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     ``encoder_bytes`` counts the image encoder's outputs, which are outside the device's pages.
     ``prefix_hit_bytes`` and ``prefix_saved_bytes`` count KV of ended requests that later requests
-    found in host memory, and that was copied there, since the engine's load.
+    found in host memory, and that was copied there, since the engine's load;
+    ``prefix_peer_bytes`` and ``prefix_file_bytes`` count what came there for later requests from
+    other workers' memory and from files.
     """
 
     model: str
@@ -191,6 +193,8 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     encoder_bytes: int = 0
     prefix_hit_bytes: int = 0
     prefix_saved_bytes: int = 0
+    prefix_peer_bytes: int = 0
+    prefix_file_bytes: int = 0
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from gpupoold.engine_versions import check_engine_version
@@ -93,7 +94,7 @@ def _follow(arguments: argparse.Namespace, rank: Rank) -> NoReturn:
 
 
 def _fds_of_leader(arguments: argparse.Namespace) -> list[int]:
-    fds = (arguments.wire_fd, arguments.activity_fd)
+    fds = (arguments.wire_fd, arguments.activity_fd, arguments.kv_host_fd)
     return [fd for fd in fds if fd is not None]
 
 
@@ -123,6 +124,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
     with importing():
         from gpupoold.worker.calls import answer
         from gpupoold.worker.device import device_name
+        from gpupoold.worker.kv.prefix_tiers import PrefixTiers
         from gpupoold.worker.kv.residency import Residency
         from gpupoold.worker.turns.loop import TurnLoop
     end_at_faults()
@@ -130,7 +132,6 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.numa import prefer_node
     from gpupoold.memory.pages import PagePool
-    from gpupoold.memory.prefix_store import PrefixStore
 
     version = check_engine_version()
     device = _open_device(arguments, rank)
@@ -140,9 +141,12 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
 
         device, links = lead(rank, device)
     pool = PagePool(device.num_pages, device.table_pages)
-    host = KvHostCache(arguments.kv_host_bytes, num_ranks=rank.num_ranks)
-    if arguments.prefix_cache_bytes != 0:
-        PrefixStore(host, arguments.prefix_cache_bytes)
+    host = KvHostCache(
+        arguments.kv_host_bytes, num_ranks=rank.num_ranks, former_fd=arguments.kv_host_fd
+    )
+    prefixes = PrefixTiers(
+        host, arguments.prefix_cache_bytes, arguments.kv_files, arguments.kv_files_bytes
+    )
     with prefer_node(device.numa_node):
         host.pin(device)
         link = measure_link(device, pool)
@@ -157,6 +161,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         arguments.self_check_interval,
         has_gpu_alone=arguments.num_sharing == 1,
         links=links,
+        prefixes=prefixes,
     )
     channel.send(
         WorkerReady(
@@ -247,7 +252,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--page-bytes", type=int, default=0)
     parser.add_argument("--link-bytes-per-s", type=int, default=0, help="of an emulated device")
     parser.add_argument("--kv-host-bytes", type=int, required=True)
+    parser.add_argument("--kv-host-fd", type=int, help="of the device's former worker")
     parser.add_argument("--prefix-cache-bytes", type=int)
+    parser.add_argument("--kv-files", type=Path, help="the folder")
+    parser.add_argument("--kv-files-bytes", type=int, default=0)
     parser.add_argument("--compute-threads", type=int, required=True)
     parser.add_argument("--are-threads-set", type=int, default=0, help="1: by the user")
     parser.add_argument("--self-check-interval", type=int, default=0, help="0: no self-check")

@@ -53,7 +53,9 @@ class WorkerPeer:
         options: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
         log_path: Path | None = None,
+        former: WorkerPeer | None = None,
     ) -> None:
+        """``former`` has ended: its KV host cache is taken over."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "gpupoold.worker", "--device", "0"]
         told: dict[str, object] = {
@@ -65,13 +67,18 @@ class WorkerPeer:
             "--compute-threads": 1,
             "--log-level": "warning",
         }
+        fds = [theirs.fileno()]
+        if former is not None:
+            assert former.kv_host_fd is not None
+            told["--kv-host-fd"] = former.kv_host_fd
+            fds.append(former.kv_host_fd)
         told |= options or {}
         command += [text for pair in told.items() for text in map(str, pair)]
         with contextlib.ExitStack() as stack:
             log = None if log_path is None else stack.enter_context(log_path.open("wb"))
             self.process = subprocess.Popen(
                 command,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=fds,
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": PYTHON_PATH} | dict(environment or {}),
@@ -79,6 +86,7 @@ class WorkerPeer:
         theirs.close()
         self.channel: BlockingChannel[m.FromWorker] = BlockingChannel(ours, m.FromWorker)
         self.snapshots: dict[str, Snapshot] = {}
+        self.loaded: dict[str, m.LoadedModel] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.switches: list[m.SwitchRecord] = []
@@ -95,7 +103,9 @@ class WorkerPeer:
             self.process.kill()  # it may hold a whole device
             self.process.wait()
             raise
-        self.kv_host_fd = self.channel.take_fd() if self.ready.shares_kv_host else None
+        self.kv_host_fd: int | None = None
+        if self.ready.shares_kv_host:
+            self.kv_host_fd = self.channel.take_fd()
         self.scheduler.device_up(0, self.ready, Role.MIXED, is_fixed=True)
 
     def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
@@ -118,6 +128,7 @@ class WorkerPeer:
         profiling_budget_s: float = 0.0,
         snapshot: Snapshot | None = None,
         timeout_s: float = 60.0,
+        kv_identity: str = "",
         **options: Any,
     ) -> m.ModelLoaded:
         """Load a checkpoint in float32, from its snapshot if there is one; fails the test with the
@@ -130,11 +141,13 @@ class WorkerPeer:
         }
         model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
         if snapshot is None:
-            self.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
-        else:
             order = m.LoadModel(
-                model, True, snapshot.layout_digest, profiling_budget_s, snapshot.self_check
+                model, profiling_budget_s=profiling_budget_s, kv_identity=kv_identity
             )
+            self.channel.send(order)
+        else:
+            digest, self_check = snapshot.layout_digest, snapshot.self_check
+            order = m.LoadModel(model, True, digest, profiling_budget_s, self_check, kv_identity)
             self.channel.send(order, (snapshot.fd,))
         answer = self.wait(m.ModelLoaded | m.ModelFailed, timeout_s)  # type: ignore[arg-type]
         assert isinstance(answer, m.ModelLoaded), answer
@@ -143,6 +156,7 @@ class WorkerPeer:
         )
         self.scheduler.add_model(Targets(model.ttft_s, model.tbt_s), answer.model)
         self.scheduler.host(0, name)
+        self.loaded[name] = answer.model
         return answer
 
     def ask(

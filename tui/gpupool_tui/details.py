@@ -10,7 +10,7 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.api.schemas import DeviceInfo, EventInfo, GpuInfo, RequestInfo
+from gpupoold.api.schemas import DeviceInfo, EventInfo, GpuInfo, ModelUsage, RequestInfo
 from gpupoold.api.schemas_explain import DeviceTurns, Why
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel
@@ -95,7 +95,7 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
         "KV": f"{size(usage.kv_resident_bytes)} on devices,"
         f" {size(usage.kv_host_bytes)} in host memory;"
         f" {size(usage.prefix_saved_bytes)} of ended requests saved,"
-        f" {size(usage.prefix_hit_bytes)} of these reused",
+        f" {size(usage.prefix_hit_bytes)} reused" + _fetched(usage),
     }
     if info is not None:
         fields |= {
@@ -224,3 +224,10 @@ def _percentiles(p50_s: float | None, p99_s: float | None) -> str:
     if p50_s is None or p99_s is None:
         return NOTHING
     return f"{duration(p50_s)} (half), {duration(p99_s)} (99 of 100), during the last hour"
+
+
+def _fetched(usage: ModelUsage) -> str:
+    """Return where reused KV came from beside the device's own host memory."""
+    parts = {"other devices": usage.prefix_peer_bytes, "files": usage.prefix_file_bytes}
+    found = [f"{size(num_bytes)} from {place}" for place, num_bytes in parts.items() if num_bytes]
+    return f" ({', '.join(found)})" if found else ""

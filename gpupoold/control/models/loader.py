@@ -20,6 +20,8 @@ from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError
+from gpupoold.memory.prefix_files import remove_files
+from gpupoold.memory.prefix_names import owners_of
 from gpupoold.scheduling.hosting import HostingReason
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
@@ -109,6 +111,9 @@ class ModelLoader:
         self._dispatcher.forget(name)
         async with self._fleet.lock(name).alone():
             await self._take_off(name)
+            self._supervisor.forget_prefixes(name)
+            if self._settings.memory.kv_files_bytes:
+                await asyncio.to_thread(remove_files, self._settings.kv_folder, owners_of(name))
             await self._snapshots.forget(name)
 
     async def withdraw(self, name: str) -> None:
@@ -163,7 +168,11 @@ class ModelLoader:
             budget_s = await self._facts.profiling_budget_s(name, worker)
             try:
                 loaded, fd = await self._supervisor.load(
-                    worker, to_load(spec, self._settings), snapshot, budget_s
+                    worker,
+                    to_load(spec, self._settings),
+                    snapshot,
+                    budget_s,
+                    self._snapshots.kv_identity(spec, worker),
                 )
                 with _closing(fd) as kept:
                     await self._facts.keep_engine_bytes(name, worker, loaded)

@@ -19,6 +19,7 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.host_budget import CacheSetting, HostMemoryBudget
+from gpupoold.control.weights.keys import kv_identity
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -157,6 +158,11 @@ class ModelSnapshots:
         size, took_s = format_bytes(saved.num_bytes), loop.time() - started_s
         _logger.info("%s: snapshot of %s read in %.2f s", of, size, took_s)
         return self._cache.put(of, saved.fd, saved.layout_digest, saved.self_check)
+
+    def kv_identity(self, spec: ModelSpec, worker: Worker) -> str:
+        """Return the identity of the model's KV on a worker, after :meth:`for_load`."""
+        key = self._saved.key(self._devices.of(spec.name, worker.number))
+        return kv_identity(to_load(spec, self._settings), key)
 
     async def keep(
         self, fd: int, worker: Worker, loaded: m.ModelLoaded, given: CachedSnapshot | None

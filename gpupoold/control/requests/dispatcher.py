@@ -130,6 +130,7 @@ class Dispatcher:
         assert worker.ready is not None
         number = worker.number
         self._workers[number] = worker
+        self.kv_peers.share_prefixes(number)
         self._orders.introduce_peers()
         role, is_fixed = self.roles.of(number)
         self.scheduler.device_up(number, worker.ready, role, is_fixed=is_fixed)

@@ -33,6 +33,15 @@ class KvPeers:
                 if source != target and (source, target) not in self._introduced:
                     self._introduce(source, target)
 
+    def share_prefixes(self, number: int) -> None:
+        """Let a new worker and the others read each other's KV of ended requests."""
+        worker = self._workers[number]
+        for other in self._workers.values():
+            if other is not worker and self.have_equal_parts(number, other.number):
+                for reader, source in ((other, worker), (worker, other)):
+                    if reader.is_ready and source.kv_host_fd is not None:
+                        reader.send(m.PrefixPeer(source.number), (source.kv_host_fd,))
+
     def register(self, transfer: m.KvTransfer | None, source: int, target: int) -> None:
         """Record the KV of a request for the target to read from the source."""
         if transfer is not None:

@@ -277,6 +277,8 @@ def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
         "encoder_bytes": sum(one.encoder_bytes for one in held),
         "prefix_hit_bytes": sum(one.prefix_hit_bytes for one in held),
         "prefix_saved_bytes": sum(one.prefix_saved_bytes for one in held),
+        "prefix_peer_bytes": sum(one.prefix_peer_bytes for one in held),
+        "prefix_file_bytes": sum(one.prefix_file_bytes for one in held),
     }
 
 

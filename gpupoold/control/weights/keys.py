@@ -46,9 +46,6 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
     Raises:
         Failed: the checkpoint's folder cannot be read.
     """
-    engine = without_adapter_support(engine_part(model.engine))
-    fields = msgspec.structs.asdict(model) | {"engine": sorted(engine.items())}
-    decisive = sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_SNAPSHOT)
     try:
         files = sorted(_checkpoint_files(model.path))
     except OSError as error:
@@ -56,8 +53,19 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
             f"{model.name}: cannot read the checkpoint {model.path}: {error}",
             "repair the folder or add the model again",
         ) from error
-    what = (FORMAT, engine_version, device_name, page_bytes, decisive, files)
+    what = (FORMAT, engine_version, device_name, page_bytes, _decisive(model), files)
     return blake3(msgspec.json.encode(what)).hexdigest()
+
+
+def kv_identity(model: ModelToLoad, snapshot_key: str | None) -> str:
+    """Return a digest of all that decides on a model's KV, empty without the snapshot's key.
+
+    The key says which files the snapshot was made of, and with which options; the present options
+    may be others.
+    """
+    if snapshot_key is None:
+        return ""
+    return blake3(msgspec.json.encode((snapshot_key, _decisive(model)))).hexdigest()
 
 
 class SnapshotKeys:
@@ -94,6 +102,12 @@ class SnapshotKeys:
         """Forget a model after a removal, or before new snapshots; return its keys."""
         forgotten = [of for of in self._keys if of.model == model]
         return {self._keys.pop(of) for of in forgotten}
+
+
+def _decisive(model: ModelToLoad) -> list[tuple[str, object]]:
+    engine = without_adapter_support(engine_part(model.engine))
+    fields = msgspec.structs.asdict(model) | {"engine": sorted(engine.items())}
+    return sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_SNAPSHOT)
 
 
 def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:

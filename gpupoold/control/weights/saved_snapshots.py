@@ -69,6 +69,10 @@ class SavedSnapshots:
         """Return whether ``look_up`` has found the key of a snapshot."""
         return self._keys.get(of) is not None
 
+    def key(self, of: SnapshotId) -> str | None:
+        """Return the key of a snapshot, None before ``look_up``."""
+        return self._keys.get(of)
+
     def keep(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
         """Save a snapshot in the background; ``look_up`` must have been called before."""
         key = self._keys.get(of)

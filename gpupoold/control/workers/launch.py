@@ -45,6 +45,9 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
         }
         if settings.memory.prefix_cache_bytes is not None:
             options["--prefix-cache-bytes"] = settings.memory.prefix_cache_bytes
+        if settings.memory.kv_files_bytes:
+            options["--kv-files"] = settings.kv_folder
+            options["--kv-files-bytes"] = settings.memory.kv_files_bytes
     return as_words(options)
 
 

@@ -86,6 +86,14 @@ class WorkerProcess(Supervised[m.FromWorker]):
     async def stop(self) -> None:
         await super().stop()
         self._forget("the daemon is stopping")
+        self._drop_kv_host()
+
+    def _drop_kv_host(self) -> None:
+        """Let go of the KV host cache of the latest process that came up."""
+        worker = self._worker
+        if worker.kv_host_fd is not None:
+            os.close(worker.kv_host_fd)
+            worker.kv_host_fd = None
 
     async def _run_once(self) -> bool:
         """Run one process with a separate activity page, see :meth:`Supervised._run_once`."""
@@ -97,15 +105,18 @@ class WorkerProcess(Supervised[m.FromWorker]):
 
     async def _launch(self) -> Child[m.FromWorker]:
         worker = self._worker
+        if not worker.has_come_up:
+            self._drop_kv_host()  # the memory itself may be at fault
         worker.state, worker.has_come_up = "starting", False
         worker.has_loaded = False
+        fds = {"--activity-fd": self._activity_fd, "--kv-host-fd": worker.kv_host_fd}
         return await Child.start(
             self.name,
             module_of(worker.device),
             arguments_of(self._settings, worker.number),
             m.FromWorker,
             self.log_path,
-            fd_options={"--activity-fd": self._activity_fd},
+            fd_options={name: fd for name, fd in fds.items() if fd is not None},
             starter=self._starter,
         )
 
@@ -164,6 +175,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
     def _note_ready(self, message: m.WorkerReady) -> None:
         worker = self._worker
         worker.ready = message
+        self._drop_kv_host()
         if message.shares_kv_host:
             worker.kv_host_fd = self.take_fd()
         worker.state, worker.has_come_up = "ready", True
@@ -196,8 +208,5 @@ class WorkerProcess(Supervised[m.FromWorker]):
         for fd in worker.snapshot_fds.values():
             os.close(fd)
         worker.snapshot_fds.clear()
-        if worker.kv_host_fd is not None:
-            os.close(worker.kv_host_fd)
-            worker.kv_host_fd = None
         self._hosts.lose_worker(worker.number)
         worker.status = None

@@ -51,7 +51,8 @@ class Worker:
     calls: Calls[object] = field(default_factory=Calls)
     snapshot_fds: dict[str, int] = field(default_factory=dict)
     kv_host_fd: int | None = None
-    """Descriptor of the KV host cache, for other workers."""
+    """Descriptor of the KV host cache of the latest process that came up, for other workers and for
+    the next process."""
 
     @property
     def is_ready(self) -> bool:

@@ -147,6 +147,7 @@ class WorkerSupervisor:
         model: m.ModelToLoad,
         snapshot: CachedSnapshot | None,
         profiling_budget_s: float = 0.0,
+        kv_identity: str = "",
     ) -> tuple[m.ModelLoaded, int | None]:
         """Load or replace a model on a worker; return its facts and a descriptor of the snapshot.
 
@@ -167,11 +168,13 @@ class WorkerSupervisor:
         if not host.is_ordered:
             host.note(HostEvent.LOAD)
         if snapshot is None:
-            worker.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
-        else:
             order = m.LoadModel(
-                model, True, snapshot.digest, profiling_budget_s, snapshot.self_check
+                model, profiling_budget_s=profiling_budget_s, kv_identity=kv_identity
             )
+            worker.send(order)
+        else:
+            digest, self_check = snapshot.digest, snapshot.self_check
+            order = m.LoadModel(model, True, digest, profiling_budget_s, self_check, kv_identity)
             worker.send(order, (snapshot.fd,))
         limit_s = self._settings.limits.load_timeout_s
         try:
@@ -181,6 +184,11 @@ class WorkerSupervisor:
                 f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
             ) from None
         return loaded, worker.snapshot_fds.pop(model.name, None)
+
+    def forget_prefixes(self, model: str) -> None:
+        """Free the KV of a removed model's ended requests on all workers."""
+        for worker in self.workers:
+            worker.send(m.ForgetPrefixes(model))
 
     async def unload(self, worker: Worker, name: str) -> None:
         """Drop a model from a worker; return when the memory is free.

@@ -27,7 +27,7 @@ from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.prefix_store import PrefixStore
+from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters, OtherRanks
@@ -39,7 +39,7 @@ from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.load_start import start_load
 from gpupoold.worker.engine.pooled_memory import PooledMemory
-from gpupoold.worker.engine.prefixes import StoredPrefixes
+from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
 from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.runners import drop_runner
@@ -67,11 +67,13 @@ class ModelEngine:
         kv: KvMemory,
         info: LoadedModel,
         ranks: OtherRanks | None = None,
-        prefixes: PrefixStore | None = None,
+        prefixes: PrefixFetcher | None = None,
+        kv_identity: str = "",
     ) -> None:
         """``ranks`` has the adapters of the other ranks of a group.
 
-        ``prefixes`` keeps the KV of ended requests, if the engine caches prefixes.
+        ``prefixes`` keeps the KV of ended requests, if the engine caches prefixes; for
+        ``kv_identity`` see :class:`~gpupoold.wire.messages.LoadModel`.
         """
         assert load.weights is not None and load.layout is not None
         self._core: Any = core
@@ -97,6 +99,7 @@ class ModelEngine:
                 kv,
                 prefixes,
                 lambda: bool(self._scheduler.lacks_blocks(self._ledger.num_free)),
+                shared_owner(info.name, kv_identity, managers, kv.geometry.rows),
             )
             self._scheduler.prefixes = self.prefixes
         self.steps = EngineSteps(core, info.name)
@@ -288,6 +291,16 @@ class ModelEngine:
             return self.has_requests()
         return self._scheduler.can_schedule()
 
+    @property
+    def waits_for_prefixes(self) -> bool:
+        """True if no request could run now, because KV of earlier requests is being fetched."""
+        return (
+            self.prefixes is not None
+            and self.prefixes.is_fetching
+            and not self.steps.are_under_way
+            and not self._scheduler.can_schedule()
+        )
+
     def wanted_blocks(self) -> Iterator[int]:
         """Yield blocks of running requests, in the order in which the requests need the blocks."""
         found: Iterator[int] = self._scheduler.blocks_under_way()
@@ -362,15 +375,24 @@ class ModelEngine:
         HEAP.engine_closed()
         self.kv.close()
         if self.prefixes is not None:
-            self.prefixes.forget()
+            self.prefixes.close()
             self.prefixes = None
         self.weights.close()
 
 
 def load_engine(
-    model: ModelToLoad, load: ModelLoad, device: Device, host: KvHostCache, name: str
+    model: ModelToLoad,
+    load: ModelLoad,
+    device: Device,
+    host: KvHostCache,
+    name: str,
+    prefixes: PrefixFetcher | None = None,
+    kv_identity: str = "",
 ) -> ModelEngine:
     """Build a model's engine, called ``name``, on gpupool's memory.
+
+    ``prefixes`` keeps the KV of ended requests, if given; for ``kv_identity`` see
+    :class:`~gpupoold.wire.messages.LoadModel`.
 
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
@@ -389,8 +411,7 @@ def load_engine(
             ranks = (
                 core.model_executor.adapters(device) if isinstance(device, GroupDevice) else None
             )
-            prefixes = host.prefixes if isinstance(host.prefixes, PrefixStore) else None
-            engine = ModelEngine(name, core, load, kv, info, ranks, prefixes)
+            engine = ModelEngine(name, core, load, kv, info, ranks, prefixes, kv_identity)
             problems = engine.adapters.add_all(model.adapters)
             engine.info = msgspec.structs.replace(info, adapter_problems=problems)
             return engine

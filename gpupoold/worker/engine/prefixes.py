@@ -1,10 +1,11 @@
 """KV of ended requests, kept in host memory for requests that begin with the same tokens.
 
-When a request ends, its hashed blocks are copied to the :class:`PrefixStore`. A new request whose
-blocks are in the store gets blocks of vLLM's prefix cache whose bytes are on the host. These blocks
-are copied to the device like the KV of a paused request, also while another model runs, and vLLM
-finds the blocks when it starts the request. vLLM's hashes cover all tokens before the end of a
-block, the adapter, images and the cache salt.
+When a request ends, its hashed blocks are copied to a
+:class:`~gpupoold.memory.prefix_store.PrefixStore`. Blocks that only other workers or files have are
+copied to the store for a new request. A request whose blocks are in the store gets blocks of vLLM's
+prefix cache whose bytes are on the host. These blocks are copied to the device like the KV of a
+paused request, also while another model runs, and vLLM finds the blocks when it starts the request.
+vLLM's hashes cover all tokens before the end of a block, the adapter, images and the cache salt.
 
 The entries of a table that a request needs depend on the KV cache group, see :mod:`computed_kv`.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +22,10 @@ from typing import Any, NamedTuple
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.request import Request, RequestStatus
 
+from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.prefix_store import PrefixStore
+from gpupoold.memory.prefix_fetcher import Fetch, PrefixFetcher
+from gpupoold.memory.prefix_names import owner_of
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.worker.engine import computed_kv
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger
@@ -31,11 +35,32 @@ _MAX_SHARE = 1 / 4
 _owners = itertools.count()
 
 
+def shared_owner(
+    model: str, kv_identity: str, managers: Sequence[Any], rows: Sequence[KvRow]
+) -> str | None:
+    """Return the name of the KV of all engines of a model with this identity and such a layout.
+
+    None if the identity is not known.
+    """
+    if not kv_identity:
+        return None
+    groups = [(type(one).__name__, one.block_size, one.kv_cache_group_id) for one in managers]
+    return owner_of(model, repr((kv_identity, [row.num_bytes for row in rows], groups)))
+
+
 class _PrefixBlock(NamedTuple):
     """A block of a prefix: its key in vLLM's cache, and the number of tokens up to its end."""
 
     key: bytes
     num_tokens: int
+
+
+class _EndedPrefix(NamedTuple):
+    """The blocks of an ended request, each with a reference, and their keys."""
+
+    owner: str
+    keys: list[bytes]
+    blocks: list[int]
 
 
 @dataclass(slots=True)
@@ -47,6 +72,13 @@ class _HeldPrefix:
     num_tokens: int
 
 
+class _WaitingRequest(NamedTuple):
+    """A request that waits for blocks from other places."""
+
+    request: Request
+    fetch: Fetch
+
+
 class StoredPrefixes:
     """Saves the blocks of an engine's ended requests, and finds blocks for new requests."""
 
@@ -56,29 +88,40 @@ class StoredPrefixes:
         pool: Any,
         ledger: BlockPoolLedger,
         kv: KvMemory,
-        store: PrefixStore,
+        fetcher: PrefixFetcher,
         lacks_blocks: Callable[[], bool],
+        owner: str | None = None,
     ) -> None:
         """``managers`` are vLLM's managers of the KV cache groups, ``pool`` its block pool.
 
         ``lacks_blocks`` returns whether running requests may need more blocks than are free.
+        ``owner`` names the KV in the store if other engines have the same, see
+        :func:`shared_owner`; None if the KV is of use for this engine only.
         """
         self.hit_bytes = 0
         """Bytes found in the store so far."""
         self.saved_bytes = 0
         """Bytes saved so far."""
-        self._owner = str(next(_owners))
+        self.fetched_bytes: Counter[str] = Counter()
+        """Bytes copied from other workers' memory and from files so far, by tier."""
+        self._private_owner = f"engine {next(_owners)}"
+        self._owner = owner or self._private_owner
         self._unkept: set[str] = set()
         self._managers = managers
         self._pool = pool
         self._ledger = ledger
         self._kv = kv
-        self._store = store
+        self._fetcher = fetcher
+        if owner is not None:
+            fetcher.refresh(owner)  # files are read in the background
+        self._store = fetcher.store
         self._lacks_blocks = lacks_blocks
         self._alignment = math.lcm(*(int(manager.block_size) for manager in managers))
-        self._ended: list[tuple[list[bytes], list[int]]] = []  # keys, blocks with a reference
+        self._ended: list[_EndedPrefix] = []
         self._held: dict[str, _HeldPrefix] = {}
         self._postponed: dict[str, Request] = {}  # no room yet, in order of arrival
+        self._fetches: list[Fetch] = []  # in the order of their beginning
+        self._waiting: dict[str, _WaitingRequest] = {}
 
     @property
     def has_ended(self) -> bool:
@@ -88,22 +131,58 @@ class StoredPrefixes:
     @property
     def holds_requests(self) -> bool:
         """True if any request waits for its blocks."""
-        return bool(self._held or self._postponed)
+        return bool(self._held or self._postponed or self._waiting)
+
+    @property
+    def is_fetching(self) -> bool:
+        """True if any request waits for blocks from other places."""
+        return bool(self._waiting)
 
     def ignore(self, request_id: str) -> None:
         """Neither save nor find blocks of a request that is about to be added."""
         self._unkept.add(request_id)
 
-    def attach(self, request: Request, *, may_unmap: bool = False) -> None:
+    def attach(self, request: Request) -> None:
         """Give a new request the blocks that the store has, if vLLM's cache has fewer.
 
-        Without room ``attach_postponed`` tries again. With ``may_unmap`` blocks of other ended
-        requests may go.
+        Blocks that only other places have are copied to the store first. Without room
+        ``attach_postponed`` tries again.
         """
         if request.skip_reading_prefix_cache or request.request_id in self._unkept:
             return
+        fetch = self._fetch(request)
+        if fetch is None:
+            self._attach_stored(request, may_unmap=False)
+        else:
+            self._waiting[request.request_id] = _WaitingRequest(request, fetch)
+
+    def _fetch(self, request: Request) -> Fetch | None:
+        """Start to copy blocks for a request; return the fetch to wait for, None without any."""
+        fetcher, owner = self._fetcher, self._owner_of(request)
+        if not fetcher.has_sources or owner == self._private_owner:
+            return None
+        fetcher.refresh(owner)
+        coming = {key: fetch for fetch in self._fetches for key in fetch.keys}
+        is_known = self._is_known_to(request)
+
+        def is_somewhere(entry: _PrefixBlock) -> bool:
+            return is_known(entry) or entry.key in coming or fetcher.has(owner, entry.key)
+
+        entries = self._longest(request, request.num_tokens - 1, is_somewhere)
+        missing = [entry.key for entry in entries if not is_known(entry)]
+        new = [key for key in missing if key not in coming]
+        fetch = fetcher.begin(owner, new, self._rows) if new else None
+        if fetch is not None:
+            self._fetches.append(fetch)
+            return fetch
+        # Fetches end in the order of their beginning.
+        wanted = set(missing)
+        return next((one for one in reversed(self._fetches) if one.keys & wanted), None)
+
+    def _attach_stored(self, request: Request, *, may_unmap: bool) -> None:
+        """Give a request the blocks that the store has; ``may_unmap`` those of ended requests."""
         # The last token is always computed.
-        entries = self._longest(request, request.num_tokens - 1, self._is_known)
+        entries = self._longest(request, request.num_tokens - 1, self._is_known_to(request))
         stored = [entry for entry in entries if self._cached(entry) is None]
         if not stored:
             return
@@ -111,18 +190,25 @@ class StoredPrefixes:
             self._postponed[request.request_id] = request
 
     def attach_postponed(self) -> None:
-        """Give blocks to requests that had no room, until there is no room again."""
+        """Give blocks to requests whose blocks have been fetched, and to requests that had no room.
+
+        Ends when there is no room again.
+        """
+        if self._fetches:
+            self._settle_fetches()
         if not self._postponed or not self._has_room(1):
             return  # called at every step, and a search looks at all blocks of a prefix
         postponed, self._postponed = list(self._postponed.values()), {}
         for index, request in enumerate(postponed):
-            self.attach(request, may_unmap=True)
+            self._attach_stored(request, may_unmap=True)
             if self._postponed:
                 self._postponed = {one.request_id: one for one in postponed[index:]}
                 return
 
     def may_start(self, request: Request) -> bool:
         """Return whether a waiting request needs no block that is still to come."""
+        if request.request_id in self._waiting:
+            return False
         held = self._held.get(request.request_id)
         if held is not None:
             return self._kv.is_on_device(held.blocks)
@@ -178,15 +264,15 @@ class StoredPrefixes:
         keys, blocks = list(found), [block.block_id for block in found.values()]
         if blocks and self._kv.is_on_device(blocks):
             self._ledger.keep(blocks)
-            self._ended.append((keys, blocks))
+            self._ended.append(_EndedPrefix(self._owner_of(request), keys, blocks))
 
     def save(self, queue: TransferQueue) -> None:
         """Start to copy the blocks of ended requests to the store."""
         ended, self._ended = self._ended, []
-        for keys, blocks in ended:
+        for owner, keys, blocks in ended:
             room = None
             if self._kv.is_on_device(blocks):
-                room = self._store.begin(self._owner, keys, self._kv.geometry.rows)
+                room = self._store.begin(owner, keys, self._kv.geometry.rows)
             if room is not None:
                 indices, copies = room
                 self._kv.store([blocks[index] for index in indices], copies, queue)
@@ -196,11 +282,18 @@ class StoredPrefixes:
     def drop_ended(self) -> None:
         """Let the blocks of ended requests go without copies."""
         ended, self._ended = self._ended, []
-        for _, blocks in ended:
-            self._ledger.give(blocks[::-1])
+        for one in ended:
+            self._ledger.give(one.blocks[::-1])
 
-    def forget(self) -> None:
-        """Free the copies of an engine that is gone."""
+    def close(self) -> None:
+        """Free the copies that are of no use without the engine."""
+        for fetch in self._fetches:
+            fetch.finish()
+        self._store.forget(self._private_owner)
+
+    def distrust(self) -> None:
+        """Free all copies, because the engine may have computed wrong KV."""
+        self._store.forget(self._private_owner)
         self._store.forget(self._owner)
 
     def _hold(
@@ -214,7 +307,8 @@ class StoredPrefixes:
         cached = [block for entry in entries if (block := self._cached(entry)) is not None]
         blocks = [block.block_id for block in cached]
         self._ledger.keep(blocks)  # first, because room is made with blocks of ended requests
-        copies = self._store.take(self._owner, [entry.key for entry in stored], self._rows)
+        owner = self._owner_of(request)
+        copies = self._store.take(owner, [entry.key for entry in stored], self._rows)
         attached = self._kv.attach_slot(copies, len(stored), may_unmap=may_unmap)
         if attached is None:
             copies.free()
@@ -234,8 +328,19 @@ class StoredPrefixes:
         num_held = sum(len(held.blocks) for held in self._held.values())
         return not num_held or num_held + num_blocks <= _MAX_SHARE * self._kv.geometry.num_blocks
 
+    def _settle_fetches(self) -> None:
+        """Give requests the blocks of fetches that have ended."""
+        for fetch in [one for one in self._fetches if one.has_ended]:
+            self._fetches.remove(fetch)
+            self.fetched_bytes.update(fetch.finish())
+        ready = [one for one in self._waiting.values() if one.fetch.has_ended]
+        for waiting in ready:
+            del self._waiting[waiting.request.request_id]
+            self._attach_stored(waiting.request, may_unmap=False)
+
     def _release(self, request_id: str) -> None:
         self._postponed.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         held = self._held.pop(request_id, None)
         if held is not None:
             self._ledger.give(held.blocks[::-1])
@@ -276,8 +381,16 @@ class StoredPrefixes:
     def _is_cached(self, entry: _PrefixBlock) -> bool:
         return self._cached(entry) is not None
 
-    def _is_known(self, entry: _PrefixBlock) -> bool:
-        return self._is_cached(entry) or self._store.has(self._owner, entry.key)
+    def _is_known_to(self, request: Request) -> Callable[[_PrefixBlock], bool]:
+        owner = self._owner_of(request)
+        return lambda entry: self._is_cached(entry) or self._store.has(owner, entry.key)
+
+    def _owner_of(self, request: Request) -> str:
+        """Return the owner of a request's KV in the store.
+
+        vLLM's hashes have the path of an adapter, whose files may be others for a later engine.
+        """
+        return self._owner if request.lora_request is None else self._private_owner
 
     def _cached(self, entry: _PrefixBlock) -> Any:
         """Return the block of vLLM's prefix cache, None without any."""

@@ -22,6 +22,7 @@ from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
+from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.ledger import RequestLedger
@@ -61,6 +62,7 @@ class TurnLoop:
         *,
         has_gpu_alone: bool = True,
         links: LoadLinks | None = None,
+        prefixes: PrefixTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -72,7 +74,16 @@ class TurnLoop:
         self.residency = residency_of(self._use)
         self.engines: dict[str, ModelEngine] = {}
         self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
-        loader = EngineLoader(device, host, self.residency, self.turns, self._model_on_turn, links)
+        self._prefixes = prefixes if prefixes is not None else PrefixTiers(host, 0)
+        loader = EngineLoader(
+            device,
+            host,
+            self.residency,
+            self.turns,
+            self._model_on_turn,
+            links,
+            self._prefixes.fetcher,
+        )
         self._self_checks = SelfChecks(self_check_interval)
         self._readers = ThreadPoolExecutor(1, "files")
         self.migrations = KvMigrations(device_number, device, host, channel.send)
@@ -197,8 +208,11 @@ class TurnLoop:
             self._prefetch(engine.name)
             if not engine.kv.is_whole and not engine.is_ready():
                 self.residency.wait_ready(engine.name)
-            self._step(engine)
-            self._receive(block=False)
+            if engine.waits_for_prefixes:
+                self._receive(block=True)
+            else:
+                self._step(engine)
+                self._receive(block=False)
             self._run_jobs(engine.name)
             turn = self.orders.turn
             if turn is None or turn.turn_id != turn_id:
@@ -241,6 +255,8 @@ class TurnLoop:
             return True
         text = "%s: the self-check returned %s instead of %s"
         _logger.error(text, engine.name, wrong.answered, wrong.expected)
+        if engine.prefixes is not None:
+            engine.prefixes.distrust()
         self._requests.fail_all(
             engine.name, f"the weights of {engine.name} are damaged and are reloaded"
         )
@@ -306,7 +322,10 @@ class TurnLoop:
 
     def _wait_for_message(self) -> m.ToWorker | None:
         wait_s = _SNAPSHOTS_POLL_S if self._models.is_mapping else _STATUS_INTERVAL_S
-        return self._channel.receive(wait_s, (*self.migrations.wake_fds, self.turns.wake_fd))
+        fds = (*self.migrations.wake_fds, *self._prefixes.wake_fds, self.turns.wake_fd)
+        message = self._channel.receive(wait_s, fds)
+        self._prefixes.clear()
+        return message
 
     def _handle(self, message: m.ToWorker) -> None:
         match message:
@@ -352,6 +371,10 @@ class TurnLoop:
             case m.EndIsolation():
                 if message.model in self.engines:
                     self.engines[message.model].end_isolation(message.request_id)
+            case m.ForgetPrefixes():
+                self._prefixes.forget(message.model)
+            case m.PrefixPeer():
+                self._prefixes.peer_up(message.device, self._channel.take_fd())
             case m.Reconfigure():
                 set_log_level(message.log_level)
                 self._self_checks.interval = message.self_check_interval
@@ -398,6 +421,7 @@ class TurnLoop:
         now_s = self._clock()
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_INTERVAL_S
+            self._prefixes.poll()
             report = status(
                 self.device_number,
                 self.orders,

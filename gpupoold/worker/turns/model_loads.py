@@ -13,6 +13,7 @@ from gpupoold.errors import GpupoolError
 from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.system.activity import ThreadPhase
 from gpupoold.wire.messages import LoadModel
 from gpupoold.worker.engine.engine import ModelEngine, load_engine
@@ -64,8 +65,10 @@ class EngineLoader:
         turns: TurnThread,
         current: Callable[[], str | None] = lambda: None,
         links: LoadLinks | None = None,
+        prefixes: PrefixFetcher | None = None,
     ) -> None:
-        """``links`` lead to the other ranks of the device's group."""
+        """``links`` lead to the other ranks of the device's group; ``prefixes`` keeps KV."""
+        self._prefixes = prefixes
         self._device = device
         self._host = host
         self._residency = residency
@@ -175,7 +178,16 @@ class EngineLoader:
             skips_checkpoint=skips_checkpoint,
             turns=self._turns,
         )
-        engine = load_engine(model, load, self._device, self._host, name)
+        engine = load_engine(
+            model,
+            load,
+            self._device,
+            self._host,
+            name,
+            self._prefixes,
+            # A snapshot that could not be used may be of other files than the checkpoint's.
+            message.kv_identity if snapshot is None or skips_checkpoint else "",
+        )
         self._turns.call(self._residency.add, engine)
         return engine
 

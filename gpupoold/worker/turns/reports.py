@@ -74,6 +74,8 @@ def _memory_of(engine: ModelEngine, ledger: RequestLedger) -> m.ModelMemory:
         kv_host_bytes=engine.kv.host_bytes,
         prefix_hit_bytes=0 if prefixes is None else prefixes.hit_bytes,
         prefix_saved_bytes=0 if prefixes is None else prefixes.saved_bytes,
+        prefix_peer_bytes=0 if prefixes is None else prefixes.fetched_bytes["peer"],
+        prefix_file_bytes=0 if prefixes is None else prefixes.fetched_bytes["file"],
         encoder_bytes=engine.encoder_bytes,
         num_live=ledger.num_live(engine.name),
         num_waiting=ledger.num_waiting(engine.name),

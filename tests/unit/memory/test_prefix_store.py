@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 from collections.abc import Iterator
 
@@ -173,3 +174,125 @@ def test_an_engine_takes_its_copies_along(host: KvHostCache) -> None:
     assert not store.has("a", b"1")
     assert store.has("b", b"1")
     store.forget("unknown")
+
+
+def lasting(name: str) -> str:
+    return name.encode().hex().ljust(64, "0")
+
+
+def long_keys(*numbers: int) -> list[bytes]:
+    return [b"%036d" % number for number in numbers]
+
+
+def fill(store: PrefixStore, owner: str, *numbers: int, arrives: bool = True) -> bytes:
+    """Save blocks in a store that lasts; return their bytes."""
+    room = store.begin(owner, long_keys(*numbers), ROWS)
+    assert room is not None
+    indices, copies = room
+    assert len(indices) == len(numbers)
+    content = write(copies, len(numbers), seed=numbers[0])
+    if arrives:
+        copies.note_arrival(has_arrived=True)
+        copies.free()
+    store.check_integrity()
+    return content
+
+
+def next_process(host: KvHostCache, budget_bytes: int | None = None) -> PrefixStore:
+    """The store of a process that takes the memory of ``host`` over, whose process has died."""
+    fd = os.dup(host.fd)
+    successor = KvHostCache(HOST_BYTES, 4 * BLOCK_BYTES, former_fd=fd)
+    assert successor.fd == fd
+    store = PrefixStore(successor, budget_bytes)
+    store.check_integrity()
+    successor.check_integrity()
+    return store
+
+
+def content_of(store: PrefixStore, owner: str, *numbers: int) -> bytes:
+    taken = store.take(owner, long_keys(*numbers), ROWS)
+    content = read(taken, len(numbers))
+    taken.free()
+    return content
+
+
+def test_the_next_process_has_the_copies(host: KvHostCache) -> None:
+    store = PrefixStore(host)
+    kept, other = lasting("a"), lasting("b")
+    content = fill(store, kept, *range(20))
+    more = fill(store, other, 3, 4)
+    fill(store, kept, 30, arrives=False)  # a copy under way ends with its process
+    save(store, "engine 1", 1, 2)  # the KV of an engine ends with the engine
+    successor = next_process(host)
+    assert successor.used_bytes == 22 * BLOCK_BYTES
+    assert content_of(successor, kept, *range(20)) == content
+    assert content_of(successor, other, 3, 4) == more
+    assert not successor.has(kept, long_keys(30)[0])
+    assert not any(successor.has("engine 1", key) for key in keys(1, 2))
+    # What it stores goes elsewhere.
+    new = fill(successor, kept, 40, 41)
+    assert content_of(successor, kept, *range(20)) == content
+    assert content_of(successor, kept, 40, 41) == new
+
+
+def test_evicted_copies_do_not_come_back(host: KvHostCache) -> None:
+    store = PrefixStore(host)
+    kept = lasting("a")
+    fill(store, kept, *range(8))
+    fill(store, kept, *range(8, 12))
+    assert store.evict_oldest()
+    successor = next_process(host)
+    assert not any(successor.has(kept, key) for key in long_keys(*range(8)))
+    assert all(successor.has(kept, key) for key in long_keys(*range(8, 12)))
+
+
+def test_the_order_of_eviction_lasts_and_a_smaller_budget_holds(host: KvHostCache) -> None:
+    store = PrefixStore(host)
+    kept = lasting("a")
+    for first in (0, 8, 16):
+        fill(store, kept, *range(first, first + 8))
+    store.take(kept, long_keys(*range(8)), ROWS).free()  # used after the others
+    successor = next_process(host, budget_bytes=16 * BLOCK_BYTES)
+    assert successor.used_bytes == 16 * BLOCK_BYTES
+    assert not successor.has(kept, long_keys(8)[0])
+    assert successor.evict_oldest()
+    assert not successor.has(kept, long_keys(16)[0])
+    assert successor.has(kept, long_keys(0)[0])
+
+
+def test_a_cache_of_other_sizes_begins_empty(host: KvHostCache) -> None:
+    fill(PrefixStore(host), lasting("a"), 1)
+    successor = KvHostCache(2 * HOST_BYTES, 4 * BLOCK_BYTES, former_fd=os.dup(host.fd))
+    assert PrefixStore(successor).used_bytes == 0
+    successor.close()
+
+
+def test_a_damaged_table_gives_no_wrong_bytes(host: KvHostCache) -> None:
+    """Two records of one place, as no writer leaves behind."""
+    store, owner = PrefixStore(host), lasting("a")
+    fill(store, owner, 1, 2)
+    assert host.table is not None
+    [record] = [host.table.read(number) for number in host.table.numbers]
+    assert record is not None
+    twice = host.table.add(record.owner, record.block_bytes, long_keys(5, 6), record.places)
+    assert twice is not None
+    host.table.note_arrival(twice)
+    successor = next_process(host)
+    assert successor.used_bytes == 2 * BLOCK_BYTES
+    host.table.remove(twice)
+
+
+def test_forgotten_copies_are_freed_after_their_use(host: KvHostCache) -> None:
+    store, owner = PrefixStore(host), lasting("a")
+    fill(store, owner, *range(10))
+    fill(store, lasting("b"), 1)
+    taken = store.take(owner, long_keys(0), ROWS)
+    store.forget(owner[:32])
+    store.check_integrity()
+    assert not any(store.has(owner, key) for key in long_keys(*range(10)))
+    assert store.used_bytes == (8 + 1) * BLOCK_BYTES
+    assert fill(store, owner, *range(4))  # as if it had never been there
+    taken.free()
+    store.check_integrity()
+    assert store.used_bytes == (4 + 1) * BLOCK_BYTES
+    assert content_of(next_process(host), owner, *range(4))

@@ -8,6 +8,7 @@ import pytest
 
 from gpupoold.memory.slabs import (
     Allocation,
+    BlockPlace,
     Extent,
     ShapeUse,
     SlabAllocator,
@@ -253,3 +254,53 @@ def allocate(slabs: SlabAllocator, block_bytes: int, num_blocks: int) -> Allocat
     allocation = slabs.allocate(block_bytes, num_blocks)
     assert allocation is not None
     return allocation
+
+
+class TestClaims:
+    """Blocks at the places that an earlier allocator gave."""
+
+    def test_the_same_places_give_the_same_blocks(self) -> None:
+        before, after = SlabAllocator(40 * SLAB, SLAB), SlabAllocator(40 * SLAB, SLAB)
+        for block_bytes in (300, 1001, 875):
+            spacer = before.allocate(block_bytes, 3)
+            kept = before.allocate(block_bytes, 9)
+            assert spacer is not None
+            assert kept is not None
+            before.free(spacer)
+            claimed = after.claim(block_bytes, kept.places)
+            assert claimed is not None
+            assert claimed.extents == kept.extents
+            assert claimed.num_bytes == kept.num_bytes
+            after.check_integrity()
+        others = [after.allocate(300, 1) for _ in range(3)]
+        after.check_integrity()
+        for one in (*others, claimed):
+            assert one is not None
+            after.free(one)
+        after.check_integrity()
+
+    @pytest.mark.parametrize(
+        "places",
+        [
+            [BlockPlace(0, 0)],  # in use
+            [BlockPlace(5, 0), BlockPlace(5, 0)],  # twice
+            [BlockPlace(5, 0), BlockPlace(0, 1)],  # the second is in use
+            [BlockPlace(5, 3)],  # a slab has three blocks
+            [BlockPlace(10, 0)],
+            [BlockPlace((1 << 32) - 1, (1 << 32) - 1)],
+        ],
+    )
+    def test_what_cannot_be_claimed_changes_nothing(self, places: list[BlockPlace]) -> None:
+        allocator = SlabAllocator(10 * SLAB, SLAB)
+        assert allocator.allocate(300, 2) is not None
+        before = allocator.shapes, allocator.free_bytes
+        assert allocator.claim(300, places) is None
+        allocator.check_integrity()
+        assert (allocator.shapes, allocator.free_bytes) == before
+
+    def test_a_place_in_the_middle_of_another_shapes_slab(self) -> None:
+        allocator = SlabAllocator(40 * SLAB, SLAB)
+        long = allocator.allocate(1001, 1)  # eight base slabs
+        assert long is not None
+        assert allocator.claim(300, [BlockPlace(long.places[0].slab + 3, 0)]) is None
+        allocator.check_integrity()

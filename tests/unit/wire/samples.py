@@ -82,6 +82,8 @@ MESSAGES: list[m.Message] = [
     m.EndTurn(),
     m.MigrateOut("llama", "r1"),
     m.PeerHost(2, 1 << 31),
+    m.PrefixPeer(2),
+    m.ForgetPrefixes("llama"),
     m.PeerDown(2),
     m.ReleaseKvTransfer("4242-7"),
     m.Migrated("llama", "r1"),

@@ -254,7 +254,7 @@ class Box:
         worker = self.workers[number]
         for _ in range(min(num_heard, len(worker.outbox))):
             self.hear(number)
-        worker.state, worker.kv_host_fd = "down", None
+        worker.state = "down"  # the daemon keeps the memory for the next process
         worker.forget()
         self.dispatcher.worker_down(worker, "died")
 
@@ -358,7 +358,7 @@ class Box:
 
 def _num_fds(message: m.Message) -> int:
     has_kv_transfer = isinstance(message, m.AddRequest) and message.kv_transfer is not None
-    return int(has_kv_transfer or isinstance(message, m.PeerHost))
+    return int(has_kv_transfer or isinstance(message, m.PeerHost | m.PrefixPeer))
 
 
 def _is_end_of(message: m.Message, request_id: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpupoold.config.schema import DeviceSettings
 from gpupoold.domain import FinishReason, Role
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.migration_box import MODELS, Box, FakeWorker
@@ -319,6 +320,40 @@ class TestIntroductions:
         three.dispatcher.set_role(0, Role.PREFILL)
         three.dispatcher.set_role(2, Role.DECODE)
         assert self.introduced(three) == [[], [], []]
+
+
+class TestSharedPrefixes:
+    @staticmethod
+    def shared(box: Box) -> list[list[int]]:
+        """Whose KV of ended requests each worker has been told to read, since it came up."""
+        return [
+            [one.device for one in worker.inbox if isinstance(one, m.PrefixPeer)]
+            for worker in box.workers
+        ]
+
+    def test_all_read_all(self) -> None:
+        assert self.shared(Box(3)) == [[1, 2], [0, 2], [0, 1]]
+
+    def test_one_that_comes_back_is_read_anew(self) -> None:
+        box = Box(3)
+        box.die(1)
+        assert self.shared(box) == [[1, 2], [], [0, 1]]
+        box.come_up(1)
+        assert self.shared(box) == [[1, 2, 1], [0, 2], [0, 1, 1]]
+
+    def test_the_memory_of_a_dead_worker_is_read(self) -> None:
+        box = Box(3)
+        box.die(1)
+        box.die(2)
+        box.come_up(2)
+        assert self.shared(box)[2] == [0, 1]
+
+    def test_a_group_of_another_size_has_other_kv(self) -> None:
+        box = Box(2)
+        box.die(1)
+        box.workers[1].device = DeviceSettings(kind="emulated", gpus=2)
+        box.come_up(1)
+        assert self.shared(box) == [[1], []]
 
 
 def test_kv_does_not_go_to_a_group_of_another_size() -> None:

@@ -38,3 +38,15 @@ def test_what_stays_free_is_part_of_a_share() -> None:
         arguments = arguments_of(settings, number)
         assert option(arguments, "--device-bytes") == str(4 << 30)
         assert option(arguments, "--reserve-bytes") == str(2 << 30)
+
+
+def test_files_with_kv_are_for_engines_only() -> None:
+    memory = {"kv_host": "1GiB", "kv_files": "7GiB"}
+    told = {"device": [{"kind": "cuda"}, {"kind": "sim", "gpu": "A10"}], "memory": memory}
+    settings = parse_settings(told, "test")
+    cuda, sim = (arguments_of(settings, number) for number in range(2))
+    assert option(cuda, "--kv-files") == str(settings.paths.state_dir / "kv")
+    assert option(cuda, "--kv-files-bytes") == str(7 << 30)
+    assert "--kv-files" not in sim
+    without = parse_settings({"device": [{"kind": "cuda"}], "memory": {"kv_host": "1GiB"}}, "test")
+    assert "--kv-files" not in arguments_of(without, 0)

@@ -1,0 +1,167 @@
+"""Copies of KV from other places of the box to the store of a worker.
+
+A *source* has KV of ended requests that the worker's own store does not have: the host memory of
+another worker, or files. A fetch copies blocks to the store in a thread of its own; what has
+arrived is in the store like the worker's own blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from gpupoold.memory.cache_bytes import CacheBytes
+from gpupoold.memory.geometry import KvRow
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
+from gpupoold.memory.slabs import BlockPlace
+
+_logger = logging.getLogger(__name__)
+
+
+class PrefixSource(Protocol):
+    """A place with KV of ended requests. Only ``copy`` may be called by another thread."""
+
+    tier: str
+    """``"peer"`` for the memory of another worker, ``"file"`` for files."""
+
+    def refresh(self, owner: str) -> None:
+        """Take note of what the source has got since the last call."""
+
+    def find(self, owner: str, key: bytes) -> Any:
+        """Return the place of a block for ``copy``, None if the source does not have the block."""
+
+    def copy(self, found: Any, to: CacheBytes, place: BlockPlace, num_bytes: int) -> bool:
+        """Copy a block of ``num_bytes`` on each rank; return False if it is not there any more."""
+
+    def close(self) -> None:
+        """Free the source; nothing is copied any more."""
+
+
+class Fetch:
+    """Blocks on the way to the store."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        tiers: Sequence[str],
+        copies: StoredBlocks,
+        job: Future[bool],
+    ) -> None:
+        """``tiers`` are the tiers of the blocks."""
+        self.keys = frozenset(keys)
+        self._tiers = tiers
+        self._copies = copies
+        self._job = job
+
+    @property
+    def has_ended(self) -> bool:
+        return self._job.done()
+
+    def finish(self) -> Counter[str]:
+        """Wait for the end; return the bytes that have arrived by tier."""
+        has_arrived = self._job.result()
+        self._copies.free()
+        block_bytes = self._copies.num_bytes // len(self._tiers) if has_arrived else 0
+        return Counter({tier: num * block_bytes for tier, num in Counter(self._tiers).items()})
+
+
+class PrefixFetcher:
+    """Finds blocks in ``sources`` and copies them; for one thread."""
+
+    def __init__(self, host: KvHostCache, store: PrefixStore) -> None:
+        self.store = store
+        self._bytes = CacheBytes(host.fd, host.shape) if host.budget_bytes else None
+        self._sources: dict[object, PrefixSource] = {}
+        self._thread = ThreadPoolExecutor(1, "prefixes")
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Becomes readable at the end of a fetch, until ``clear``."""
+
+    @property
+    def has_sources(self) -> bool:
+        return bool(self._sources) and self._bytes is not None
+
+    def add(self, name: object, source: PrefixSource) -> None:
+        """Add a source, in place of the source of that name."""
+        self.remove(name)
+        self._sources[name] = source
+
+    def remove(self, name: object) -> None:
+        """Remove a source, if there is one of that name."""
+        source = self._sources.pop(name, None)
+        if source is not None:
+            self._thread.submit(source.close)  # after the copies under way
+
+    def refresh(self, owner: str) -> None:
+        """Take note of what the sources have got."""
+        for source in self._sources.values():
+            source.refresh(owner)
+
+    def has(self, owner: str, key: bytes) -> bool:
+        """Return whether a source has a block."""
+        return any(source.find(owner, key) is not None for source in self._sources.values())
+
+    def begin(self, owner: str, keys: Sequence[bytes], rows: Sequence[KvRow]) -> Fetch | None:
+        """Start to copy blocks of sources to the store, the first ones that have room there.
+
+        Returns None without any.
+        """
+        assert self._bytes is not None
+        room = self.store.begin(owner, keys, rows)
+        if room is None:
+            return None
+        indices, copies = room
+        chosen = [keys[index] for index in indices]
+        found = [self._find(owner, key) for key in chosen]
+        num_bytes = copies.num_bytes // len(chosen)
+        job = self._thread.submit(self._run, found, copies, copies.places, num_bytes)
+        tiers = [one[0].tier if one is not None else "" for one in found]
+        return Fetch(chosen, tiers, copies, job)
+
+    def clear(self) -> None:
+        """Make ``wake_fd`` unreadable until the next end of a fetch."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+
+    def close(self) -> None:
+        """Wait for all fetches and free the sources."""
+        for name in list(self._sources):
+            self.remove(name)
+        self._thread.shutdown()
+        if self._bytes is not None:
+            self._bytes.close()
+        os.close(self.wake_fd)
+
+    def _find(self, owner: str, key: bytes) -> tuple[PrefixSource, Any] | None:
+        for source in self._sources.values():
+            found = source.find(owner, key)
+            if found is not None:
+                return source, found
+        return None
+
+    def _run(
+        self,
+        found: Sequence[tuple[PrefixSource, Any] | None],
+        copies: StoredBlocks,
+        places: Sequence[BlockPlace],
+        num_bytes: int,
+    ) -> bool:
+        """Copy blocks in the thread; return whether all have arrived."""
+        has_arrived = False
+        try:
+            assert self._bytes is not None
+            has_arrived = all(
+                one is not None and one[0].copy(one[1], self._bytes, place, num_bytes)
+                for one, place in zip(found, places, strict=True)
+            )
+        except (OSError, ValueError) as error:
+            _logger.warning("KV of an earlier request could not be fetched: %s", error)
+        finally:
+            copies.note_arrival(has_arrived)
+            os.eventfd_write(self.wake_fd, 1)
+        return has_arrived

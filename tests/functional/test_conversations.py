@@ -1,0 +1,108 @@
+"""Conversations of a whole daemon go on after the end of a worker, elsewhere, and of the daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gpupool_cli.bench.rig import emulated_config
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, ps, until, usage, weight_bytes
+
+_PROMPT_TOKENS, _MAX_TOKENS = 150, 8
+_BLOCK_TOKENS = 16
+
+
+class Conversation:
+    """Prompts of token ids, and the answers to them."""
+
+    def __init__(self, seed: int) -> None:
+        self.token_ids = [300 + (seed * 977 + 31 * n) % 1500 for n in range(_PROMPT_TOKENS)]
+
+    def turn(self, daemon: PrivateDaemon) -> int:
+        """Ask for more; return the cached tokens of the prompt."""
+        body = {
+            "model": LLAMA,
+            "prompt": self.token_ids,
+            "max_tokens": _MAX_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        answer = httpx.post(f"{daemon.http_url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        self.token_ids += answer.json()["choices"][0]["token_ids"]
+        self.token_ids += [400 + len(self.token_ids) % 700] * 4
+        return int(answer.headers["x-gpupool-cached-tokens"])
+
+    @property
+    def least_cached(self) -> int:
+        """The tokens of whole blocks that earlier turns have computed."""
+        return (len(self.token_ids) - 6) // _BLOCK_TOKENS * _BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models: dict[str, Path]) -> list[int]:
+    """Four turns on one device, undisturbed."""
+    conversation = Conversation(1)
+    with private_daemon(config(tiny_models, 1)) as daemon:
+        daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
+        for _ in range(4):
+            conversation.turn(daemon)
+    return conversation.token_ids
+
+
+def config(tiny_models: dict[str, Path], num_devices: int) -> str:
+    num_bytes = int(1.6 * weight_bytes(tiny_models[LLAMA]))
+    memory = '[memory]\nkv_host = "64MiB"\nkv_files = "64MiB"\n'
+    return emulated_config(num_bytes) * num_devices + memory
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "state" / "kv").rglob("*") if path.is_file()]
+
+
+def device_of(daemon: PrivateDaemon, number: int, *, drains: bool) -> None:
+    with daemon.client() as client:
+        (client.drain if drains else client.undrain)(number)
+
+
+def test_it_goes_on(tiny_models: dict[str, Path], tmp_path: Path, expected: list[int]) -> None:
+    conversation, folder = Conversation(1), tmp_path / "box"
+    with private_daemon(config(tiny_models, 2), folder) as daemon:
+        daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
+        until(lambda: all(one.num_engines == 1 for one in ps(daemon).devices))
+        device_of(daemon, 1, drains=True)
+        assert conversation.turn(daemon) == 0
+        until(lambda: bool(files(folder)))
+        # After the death of the worker, from the memory that it leaves.
+        pid = ps(daemon).devices[0].pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: ps(daemon).devices[0].pid not in (pid, None), 60)
+        until(lambda: ps(daemon).devices[0].num_engines == 1, 60)
+        assert conversation.turn(daemon) >= conversation.least_cached - 32
+        until(lambda: usage(daemon, LLAMA).prefix_hit_bytes > 0)
+        assert usage(daemon, LLAMA).prefix_file_bytes == 0
+        # On the other device, from the memory of this one.
+        device_of(daemon, 1, drains=False)
+        device_of(daemon, 0, drains=True)
+        assert conversation.turn(daemon) > _PROMPT_TOKENS
+        until(lambda: usage(daemon, LLAMA).prefix_peer_bytes > 0)
+    # After a restart of the daemon, from files.
+    with private_daemon(config(tiny_models, 2), folder) as daemon:
+        until(lambda: any(one.num_engines == 1 for one in ps(daemon).devices), 60)
+        assert conversation.turn(daemon) > _PROMPT_TOKENS
+        until(lambda: usage(daemon, LLAMA).prefix_file_bytes > 0)
+        assert conversation.token_ids == expected
+        assert files(folder)
+        # The model's KV goes with the model.
+        with daemon.client() as client:
+            client.remove_model(LLAMA)
+        assert not files(folder)
+        daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
+        assert conversation.turn(daemon) == 0

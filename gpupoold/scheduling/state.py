@@ -118,8 +118,9 @@ class Request:
     @property
     def counted_arrival_s(self) -> float:
         """The arrival at which the model's TTFT target gives the same deadline."""
-        model_s = self.model.targets.ttft_s
-        return self.arrival_s + (model_s if self.ttft_s is None else self.ttft_s) - model_s
+        if self.ttft_s is None:
+            return self.arrival_s
+        return self.arrival_s + self.ttft_s - self.model.targets.ttft_s
 
     def goes_before(self, other: Request) -> bool:
         """Return whether the request precedes another of its model in a queue; false for equal

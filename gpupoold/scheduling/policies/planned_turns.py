@@ -269,9 +269,13 @@ def plan_turn(
     stall_s = switch_s if switching.is_exposed else 0.0
     due_s, tbt_s = targets.ttft_s - now_s, targets.tbt_s
     slacks_s = [one.counted_arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
-    hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= expired_s]
+    due_in_s = min(slacks_s)
+    if due_in_s >= expired_s:
+        hopeful_s = slacks_s
+    else:
+        hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= expired_s]
+        due_in_s = min(hopeful_s, default=math.inf)
     late_s: list[float] = []
-    due_in_s = min(hopeful_s, default=math.inf)
     hopeful_prefill_s = prefill_s
     if prefill_s and (len(hopeful_s) < len(slacks_s) or due_in_s < stall_s + prefill_s):
         hopeful_s, late_s, hopeful_prefill_s = split_slacks(
@@ -288,18 +292,10 @@ def plan_turn(
     decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.turn_max_s)
     if work.is_background:  # the turn ends early for other requests, see the policy's revise()
         decode_s = tuning.turn_max_s
-    num_steps = decode_s / step_s
-    tokens = 0.0
-    delays_s = [hopeful_prefill_s] * len(hopeful_s) + [prefill_s] * len(late_s)
-    for slack_s, delay_s in zip((*hopeful_s, *late_s), delays_s, strict=True):
-        slack_s -= stall_s + delay_s
-        in_time = (window_s - slack_s) / tbt_s
-        if in_time > num_steps:
-            in_time = num_steps
-        if slack_s < 0:
-            in_time += slack_s / gain_s
-        if in_time > 0:
-            tokens += in_time
+    gains = window_s, tbt_s, gain_s, decode_s / step_s
+    tokens = _tokens_in_time(hopeful_s, stall_s + hopeful_prefill_s, *gains)
+    if late_s:
+        tokens += _tokens_in_time(late_s, stall_s + prefill_s, *gains)
     quota_s = prefill_s + decode_s
     return PlannedTurn(
         work.model.name,
@@ -311,6 +307,34 @@ def plan_turn(
         is_ahead=due_in_s - stall_s - hopeful_prefill_s >= window_s,
         is_background=work.is_background,
     )
+
+
+def _tokens_in_time(
+    slacks_s: Sequence[float],
+    delay_s: float,
+    window_s: float,
+    tbt_s: float,
+    gain_s: float,
+    num_steps: float,
+) -> float:
+    """Return the tokens of a turn that are due within the window and on time.
+
+    The first step ends after ``delay_s``. A request that is late by then loses the tokens until it
+    has caught up, at ``gain_s`` per step.
+    """
+    tokens = 0.0
+    end_s = delay_s + window_s
+    full_s = end_s - num_steps * tbt_s
+    for slack_s in slacks_s:
+        if slack_s >= end_s:
+            continue
+        in_time = num_steps if slack_s < full_s else (end_s - slack_s) / tbt_s
+        if slack_s < delay_s:
+            in_time += (slack_s - delay_s) / gain_s
+            if in_time <= 0:
+                continue
+        tokens += in_time
+    return tokens
 
 
 def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: float) -> int:

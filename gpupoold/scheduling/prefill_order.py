@@ -102,33 +102,32 @@ def next_prefills(
     return chosen
 
 
-def split_slacks(
+def split_by_deadline(
     requests: Iterable[Request],
-    slacks_s: Iterable[float],
-    expired_s: float,
+    deadlines_s: Iterable[float],
+    expired_at_s: float,
     speed: Speed,
-    start_in_s: float,
+    start_s: float,
 ) -> tuple[list[float], list[float], float]:
-    """Return the slacks of on-time requests and of late ones, and the seconds of the on-time
+    """Return the deadlines of on-time requests and of late ones, and the seconds of the on-time
     prefills.
 
-    ``slacks_s``: seconds until the next token of each request is due; requests with less than
-    ``expired_s`` are left out. ``start_in_s``: seconds until the first prefill.
+    ``deadlines_s`` are those of ``requests``; requests whose next token was due before
+    ``expired_at_s`` are left out. The first prefill begins at ``start_s``.
     """
     on_time_s: list[float] = []
-    queued: list[tuple[Request, float]] = []
+    jobs: list[Job] = []
     sent_s = 0.0
-    for one, slack_s in zip(requests, slacks_s, strict=True):
-        if slack_s < expired_s:
+    for one, deadline_s in zip(requests, deadlines_s, strict=True):
+        if deadline_s < expired_at_s:
             continue
         if one.phase is RequestPhase.QUEUED:
-            queued.append((one, slack_s))
+            jobs.append(_job(one, deadline_s, speed))
             continue
-        on_time_s.append(slack_s)
+        on_time_s.append(deadline_s)
         if one.phase is not RequestPhase.DECODING:
             sent_s += speed.costs.prefill_s(one.context_tokens)
-    jobs = [_job(one, slack_s, speed) for one, slack_s in queued]
-    admission = most_on_time(jobs, start_in_s + sent_s)
+    admission = most_on_time(jobs, start_s + sent_s)
     on_time_s += [job.deadline_s for job in admission.on_time]
     late_s = [job.deadline_s for job in admission.late]
     return on_time_s, late_s, sent_s + sum(job.duration_s for job in admission.on_time)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
@@ -176,8 +177,12 @@ class Batch:
     waiting_tokens2: int = 0
     context_tokens: int = 0
     num_background: int = 0
+    latest_arrival_s: float = -math.inf
+    """The latest arrival of all requests so far, also of those that have left."""
     _load: float = 0.0
     _load_revision: int = -1  # model revision of ``_load``; -1: unknown
+    _deadlines_s: list[float] = field(default_factory=list)
+    _deadlines_of: Targets | None = None  # targets of ``_deadlines_s``; None: unknown
     kind: InitVar[str] = ""
 
     def __post_init__(self, kind: str) -> None:
@@ -187,6 +192,8 @@ class Batch:
     def add(self, request: Request) -> None:
         """Add a request, which waits for prefill unless it is decoding."""
         self.requests[request.id] = request
+        if request.arrival_s > self.latest_arrival_s:
+            self.latest_arrival_s = request.arrival_s
         self.prompt_tokens += request.prompt_tokens
         self.expected_tokens += request.expected_tokens
         self.num_background += request.is_background
@@ -201,6 +208,7 @@ class Batch:
         self.add(request)
         for one in reversed(passed):
             self.requests[one.id] = self.requests.pop(one.id)
+        self._deadlines_of = None
 
     def remove(self, request: Request) -> None:
         """Remove a request, whose phase must be as at the last update."""
@@ -222,12 +230,14 @@ class Batch:
         """Count more tokens of decoding requests, or a request that left with its tokens."""
         self.context_tokens += num_tokens
         self._load_revision = -1
+        self._deadlines_of = None
 
     def _count_waiting(self, sign: int, num_tokens: int) -> None:
         self.num_waiting += sign
         self.waiting_tokens += sign * num_tokens
         self.waiting_tokens2 += sign * num_tokens * num_tokens
         self._load_revision = -1
+        self._deadlines_of = None
 
     def load(self) -> float:
         """Return the share of a device's time that keeps the batch on target, prompts included."""
@@ -271,9 +281,22 @@ class Batch:
             len(self.requests), self.prompt_tokens, context_tokens, self.expected_tokens
         )
 
+    @property
+    def deadlines_s(self) -> Sequence[float]:
+        """The next deadline of each request, in the order of the requests."""
+        targets = self.model.targets
+        if self._deadlines_of is not targets:
+            ttft_s, tbt_s = targets.ttft_s, targets.tbt_s
+            self._deadlines_s = [
+                one.counted_arrival_s + ttft_s + one.num_tokens * tbt_s
+                for one in self.requests.values()
+            ]
+            self._deadlines_of = targets
+        return self._deadlines_s
+
     def next_deadline_s(self) -> float:
         """Return the earliest deadline of its requests, infinity without any."""
-        return min((one.next_deadline_s for one in self.requests.values()), default=math.inf)
+        return min(self.deadlines_s, default=math.inf)
 
 
 @dataclass(slots=True, eq=False)
@@ -381,10 +404,14 @@ class DeviceState:
         """Return the bytes to move before the model can run here."""
         return self.missing_bytes.get(model.name, model.weight_bytes)
 
+    def kv_bytes(self, model: Model) -> int:
+        """Return the bytes of the model's KV here."""
+        batch = self.batches.get(model.name)
+        return batch.context_tokens * model.kv_bytes_per_token if batch is not None else 0
+
     def total_bytes(self, model: Model) -> int:
         """Return the bytes of the model's weights and of its KV here."""
-        batch = self.batches.get(model.name)
-        return model.weight_bytes + (batch.kv_bytes if batch else 0)
+        return model.weight_bytes + self.kv_bytes(model)
 
 
 @dataclass(slots=True, eq=False)

@@ -361,9 +361,11 @@ def _with(
     model, speed = newcomer.model, device.speed(newcomer.model)
     own_s = speed.costs.prefill_s(newcomer.prompt_tokens) if prefill_s is None else prefill_s
     if work is None:
-        return BatchWork(model, [newcomer], speed.step_s(1, 0), own_s, num_waiting, True, speed)
+        due_s, step_s = [newcomer.next_deadline_s], speed.step_s(1, 0)
+        return BatchWork(model, [newcomer], due_s, step_s, own_s, num_waiting, True, speed)
     return work._replace(
         requests=[*work.requests, newcomer],
+        deadlines_s=[*work.deadlines_s, newcomer.next_deadline_s],
         prefill_s=work.prefill_s + own_s,
         num_waiting=work.num_waiting + num_waiting,
         is_background=work.is_background and newcomer.is_background,

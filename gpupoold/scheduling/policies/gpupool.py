@@ -39,7 +39,7 @@ from gpupoold.scheduling.policies.planned_turns import (
     first_planned_turn,
     load_of,
     plan_turn,
-    prompts_of,
+    prompts_since,
     queue_load,
     rank_planned_turns,
     switching_of,
@@ -227,9 +227,7 @@ class GpupoolPolicy(SimplePolicy):
         left_s = planned_s = began_s + turn.quota_s - now_s
         if is_background_turn(device) and num_others(device):
             left_s = 0.0
-        for model, came, prefill_s in prompts_of(device, besides=turn.model):
-            if max((one.arrival_s for one in came), default=-math.inf) <= began_s:
-                continue
+        for model, came, prefill_s in prompts_since(device, began_s, besides=turn.model):
             ready_s = device.switch_s(model) + prefill_s
             due_s = came[-1].counted_arrival_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
             start_in_s = due_s - now_s - ready_s

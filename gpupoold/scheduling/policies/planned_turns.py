@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from gpupoold.scheduling.kv_admission import PATIENCE_S
-from gpupoold.scheduling.prefill_order import split_slacks
+from gpupoold.scheduling.prefill_order import split_by_deadline
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed
 
@@ -64,13 +64,15 @@ class Tuning:
 class BatchWork(NamedTuple):
     """The requests of one model on a device, sent or queued.
 
-    ``step_s``: a decode step with all of them; ``prefill_s``: the missing first tokens of
-    ``num_waiting`` requests; ``is_new``: the device has not begun the model; ``speed``: the model's
-    speed on the device; ``is_background``: all requests run in time that others leave.
+    ``deadlines_s``: the next deadline of each; ``step_s``: a decode step with all of them;
+    ``prefill_s``: the missing first tokens of ``num_waiting`` requests; ``is_new``: the device has
+    not begun the model; ``speed``: the model's speed on the device; ``is_background``: all requests
+    run in time that others leave.
     """
 
     model: Model
     requests: list[Request]
+    deadlines_s: Sequence[float]
     step_s: float
     prefill_s: float
     num_waiting: int
@@ -131,31 +133,50 @@ def work_of(device: DeviceState) -> list[BatchWork]:
     return begun + [_work(batch, None, is_new=True) for batch in new]
 
 
-def prompts_of(device: DeviceState, besides: str) -> Iterator[Prompts]:
-    """Yield the requests waiting for a first token, by model, without the model ``besides``."""
+def prompts_since(device: DeviceState, since_s: float, besides: str) -> Iterator[Prompts]:
+    """Yield the requests waiting for a first token, by model, without the model ``besides``.
+
+    Models whose requests all arrived until ``since_s`` are left out.
+    """
     waiting = [name for name, batch in device.working.items() if batch.num_waiting]
     names = dict.fromkeys([*waiting, *device.queued])
     names.pop(besides, None)
     for name in names:
         found = (device.working.get(name), device.queued.get(name))
         batches = [batch for batch in found if batch is not None]
+        if all(batch.latest_arrival_s <= since_s for batch in batches):
+            continue
         requests = [
             one for batch in batches for one in batch.requests.values() if not one.num_tokens
         ]
+        if all(one.arrival_s <= since_s for one in requests):
+            continue
         yield Prompts(batches[0].model, requests, sum(batch.prefill_s() for batch in batches))
 
 
 def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchWork:
     model, requests = batch.model, list(batch.requests.values())
-    prefill_s, num_waiting = batch.prefill_s(), batch.num_waiting
-    is_background = batch.is_background and (queued is None or queued.is_background)
+    deadlines_s = batch.deadlines_s
+    step_s, prefill_s, num_waiting = batch.step_s(), batch.prefill_s(), batch.num_waiting
+    is_background = batch.is_background
     if queued is not None:
         requests += queued.requests.values()
+        deadlines_s = [*deadlines_s, *queued.deadlines_s]
         prefill_s += queued.prefill_s()
         num_waiting += queued.num_waiting
-    step_s = batch.speed.step_s(len(requests), batch.context_tokens)
-    speed = batch.speed
-    return BatchWork(model, requests, step_s, prefill_s, num_waiting, is_new, speed, is_background)
+        step_s = batch.speed.step_s(len(requests), batch.context_tokens)
+        is_background = is_background and queued.is_background
+    return BatchWork(
+        model,
+        requests,
+        deadlines_s,
+        step_s,
+        prefill_s,
+        num_waiting,
+        is_new,
+        batch.speed,
+        is_background,
+    )
 
 
 def load_of(device: DeviceState) -> float:
@@ -237,12 +258,19 @@ def switching_of(device: DeviceState, works: Sequence[BatchWork], tuning: Tuning
     The copy of the next model is hidden by the turn before if the device prefetches and the two
     largest models fit together with all KV.
     """
-    missing_s = max((device.switch_s(work.model) for work in works), default=0.0)
+    missing_bytes = kv_bytes = largest = second = 0
+    for work in works:
+        model = work.model
+        missing_bytes = max(missing_bytes, device.missing(model))
+        kv_bytes += device.kv_bytes(model)
+        if model.weight_bytes > largest:
+            largest, second = model.weight_bytes, largest
+        elif model.weight_bytes > second:
+            second = model.weight_bytes
+    missing_s = missing_bytes / device.bandwidth_bytes_per_s
     if not missing_s:
         return Switching(tuning.turn_min_s, is_exposed=False)
-    two_largest = sorted(work.model.weight_bytes for work in works)[-2:]
-    kv_bytes = sum(device.total_bytes(w.model) - w.model.weight_bytes for w in works)
-    if device.prefetches and sum(two_largest) + kv_bytes <= device.capacity_bytes:
+    if device.prefetches and largest + second + kv_bytes <= device.capacity_bytes:
         return Switching(max(tuning.turn_min_s, missing_s), is_exposed=False)
     exposed_s = missing_s * tuning.exposed_switch_factor
     return Switching(max(tuning.turn_min_s, exposed_s), is_exposed=True)
@@ -264,38 +292,35 @@ def plan_turn(
     the turn of a pooling model, whose results count as first tokens.
     """
     targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
-    window_s = tuning.lead_share * targets.ttft_s
-    expired_s = -tuning.expired_share * targets.ttft_s
+    window_s, tbt_s = tuning.lead_share * targets.ttft_s, targets.tbt_s
+    expired_at_s = now_s - tuning.expired_share * targets.ttft_s
     stall_s = switch_s if switching.is_exposed else 0.0
-    due_s, tbt_s = targets.ttft_s - now_s, targets.tbt_s
-    slacks_s = [one.counted_arrival_s + due_s + one.num_tokens * tbt_s for one in work.requests]
-    due_in_s = min(slacks_s)
-    if due_in_s >= expired_s:
-        hopeful_s = slacks_s
-    else:
-        hopeful_s = [slack_s for slack_s in slacks_s if slack_s >= expired_s]
-        due_in_s = min(hopeful_s, default=math.inf)
-    late_s: list[float] = []
-    hopeful_prefill_s = prefill_s
-    if prefill_s and (len(hopeful_s) < len(slacks_s) or due_in_s < stall_s + prefill_s):
-        hopeful_s, late_s, hopeful_prefill_s = split_slacks(
-            work.requests, slacks_s, expired_s, work.speed, stall_s
+    hopeful, late = work.deadlines_s, list[float]()
+    due_at_s = min(hopeful)
+    if due_at_s < expired_at_s:
+        hopeful = [deadline_s for deadline_s in hopeful if deadline_s >= expired_at_s]
+        due_at_s = min(hopeful, default=math.inf)
+    due_in_s, hopeful_prefill_s = due_at_s - now_s, prefill_s
+    has_expired = len(hopeful) < len(work.deadlines_s)
+    if prefill_s and (has_expired or due_in_s < stall_s + prefill_s):
+        hopeful, late, hopeful_prefill_s = split_by_deadline(
+            work.requests, work.deadlines_s, expired_at_s, work.speed, now_s + stall_s
         )
     if prefills_only or not work.model.generates:
         due_s = due_in_s - stall_s - prefill_s / max(1, work.num_waiting)
-        num_in_time = _num_first_in_time(hopeful_s, stall_s, hopeful_prefill_s)
+        num_in_time = _num_first_in_time(hopeful, now_s + stall_s, hopeful_prefill_s)
         duration_s = max(prefill_s, _LEAST_TURN_S) + stall_s
         return PlannedTurn(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
-    behind_s = window_s - (due_in_s if hopeful_s else 0.0) + prefill_s
+    behind_s = window_s - (due_in_s if hopeful else 0.0) + prefill_s
     # Each step adds ``tbt_s`` to the lead and takes ``step_s``.
     gain_s = max(tbt_s - step_s, LEAST_GAIN_SHARE * tbt_s)
     decode_s = min(max(switching.floor_s, behind_s / gain_s * step_s), tuning.turn_max_s)
     if work.is_background:  # the turn ends early for other requests, see the policy's revise()
         decode_s = tuning.turn_max_s
-    gains = window_s, tbt_s, gain_s, decode_s / step_s
-    tokens = _tokens_in_time(hopeful_s, stall_s + hopeful_prefill_s, *gains)
-    if late_s:
-        tokens += _tokens_in_time(late_s, stall_s + prefill_s, *gains)
+    gains, start_s = (window_s, tbt_s, gain_s, decode_s / step_s), now_s + stall_s
+    tokens = _tokens_in_time(hopeful, start_s + hopeful_prefill_s, *gains)
+    if late:
+        tokens += _tokens_in_time(late, start_s + prefill_s, *gains)
     quota_s = prefill_s + decode_s
     return PlannedTurn(
         work.model.name,
@@ -304,14 +329,15 @@ def plan_turn(
         quota_s,
         tokens,
         waited_s,
-        is_ahead=due_in_s - stall_s - hopeful_prefill_s >= window_s,
-        is_background=work.is_background,
+        None,
+        due_in_s - stall_s - hopeful_prefill_s >= window_s,
+        work.is_background,
     )
 
 
 def _tokens_in_time(
-    slacks_s: Sequence[float],
-    delay_s: float,
+    deadlines_s: Sequence[float],
+    start_s: float,
     window_s: float,
     tbt_s: float,
     gain_s: float,
@@ -319,32 +345,32 @@ def _tokens_in_time(
 ) -> float:
     """Return the tokens of a turn that are due within the window and on time.
 
-    The first step ends after ``delay_s``. A request that is late by then loses the tokens until it
-    has caught up, at ``gain_s`` per step.
+    The first of ``num_steps`` begins at ``start_s``. A request that is late by then loses the
+    tokens until the request has caught up, by ``gain_s`` per step.
     """
     tokens = 0.0
-    end_s = delay_s + window_s
+    end_s = start_s + window_s
     full_s = end_s - num_steps * tbt_s
-    for slack_s in slacks_s:
-        if slack_s >= end_s:
+    for deadline_s in deadlines_s:
+        if deadline_s >= end_s:
             continue
-        in_time = num_steps if slack_s < full_s else (end_s - slack_s) / tbt_s
-        if slack_s < delay_s:
-            in_time += (slack_s - delay_s) / gain_s
+        in_time = num_steps if deadline_s < full_s else (end_s - deadline_s) / tbt_s
+        if deadline_s < start_s:
+            in_time += (deadline_s - start_s) / gain_s
             if in_time <= 0:
                 continue
         tokens += in_time
     return tokens
 
 
-def _num_first_in_time(slacks_s: Sequence[float], stall_s: float, prefill_s: float) -> int:
+def _num_first_in_time(deadlines_s: Sequence[float], start_s: float, prefill_s: float) -> int:
     """Return the number of first tokens on time if prompts of equal length run by deadline.
 
     The result is at least 1, because first tokens that are due have no lead.
     """
-    each_s = prefill_s / max(1, len(slacks_s))
-    ordered = sorted(slacks_s)
-    in_time = sum(slack >= stall_s + k * each_s for k, slack in enumerate(ordered, 1))
+    each_s = prefill_s / max(1, len(deadlines_s))
+    ordered = sorted(deadlines_s)
+    in_time = sum(deadline_s >= start_s + k * each_s for k, deadline_s in enumerate(ordered, 1))
     return max(1, in_time)
 
 

@@ -92,7 +92,8 @@ class TestGpupool:
             requests.append(request)
         now_s = requests[0].next_deadline_s - slack_s
         switching = Switching(Tuning().turn_min_s, is_exposed=False)
-        work = BatchWork(model, requests, self.STEP_S, 0.0, 0, False, model.speed())
+        due_s = [one.next_deadline_s for one in requests]
+        work = BatchWork(model, requests, due_s, self.STEP_S, 0.0, 0, False, model.speed())
         return plan_turn(work, now_s, 0.0, switching, Tuning())
 
     def test_three_planned_turns_one_of_which_is_put_off(self) -> None:

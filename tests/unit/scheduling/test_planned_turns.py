@@ -41,6 +41,7 @@ def turn_to(*requests: Request, prefills_only: bool = False) -> PlannedTurn:
     work = BatchWork(
         model,
         list(requests),
+        batch.deadlines_s,
         batch.step_s(),
         batch.prefill_s(),
         batch.num_waiting,

@@ -7,6 +7,7 @@ that has them.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -22,10 +23,11 @@ import httpx
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from gpupool_cli.bench.rig import emulated_config
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.certificates import make_certificate
 from tests.conftest import ROOT
-from tests.functional.daemon_tools import LLAMA, QWEN3
+from tests.functional.daemon_tools import LLAMA, QWEN3, usage
 
 EXAMPLES = ROOT / "examples" / "clients"
 _START_TIMEOUT_S = 90.0
@@ -79,6 +81,14 @@ def streamed(client: OpenAI) -> str:
         model=LLAMA, prompt="Say hello.", max_tokens=16, temperature=0, stream=True
     )
     return "".join(choice.text or "" for chunk in stream for choice in chunk.choices)
+
+
+def assert_at_once(client: httpx.Client, url: str) -> None:
+    """Check that the tokens of a stream come one after the other."""
+    body = {"model": LLAMA, "prompt": "Hi", "max_tokens": 200, "stream": True}
+    with client.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        times_s = [time.monotonic() for line in response.iter_lines() if line]
+    assert times_s[-1] - times_s[0] > 0.05, "the tokens came all at once"
 
 
 @pytest.mark.parametrize(
@@ -157,12 +167,113 @@ def test_nginx_with_tls_sends_tokens_on_at_once(pool: PrivateDaemon, tmp_path: P
         through = OpenAI(base_url=f"{url}/v1", api_key="gpk-secret", http_client=trusting)
         alone = OpenAI(base_url=f"{pool.http_url}/v1", api_key="none")
         assert streamed(through) == streamed(alone)
-        body = {"model": LLAMA, "prompt": "Hi", "max_tokens": 200, "stream": True}
-        times_s = []
-        with trusting.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-            times_s = [time.monotonic() for line in response.iter_lines() if line]
-        assert times_s[-1] - times_s[0] > 0.05, "the tokens came all at once"
+        assert_at_once(trusting, url)
     assert "secret" not in (tmp_path / "access.log").read_text()
+
+
+def test_caddy_with_tls_sends_tokens_on_at_once(pool: PrivateDaemon, tmp_path: Path) -> None:
+    caddy = shutil.which("caddy")
+    if caddy is None:
+        pytest.skip("Caddy is not installed (Debian: apt-get install caddy)")
+    port = free_port()
+    changes = {
+        "gpupool.example.com {": f"https://localhost:{port} {{\n\ttls internal",
+        "127.0.0.1:8000 {": f"{pool.http_url.removeprefix('http://')} {{",
+    }
+    text = (EXAMPLES / "Caddyfile").read_text()
+    for written, here in changes.items():
+        assert text.count(written) == 1
+        text = text.replace(written, here)
+    # The certificates stay in the test's folder; the machine's stores are left alone.
+    kept = "{\n\tadmin off\n\tskip_install_trust\n\tauto_https disable_redirects\n}\n"
+    (tmp_path / "Caddyfile").write_text(kept + text)
+    env = dict(os.environ) | {"XDG_DATA_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    command = [caddy, "run", "--config", str(tmp_path / "Caddyfile"), "--adapter", "caddyfile"]
+    url = f"https://localhost:{port}"
+    with running(command, env, f"{url}/health", tmp_path):
+        [root] = tmp_path.glob("caddy/pki/authorities/local/root.crt")
+        trust = ssl.create_default_context(cafile=str(root))
+        with DefaultHttpxClient(verify=trust, trust_env=False) as trusting:
+            through = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=trusting)
+            alone = OpenAI(base_url=f"{pool.http_url}/v1", api_key="none")
+            assert streamed(through) == streamed(alone)
+            assert_at_once(trusting, url)
+
+
+@pytest.mark.slow
+def test_continue_answers_with_its_configuration(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    command_line = os.environ.get("GPUPOOL_CONTINUE_CLI") or shutil.which("cn")
+    if not command_line:
+        pytest.skip("Continue's command line is not installed (npm: @continuedev/cli)")
+    # The instructions and tools of an agent are longer than the tiny models' contexts.
+    shutil.copytree(tiny_models[LLAMA], tmp_path / "coder")
+    settings = json.loads((tmp_path / "coder" / "config.json").read_text())
+    settings["max_position_embeddings"] = 1 << 16
+    (tmp_path / "coder" / "config.json").write_text(json.dumps(settings))
+    home = {"HOME": str(tmp_path), "CONTINUE_GLOBAL_DIR": str(tmp_path / "continue")}
+    quiet = {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_METRICS_ENABLED": "0"}
+    with private_daemon(emulated_config(512 << 20), tmp_path / "box") as daemon:
+        options = {"max_model_len": 1 << 16, "engine": {"tool-call-parser": "hermes"}}
+        daemon.add_model("coder-7b", tmp_path / "coder", dtype="float32", **options)
+        text = (EXAMPLES / "continue.yaml").read_text()
+        assert text.count("http://127.0.0.1:8000") == 2
+        config = tmp_path / "config.yaml"
+        config.write_text(text.replace("http://127.0.0.1:8000", daemon.http_url))
+        done = subprocess.run(
+            [command_line, "-p", "Hi", "--config", str(config)],
+            env={"PATH": os.environ["PATH"], "NO_PROXY": "*"} | home | quiet,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert done.stdout.strip()
+        assert usage(daemon, "coder-7b").completed > 0
+
+
+def test_open_webui_lists_models_and_chats(pool: PrivateDaemon, tmp_path: Path) -> None:
+    python, port = python_with("open_webui"), free_port()
+    written = dict(
+        line.split("=", 1)
+        for line in (EXAMPLES / "open-webui.env").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    assert written["OPENAI_API_BASE_URL"] == "http://127.0.0.1:8000/v1"
+    written["OPENAI_API_BASE_URL"] = f"{pool.http_url}/v1"
+    # Nothing is downloaded, and nobody signs in.
+    alone = {
+        "DATA_DIR": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "OFFLINE_MODE": "1",
+        "WEBUI_AUTH": "False",
+        "WEBUI_SECRET_KEY": "of tests",
+        "RAG_EMBEDDING_ENGINE": "openai",
+    }
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NO_PROXY": "*"} | written | alone
+    command = [str(Path(python).parent / "open-webui"), "serve", "--host", "127.0.0.1"]
+    url = f"http://127.0.0.1:{port}"
+    with (
+        running([*command, "--port", str(port)], env, f"{url}/health", tmp_path),
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as browser,
+    ):
+        signed_in = browser.post("/api/v1/auths/signin", json={"email": "", "password": ""})
+        browser.headers["Authorization"] = f"Bearer {signed_in.json()['token']}"
+        found = {one["id"] for one in browser.get("/api/models").json()["data"]}
+        assert {LLAMA, QWEN3} <= found
+        body = {
+            "model": LLAMA,
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 8,
+            "stream": False,
+        }
+        answer = browser.post("/api/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
 
 
 def test_documentation_names_every_example() -> None:

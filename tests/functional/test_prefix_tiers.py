@@ -16,6 +16,8 @@ from gpupoold.wire import messages as m
 from tests.functional.test_prefix_cache import memory_of, user_turn
 from tests.functional.worker_peer import WorkerPeer
 
+pytestmark = pytest.mark.slow  # test_conversations.py has a part of this with a whole daemon
+
 _MODELS = ("tiny-llama", "tiny-qwen3")
 _NUM_CONVERSATIONS = 3
 _MAX_TOKENS = 12

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from gpupoold import __version__
+from gpupoold.frontend.batches import openapi as batches
 
 _INFO = {
     "title": "gpupool",
@@ -40,16 +41,23 @@ _REF_PREFIX = "#/components/schemas/"
 
 
 def describe(
-    engines: Iterable[Mapping[str, Any]], is_served: Callable[[str], bool]
+    engines: Iterable[Mapping[str, Any]],
+    is_served: Callable[[str], bool],
+    *,
+    has_batches: bool = False,
 ) -> dict[str, Any]:
     """The description.
 
     Args:
         engines: those of the models' APIs, one per kind; empty while no model is mounted.
         is_served: whether a path of a model's API is within reach.
+        has_batches: whether files and batches are served.
     """
     paths: dict[str, Any] = dict(_own_paths())
     schemas: dict[str, Any] = {}
+    if has_batches:
+        paths |= batches.PATHS
+        schemas |= batches.SCHEMAS
     version = "3.1.0"
     for engine in engines:
         version = engine.get("openapi", version)

@@ -148,7 +148,8 @@ class Router:
         elif path == METRICS_PATH and method in ("GET", "HEAD"):
             await self._metrics.serve(send, with_body=method == "GET")
         elif path == _OPENAPI_PATH and method == "GET":
-            await send_json(send, 200, describe(await self._mounts.openapi(), _is_served))
+            engines, has_batches = await self._mounts.openapi(), self._batches is not None
+            await send_json(send, 200, describe(engines, _is_served, has_batches=has_batches))
         elif method in ("GET", "HEAD"):
             status, body = self._own_answer(method, path, caller)
             await send_json(send, status, body, with_body=method == "GET")

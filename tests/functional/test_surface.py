@@ -47,6 +47,17 @@ def unharmed(daemon: PrivateDaemon) -> Iterator[PrivateDaemon]:
     before = _state(daemon)
     yield daemon
     until(lambda: not ps(daemon).requests)
+    import time
+
+    time.sleep(6)
+    print(
+        "MORE",
+        _with_more_files(before, _state(daemon)),
+        [
+            (p, [f.path for f in __import__("psutil").Process(p).open_files()])
+            for p in _with_more_files(before, _state(daemon))
+        ],
+    )
     until(lambda: not _with_more_files(before, _state(daemon)))
     after = _state(daemon)
     assert after.keys() == before.keys()

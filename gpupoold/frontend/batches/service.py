@@ -40,8 +40,8 @@ class BatchService:
                 await asyncio.Event().wait()
             await self._callers.known.wait()
             free = asyncio.Semaphore(self._bounds.max_live)
-            find, most = self._callers.of_batch, self._bounds.max_requests
-            work = BatchWorker(store, self._files, ask, find, free, most)
+            find = self._callers.of_batch
+            work = BatchWorker(store, self._files, ask, find, free, self._bounds)
             await BatchRunner(store, self._files, work, self._bounds.keep_s).run()
         finally:
             self._api = None

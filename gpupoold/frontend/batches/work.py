@@ -8,6 +8,8 @@ stored is asked again.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import islice
@@ -21,9 +23,12 @@ from gpupoold.frontend.batches.input_file import (
     check_lines,
     lines_of,
 )
+from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.results import expired_line, result_line
 from gpupoold.frontend.batches.stored_files import NewFile, StoredFiles
 from gpupoold.frontend.callers import Caller
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # Lines that are read, checked or written at once, in a thread.
@@ -33,6 +38,8 @@ _TRY_AGAIN = frozenset({429, 503})
 _MAX_TRIES = 3
 _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
+# Results of so many seconds may exceed a bound of space: looking sums all results up.
+_ROOM_S = 5.0
 
 
 class JsonAnswer(NamedTuple):
@@ -60,14 +67,14 @@ class BatchWorker:
         ask: Ask,
         find_caller: FindCaller,
         free: asyncio.Semaphore,
-        max_requests: int,
+        bounds: BatchBounds,
     ) -> None:
         self._store = store
         self._files = files
         self._ask = ask
         self._find_caller = find_caller
         self._free = free
-        self._max_requests = max_requests
+        self._bounds = bounds
 
     def why_stop(self, row: BatchRow) -> BatchStatus | None:
         """Return the status in which a batch has to end now, None for a batch that may go on."""
@@ -97,7 +104,7 @@ class BatchWorker:
     async def _validate(self, row: BatchRow) -> None:
         """Check all lines; the batch begins, or fails."""
         path = self._files.path(row.input_file_id)
-        checked = check_lines(path, row.endpoint, self._max_requests)
+        checked = check_lines(path, row.endpoint, self._bounds.max_requests)
         errors: list[dict[str, object]] = []
         num_lines = 0
         while chunk := await asyncio.to_thread(_take, checked):
@@ -114,12 +121,32 @@ class BatchWorker:
         await self._store.change(row.id, "validating", **values)
 
     async def _answer_all(self, row: BatchRow) -> None:
-        """JsonAnswer all requests without a result."""
+        """Answer all requests without a result.
+
+        A batch whose results have no room pauses until files are deleted, or the batch ends.
+        """
+        seen_s, is_told = -math.inf, False
         async with asyncio.TaskGroup() as tasks:
             async for number, line in self._open_lines(row):
+                while time.monotonic() - seen_s > _ROOM_S:
+                    if await self._has_room(row.owner):
+                        seen_s = time.monotonic()
+                        break
+                    if not is_told:
+                        text = "batch %s pauses until its results have room: delete files"
+                        _logger.warning(text, row.id)
+                    is_told = True
+                    await asyncio.sleep(_ROOM_S)
                 await self._free.acquire()
                 task = tasks.create_task(self._answer(row, number, line))
                 task.add_done_callback(lambda _: self._free.release())
+
+    async def _has_room(self, owner: str) -> bool:
+        """Return whether results of an owner may be stored."""
+        bounds = self._bounds
+        if await self._store.bytes_of(owner) >= bounds.max_key_bytes:
+            return False
+        return await self._store.bytes_of() < bounds.max_bytes
 
     async def _open_lines(self, row: BatchRow) -> AsyncIterator[tuple[int, BatchLine]]:
         """Yield the requests without a result."""
@@ -130,7 +157,7 @@ class BatchWorker:
                 yield number, line
 
     async def _answer(self, row: BatchRow, number: int, line: BatchLine) -> None:
-        """JsonAnswer one request, and store the result."""
+        """Answer one request, and store the result."""
         num_tries, pause_s = 0, _RETRY_S
         while True:
             caller = self._find_caller(row.owner)

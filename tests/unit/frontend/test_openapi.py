@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
+
+from gpupool_state.batches import BatchRow, FileRow
+from gpupoold.frontend.batches.objects import batch_object, file_object
 from gpupoold.frontend.openapi import describe
 
 
@@ -55,3 +59,25 @@ def test_own_paths_are_ours_with_or_without_a_model() -> None:
         models = {"/v1/models", "/v1/models/{model}"}
         assert paths.keys() == {"/health", "/ready", "/version", "/metrics", *models}
         assert "schema" not in paths["/v1/models"]["get"]["responses"]["200"]
+
+
+def test_batches_are_described_where_they_are_served() -> None:
+    assert "/v1/batches" not in describe([], lambda _: False)["paths"]
+    described = describe([], lambda _: False, has_batches=True)
+    assert {"/v1/files/{file_id}/content", "/v1/batches/{batch_id}/cancel"} <= set(
+        described["paths"]
+    )
+    assert described["components"]["schemas"].keys() == {"PoolFile", "PoolBatch", "NewPoolBatch"}
+
+
+def test_objects_of_batches_are_as_described() -> None:
+    rows = {
+        "PoolFile": file_object(FileRow("file-1", "k", "batch", "in", 3, 1)),
+        "PoolBatch": batch_object(
+            BatchRow("batch_1", "k", "/v1/completions", "file-1", "1h", 1, 2)
+        ),
+    }
+    schemas = describe([], lambda _: False, has_batches=True)["components"]["schemas"]
+    for name, made in rows.items():
+        assert made.keys() == schemas[name]["properties"].keys()
+        jsonschema.validate(made, schemas[name])

@@ -8,11 +8,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpupool_state.batches import BatchRow, BatchStore, FileRow, ResultRow
+from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.runner import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import BatchWorker, JsonAnswer
@@ -29,10 +31,13 @@ def body_of(number: int) -> dict[str, Any]:
 class Rig:
     """A batch of ``num_lines`` requests; ``answers`` are the statuses, in order, else 200."""
 
-    def __init__(self, store: BatchStore, files: StoredFiles, num_lines: int = 10) -> None:
+    def __init__(
+        self, store: BatchStore, files: StoredFiles, bounds: BatchBounds, num_lines: int = 10
+    ) -> None:
         self.store = store
         self.files = files
         self.num_lines = num_lines
+        self.bounds = bounds
         self.asked: Counter[str] = Counter()
         self.answers: dict[str, list[int]] = {}
         self.gate = asyncio.Event()
@@ -41,7 +46,7 @@ class Rig:
         self.num_at_once = self.most_at_once = 0
         self.num_answered = 1000
         self.work = BatchWorker(
-            store, files, self._ask, lambda owner: self.caller, asyncio.Semaphore(4), 100
+            store, files, self._ask, lambda owner: self.caller, asyncio.Semaphore(4), bounds
         )
 
     async def begin(self, window_s: float = 3600.0) -> BatchRow:
@@ -92,8 +97,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(store: BatchStore, files: StoredFiles) -> Rig:
-    return Rig(store, files)
+def rig(store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> Rig:
+    return Rig(store, files, bounds)
 
 
 @pytest.fixture(autouse=True)
@@ -194,12 +199,35 @@ async def test_the_end_before_all_is_answered(rig: Rig, reason: str) -> None:
         assert errors.keys() == {"c0"}
 
 
+@pytest.mark.parametrize("is_of_key", [True, False])
+async def test_a_batch_without_room_for_results_pauses(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_of_key: bool
+) -> None:
+    monkeypatch.setattr("gpupoold.frontend.batches.work._ROOM_S", 0.01)
+    large = rig.files.save(io.BytesIO(b"x" * 9_000))
+    await rig.store.add_file(FileRow(large.id, "k", "batch", "large", 9_000, int(time.time())))
+    all_bytes, key_bytes = (50_000, 9_000) if is_of_key else (9_000, 50_000)
+    rig.work._bounds = replace(rig.bounds, max_bytes=all_bytes, max_key_bytes=key_bytes)
+    await rig.begin()
+    ending = asyncio.create_task(rig.bring_to_end())
+    async with asyncio.timeout(10):
+        while (row := await rig.store.batch("batch_1")) is None or row.status != "in_progress":
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not rig.asked
+    await rig.store.remove_file(large.id)
+    async with asyncio.timeout(10):
+        row = await ending
+    assert (row.status, row.num_completed) == ("completed", 10)
+
+
 async def test_old_files_and_batches_are_removed(rig: Rig) -> None:
     row = await rig.begin()
     before = await rig.bring_to_end()
     await rig.store._db.close()
     rig.store = await BatchStore.open(rig.files.path("").parent)
-    work = BatchWorker(rig.store, rig.files, rig._ask, lambda _: None, asyncio.Semaphore(1), 10)
+    free = asyncio.Semaphore(1)
+    work = BatchWorker(rig.store, rig.files, rig._ask, lambda _: None, free, rig.bounds)
     runner = asyncio.create_task(BatchRunner(rig.store, rig.files, work, -10.0).run())
     async with asyncio.timeout(10):
         while await rig.store.batch(row.id) is not None:

@@ -102,6 +102,7 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
             "aliases": ", ".join(info.aliases) or NOTHING,
             "presets": ", ".join(one.name for one in info.presets) or NOTHING,
             "adapters": ", ".join(one.name for one in info.adapters) or NOTHING,
+            "pace": info.pace or "tokens as they come",
             "architecture": info.architecture or NOTHING,
             "longest request": f"{info.max_model_len} tokens" if info.max_model_len else NOTHING,
             "source": info.source,
@@ -155,6 +156,9 @@ def why_fields(why: Why) -> Fields:
         fields = {"why": why.model.text}
         if (first_s := why.model.first_token_in_s) is not None:
             fields["new request"] = f"first token expected in {duration(first_s)}"
+        if why.model.paced_gap_p50_s is not None:
+            gaps = why.model.paced_gap_p50_s, why.model.paced_gap_p99_s
+            fields["paced gaps"] = _percentiles(*gaps, span="as released since the start")
         if why.model.advice:
             fields["advice"] = "\n".join(why.model.advice)
         return fields
@@ -220,10 +224,12 @@ def _gpu(device: DeviceInfo | GpuInfo) -> str:
     return f"{busy} busy, {warm}, {power}"
 
 
-def _percentiles(p50_s: float | None, p99_s: float | None) -> str:
+def _percentiles(
+    p50_s: float | None, p99_s: float | None, span: str = "during the last hour"
+) -> str:
     if p50_s is None or p99_s is None:
         return NOTHING
-    return f"{duration(p50_s)} (half), {duration(p99_s)} (99 of 100), during the last hour"
+    return f"{duration(p50_s)} (half), {duration(p99_s)} (99 of 100), {span}"
 
 
 def _fetched(usage: ModelUsage) -> str:

@@ -138,6 +138,14 @@ def test_kv_of_ended_requests(daemon: FakeDaemon, cli: Cli) -> None:
     assert expected in said(cli, "qwen")
 
 
+def test_kv_from_other_devices_and_files(daemon: FakeDaemon, cli: Cli) -> None:
+    kept = {"prefix_hit_bytes": 3 * GIB, "prefix_peer_bytes": GIB, "prefix_file_bytes": GIB // 2}
+    places = [PLACE.model_copy(update=kept)]
+    daemon.whys["qwen"] = Why(model=MODEL.model_copy(update={"devices": places}))
+    text = said(cli, "qwen")
+    assert "3 GiB used again, 1 GiB from another device's memory, 512 MiB from files\n" in text
+
+
 def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:
     nowhere = PLACE.model_copy(
         update={

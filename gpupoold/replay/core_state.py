@@ -24,6 +24,7 @@ from gpupoold import domain
 from gpupoold.scheduling import (
     actions,
     arrivals,
+    cached_prompts,
     core,
     costs,
     demand,
@@ -49,6 +50,7 @@ from gpupoold.scheduling.policies import (
 _SCHEDULING = (
     actions,
     arrivals,
+    cached_prompts,
     core,
     costs,
     demand,

@@ -103,6 +103,7 @@ class Core:
         for device in self.state.devices.values():
             device.missing_bytes.pop(model.name, None)
         self.state.lengths.forget(model.name)
+        self.state.cached.forget(model.name)
 
     def _device_up(self, event: e.DeviceUp, now_s: float) -> None:
         self._device_down(e.DeviceDown(event.device), now_s)
@@ -207,6 +208,7 @@ class Core:
             priority=event.priority,
             max_tokens=event.max_tokens,
             ttft_s=event.ttft_s,
+            cached_tokens=self.state.cached.predict(event.model, event.prompt_tokens),
         )
         self.state.requests[request.id] = request
         self._hold(request, now_s)
@@ -289,6 +291,12 @@ class Core:
         request.device, request.rule = target.number, rule
         target.moving[request.id] = request
         self._must_assign = True  # the source has free memory
+
+    def _prompt_cached(self, event: e.PromptCached, now_s: float) -> None:
+        request = self.state.requests.get(event.request_id)
+        if request is not None and not request.num_tokens:
+            name, prompt_tokens = request.model.name, request.prompt_tokens
+            self.state.cached.observe(name, prompt_tokens, event.num_tokens)
 
     def _attached(self, event: e.Attached, now_s: float) -> None:
         request = self.state.requests.get(event.request_id)
@@ -460,6 +468,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     e.Unhosted: Core._unhosted,
     e.Arrived: Core._arrived,
     e.Stepped: Core._stepped,
+    e.PromptCached: Core._prompt_cached,
     e.Attached: Core._attached,
     e.Ended: Core._ended,
     e.MemoryChanged: Core._memory_changed,

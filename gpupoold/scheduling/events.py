@@ -164,6 +164,14 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCached:
+    """A device did not compute ``num_tokens`` of a prompt, because their KV existed; maybe 0."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attached:
     """A migrated request can continue: the KV is in host memory for the new device.
 
@@ -217,6 +225,7 @@ Event = (
     | Unhosted
     | Arrived
     | Stepped
+    | PromptCached
     | Attached
     | Ended
     | MemoryChanged

@@ -13,6 +13,7 @@ _SUMS = (
     "num_waiting",
     "waiting_tokens",
     "waiting_tokens2",
+    "cached_tokens",
     "context_tokens",
 )
 

@@ -98,7 +98,7 @@ def next_prefills(
             break
         chosen.append(request)
         num_sent += 1
-        sent_s += speed.costs.prefill_s(request.context_tokens)
+        sent_s += speed.costs.prefill_s(request.prefill_tokens)
     return chosen
 
 
@@ -126,7 +126,7 @@ def split_by_deadline(
             continue
         on_time_s.append(deadline_s)
         if one.phase is not RequestPhase.DECODING:
-            sent_s += speed.costs.prefill_s(one.context_tokens)
+            sent_s += speed.costs.prefill_s(one.prefill_tokens)
     admission = most_on_time(jobs, start_s + sent_s)
     on_time_s += [job.deadline_s for job in admission.on_time]
     late_s = [job.deadline_s for job in admission.late]
@@ -139,5 +139,5 @@ def _due_with_head_start_s(request: Request) -> float:
 
 
 def _job(request: Request, deadline_s: float, speed: Speed, factor: float = 1.0) -> Job:
-    duration_s = factor * speed.costs.prefill_s(request.context_tokens)
+    duration_s = factor * speed.costs.prefill_s(request.prefill_tokens)
     return Job(request.id, duration_s, deadline_s, HEAD_START[request.priority])

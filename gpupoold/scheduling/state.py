@@ -10,6 +10,7 @@ from dataclasses import InitVar, dataclass, field
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.arrivals import Arrivals
+from gpupoold.scheduling.cached_prompts import CachedPrompts
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
@@ -115,6 +116,8 @@ class Request:
     max_tokens: int | None = None
     ttft_s: float | None = None
     """The target of the request itself; None means the model's."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that are expected not to be computed, because their KV exists."""
 
     @property
     def counted_arrival_s(self) -> float:
@@ -149,6 +152,11 @@ class Request:
         return self.prompt_tokens + self.num_tokens
 
     @property
+    def prefill_tokens(self) -> int:
+        """Tokens that are expected to be computed before the next token."""
+        return max(self.context_tokens - self.cached_tokens, 1)
+
+    @property
     def kv_need_bytes(self) -> float:
         """Bytes of KV to reserve."""
         return self.model.kv_need_bytes(
@@ -161,7 +169,8 @@ class Batch:
     """Requests of one model on a device or queued for the device.
 
     ``kind`` is the device's kind, ``speed`` the model's speed on such devices. ``num_waiting`` need
-    prefill, with ``waiting_tokens`` in total and ``waiting_tokens2`` as sum of squares; the others
+    prefill of ``waiting_tokens`` in total with ``waiting_tokens2`` as sum of squares, beside
+    ``cached_tokens`` of their prompts; the others
     have ``context_tokens`` of KV. ``prompt_tokens`` and ``expected_tokens`` cover all requests. The
     methods keep the sums, so that costs are known without visiting the requests.
     ``num_background`` requests run in time that others leave, and are no load.
@@ -175,6 +184,7 @@ class Batch:
     num_waiting: int = 0
     waiting_tokens: int = 0
     waiting_tokens2: int = 0
+    cached_tokens: int = 0
     context_tokens: int = 0
     num_background: int = 0
     latest_arrival_s: float = -math.inf
@@ -200,7 +210,7 @@ class Batch:
         if request.phase is RequestPhase.DECODING:
             self.grow(request.context_tokens)
         else:
-            self._count_waiting(1, request.context_tokens)
+            self._count_waiting(1, request)
 
     def insert(self, request: Request) -> None:
         """Add a request before requests of lower priority at the end of the queue."""
@@ -219,11 +229,11 @@ class Batch:
         if request.phase is RequestPhase.DECODING:
             self.grow(-request.context_tokens)
         else:
-            self._count_waiting(-1, request.context_tokens)
+            self._count_waiting(-1, request)
 
     def prefilled(self, request: Request) -> None:
         """Count a request as prefilled; to be called before its first token is counted."""
-        self._count_waiting(-1, request.context_tokens)
+        self._count_waiting(-1, request)
         self.grow(request.context_tokens)
 
     def grow(self, num_tokens: int) -> None:
@@ -232,8 +242,10 @@ class Batch:
         self._load_revision = -1
         self._deadlines_of = None
 
-    def _count_waiting(self, sign: int, num_tokens: int) -> None:
+    def _count_waiting(self, sign: int, request: Request) -> None:
+        num_tokens = request.prefill_tokens
         self.num_waiting += sign
+        self.cached_tokens += sign * (request.context_tokens - num_tokens)
         self.waiting_tokens += sign * num_tokens
         self.waiting_tokens2 += sign * num_tokens * num_tokens
         self._load_revision = -1
@@ -276,7 +288,7 @@ class Batch:
     @property
     def kv_need_bytes(self) -> float:
         """Bytes of KV to reserve for its requests, prefilled or not."""
-        context_tokens = self.waiting_tokens + self.context_tokens
+        context_tokens = self.waiting_tokens + self.cached_tokens + self.context_tokens
         return self.model.kv_need_bytes(
             len(self.requests), self.prompt_tokens, context_tokens, self.expected_tokens
         )
@@ -418,7 +430,8 @@ class DeviceState:
 class State:
     """The whole state. Policies read the state; only the core changes the state.
 
-    ``lengths`` predicts answer lengths from finished answers; ``arrivals`` has the demand.
+    ``lengths`` predicts answer lengths from finished answers, ``cached`` cached tokens of prompts;
+    ``arrivals`` has the demand.
     """
 
     models: dict[str, Model] = field(default_factory=dict)
@@ -427,6 +440,7 @@ class State:
     held: dict[str, Request] = field(default_factory=dict)
     num_turns: int = 0
     lengths: OutputLengthPredictor = field(default_factory=OutputLengthPredictor)
+    cached: CachedPrompts = field(default_factory=CachedPrompts)
     arrivals: Arrivals = field(default_factory=Arrivals)
 
     @property

@@ -113,7 +113,8 @@ def first_token_in_s(
     Later requests that would precede the request are ignored.
     """
     tuning = tuning or Tuning()
-    newcomer = Request("", model, now_s, prompt_tokens, None)
+    cached_tokens = state.cached.predict(model.name, prompt_tokens)
+    newcomer = Request("", model, now_s, prompt_tokens, None, cached_tokens=cached_tokens)
     hosts = state.prefill_hosts(model)
     if not hosts:
         return None
@@ -340,7 +341,7 @@ def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s:
         order = order._replace(late=())
     before_s = sent_s
     for one in (*order.on_time, *order.late):
-        before_s += speed.costs.prefill_s(one.context_tokens)
+        before_s += speed.costs.prefill_s(one.prefill_tokens)
         if one is request:
             break
     return factor * before_s
@@ -359,7 +360,7 @@ def _with(
     num_waiting: int = 1,
 ) -> BatchWork:
     model, speed = newcomer.model, device.speed(newcomer.model)
-    own_s = speed.costs.prefill_s(newcomer.prompt_tokens) if prefill_s is None else prefill_s
+    own_s = speed.costs.prefill_s(newcomer.prefill_tokens) if prefill_s is None else prefill_s
     if work is None:
         due_s, step_s = [newcomer.next_deadline_s], speed.step_s(1, 0)
         return BatchWork(model, [newcomer], due_s, step_s, own_s, num_waiting, True, speed)

@@ -95,12 +95,14 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request's share of a step: new token ids, and the reason if the request ended.
 
     ``has_result``: the step made the result of a pooling request (an embedding or scores).
+    ``num_cached_tokens`` of the prompt had KV before; None in later steps than that of the prompt.
     """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
     has_result: bool = False
+    num_cached_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -208,12 +208,19 @@ def _steps(number: int, outputs: m.StepOutputs) -> list[e.Event]:
         if item.num_tokens:
             by_count[item.num_tokens].append(item.request_id)
     model, step_s = outputs.model, outputs.step_s
+    cached: list[e.Event] = [
+        e.PromptCached(item.request_id, item.num_cached_tokens)
+        for item in outputs.progress
+        if item.num_cached_tokens is not None
+    ]
     if len(by_count) <= 1:
-        return [e.Stepped(number, model, tuple(ids), n, step_s) for n, ids in by_count.items()]
+        only = [e.Stepped(number, model, tuple(ids), n, step_s) for n, ids in by_count.items()]
+        return [*cached, *only]
     # The time first, for comparison with the prediction before these tokens are counted.
     ran = tuple(request_id for ids in by_count.values() for request_id in ids)
     steps: list[e.Event] = [] if step_s is None else [e.Stepped(number, model, ran, 0, step_s)]
-    return steps + [e.Stepped(number, model, tuple(ids), n) for n, ids in by_count.items()]
+    tokens = [e.Stepped(number, model, tuple(ids), n) for n, ids in by_count.items()]
+    return [*cached, *steps, *tokens]
 
 
 def _ended(item: m.RequestProgress) -> e.Ended:

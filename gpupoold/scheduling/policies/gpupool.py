@@ -148,7 +148,7 @@ class GpupoolPolicy(SimplePolicy):
         if order.on_time and order.late and self._may_serve_starving(device, now_s):
             starving = min(order.late, key=lambda one: one.arrival_s)
             if now_s - starving.arrival_s > tuning.patience_s:
-                prefill_s = queued.speed.costs.prefill_s(starving.context_tokens)
+                prefill_s = queued.speed.costs.prefill_s(starving.prefill_tokens)
                 self._count_starving(device, now_s, prefill_s)
                 return [starving, *chosen]
         return chosen

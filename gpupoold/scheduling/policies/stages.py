@@ -74,7 +74,7 @@ def prefill_in_s(request: Request, device: DeviceState) -> float:
     the time that its answers leave.
     """
     model = request.model
-    backlog_s = device.speed(model).costs.prefill_s(request.context_tokens)
+    backlog_s = device.speed(model).costs.prefill_s(request.prefill_tokens)
     backlog_s += sum(batch.prefill_s() for batch in _batches(device))
     if model.name not in device.working:
         backlog_s += device.switch_s(model)
@@ -96,7 +96,7 @@ def converted_in_s(request: Request, device: DeviceState) -> float:
     spare = 1.0 - sum(load_of_batch(one, device) for one in others)
     if velocity <= 0.0 or spare < _LEAST_SPARE or not has_prefill_room(request, device, velocity):
         return math.inf
-    tokens = request.context_tokens + sum(one.waiting_tokens for one in _batches(device))
+    tokens = request.prefill_tokens + sum(one.waiting_tokens for one in _batches(device))
     switch_s = 0.0 if model.name in device.working else device.switch_s(model)
     return switch_s + tokens / (velocity * spare)
 
@@ -112,7 +112,10 @@ def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> 
     kept_bytes = sum(batch.kv_need_bytes for batch in _batches(device))
     kept_bytes += sum(one.kv_need_bytes for one in device.moving.values())
     reserve = reserved_kv_bytes(velocity, model.targets.ttft_s, model.kv_bytes_per_token)
-    waiting_bytes = sum(b.waiting_tokens * b.model.kv_bytes_per_token for b in _batches(device))
+    waiting_bytes = sum(
+        (one.waiting_tokens + one.cached_tokens) * one.model.kv_bytes_per_token
+        for one in _batches(device)
+    )
     fits_reserve = waiting_bytes + request.context_tokens * model.kv_bytes_per_token <= reserve
     return fits_reserve and kept_bytes + request.kv_need_bytes <= room_bytes
 

@@ -140,7 +140,8 @@ class EngineSteps:
             for output in result.outputs:
                 name, tokens = output.request_id, output.new_token_ids
                 reason, tensor = output.finish_reason, output.pooling_output
-                if reason is None and tensor is None:  # the usual case
+                prefill = output.prefill_stats
+                if reason is None and tensor is None and prefill is None:  # the usual case
                     progress.append(RequestProgress(name, tokens))
                     continue
                 if tensor is not None:
@@ -148,7 +149,9 @@ class EngineSteps:
                 if reason is not None:
                     ended.append(name)
                 reason_text = None if reason is None else str(reason)
-                progress.append(RequestProgress(name, tokens, reason_text, tensor is not None))
+                num_cached = None if prefill is None else prefill.num_cached_tokens
+                has_result = tensor is not None
+                progress.append(RequestProgress(name, tokens, reason_text, has_result, num_cached))
         if len(progress) > 1 and sum(map(len, frames)) > _MAX_STEP_BYTES:
             halves = _halves(by_frontend)
             return [step for half in halves for step in self._steps_of(half, is_decode=False)]

@@ -51,6 +51,7 @@ EVENTS: tuple[e.Event, ...] = (
     e.Arrived("r", "a", 1.0, 5, num_tokens=3, max_tokens=16),
     e.Stepped(0, "a", ("r", "s"), 3, 0.02),
     e.Stepped(0, "a", (), 1, None),
+    e.PromptCached("r", 32),
     e.Attached("r"),
     e.Attached("r", 12),
     e.Ended("12"),

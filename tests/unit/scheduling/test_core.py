@@ -47,6 +47,25 @@ class TestRequests:
         assert runs(driver.arrive("b")) == [(0, "a", "b")]
         assert driver.state.devices[0].turn is turn
 
+    def test_cached_tokens_of_prompts_are_learnt(self) -> None:
+        driver = Driver()
+        for number in range(60):
+            driver.arrive("a", f"r{number}", prompt_tokens=1000)
+            driver.send(e.PromptCached(f"r{number}", 900))
+            driver.step(0, f"r{number}")
+            # Not counted: the request has a token, so its prompt was computed elsewhere before.
+            driver.send(e.PromptCached(f"r{number}", 0))
+            driver.send(e.Ended(f"r{number}"))
+        driver.send(e.PromptCached("gone", 0))
+        driver.arrive("a", "next", prompt_tokens=1000)
+        request = driver.state.requests["next"]
+        assert 750 < request.cached_tokens < 900
+        batch = driver.state.devices[0].batches["a"]
+        assert batch.waiting_tokens == request.prefill_tokens == 1000 - request.cached_tokens
+        assert batch.kv_need_bytes == request.kv_need_bytes
+        driver.send(e.ModelRemoved("a"))
+        assert driver.state.cached.predict("a", 1000) == 0
+
     def test_counts_follow_tokens(self) -> None:
         driver = Driver()
         driver.arrive("a", "r1", prompt_tokens=10)

@@ -53,6 +53,13 @@ KvHostOption = Annotated[
         "--kv-host", "Host memory for KV of each GPU, as memory.kv_host; default: as the daemon."
     ),
 ]
+PrefixCacheOption = Annotated[
+    int | None,
+    _size_option(
+        "--prefix-cache",
+        "Host memory for KV of ended requests; default: what other KV leaves. 0: none.",
+    ),
+]
 ModelCacheOption = Annotated[
     int | None,
     _size_option(

@@ -53,10 +53,14 @@ class CsvTable:
 
     def text(self, row: CsvRow, column: str) -> str:
         """Return the cell without surrounding space. Raises UsageError if empty."""
-        cell = row.cells[self.columns[column]].strip()
+        cell = self.maybe_text(row, column)
         if not cell:
             raise self.error(row, column, "empty")
         return cell
+
+    def maybe_text(self, row: CsvRow, column: str) -> str:
+        """Return the cell without surrounding space; it may be empty, or the column missing."""
+        return row.cells[self.columns[column]].strip() if column in self.columns else ""
 
     def number(self, row: CsvRow, column: str) -> float:
         """Return the cell as a finite number >= 0. Raises UsageError otherwise."""

@@ -282,11 +282,30 @@ class SimDevice:
     def _prefill(self, model: str, live: SimLive) -> None:
         self.requests.prefilling = live
         latency, prompt_tokens = self.models[model].latency, live.prefill_tokens
+        copy_s = self._copy_cached(model, [live])
         prefill_s = latency.prefill_s([prompt_tokens])
         if live.done_tokens:  # chunked prefill had begun before the order changed
             left = (live.done_tokens, prompt_tokens - live.done_tokens)
             prefill_s = latency.mixed_step_s([left], 0, 0)
-        self._run((live,), prefill_s, lambda: self._prefilled(model, live))
+        self._run((live,), copy_s + prefill_s, lambda: self._prefilled(model, live))
+
+    def _copy_cached(self, model: str, lives: Sequence[SimLive]) -> float:
+        """Give requests the kept KV of their conversations; return the seconds of the copies.
+
+        The copies take time of their own, though a worker overlaps most of it with steps.
+        """
+        num_tokens = 0
+        for live in lives:
+            if live.cached_tokens and not live.done_tokens:
+                live.done_tokens = live.cached_tokens
+                num_tokens += live.cached_tokens
+            live.cached_tokens = 0  # after a preemption all is computed
+        if not num_tokens:
+            return 0.0
+        self.memory.add_kv(model, num_tokens)
+        moved = num_tokens * self.models[model].kv_bytes_per_token
+        self.tally.moved_bytes += moved
+        return moved / self.models[model].latency.switch.bandwidth_bytes_per_s
 
     def _prefilled(self, model: str, live: SimLive) -> None:
         if self.requests.prefilling is live:  # else the request was dropped during the prefill
@@ -303,6 +322,7 @@ class SimDevice:
     def _mix(self, model: str, waiting: Sequence[SimLive], chunk_tokens: int) -> None:
         """Run a step that decodes the batch and prefills up to ``chunk_tokens`` in all."""
         batch = list(self.requests.running[model])
+        copy_s = self._copy_cached(model, waiting)
         chunks = chunks_of(waiting, chunk_tokens, len(batch))
         step_s = self.models[model].latency.mixed_step_s(
             [(live.done_tokens, num_tokens) for live, num_tokens in chunks],
@@ -310,7 +330,7 @@ class SimDevice:
             sum(live.context_tokens for live in batch),
         )
         lives = [*batch, *(live for live, _ in chunks)]
-        self._run(lives, step_s, lambda: self._mixed(model, batch, chunks))
+        self._run(lives, copy_s + step_s, lambda: self._mixed(model, batch, chunks))
 
     def _mixed(self, model: str, batch: list[SimLive], chunks: list[tuple[SimLive, int]]) -> None:
         here = set(self.requests.running[model])

@@ -22,6 +22,7 @@ from gpupoold.sim.hosting import EngineCosts, Hosting
 from gpupoold.sim.live import DeviceTally, SimLive
 from gpupoold.sim.metrics import RequestResult
 from gpupoold.sim.model import SimModel
+from gpupoold.sim.prefixes import SimPrefixes
 from gpupoold.sim.workloads import SimRequest
 
 
@@ -75,6 +76,7 @@ class Simulation:
         unlike: Sequence[UnlikeDevice] = (),
         host: HostMemory | None = None,
         engines: EngineCosts | None = None,
+        prefix_bytes: int | None = None,
     ) -> None:
         """Build a box of ``num_devices`` equal devices, or of the devices in ``unlike``.
 
@@ -83,6 +85,8 @@ class Simulation:
         ``kv_host_bytes`` is the host memory for KV of each equal device, ``host`` has the size of
         the model cache; None is no limit. ``roles`` fix the devices' roles; with None the policy
         chooses roles at every tick. With ``engines`` None every device has all its models' engines.
+        ``prefix_bytes`` limits the KV kept of ended requests of conversations, beside what KV of
+        live requests leaves of ``kv_host_bytes``; 0 keeps none.
 
         Raises:
             UsageError: there are no devices, a model exceeds its devices or the model cache, an
@@ -115,6 +119,11 @@ class Simulation:
             )
             for number, device in enumerate(devices)
         ]
+        self._prefixes = None
+        if prefix_bytes != 0:
+            sizes = {name: model.kv_bytes_per_token for name, model in self._models.items()}
+            limit = math.inf if prefix_bytes is None else prefix_bytes
+            self._prefixes = SimPrefixes(sizes, lambda: min(limit, self._host_free_bytes()))
         self._cache = None
         if host is not None:
             self._cache = ModelCache(host, _snapshot_bytes(self._models, devices), self._page_out)
@@ -186,7 +195,10 @@ class Simulation:
 
     def count_end(self, request_id: str) -> None:
         """Count the end of a request, after which the model may leave host memory and devices."""
-        model = self._lives[request_id].request.model
+        live = self._lives[request_id]
+        model = live.request.model
+        if self._prefixes is not None:
+            self._prefixes.keep(live.request, live.context_tokens)
         if self._hosting is not None:
             self._hosting.ended(model, self._queue.now_s)
         if self._cache is not None:
@@ -303,13 +315,22 @@ class Simulation:
         for action in actions:
             match action:
                 case Send():
-                    self._devices[action.device].add(self._lives[action.request_id])
+                    self._send(self._lives[action.request_id], action.device)
                 case StartTurn():
                     self._devices[action.device].plan(action.turn, action.then)
                 case Migrate():
                     self._migrate(self._lives[action.request_id], action.source, action.target)
                 case ChangeRole():
                     pass  # the core's state has the role; a simulated device serves in any role
+
+    def _send(self, live: SimLive, device: int) -> None:
+        if self._prefixes is not None and live.request.conversation and not live.num_tokens:
+            live.cached_tokens = self._prefixes.find(live.request)
+            self._events.append(e.PromptCached(live.request.id, live.cached_tokens))
+        self._devices[device].add(live)
+
+    def _host_free_bytes(self) -> float:
+        return sum(device.memory.host_free_bytes for device in self._devices)
 
     def _migrate(self, live: SimLive, source: int, target: int) -> None:
         ready_s = self._devices[source].release(live)

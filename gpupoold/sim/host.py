@@ -31,7 +31,8 @@ class HostWishes:
 
     An engine takes ``engine_bytes`` outside the pages of each GPU; with None engines take nothing,
     and every device has all of them. ``engines_bytes`` is the limit for the engines of a GPU. The
-    load of an engine takes ``load_s`` seconds.
+    load of an engine takes ``load_s`` seconds. ``prefix_cache_bytes`` limits the KV of ended
+    requests on the whole box.
     """
 
     kv_host_bytes: int | None = None
@@ -39,6 +40,7 @@ class HostWishes:
     engine_bytes: int | None = None
     engines_bytes: int | None = None
     load_s: float | None = None
+    prefix_cache_bytes: int | None = None
 
 
 NO_WISHES = HostWishes()

@@ -17,7 +17,7 @@ class SimLive:
     ``done_tokens`` counts prefilled tokens during chunked prefill. ``num_repeated`` tokens of the
     answer are prefilled with the prompt, after a migration without KV. An answer begun by
     another process is represented by a longer prompt and fewer output tokens; ``num_before`` is the
-    number of earlier tokens, for deadlines.
+    number of earlier tokens, for deadlines. ``cached_tokens`` of the prompt need no prefill.
     """
 
     request: SimRequest
@@ -25,6 +25,7 @@ class SimLive:
     done_tokens: int = 0
     num_before: int = 0
     num_repeated: int = 0
+    cached_tokens: int = 0
 
     @property
     def prefill_tokens(self) -> int:

@@ -334,6 +334,12 @@ class SimMemory:
         self._changed.add(name)
         self._recompute(name)
 
+    @property
+    def host_free_bytes(self) -> float:
+        """Free host memory for KV; infinite without a limit."""
+        free_bytes = self._host_free_bytes()
+        return math.inf if free_bytes is None else free_bytes
+
     def _host_free_bytes(self) -> int | None:
         """Return the free host memory for KV; None without a limit."""
         if self._kv_host_bytes is None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gpupoold.domain import Role, Targets
 from gpupoold.sim.boxes import Box
+from gpupoold.sim.conversations import Conversations
 from gpupoold.sim.lengths import Lengths
 from gpupoold.sim.named_models import SMALL_BOX, NamedArrivals
 from gpupoold.sim.scenario import FigurePanel, Phases, PoissonArrivals
@@ -22,7 +23,7 @@ COMPARED = (
 
 def other_panels() -> tuple[FigurePanel, ...]:
     """Return all panels of this module."""
-    return (*bursts(), _small_box(), _aladdin_fig10(), _overload())
+    return (*bursts(), _small_box(), _aladdin_fig10(), _overload(), _conversations())
 
 
 def _small_box() -> FigurePanel:
@@ -36,6 +37,21 @@ def _small_box() -> FigurePanel:
         targets=min((one.targets for one in SMALL_BOX), key=lambda one: (one.ttft_s, one.tbt_s)),
         duration_s=1800.0,
         num_prefill=2,
+    )
+
+
+def _conversations() -> FigurePanel:
+    """Return conversations, whose prompts are mostly the turns before."""
+    return FigurePanel(
+        "conversations",
+        "2xA100-80, models of 7 to 13 billion parameters, conversations of six turns",
+        Box(2, "A100-80"),
+        Conversations(),
+        COMPARED,
+        models=(4, 8, 12, 16),
+        rps=(0.1,),
+        targets=Targets(2.0, 0.1),
+        duration_s=600.0,
     )
 
 

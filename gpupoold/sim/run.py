@@ -201,6 +201,7 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
         roles=panel.device_roles,
         host=host,
         engines=panel.engines,
+        prefix_bytes=panel.host_wishes.prefix_cache_bytes,
     )
     duration_s = scenario.duration_s
     report_progress = (lambda at_s: on_progress(at_s, duration_s)) if on_progress else None

@@ -1,7 +1,8 @@
 """Recorded requests: CSV traces, and transformations for other experiments.
 
-Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, optionally ``model`` and ``scenario``.
-Further columns are ignored.
+Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, optionally ``model``, ``scenario`` and
+``conversation``: the prompt of a conversation's row begins with the prompt and the answer of the
+row before. Further columns are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gpupoold.sim.csv_table import CsvTable
 from gpupoold.sim.lengths import OUTPUT, PROMPT
 from gpupoold.sim.workloads import SimRequest, model_names
 
-ARRIVAL, MODEL = "arrival_s", "model"
+ARRIVAL, MODEL, CONVERSATION = "arrival_s", "model", "conversation"
 DEFAULT_MODEL = "model"
 
 
@@ -78,6 +79,7 @@ def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimReq
 
 def _requests(table: CsvTable, default_model: str) -> Iterator[SimRequest]:
     has_model = MODEL in table.columns
+    histories: dict[tuple[str, str], int] = {}
     before_s = 0.0
     for number, row in enumerate(table.rows):
         arrival_s = table.number(row, ARRIVAL)
@@ -87,7 +89,11 @@ def _requests(table: CsvTable, default_model: str) -> Iterator[SimRequest]:
         before_s = arrival_s
         model = table.text(row, MODEL) if has_model else default_model
         lengths = table.count(row, PROMPT), table.count(row, OUTPUT)
-        yield SimRequest(f"r{number}", model, arrival_s, *lengths)
+        name = table.maybe_text(row, CONVERSATION)
+        history_tokens = histories.get((model, name), 0)
+        if name:
+            histories[model, name] = sum(lengths)
+        yield SimRequest(f"r{number}", model, arrival_s, *lengths, name, history_tokens)
 
 
 def _check_factor(what: str, factor: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from random import Random
 
@@ -22,13 +22,19 @@ MAX_REQUESTS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A request to come. ``arrival_s`` counts from the start of the run."""
+    """A request to come. ``arrival_s`` counts from the start of the run.
+
+    A turn of a ``conversation`` has a prompt whose first ``history_tokens`` are those of the turns
+    before.
+    """
 
     id: str
     model: str
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
+    conversation: str = ""
+    history_tokens: int = 0
 
 
 def model_names(num_models: int) -> list[str]:
@@ -89,10 +95,7 @@ def poisson_workload(
 def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
     """Return the requests sorted by arrival (stable) with new ids: ``r0``, ``r1``, ..."""
     ordered = sorted(requests, key=attrgetter("arrival_s"))
-    return tuple(
-        SimRequest(f"r{number}", one.model, one.arrival_s, one.prompt_tokens, one.output_tokens)
-        for number, one in enumerate(ordered)
-    )
+    return tuple(replace(one, id=f"r{number}") for number, one in enumerate(ordered))
 
 
 def _stream(

@@ -19,6 +19,7 @@ from gpupool_cli.options import (
     JsonOption,
     KvHostOption,
     ModelCacheOption,
+    PrefixCacheOption,
     TbtOption,
     TtftOption,
     duration_s,
@@ -90,6 +91,7 @@ def simulate(
     engine_memory: EngineMemoryOption = None,
     engines_limit: EnginesLimitOption = None,
     engine_load: EngineLoadOption = None,
+    prefix_cache: PrefixCacheOption = None,
     duration: Annotated[
         float | None,
         typer.Option(parser=duration_s, metavar="DURATION", help="How long requests arrive."),
@@ -117,7 +119,9 @@ def simulate(
         return
     if plot is not None:
         check_plot(plot)
-    wishes = HostWishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
+    wishes = HostWishes(
+        kv_host, model_cache, engine_memory, engines_limit, engine_load, prefix_cache
+    )
     wanted = Overrides(
         policies=None if policies is None else lists.names(policies),
         models=None if models is None else lists.numbers("--models", models, int, "40,70,100"),

@@ -26,7 +26,7 @@ from tests.sim.points import preset_points
 ONE_POLICY = ("request-level",)
 FIGURES = [name for name in preset_names() if name.startswith("aegaeon-fig")]
 BURSTS = [name for name in preset_names() if name.startswith("tokenscale")]
-OTHERS = ("small-box", "aladdin-fig10", "prism-overload")
+OTHERS = ("small-box", "aladdin-fig10", "prism-overload", "conversations")
 RECORDED = [name for name in preset_names() if name not in (*FIGURES, *BURSTS, *OTHERS)]
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -83,7 +84,7 @@ def streamed(client: OpenAI) -> str:
     return "".join(choice.text or "" for chunk in stream for choice in chunk.choices)
 
 
-def assert_at_once(client: httpx.Client, url: str) -> None:
+def assert_at_once(client: Any, url: str) -> None:
     """Check that the tokens of a stream come one after the other."""
     body = {"model": LLAMA, "prompt": "Hi", "max_tokens": 200, "stream": True}
     with client.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:

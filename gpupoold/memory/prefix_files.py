@@ -23,6 +23,7 @@ import itertools
 import logging
 import os
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -111,9 +112,14 @@ class PrefixFiles:
         self._reading: dict[str, Future[dict[bytes, FileBlock]]] = {}
         self._thread = ThreadPoolExecutor(1, "prefix-files")
         self._unseen_bytes = budget_bytes  # written since the folder's size was seen
+        self._useless: deque[Path] = deque()  # files that are gone or damaged
+        self._forgotten: set[str] = set()  # models whose files under way are not to be written
 
     def refresh(self, owner: str) -> None:
         """Take note of files of an owner, once another thread has read their headers."""
+        self._forgotten.discard(owner[:NUM_DIGITS])
+        while self._useless:
+            self._forget_file(self._useless.popleft())
         reading = self._reading.get(owner)
         if reading is not None:
             if not reading.done():
@@ -132,9 +138,16 @@ class PrefixFiles:
         return self._blocks.get(owner, {}).get(key)
 
     def copy(self, found: FileBlock, to: CacheBytes, place: BlockPlace, num_bytes: int) -> bool:
-        """Read a block; return False if the file is gone or damaged."""
-        if found.block_bytes != num_bytes:
-            return False
+        """Read a block; return False if the file is gone or damaged, which is then deleted."""
+        is_right = found.block_bytes == num_bytes and self._read_block(found, to, place)
+        if not is_right:
+            self._useless.append(found.path)
+            with contextlib.suppress(OSError):
+                found.path.unlink()
+        return is_right
+
+    def _read_block(self, found: FileBlock, to: CacheBytes, place: BlockPlace) -> bool:
+        num_bytes = found.block_bytes
         offset = _HEADER_BYTES + found.position * num_bytes * self._num_ranks
         digest = blake3()
         try:
@@ -162,15 +175,25 @@ class PrefixFiles:
         return self._thread.submit(self._write, owner, list(keys), source, list(places), num_bytes)
 
     def forget(self, model: str) -> None:
-        """Forget files of the owners whose names begin with ``model``; the daemon deletes them."""
-        for owner in [one for one in self._blocks if one.startswith(model)]:
-            del self._blocks[owner]
+        """Delete the files of the owners whose names begin with ``model``."""
+        self._forgotten.add(model)
+        for owner in [one for one in self._known if one.startswith(model)]:
+            self._blocks.pop(owner, None)
             self._known.pop(owner, None)
             self._seen_ns.pop(owner, None)
+            self._reading.pop(owner, None)
+        self._thread.submit(remove_files, self._folder, model)
 
     def close(self) -> None:
         """Finish the files begun."""
         self._thread.shutdown(cancel_futures=True)
+
+    def _forget_file(self, path: Path) -> None:
+        for owner, blocks in self._blocks.items():
+            if self._folder_of(owner) == path.parent:
+                for key in [key for key, block in blocks.items() if block.path == path]:
+                    del blocks[key]
+                self._known.get(owner, set()).discard(path.name)
 
     def _folder_of(self, owner: str) -> Path:
         return self._folder / owner[:NUM_DIGITS] / owner[NUM_DIGITS:]
@@ -192,6 +215,8 @@ class PrefixFiles:
         except OSError:
             return {}  # another worker has deleted the file
         if header is None or header.owner.hex() != owner or header.num_ranks != self._num_ranks:
+            with contextlib.suppress(OSError):
+                path.unlink()  # damaged: else the blocks could not be written again
             return {}
         numbered = enumerate(zip(header.keys, header.digests, strict=True))
         size = header.block_bytes
@@ -207,7 +232,7 @@ class PrefixFiles:
     ) -> None:
         folder = self._folder_of(owner)
         path = folder / keys[0].hex()
-        if path.exists():
+        if path.exists() or owner[:NUM_DIGITS] in self._forgotten:
             return
         try:
             for one in (self._folder, folder.parent, folder):

@@ -209,7 +209,8 @@ class ModelSnapshots:
         self.host_budget.changed()
 
     async def renew(self, model: str) -> None:
-        """Drop damaged snapshots from host memory and from disk."""
+        """Drop damaged snapshots from host memory and from disk, with KV that may be wrong."""
+        self._supervisor.forget_prefixes(model)
         self._cache.drop_all(model)
         await self._saved.forget(model)
 

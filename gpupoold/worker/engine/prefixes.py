@@ -194,7 +194,7 @@ class StoredPrefixes:
 
         Ends when there is no room again.
         """
-        if self._fetches:
+        if self._fetches or self._waiting:
             self._settle_fetches()
         if not self._postponed or not self._has_room(1):
             return  # called at every step, and a search looks at all blocks of a prefix
@@ -286,15 +286,10 @@ class StoredPrefixes:
             self._ledger.give(one.blocks[::-1])
 
     def close(self) -> None:
-        """Free the copies that are of no use without the engine."""
-        for fetch in self._fetches:
-            fetch.finish()
+        """Free the copies that are of no use without the engine; may be repeated."""
+        while self._fetches:
+            self._fetches.pop().finish()
         self._store.forget(self._private_owner)
-
-    def distrust(self) -> None:
-        """Free all copies, because the engine may have computed wrong KV."""
-        self._store.forget(self._private_owner)
-        self._store.forget(self._owner)
 
     def _hold(
         self,

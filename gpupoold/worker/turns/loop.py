@@ -255,8 +255,9 @@ class TurnLoop:
             return True
         text = "%s: the self-check returned %s instead of %s"
         _logger.error(text, engine.name, wrong.answered, wrong.expected)
+        self._prefixes.forget(engine.info.name)  # the KV may be wrong too
         if engine.prefixes is not None:
-            engine.prefixes.distrust()
+            engine.prefixes.close()
         self._requests.fail_all(
             engine.name, f"the weights of {engine.name} are damaged and are reloaded"
         )

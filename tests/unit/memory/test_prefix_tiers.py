@@ -19,7 +19,7 @@ from gpupoold.memory.prefix_peers import PeerPrefixes
 from gpupoold.memory.prefix_store import PrefixStore
 from gpupoold.memory.prefix_writer import PrefixWriter
 from gpupoold.memory.slabs import BlockPlace
-from tests.unit.memory.test_prefix_store import content_of, fill, long_keys
+from tests.unit.memory.test_prefix_store import content_of, fill, long_keys, write
 
 # Two layers: a block has 1 KiB and 3 KiB.
 ROWS = (KvRow(0, 1024, 1024), KvRow(1 << 20, 3072, 3072))
@@ -261,6 +261,8 @@ class TestFiles:
         folder.wait_for(8)
         assert near.fetch(*range(8)) == 0
         assert near.fetch(*range(8, 20)) == 12 * BLOCK_BYTES
+        assert not near.has(0)
+        assert not path.exists()
         folder.writer.close()
 
     @pytest.mark.parametrize("num_bytes", [0, 100, 4095, 4096, 4096 + BLOCK_BYTES])
@@ -284,6 +286,47 @@ class TestFiles:
         assert near.fetch(0) == 0
         folder.files.forget(owners_of("llama"))
         assert not near.has(0)
+        folder.writer.close()
+
+    def test_a_damaged_file_is_written_again(
+        self, near: Tiers, written: bytes, tmp_path: Path
+    ) -> None:
+        [path] = (tmp_path / "kv").rglob(long_keys(0)[0].hex())
+        sound = path.read_bytes()
+        path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        folder = Folder(tmp_path / "kv", near)
+        folder.wait_for(0)
+        assert near.fetch(*range(8)) == 0
+        assert not path.exists()
+        room = near.store.begin(OWNER, long_keys(*range(8)), ROWS)
+        assert room is not None
+        write(room[1], 8, seed=0)
+        room[1].note_arrival(has_arrived=True)
+        room[1].free()
+        folder.write_all()
+        assert path.exists()
+        another = Tiers()
+        reader = Folder(tmp_path / "kv", another)
+        reader.wait_for(*range(8))
+        assert another.fetch(*range(8)) == 8 * BLOCK_BYTES
+        for one in (folder.writer, reader.writer, another):
+            one.close()
+
+    def test_what_is_forgotten_is_not_written_any_more(self, near: Tiers, tmp_path: Path) -> None:
+        folder = Folder(tmp_path / "kv", near)
+        assert not near.has(0)
+        fill(near.store, OWNER, *range(8))
+        fill(near.store, owner_of("qwen", "v1"), *range(8))
+        near.store.forget(owners_of("llama"))
+        folder.files.forget(owners_of("llama"))
+        folder.write_all()
+        [path] = [one for one in (tmp_path / "kv").rglob("*") if one.is_file()]
+        assert path.parent.parent.name == owners_of("qwen")
+        # A model of that name that is added again has files of its own.
+        assert not near.has(0)
+        fill(near.store, OWNER, *range(8))
+        folder.write_all()
+        folder.wait_for(*range(8))
         folder.writer.close()
 
     def test_the_least_recently_used_go_first(self, near: Tiers, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import trusted_socket_path
 from gpupoold.errors import GpupoolError, UsageError
+from gpupoold.sim.host import HostWishes
 from gpupoold.units import parse_duration_s, parse_size_bytes
 
 _COMPLETION_TIMEOUT_S = 1.0
@@ -43,6 +44,27 @@ def size_bytes(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+class EngineMemory(NamedTuple):
+    """Bytes of an engine, and of the engines of some models."""
+
+    num_bytes: int
+    own_bytes: tuple[tuple[str, int], ...]
+
+
+def engine_memory(text: str) -> EngineMemory:
+    """Parse the memory of engines: ``280MB`` or ``280MB,large-model=900MB``.
+
+    Raises:
+        typer.BadParameter: a part is no size; Typer adds the option's name.
+    """
+    first, *others = text.split(",")
+    pairs = [part.partition("=") for part in others]
+    if not all(separator for _, separator, _ in pairs):
+        raise typer.BadParameter(f"{text!r}: write for example 280MB,large-model=900MB")
+    own = tuple((name.strip(), size_bytes(size.strip())) for name, _, size in pairs)
+    return EngineMemory(size_bytes(first.strip()), own)
+
+
 def _size_option(name: str, text: str) -> Any:
     return typer.Option(name, parser=size_bytes, metavar="SIZE", help=text)
 
@@ -67,10 +89,12 @@ ModelCacheOption = Annotated[
     ),
 ]
 EngineMemoryOption = Annotated[
-    int | None,
-    _size_option(
+    EngineMemory | None,
+    typer.Option(
         "--engine-memory",
-        "Memory of an engine outside the pages, as `gpupool show` says; default: none.",
+        parser=engine_memory,
+        metavar="SIZE[,MODEL=SIZE...]",
+        help="Memory of an engine outside the pages, as `gpupool show` says; default: none.",
     ),
 ]
 EnginesLimitOption = Annotated[
@@ -89,6 +113,21 @@ EngineLoadOption = Annotated[
         help="Time to load an engine that was evicted; default: 13s.",
     ),
 ]
+
+
+def host_wishes(
+    kv_host: int | None,
+    model_cache: int | None,
+    engines: EngineMemory | None,
+    engines_limit: int | None,
+    engine_load: float | None,
+    prefix_cache: int | None = None,
+) -> HostWishes:
+    """Return the budgets of a simulated box as given by options."""
+    num_bytes, own_bytes = (None, ()) if engines is None else engines
+    return HostWishes(
+        kv_host, model_cache, num_bytes, engines_limit, engine_load, prefix_cache, own_bytes
+    )
 
 
 def read_pairs(given: Iterable[str], option: str, example: str) -> Iterator[tuple[str, str]]:

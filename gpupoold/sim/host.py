@@ -29,10 +29,10 @@ class HostMemory:
 class HostWishes:
     """Budgets in bytes as in the daemon's configuration; None has the daemon's default.
 
-    An engine takes ``engine_bytes`` outside the pages of each GPU; with None engines take nothing,
-    and every device has all of them. ``engines_bytes`` is the limit for the engines of a GPU. The
-    load of an engine takes ``load_s`` seconds. ``prefix_cache_bytes`` limits the KV of ended
-    requests on the whole box.
+    An engine takes ``engine_bytes`` outside the pages of each GPU, or what ``own_engine_bytes`` has
+    for its model; with None engines take nothing, and every device has all of them.
+    ``engines_bytes`` is the limit for the engines of a GPU. The load of an engine takes ``load_s``
+    seconds. ``prefix_cache_bytes`` limits the KV of ended requests on the whole box.
     """
 
     kv_host_bytes: int | None = None
@@ -41,6 +41,7 @@ class HostWishes:
     engines_bytes: int | None = None
     load_s: float | None = None
     prefix_cache_bytes: int | None = None
+    own_engine_bytes: tuple[tuple[str, int], ...] = ()
 
 
 NO_WISHES = HostWishes()

@@ -64,7 +64,7 @@ def engine_costs(box: Box, wishes: HostWishes = NO_WISHES) -> EngineCosts | None
     if limit_bytes is None:
         limit_bytes = default_engines_bytes(work_out(Wishes(), _machine(box)))
     load_s = LOAD_S if wishes.load_s is None else wishes.load_s
-    return EngineCosts(wishes.engine_bytes, limit_bytes, load_s)
+    return EngineCosts(wishes.engine_bytes, limit_bytes, load_s, wishes.own_engine_bytes)
 
 
 def _machine(box: Box) -> Machine:

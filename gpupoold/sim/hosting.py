@@ -28,12 +28,18 @@ from gpupoold.units import format_bytes
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
     """Costs of an engine: ``num_bytes`` of memory outside the pages on each GPU, and the seconds of
-    a load. All engines of a GPU have at most ``limit_bytes``.
+    a load. All engines of a GPU have at most ``limit_bytes``. ``own_bytes`` has the models whose
+    engines are of another size.
     """
 
     num_bytes: int
     limit_bytes: int
     load_s: float
+    own_bytes: tuple[tuple[str, int], ...] = ()
+
+    def bytes_of(self, model: str) -> int:
+        """Return the memory of a model's engine on each GPU."""
+        return dict(self.own_bytes).get(model, self.num_bytes)
 
 
 class EngineLoad(NamedTuple):
@@ -45,7 +51,7 @@ class EngineLoad(NamedTuple):
 
 
 class Hosting:
-    """The engines on each device of a box, equal in size.
+    """The engines on each device of a box.
 
     A device loads one engine at a time. ``num_loads`` counts the loads, without those before the
     first request.
@@ -62,12 +68,18 @@ class Hosting:
         Raises:
             UsageError: a device has too little memory for one engine.
         """
-        if costs.num_bytes > costs.limit_bytes:
+        if unknown := [name for name, _ in costs.own_bytes if name not in models]:
             raise UsageError(
-                f"an engine takes {format_bytes(costs.num_bytes)} outside the pages, a GPU has "
-                f"{format_bytes(costs.limit_bytes)} for engines",
-                "raise --engines-limit",
+                f"--engine-memory names {', '.join(unknown)}, which is no model here",
+                f"the models are {', '.join(list(models)[:20])}",
             )
+        for name in models:
+            if costs.bytes_of(name) > costs.limit_bytes:
+                raise UsageError(
+                    f"the engine of {name} takes {format_bytes(costs.bytes_of(name))} outside the "
+                    f"pages, a GPU has {format_bytes(costs.limit_bytes)} for engines",
+                    "raise --engines-limit",
+                )
         self.costs = costs
         self._models = tuple(models)
         self._undivided = {
@@ -123,7 +135,8 @@ class Hosting:
             chosen = choose(self._model(name, is_late=is_late(state, name, now_s)), devices)
             if chosen and chosen[0].device not in self._loading:
                 number = chosen[0].device
-                gone = victims(devices[number], self.costs.num_bytes, chosen[0].reason)
+                num_bytes = self.costs.bytes_of(name)
+                gone = victims(devices[number], num_bytes, chosen[0].reason)
                 assert gone is not None, "the choice had checked it"
                 self._engines[number] -= set(gone)
                 self._loading[number] = name
@@ -151,13 +164,13 @@ class Hosting:
             devices = [self._device(number) for number in self._numbers]
             for choice in choose(self._model(name), devices):
                 device = devices[choice.device]
-                gone = victims(device, self.costs.num_bytes, choice.reason)
+                gone = victims(device, self.costs.bytes_of(name), choice.reason)
                 if gone is not None and not any(device.engines[one].is_only for one in gone):
                     self._engines[choice.device] -= set(gone)
                     self._engines[choice.device].add(name)
 
     def _model(self, name: str, *, is_late: bool = False) -> HostingModel:
-        need_bytes = dict.fromkeys(self._numbers, self.costs.num_bytes)
+        need_bytes = dict.fromkeys(self._numbers, self.costs.bytes_of(name))
         undivided = self._undivided[name]
         return HostingModel(name, need_bytes=need_bytes, is_late=is_late, undivided=undivided)
 
@@ -184,7 +197,7 @@ class Hosting:
         is_only = not any(name in on for on in others)
         return HostedEngine(
             name,
-            self.costs.num_bytes,
+            self.costs.bytes_of(name),
             is_busy=is_busy or (is_only and self._num_live[name] > 0),
             is_only=is_only,
             idle_s=now_s - self._used_at_s.get(name, -math.inf),

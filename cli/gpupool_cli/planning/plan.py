@@ -19,6 +19,7 @@ from gpupool_cli.options import (
     KvHostOption,
     ModelCacheOption,
     duration_s,
+    host_wishes,
 )
 from gpupool_cli.output import print_json
 from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
@@ -28,7 +29,6 @@ from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box, parse_groups
-from gpupoold.sim.host import HostWishes
 from gpupoold.sim.planner.groups import GroupQuestion, choose_groups
 from gpupoold.sim.planner.models import place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
@@ -110,7 +110,7 @@ def plan(
     if groups not in (None, AUTO):
         box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
-    host = HostWishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
+    host = host_wishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
     max_lens = {one.name: one.max_len for one in inputs.models if one.max_len is not None}
     choice = None
     if groups == AUTO:

@@ -23,6 +23,7 @@ from gpupool_cli.options import (
     TbtOption,
     TtftOption,
     duration_s,
+    host_wishes,
 )
 from gpupool_cli.output import Column, print_line, print_table
 from gpupool_cli.planning.plot import check_plot, save_plot
@@ -30,7 +31,7 @@ from gpupool_cli.planning.simulation_view import PointsView, print_rows
 from gpupoold.config.schema import load_settings
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.host import NO_WISHES, HostWishes
+from gpupoold.sim.host import NO_WISHES
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
 from gpupoold.sim.roles_text import parse_roles
 from gpupoold.sim.run import RunRow, run_points
@@ -119,7 +120,7 @@ def simulate(
         return
     if plot is not None:
         check_plot(plot)
-    wishes = HostWishes(
+    wishes = host_wishes(
         kv_host, model_cache, engine_memory, engines_limit, engine_load, prefix_cache
     )
     wanted = Overrides(

@@ -50,8 +50,26 @@ class TestStart:
         assert placed.hosts() == [(0, "a"), (1, "a"), (1, "b")]
 
     def test_an_engine_larger_than_the_limit_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="an engine takes 100 B"):
+        with pytest.raises(UsageError, match="the engine of a takes 100 B"):
             Hosting(EngineCosts(100, 99, LOAD), ("a",), [{"a"}])
+        with pytest.raises(UsageError, match="the engine of b takes 101 B"):
+            Hosting(EngineCosts(50, 100, LOAD, (("b", 101),)), ("a", "b"), [{"a", "b"}])
+
+    def test_engines_of_unequal_sizes(self) -> None:
+        """Two small engines fit beside each other, a large one only alone."""
+        costs = EngineCosts(100, 200, LOAD, (("c", 200),))
+        assert {name for _, name in Hosting(costs, tuple("abc"), [set("abc")]).hosts()} == {
+            "a",
+            "b",
+        }
+        placed = dict.fromkeys(range(2), "")
+        for number, name in Hosting(costs, tuple("cab"), [set("abc")] * 2).hosts():
+            placed[number] += name
+        assert sorted(placed.values()) == ["ab", "c"]
+
+    def test_a_size_of_an_unknown_model_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="names d, which is no model here"):
+            Hosting(EngineCosts(1, 2, LOAD, (("d", 1),)), ("a",), [{"a"}])
 
 
 class TestCosts:

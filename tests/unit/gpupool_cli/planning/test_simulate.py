@@ -86,6 +86,20 @@ def test_engines_that_do_not_all_fit(env: dict[str, str]) -> None:
     assert "add --engine-memory" in refused.stderr
 
 
+def test_engines_of_some_models_may_have_another_size(env: dict[str, str]) -> None:
+    scarce = ("--engine-memory", "1GB,m01=2GB", "--engines-limit", "2GB", "--engine-load", "5s")
+    [tight] = rows_of(simulate(env, *SMALL, *scarce, "--json"))
+    assert int(str(tight["engine_loads"])) > 0
+    for wrong, told in (
+        ("1GB,m01", "write for example"),
+        ("1GB,m01=x", "is not a size"),
+        ("1GB,m99=1GB", "m99, which is no model here"),
+    ):
+        refused = simulate(env, *SMALL, "--engine-memory", wrong, "--engines-limit", "2GB")
+        assert refused.returncode == 2
+        assert told in refused.stderr
+
+
 def test_a_table_and_what_it_is_good_for(env: dict[str, str]) -> None:
     done = simulate(env, *SMALL, "--models", "2,3")
     header, *rows, empty, title, goodput = done.stdout.splitlines()

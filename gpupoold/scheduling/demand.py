@@ -6,7 +6,7 @@ follows from the model's costs (:mod:`.velocity`). Pure: no clock, no device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gpupoold.scheduling.state import DeviceState, Model, Speed, State
@@ -44,10 +44,12 @@ def demand_of(
     capacity_bytes: int,
     bandwidth: float,
     kind: str = "",
+    others_s: float = 0.0,
 ) -> Demand:
     """Return the devices that one model's requests need: equations 2 and 3.
 
-    ``bandwidth``: bytes of KV per second that a device can migrate.
+    ``bandwidth``: bytes of KV per second that a device can migrate. ``others_s``: seconds that
+    other models' steps take between two tokens.
     """
     speed = model.speed(kind)
     kv_bytes = max(1, model.kv_bytes_per_token)
@@ -58,7 +60,7 @@ def demand_of(
         velocity = prefill_velocity(tokens, max(speed.costs.prefill_s(tokens), 1e-6))
         prefill += prefillers_load(rate * tokens, velocity, network)
     room_tokens = max(1.0, (capacity_bytes - model.weight_bytes) / kv_bytes)
-    tbt_s = model.targets.tbt_s
+    tbt_s = model.targets.tbt_s - others_s
     velocities = {one: batch_velocity(speed, tbt_s, one, room_tokens) for one in rates_rps}
     return Demand(prefill, decoders_load(rates_rps, velocities))
 
@@ -81,7 +83,9 @@ def _largest_batch(
     return batch_size, base_s + batch_size * each_s
 
 
-def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = "") -> float:
+def decoding_now(
+    state: State, model: Model, capacity_bytes: int, kind: str = "", others_s: float = 0.0
+) -> float:
     """Return the devices needed by the present answers, for devices of a kind.
 
     Arrivals alone underestimate until long answers have ended: the first answers to end are short.
@@ -96,20 +100,34 @@ def decoding_now(state: State, model: Model, capacity_bytes: int, kind: str = ""
     if num_answers <= 0:
         return 0.0
     room_tokens = (capacity_bytes - model.weight_bytes) / max(1, model.kv_bytes_per_token)
-    speed, tbt_s = model.speed(kind), model.targets.tbt_s
+    speed, tbt_s = model.speed(kind), model.targets.tbt_s - others_s
     return num_answers / _largest_batch(speed, tbt_s, tokens / num_answers, room_tokens)[0]
 
 
 def demands_on(
-    state: State, rates_rps: Mapping[str, Mapping[RequestClass, float]], device: DeviceState
+    state: State,
+    rates_rps: Mapping[str, Mapping[RequestClass, float]],
+    device: DeviceState,
+    sharing: Collection[str] = (),
 ) -> list[Demand]:
-    """Return the demand of each known model for devices like ``device``."""
-    capacity_bytes, bandwidth = device.capacity_bytes, device.bandwidth_bytes_per_s
+    """Return the demand of each known model for devices like ``device``.
+
+    The models in ``sharing`` decode in turns: between two tokens of one, the weights of all are
+    read.
+    """
+    capacity_bytes, bandwidth, kind = (
+        device.capacity_bytes,
+        device.bandwidth_bytes_per_s,
+        device.kind,
+    )
+    bases_s = {name: state.models[name].speed(kind).step_s(0, 0) for name in sharing}
     demands = []
     for name, rates in rates_rps.items():
         model = state.models.get(name)
         if model is not None:
-            coming = demand_of(model, rates, capacity_bytes, bandwidth, device.kind)
-            decode = max(coming.decode, decoding_now(state, model, capacity_bytes, device.kind))
+            others_s = sum(bases_s.values()) - bases_s[name] if name in bases_s else 0.0
+            coming = demand_of(model, rates, capacity_bytes, bandwidth, kind, others_s)
+            present = decoding_now(state, model, capacity_bytes, kind, others_s)
+            decode = max(coming.decode, present)
             demands.append(Demand(coming.prefill, decode))
     return demands

@@ -1,15 +1,15 @@
 """Prefill and decode roles by arrivals (TokenScale, section IV-C).
 
 Roles are split only where a split pays (docs/scheduling.md has the measurements): one model has
-most of the load, the load needs more than one device, and no device has to switch. Otherwise every
-device does both, and batches stay whole. All devices are used: the split makes the busier stage the
-least busy.
+most of the load, or hot models that need several devices each, the load needs more than one device,
+and no device has to switch. Otherwise every device does both, and batches stay whole. All devices
+are used: the split makes the busier stage the least busy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpupoold.domain import Role
@@ -38,10 +38,11 @@ class RoleTuning:
     least_stay_s: float = 30.0
     # Weights must fit beside this share of a device for KV.
     kv_share: float = 0.3
-    # Least share of a single model in the load: if several models take turns, answers on fewer
-    # devices lose what prompts gain.
+    # Least share in the load of a single model, or of hot models together, which need this part of a
+    # device each: if many small models take turns, answers on fewer devices lose what prompts gain.
     main_share_to_split: float = 0.8
     main_share_to_stay: float = 0.6
+    hot_load: float = 0.5
 
 
 def best_split(
@@ -107,9 +108,16 @@ class RolePlanner:
             return present
         if not self._fit_together(models, usable):
             return None
-        demands = _mean_demands(state, arrivals.rates_rps(now_s), usable)
+        rates_rps = arrivals.rates_rps(now_s)
+        demands = _mean_demands(state, rates_rps, usable)
+        main_share = _main_share(demands, tuning.hot_load)
+        known = [name for name in rates_rps if name in state.models]
+        hot = [
+            name for name, one in zip(known, demands, strict=True) if one.total >= tuning.hot_load
+        ]
+        if len(hot) > 1:
+            demands = _mean_demands(state, rates_rps, usable, hot)
         demand = sum(demands, Demand())
-        main_share = max(one.total for one in demands) / max(demand.total, 1e-9)
         limit = tuning.main_share_to_split if present is None else tuning.main_share_to_stay
         if main_share < limit:
             return None
@@ -147,15 +155,25 @@ class RolePlanner:
                 return
 
 
+def _main_share(demands: Sequence[Demand], hot_load: float) -> float:
+    """Return the share of hot models in the load, at least that of the largest model."""
+    loads = [one.total for one in demands]
+    hot = sum(load for load in loads if load >= hot_load)
+    return max(hot, max(loads)) / max(sum(loads), 1e-9)
+
+
 def _mean_demands(
     state: State,
     rates_rps: Mapping[str, Mapping[RequestClass, float]],
     devices: Sequence[DeviceState],
+    sharing: Collection[str] = (),
 ) -> list[Demand]:
     """Return each model's demand for a mean device: devices may differ in size and kind."""
     sizes = Counter((one.kind, one.capacity_bytes) for one in devices)
     like = {(one.kind, one.capacity_bytes): one for one in reversed(devices)}
-    by_size = [(demands_on(state, rates_rps, like[size]), num) for size, num in sizes.items()]
+    by_size = [
+        (demands_on(state, rates_rps, like[size], sharing), num) for size, num in sizes.items()
+    ]
     if len(by_size) == 1:
         return by_size[0][0]
     totals = [Demand() for _ in by_size[0][0]]

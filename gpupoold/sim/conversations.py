@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
-from typing import Self
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.lengths import sharegpt_lengths
-from gpupoold.sim.scenario import Draw, DrawnWorkload
+from gpupoold.sim.scenario import Draw, DrawnWorkload, WithoutFile
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, model_names
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
+class Conversations(WithoutFile):
     """Poisson beginnings of conversations, equal for all models, of ``num_turns`` each in the mean.
 
     A further turn comes after a pause of ``pause_s`` in the mean, whenever the turn before is
@@ -26,13 +24,6 @@ class Conversations:
     num_turns: float = 6.0
     pause_s: float = 60.0
     max_tokens: int = 16_384
-
-    @property
-    def needs_folder(self) -> bool:
-        return False
-
-    def located(self, folder: Path | None) -> Self:
-        return self
 
     def draw(self, draw: Draw) -> DrawnWorkload:
         """Raise UsageError without a number of models, a rate and a duration."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.lengths import sharegpt_lengths
-from gpupoold.sim.scenario import Draw, DrawnModel, DrawnWorkload
+from gpupoold.sim.scenario import Draw, DrawnModel, DrawnWorkload, WithoutFile
 from gpupoold.sim.workloads import poisson_workload
 
 
@@ -36,17 +34,10 @@ SMALL_BOX = (
 
 
 @dataclass(frozen=True, slots=True)
-class NamedArrivals:
+class NamedArrivals(WithoutFile):
     """Poisson arrivals, each model at its own rate, with ShareGPT lengths."""
 
     models: tuple[NamedModel, ...]
-
-    @property
-    def needs_folder(self) -> bool:
-        return False
-
-    def located(self, folder: Path | None) -> Self:
-        return self
 
     def draw(self, draw: Draw) -> DrawnWorkload:
         """Scale all rates if a mean rate is given.

@@ -102,7 +102,7 @@ class Workload(Protocol):
         ...
 
 
-class _WithoutFile:
+class WithoutFile:
     """``needs_folder`` and ``located`` of a workload without files."""
 
     __slots__ = ()
@@ -116,7 +116,7 @@ class _WithoutFile:
 
 
 @dataclass(frozen=True, slots=True)
-class PoissonArrivals(_WithoutFile):
+class PoissonArrivals(WithoutFile):
     """Poisson arrivals, equal for all models.
 
     ``lengths``: a variant of ShareGPT's lengths, or constant lengths.
@@ -140,7 +140,7 @@ class PoissonArrivals(_WithoutFile):
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRequests(_WithoutFile):
+class FixedRequests(WithoutFile):
     """A fixed list of requests."""
 
     requests: tuple[SimRequest, ...]
@@ -155,7 +155,7 @@ class FixedRequests(_WithoutFile):
 
 
 @dataclass(frozen=True, slots=True)
-class Phases(_WithoutFile):
+class Phases(WithoutFile):
     """Poisson arrivals for one model at a changing rate, with constant lengths.
 
     ``phases``: consecutive pairs of seconds and requests per second.

@@ -63,3 +63,13 @@ def test_answers_under_way_are_work_too() -> None:
     assert decoding_now(driver.state, model, 80 * GB) == pytest.approx(0.3)
     [demand] = demands_on(driver.state, {"a": {KIND: 0.1}, "gone": {}}, driver.state.devices[0])
     assert (demand.prefill, demand.decode) == pytest.approx((0.01, 0.3))
+
+
+def test_models_that_decode_in_turns_read_each_others_weights() -> None:
+    driver = Driver(models="a b", costs=COSTS)
+    rates = {name: {KIND: 1.0} for name in "ab"}
+    alone = demands_on(driver.state, rates, driver.state.devices[0])
+    sharing = demands_on(driver.state, rates, driver.state.devices[0], "ab")
+    for one, other in zip(alone, sharing, strict=True):
+        assert other.decode > one.decode
+        assert other.prefill == one.prefill

@@ -90,17 +90,26 @@ def test_a_stage_that_would_be_full_is_not_split_off() -> None:
     assert roles(box) == [MIXED] * 2
 
 
+def test_hot_models_that_fit_together_are_split_together() -> None:
+    box = driver(models="a b")
+    pass_time(box, 60, 6, "ab")
+    assert roles(box).count(PREFILL) == 1
+    assert roles(box).count(DECODE) == 3
+
+
 def test_models_that_take_turns_are_not_split() -> None:
-    assert pass_time(driver(models="a b"), 60, 6, "ab") == []
+    small = "abcdefgh"
+    assert pass_time(driver(models=" ".join(small), weight_bytes=GB), 60, 6, small) == []
     assert pass_time(driver(weight_bytes=60 * GB), 60, 6) == []  # no room for KV beside it
     assert pass_time(driver(models="a b", weight_bytes=30 * GB), 60, 7, "aaaaaab") == []
 
 
-def test_a_split_ends_when_another_model_has_as_much_to_do() -> None:
-    box = driver(models="a b")
+def test_a_split_ends_when_small_models_have_as_much_to_do() -> None:
+    small = "abcdefgh"
+    box = driver(models=" ".join(small), weight_bytes=GB)
     pass_time(box, 60, 6)
     assert roles(box).count(PREFILL) == 1
-    changes = pass_time(box, 60, 6, "ab")
+    changes = pass_time(box, 60, 6, small)
     assert [role for _, role in changes] == [MIXED] * 4
 
 

@@ -44,14 +44,14 @@ def size_bytes(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-class EngineMemory(NamedTuple):
+class EngineSizes(NamedTuple):
     """Bytes of an engine, and of the engines of some models."""
 
     num_bytes: int
     own_bytes: tuple[tuple[str, int], ...]
 
 
-def engine_memory(text: str) -> EngineMemory:
+def engine_memory(text: str) -> EngineSizes:
     """Parse the memory of engines: ``280MB`` or ``280MB,large-model=900MB``.
 
     Raises:
@@ -62,7 +62,7 @@ def engine_memory(text: str) -> EngineMemory:
     if not all(separator for _, separator, _ in pairs):
         raise typer.BadParameter(f"{text!r}: write for example 280MB,large-model=900MB")
     own = tuple((name.strip(), size_bytes(size.strip())) for name, _, size in pairs)
-    return EngineMemory(size_bytes(first.strip()), own)
+    return EngineSizes(size_bytes(first.strip()), own)
 
 
 def _size_option(name: str, text: str) -> Any:
@@ -89,7 +89,7 @@ ModelCacheOption = Annotated[
     ),
 ]
 EngineMemoryOption = Annotated[
-    EngineMemory | None,
+    EngineSizes | None,
     typer.Option(
         "--engine-memory",
         parser=engine_memory,
@@ -118,7 +118,7 @@ EngineLoadOption = Annotated[
 def host_wishes(
     kv_host: int | None,
     model_cache: int | None,
-    engines: EngineMemory | None,
+    engines: EngineSizes | None,
     engines_limit: int | None,
     engine_load: float | None,
     prefix_cache: int | None = None,

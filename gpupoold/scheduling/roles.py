@@ -38,8 +38,9 @@ class RoleTuning:
     least_stay_s: float = 30.0
     # Weights must fit beside this share of a device for KV.
     kv_share: float = 0.3
-    # Least share in the load of a single model, or of hot models together, which need ``hot_load``
-    # devices each: if many small models take turns, answers on fewer devices lose what prompts gain.
+    # Least share in the load of a single model, or of hot models together, each of which needs
+    # ``hot_load`` devices: if many small models take turns, answers on fewer devices lose what
+    # prompts gain.
     main_share_to_split: float = 0.8
     main_share_to_stay: float = 0.6
     hot_load: float = 0.5

@@ -125,7 +125,7 @@ def test_the_table_has_every_path_of_the_router() -> None:
 @pytest.mark.parametrize("are_required", [False, True])
 @pytest.mark.parametrize("host", [*OURS, *FOREIGN])
 async def test_matrix(are_required: bool, host: bytes | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(router, "describe", lambda *_: {})
+    monkeypatch.setattr(router, "describe", lambda *_, **__: {})
     box = Box(are_required=are_required)
     wrong = {}
     for kind, method, path in itertools.product(KINDS, METHODS, ANSWERS):

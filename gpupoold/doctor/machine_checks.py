@@ -26,13 +26,7 @@ _USED_BY_OTHERS_SHARE = 0.05
 _SPARE_FILES = 1024
 _LEAST_FILES = 1024
 _LEAST_PROCESSES = 4096
-_LEAST_FREE_BYTES = {
-    "state_dir": GIB,
-    "log_dir": GIB,
-    "download_dir": 10 * GIB,
-    "snapshots": 0,
-    "kv": 0,
-}
+_LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB}
 _FULL_BYTES = 100 * 2**20
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _FIRST_KERNEL = {

@@ -16,7 +16,7 @@ class CacheBytes:
         Raises:
             OSError: the process has too few addresses.
         """
-        self._shape = shape
+        self.shape = shape
         flags = libc.MAP_SHARED | libc.MAP_NORESERVE
         self._address = libc.mmap(None, shape.data_bytes, libc.PROT_READ_WRITE, flags, fd, 0)
 
@@ -37,7 +37,7 @@ class CacheBytes:
         return [libc.view(address, num_bytes) for address in self._addresses(place, num_bytes)]
 
     def close(self) -> None:
-        libc.munmap(self._address, self._shape.data_bytes)
+        libc.munmap(self._address, self.shape.data_bytes)
 
     def _addresses(self, place: BlockPlace, num_bytes: int) -> list[int]:
         """Return the address of a block on each rank.
@@ -45,7 +45,7 @@ class CacheBytes:
         Raises:
             ValueError: the cache has no such place.
         """
-        shape = self._shape
+        shape = self.shape
         offset = place.slab * shape.slab_bytes + place.block * num_bytes
         if not 0 <= offset <= shape.budget_bytes - num_bytes:
             raise ValueError(f"{place} is outside of the KV host cache")

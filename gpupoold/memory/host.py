@@ -144,9 +144,6 @@ class Evictable(Protocol):
     def evict_oldest(self) -> bool:
         """Free a slot; return False if none may be freed."""
 
-    def forget(self, prefix: str) -> None:
-        """Free the slots of owners whose names begin with ``prefix``, at the end of their use."""
-
     def check_integrity(self) -> None:
         """Raise AssertionError when the bookkeeping is inconsistent."""
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.geometry import KvRow
-from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
 from gpupoold.memory.slabs import BlockPlace
 
@@ -74,9 +73,10 @@ class Fetch:
 class PrefixFetcher:
     """Finds blocks in ``sources`` and copies them; for one thread."""
 
-    def __init__(self, host: KvHostCache, store: PrefixStore) -> None:
+    def __init__(self, store: PrefixStore, cache: CacheBytes) -> None:
+        """``cache`` has the bytes of the store's cache."""
         self.store = store
-        self._bytes = CacheBytes(host.fd, host.shape) if host.budget_bytes else None
+        self._bytes = cache
         self._sources: dict[object, PrefixSource] = {}
         self._thread = ThreadPoolExecutor(1, "prefixes")
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -84,7 +84,7 @@ class PrefixFetcher:
 
     @property
     def has_sources(self) -> bool:
-        return bool(self._sources) and self._bytes is not None
+        return bool(self._sources)
 
     def add(self, name: object, source: PrefixSource) -> None:
         """Add a source, in place of the source of that name."""
@@ -104,14 +104,13 @@ class PrefixFetcher:
 
     def has(self, owner: str, key: bytes) -> bool:
         """Return whether a source has a block."""
-        return any(source.find(owner, key) is not None for source in self._sources.values())
+        return self._find(owner, key) is not None
 
     def begin(self, owner: str, keys: Sequence[bytes], rows: Sequence[KvRow]) -> Fetch | None:
         """Start to copy blocks of sources to the store, the first ones that have room there.
 
         Returns None without any.
         """
-        assert self._bytes is not None
         room = self.store.begin(owner, keys, rows)
         if room is None:
             return None
@@ -133,8 +132,6 @@ class PrefixFetcher:
         for name in list(self._sources):
             self.remove(name)
         self._thread.shutdown()
-        if self._bytes is not None:
-            self._bytes.close()
         os.close(self.wake_fd)
 
     def _find(self, owner: str, key: bytes) -> tuple[PrefixSource, Any] | None:
@@ -154,7 +151,6 @@ class PrefixFetcher:
         """Copy blocks in the thread; return whether all have arrived."""
         has_arrived = False
         try:
-            assert self._bytes is not None
             has_arrived = all(
                 one is not None and one[0].copy(one[1], self._bytes, place, num_bytes)
                 for one, place in zip(found, places, strict=True)

@@ -202,7 +202,7 @@ class PrefixFiles:
         """Read the headers of files whose names are not ``known``, in the thread."""
         blocks = {}
         with contextlib.suppress(OSError), os.scandir(self._folder_of(owner)) as entries:
-            new = [one.name for one in entries if one.name not in known and not _is_new(one.name)]
+            new = [one.name for one in entries if one.name not in known and _NEW not in one.name]
             for name in new:
                 known.add(name)
                 blocks.update(self._blocks_of(self._folder_of(owner) / name, owner))
@@ -302,7 +302,3 @@ def _digest_of(views: Sequence[memoryview]) -> bytes:
 
 def _parts(joined: bytes, num_bytes: int, count: int) -> list[bytes]:
     return [joined[at : at + num_bytes] for at in range(0, count * num_bytes, num_bytes)]
-
-
-def _is_new(name: str) -> bool:
-    return _NEW in name

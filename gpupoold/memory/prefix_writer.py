@@ -6,7 +6,6 @@ import logging
 from concurrent.futures import Future
 
 from gpupoold.memory.cache_bytes import CacheBytes
-from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.prefix_files import PrefixFiles
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
 
@@ -19,11 +18,13 @@ _BATCH_BYTES, _BATCH_SHARE = 256 << 20, 1 / 8
 class PrefixWriter:
     """Writes copies in the order of their arrival, each once; for one thread."""
 
-    def __init__(self, host: KvHostCache, store: PrefixStore, files: PrefixFiles) -> None:
+    def __init__(self, store: PrefixStore, cache: CacheBytes, files: PrefixFiles) -> None:
+        """``cache`` has the bytes of the store's cache."""
         self._store = store
         self._files = files
-        self._bytes = CacheBytes(host.fd, host.shape)
-        self._batch_bytes = min(_BATCH_BYTES, int(_BATCH_SHARE * host.budget_bytes))
+        self._bytes = cache
+        self._batch_bytes = min(_BATCH_BYTES, int(_BATCH_SHARE * cache.shape.budget_bytes))
+        store.keeps_unwritten = True
         self._under_way: list[tuple[Future[None], StoredBlocks]] = []
 
     def poll(self) -> None:
@@ -42,4 +43,3 @@ class PrefixWriter:
     def close(self) -> None:
         """Finish the files begun."""
         self._files.close()
-        self._bytes.close()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 from gpupoold.scheduling.output_length import prompt_class
 from gpupoold.scheduling.velocity import RequestClass
@@ -18,8 +17,6 @@ RECENT_S = 30.0
 LASTING_S = 600.0
 # A window moves by a sixtieth of the length, so the memory does not grow with the rate.
 _NUM_BUCKETS = 60
-
-_Key = TypeVar("_Key")
 
 
 @dataclass(slots=True)
@@ -42,14 +39,6 @@ class _Bucket:
 
     number: int
     sums: dict[tuple[str, int], _Sums] = field(default_factory=dict)
-
-
-def _add_to(sums: dict[_Key, _Sums], key: _Key, one: _Sums) -> None:
-    known = sums.get(key)
-    if known is None:
-        sums[key] = replace(one)
-    else:
-        known.add(one)
 
 
 class ArrivalWindow:
@@ -75,8 +64,8 @@ class ArrivalWindow:
             self._buckets.append(_Bucket(number))
         length_class = prompt_class(prompt_tokens)
         one = _Sums(1, prompt_tokens, max(1, output_tokens))
-        _add_to(self._buckets[-1].sums, (model, length_class), one)
-        _add_to(self._sums.setdefault(model, {}), length_class, one)
+        self._buckets[-1].sums.setdefault((model, length_class), _Sums()).add(one)
+        self._sums.setdefault(model, {}).setdefault(length_class, _Sums()).add(one)
 
     def seen_s(self, now_s: float) -> float:
         """Return the seconds of recorded arrivals, at most the window."""

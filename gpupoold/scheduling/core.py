@@ -271,7 +271,7 @@ class Core:
     def _migrate_out(self, now_s: float) -> None:
         """Migrate answers from devices that should have none, as far as memory allows."""
         for device in self.state.devices.values():
-            if device.working and device.migrates_out:
+            if device.migrates_out:
                 batches = list(device.working.values())
                 for request in [one for batch in batches for one in batch.requests.values()]:
                     self._go_on(request, now_s)

@@ -187,8 +187,6 @@ class Batch:
     cached_tokens: int = 0
     context_tokens: int = 0
     num_background: int = 0
-    latest_arrival_s: float = -math.inf
-    """The latest arrival of all requests so far, also of those that have left."""
     _load: float = 0.0
     _load_revision: int = -1  # model revision of ``_load``; -1: unknown
     _deadlines_s: list[float] = field(default_factory=list)
@@ -202,8 +200,6 @@ class Batch:
     def add(self, request: Request) -> None:
         """Add a request, which waits for prefill unless it is decoding."""
         self.requests[request.id] = request
-        if request.arrival_s > self.latest_arrival_s:
-            self.latest_arrival_s = request.arrival_s
         self.prompt_tokens += request.prompt_tokens
         self.expected_tokens += request.expected_tokens
         self.num_background += request.is_background

@@ -91,34 +91,39 @@ def least_bytes(peer: WorkerPeer, histories: dict[tuple[str, int], list[int]]) -
     return least
 
 
-def test_after_the_death_of_a_worker(
-    tiny_models: dict[str, Path], expected: dict[tuple[str, int], list[int]]
-) -> None:
+Histories = dict[tuple[str, int], list[int]]
+
+
+def go_on_after_a_death(
+    tiny_models: dict[str, Path], identity: str
+) -> tuple[Histories, dict[str, int], dict[str, tuple[int, int]]]:
+    """Conversations whose worker is killed before the last turn, which the next worker answers.
+
+    Returns the histories, the least bytes that the turn could find, and the bytes found.
+    """
     with worker(tiny_models) as dead:
         histories = first_turns(dead)
         os.kill(dead.process.pid, signal.SIGKILL)
         dead.process.wait()
-        with worker(tiny_models, former=dead) as peer:
+        with worker(tiny_models, identity, former=dead) as peer:
             least = least_bytes(peer, histories)
             ask_all(peer, histories, 2)
             found = hits(peer)
         dead.forget()
+    return histories, least, found
+
+
+def test_after_the_death_of_a_worker(tiny_models: dict[str, Path], expected: Histories) -> None:
+    histories, least, found = go_on_after_a_death(tiny_models, "as ever")
     assert histories == expected
     assert all(found[name][0] >= least[name] > 0 for name in _MODELS)
     assert all(found[name][1] == 0 for name in _MODELS)
 
 
 def test_an_engine_of_another_identity_finds_nothing(
-    tiny_models: dict[str, Path], expected: dict[tuple[str, int], list[int]]
+    tiny_models: dict[str, Path], expected: Histories
 ) -> None:
-    with worker(tiny_models) as dead:
-        histories = first_turns(dead)
-        os.kill(dead.process.pid, signal.SIGKILL)
-        dead.process.wait()
-        with worker(tiny_models, "another checkpoint", former=dead) as peer:
-            ask_all(peer, histories, 2)
-            found = hits(peer)
-        dead.forget()
+    histories, _, found = go_on_after_a_death(tiny_models, "another checkpoint")
     assert histories == expected
     assert set(found.values()) == {(0, 0)}
 

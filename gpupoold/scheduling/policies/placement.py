@@ -146,7 +146,7 @@ def _has_work(model: Model, device: DeviceState) -> bool:
     name = model.name
     if name in device.working or name in device.queued or name in device.waiting_for_kv:
         return True
-    return bool(device.moving) and any(one.model is model for one in device.moving.values())
+    return any(one.model is model for one in device.moving.values())
 
 
 def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:

@@ -144,8 +144,6 @@ def prompts_since(device: DeviceState, since_s: float, besides: str) -> Iterator
     for name in names:
         found = (device.working.get(name), device.queued.get(name))
         batches = [batch for batch in found if batch is not None]
-        if all(batch.latest_arrival_s <= since_s for batch in batches):
-            continue
         requests = [
             one for batch in batches for one in batch.requests.values() if not one.num_tokens
         ]

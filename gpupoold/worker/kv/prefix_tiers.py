@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.memory.prefix_files import PrefixFiles
@@ -39,7 +40,8 @@ class PrefixTiers:
         if not host.budget_bytes or budget_bytes == 0:
             return
         store = PrefixStore(host, budget_bytes)
-        self.fetcher = PrefixFetcher(host, store)
+        cache = CacheBytes(host.fd, host.shape)
+        self.fetcher = PrefixFetcher(store, cache)
         if folder is None or not files_bytes:
             return
         if is_shared(filesystem := filesystem_of(folder)):
@@ -47,8 +49,7 @@ class PrefixTiers:
             _logger.error(text, folder, filesystem)
         else:
             self._files = PrefixFiles(folder, files_bytes, host.shape.num_ranks)
-            self._writer = PrefixWriter(host, store, self._files)
-            store.keeps_unwritten = True
+            self._writer = PrefixWriter(store, cache, self._files)
             self.fetcher.add("files", self._files)
 
     @property
@@ -78,7 +79,7 @@ class PrefixTiers:
 
     def forget(self, model: str) -> None:
         """Free the KV of a model's ended requests."""
-        if self._host.prefixes is not None:
-            self._host.prefixes.forget(owners_of(model))
+        if self.fetcher is not None:
+            self.fetcher.store.forget(owners_of(model))
         if self._files is not None:
             self._files.forget(owners_of(model))

@@ -34,7 +34,8 @@ class Tiers:
     def __init__(self, num_ranks: int = 1) -> None:
         self.host = KvHostCache(HOST_BYTES, 4 * BLOCK_BYTES, num_ranks=num_ranks)
         self.store = PrefixStore(self.host)
-        self.fetcher = PrefixFetcher(self.host, self.store)
+        self.bytes = CacheBytes(self.host.fd, self.host.shape)
+        self.fetcher = PrefixFetcher(self.store, self.bytes)
 
     def fetch(self, *numbers: int, owner: str = OWNER) -> int:
         """Fetch blocks; return the bytes that have arrived."""
@@ -54,6 +55,7 @@ class Tiers:
 
     def close(self) -> None:
         self.fetcher.close()
+        self.bytes.close()
         self.host.check_integrity()
         self.host.close()
 
@@ -183,8 +185,7 @@ class Folder:
         self.path = path
         self.tiers = tiers
         self.files = PrefixFiles(path, budget_bytes, tiers.host.shape.num_ranks)
-        self.writer = PrefixWriter(tiers.host, tiers.store, self.files)
-        tiers.store.keeps_unwritten = True
+        self.writer = PrefixWriter(tiers.store, tiers.bytes, self.files)
         tiers.fetcher.add("files", self.files)
 
     def write_all(self) -> None:

@@ -10,6 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.config.schema import parse_settings
+from gpupoold.control.workers.launch import engine_environment
 from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     MODELS,
@@ -21,7 +23,9 @@ from tests.functional.daemon_tools import (
     until,
     weight_bytes,
 )
+from tests.functional.import_server import ADDRESS, import_server
 
+IMPORTED = Path(__file__).parent / "imported"
 MAX_REQUEST_ROWS = 60
 _POOL_CONFIG = """
 [memory]
@@ -30,6 +34,19 @@ model_cache = {cache_bytes}
 [history]
 max_requests = {max_requests}
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports() -> Iterator[None]:
+    """vLLM imported once for the daemons of all tests, see ``import_server.py``."""
+    settings = parse_settings({"device": [{"kind": "emulated"}]}, "test")
+    with (
+        import_server(engine_environment(settings)) as address,
+        pytest.MonkeyPatch.context() as set_,
+    ):
+        set_.setenv(ADDRESS, address)
+        set_.syspath_prepend(IMPORTED)
+        yield
 
 
 @pytest.fixture(scope="session")

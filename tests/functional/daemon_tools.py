@@ -24,6 +24,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.conftest import PYTHON_PATH
+from tests.functional.import_server import forked_for
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
@@ -302,8 +303,16 @@ def child_env() -> dict[str, str]:
 
 
 def children(daemon: PrivateDaemon) -> list[psutil.Process]:
-    """The daemon's child processes, and theirs."""
-    return psutil.Process(daemon.process.pid).children(recursive=True)
+    """The daemon's child processes, and theirs; without proxies of its fork server."""
+    found = []
+    for process in psutil.Process(daemon.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if (pid := forked_for(process.cmdline())) is not None:
+                forked = psutil.Process(pid)
+                found += [forked, *forked.children(recursive=True)]
+            else:
+                found.append(process)
+    return found
 
 
 def child(daemon: PrivateDaemon, module: str) -> psutil.Process:

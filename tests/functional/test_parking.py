@@ -23,6 +23,7 @@ from tests.functional.daemon_tools import (
     api_client,
     ask,
     check_all,
+    children,
     cli,
     eventually,
     open_stream,
@@ -54,7 +55,7 @@ def states(daemon: PrivateDaemon) -> list[str]:
 
 def num_workers(daemon: PrivateDaemon) -> int:
     num = 0
-    for child in psutil.Process(daemon.process.pid).children(recursive=True):
+    for child in children(daemon):
         with contextlib.suppress(psutil.Error):  # it has just ended
             num += "gpupoold.worker --device" in " ".join(child.cmdline())
     return num

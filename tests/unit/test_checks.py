@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 NUM_CHECKS = 21
 
 
+@cache
 def functions_by_check() -> dict[int, list[str]]:
     """Names of test functions ``test_c<N>_...`` with their files, by N."""
     found: dict[int, list[str]] = defaultdict(list)

@@ -1,0 +1,229 @@
+"""A process that has imported vLLM, and forks the fork servers of the tests' daemons.
+
+Every daemon's fork server imports vLLM, nine seconds of a core; the functional tests start about
+eighty daemons. ``imported/sitecustomize.py`` is on the path of these daemons: a fork server that
+begins asks for a fork of this process, with its own descriptors, arguments and environment, and
+stays as a proxy that ends with the fork and the fork with it. A fork server whose environment may
+change what vLLM does at its import gets no fork, and imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpupoold.system.process import die_with_parent, raise_file_limit, show_as
+
+ADDRESS = "GPUPOOL_TEST_IMPORT_SERVER"
+PROXY = "proxy of process"
+_MODULE = "gpupoold.system.fork_server"
+_MAX_BYTES = 100_000
+# What vLLM does not read at its import; the import path is compared by itself.
+_MAY_DIFFER = ("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD")
+# Of emulated devices alone; others do no harm by it.
+_MAY_BE_ABSENT = "GLIBC_TUNABLES"
+_PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.preload"]
+_LOG_LEVEL = "info"
+
+
+@contextlib.contextmanager
+def import_server(environment: Mapping[str, str]) -> Iterator[str]:
+    """Run an import server; yield its address.
+
+    ``environment`` is added to that of this process, as a daemon adds to its own. The import path
+    is this process's, as a daemon's.
+    """
+    path = os.pathsep.join(filter(None, sys.path))
+    with tempfile.TemporaryDirectory(prefix="gpupool-imports-") as folder:
+        address = f"{folder}/socket"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with listener, Path(folder, "log").open("wb") as log:
+            listener.bind(address)
+            listener.listen(64)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.functional.import_server", str(listener.fileno())],
+                env=os.environ | {"PYTHONPATH": path} | dict(environment),
+                pass_fds=(listener.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield address
+        finally:
+            process.kill()
+            process.wait()
+
+
+# In a daemon's fork server
+
+
+def become_forked(address: str, arguments: Sequence[str]) -> None:
+    """Let the import server fork the fork server, and end as that ends.
+
+    Returns at once if there is no fork: the caller then imports vLLM.
+    """
+    die_with_parent()
+    wire = arguments.index("--wire-fd") + 1
+    order = {"arguments": list(arguments), "environment": dict(os.environ), "folder": os.getcwd()}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        try:
+            server.connect(address)
+            socket.send_fds(server, [json.dumps(order).encode()], [1, 2, int(arguments[wire])])
+            pid = int(server.recv(100) or 0)
+        except OSError:
+            return
+        if not pid:
+            return
+        os.close(int(arguments[wire]))
+        show_as(_MODULE, [PROXY, str(pid)])
+        status = int(server.recv(100) or -signal.SIGKILL)
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def forked_for(words: Sequence[str]) -> int | None:
+    """The process that a proxy with this command line stands for; None for another process."""
+    line = " ".join(words)
+    return int(line.rpartition(PROXY)[2]) if f" -m {_MODULE} {PROXY} " in line else None
+
+
+# In the import server
+
+
+def main(listener_fd: int) -> None:
+    """Import vLLM, then fork until the parent ends."""
+    die_with_parent()
+    raise_file_limit()
+    # The memory of the title is found at the first call, behind a whole environment.
+    show_as("tests.functional.import_server", [])
+    from gpupoold.system import fork_server
+    from gpupoold.system.process import importing
+
+    own = _relevant(os.environ)
+    with importing():
+        for name in _PRELOADED:
+            fork_server._preload(name, _LOG_LEVEL)
+    _Server(socket.socket(fileno=listener_fd), own).serve()
+
+
+def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: v for name, v in environment.items() if not name.startswith(_MAY_DIFFER)}
+
+
+@dataclass(slots=True)
+class _Fork:
+    proxy: socket.socket
+    pid: int
+
+
+class _Server:
+    """Forks, passes on ends, and ends the forks of proxies that have ended."""
+
+    def __init__(self, listener: socket.socket, own: Mapping[str, str]) -> None:
+        self._listener = listener
+        self._own = own
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._by_proxy: dict[int, _Fork] = {}
+        self._by_process: dict[int, _Fork] = {}
+
+    def serve(self) -> None:
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._listener.fileno():
+                    self._take(self._listener.accept()[0])
+                elif (fork := self._by_proxy.pop(fd, None)) is not None:
+                    self._poll.unregister(fd)
+                    os.kill(fork.pid, signal.SIGKILL)  # the proxy has ended
+                elif (fork := self._by_process.pop(fd, None)) is not None:
+                    self._poll.unregister(fd)
+                    os.close(fd)
+                    self._ended(fork)
+
+    def _ended(self, fork: _Fork) -> None:
+        _, status = os.waitpid(fork.pid, 0)
+        with contextlib.suppress(OSError):
+            fork.proxy.send(str(os.waitstatus_to_exitcode(status)).encode())
+        if self._by_proxy.pop(fork.proxy.fileno(), None) is not None:
+            self._poll.unregister(fork.proxy.fileno())
+        fork.proxy.close()
+
+    def _take(self, proxy: socket.socket) -> None:
+        text, fds, _, _ = socket.recv_fds(proxy, _MAX_BYTES, 3)
+        if len(fds) != 3 or not self._serves(order := json.loads(text)):
+            proxy.close()
+        elif (pid := os.fork()) == 0:
+            _become(order, fds)
+        else:
+            fork = _Fork(proxy, pid)
+            pidfd = os.pidfd_open(pid)
+            self._by_proxy[proxy.fileno()] = self._by_process[pidfd] = fork
+            for watched in (proxy.fileno(), pidfd):
+                self._poll.register(watched, select.POLLIN)
+            proxy.send(str(pid).encode())
+        for fd in fds:
+            os.close(fd)
+
+    def _serves(self, order: dict[str, object]) -> bool:
+        arguments = order["arguments"]
+        environment = order["environment"]
+        assert isinstance(arguments, list)
+        assert isinstance(environment, dict)
+        level = arguments[arguments.index("--log-level") + 1]
+        path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+        preloaded = [word for word in arguments if word.endswith(".preload")]
+        own = dict(self._own)
+        if _MAY_BE_ABSENT not in environment:
+            own.pop(_MAY_BE_ABSENT, None)
+        return (
+            _relevant(environment) == own
+            and level == _LOG_LEVEL
+            and set(preloaded) <= set(_PRELOADED)
+            and set(path) <= {*sys.path, os.getcwd()}
+        )
+
+
+def _become(order: dict[str, object], fds: Sequence[int]) -> None:
+    """Run as the fork server; does not return."""
+    status = 1
+    try:
+        os.dup2(fds[0], 1)
+        os.dup2(fds[1], 2)
+        wire_fd = os.dup(fds[2])
+        os.closerange(3, wire_fd)
+        os.closerange(wire_fd + 1, 4096)
+        arguments, environment = order["arguments"], order["environment"]
+        assert isinstance(arguments, list)
+        assert isinstance(environment, dict)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(str(order["folder"]))
+        arguments[arguments.index("--wire-fd") + 1] = str(wire_fd)
+        arguments[arguments.index("--parent-pid") + 1] = str(os.getppid())
+        show_as(_MODULE, arguments)
+        sys.argv = [_MODULE, *arguments]
+        print("forked by the tests' import server", file=sys.stderr, flush=True)
+        from gpupoold.system import fork_server
+
+        fork_server.main()
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 1
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -351,6 +351,7 @@ DaemonEvent = Literal[
     "config_reloaded",
     "core_inconsistent",
     "daemon_started",
+    "fleet_changed",
     "history",
     "no_api_key",
 ]

@@ -18,6 +18,7 @@ from gpupoold.admin.log_reader import follow_logs
 from gpupoold.admin.routes_access import add_access_routes
 from gpupoold.admin.routes_config import add_config_routes
 from gpupoold.admin.routes_explain import add_explain_routes
+from gpupoold.admin.routes_fleet import add_fleet_routes
 from gpupoold.admin.routes_machine import add_machine_routes
 from gpupoold.admin.routes_metrics import add_metrics_routes
 from gpupoold.admin.routes_top import add_top_routes
@@ -69,6 +70,7 @@ def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
     add_machine_routes(app, control_plane)
     add_metrics_routes(app, exporter)
     add_explain_routes(app, control_plane)
+    add_fleet_routes(app, control_plane)
     add_top_routes(app, control_plane)
     return app
 

@@ -17,6 +17,7 @@ from gpupoold.api.answers import (
 )
 from gpupoold.api.calls import given
 from gpupoold.api.client_access import KeyCalls
+from gpupoold.api.client_fleet import NodeCalls
 from gpupoold.api.client_top import TopCalls
 from gpupoold.api.schemas import (
     DeviceInfo,
@@ -72,7 +73,7 @@ _DIFF = TypeAdapter(DiffInfo)
 _RELOAD = TypeAdapter(ReloadInfo)
 
 
-class AdminClient(KeyCalls, TopCalls):
+class AdminClient(KeyCalls, NodeCalls, TopCalls):
     """A client of the daemon at ``socket_path``; use as a context manager.
 
     ``timeout_s`` bounds connecting and each plain answer. Long operations (adding, draining,

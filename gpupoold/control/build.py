@@ -9,6 +9,7 @@ from gpupool_state import ApiKeys, Database, History, Registry
 from gpupoold.config.listening import why_keys_are_required
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.access.membership import FleetMembership
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
@@ -134,6 +135,7 @@ async def build_control_plane(
         explainer=Explainer(registry, history, dispatcher, fleet, supervisor.workers, cache),
         wait_reports=WaitReports(dispatcher.live, dispatcher.scheduler.state, frontends.send_to),
         keyring=keyring,
+        membership=FleetMembership(settings.paths.state_dir, history, frontends.send),
         http_url=_url(listener, settings),
         gpu_readings=GpuReadings(settings.devices),
     )

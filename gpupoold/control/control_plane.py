@@ -20,6 +20,7 @@ from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.access.membership import FleetMembership
 from gpupoold.control.accounting.minutes import Minutes
 from gpupoold.control.accounting.usage import DeviceSample
 from gpupoold.control.configuration import Configuration
@@ -88,10 +89,12 @@ class ControlPlane:
     explainer: Explainer
     wait_reports: WaitReports
     keyring: Keyring
+    membership: FleetMembership
     http_url: str
     gpu_readings: GpuReadings
     stopping: bool = False
     loop_lag: Histogram = field(default_factory=lambda: Histogram(WORK_BOUNDS_S))
+    started_at: float = field(default_factory=time.time)
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -308,6 +311,7 @@ class ControlPlane:
     async def _set_up(self, frontend: Frontend) -> None:
         """Send the rules of access before the models: a frontend without rules refuses requests."""
         self.keyring.publish()
+        self.membership.publish()
         await self.lifecycle.mounts.mount_all(frontend)
 
     async def _frontend_down(self, frontend: Frontend, death: Death) -> None:

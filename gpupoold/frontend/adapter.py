@@ -172,7 +172,14 @@ class VllmModelApi:
         joins = reads_joined_steps(self._args.tool_call_parser)
         on_unreadable = functools.partial(self.fail, message=_GARBLED)
         self._client = PoolClient(
-            model.name, self._tasks, _codec(joins), send, on_unreadable, on_prefilled, model.tbt_s
+            model.name,
+            self._tasks,
+            _codec(joins),
+            send,
+            on_unreadable,
+            on_prefilled,
+            model.tbt_s,
+            config.model_config.get_vocab_size(),
         )
         grammars = ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)

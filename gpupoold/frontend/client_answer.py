@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
+from gpupoold.frontend.fleet_calls import TOKENS_COMMENT
 from gpupoold.frontend.mounts import Send
 from gpupoold.wire.messages import FirstToken
 
@@ -23,8 +24,10 @@ Message = MutableMapping[str, Any]
 class ClientAnswer:
     """One answer; ``send`` takes the API's messages, ``comment`` the comments of a wait."""
 
-    def __init__(self, send: Send, *, waits: bool) -> None:
-        """``waits``: headers of a stream wait for its first event, and comments may be sent."""
+    def __init__(self, send: Send, *, waits: bool, tells_tokens: bool = False) -> None:
+        """``waits``: headers of a stream wait for its first event, and comments may be sent.
+        ``tells_tokens``: the events of a stream come with the ids of their tokens.
+        """
         self.status = 0
         """The HTTP status, 0 before the headers."""
         self.first_token_ns = 0
@@ -33,6 +36,9 @@ class ClientAnswer:
         self._waits = waits
         self._start: Message | None = None  # held back
         self._is_event_stream = False  # and has not ended
+        self.tells_tokens = tells_tokens
+        self._untold: list[int] = []
+        self._finish_reason = ""
         self._facts: dict[str, int] = {}
         self._are_facts_told = False
         self._lock = asyncio.Lock()
@@ -57,6 +63,11 @@ class ClientAnswer:
     def note_cached(self, num_tokens: int) -> None:
         """So many tokens of a request's prompt were in the prefix cache."""
         self._facts.setdefault("cached-tokens", num_tokens)
+
+    def note_tokens(self, token_ids: Iterable[int], finish_reason: str | None) -> None:
+        """An engine has made these tokens of the answer, and perhaps ended the answer."""
+        self._untold += token_ids
+        self._finish_reason = finish_reason or ""
 
     async def send(self, message: Message) -> None:
         """Pass a message of the API on, or hold headers back."""
@@ -106,10 +117,19 @@ class ClientAnswer:
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self._is_event_stream = self._is_event_stream or _has_events(message)
             message = self._with_facts(message)
-        elif not message.get("more_body"):
-            self._is_event_stream = False
+        else:
+            if self._untold and self._is_event_stream:
+                message = {**message, "body": self._tokens() + message.get("body", b"")}
+            if not message.get("more_body"):
+                self._is_event_stream = False
         await self._client_send(message)
+
+    def _tokens(self) -> bytes:
+        """Return a comment with the tokens since the last one, and the end's reason if ended."""
+        ids, self._untold = ",".join(map(str, self._untold)), []
+        return f": {TOKENS_COMMENT} {ids} {self._finish_reason}\n\n".encode()
 
     def _with_facts(self, start: Message) -> Message:
         if not self._facts:

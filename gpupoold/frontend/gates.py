@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -22,7 +22,7 @@ from gpupoold.frontend.client_answer import ClientAnswer
 from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
 from gpupoold.frontend.waiting import WaitComments
-from gpupoold.wire.messages import AdmissionAnswer, FirstTokens
+from gpupoold.wire.messages import AdmissionAnswer, FirstTokens, RequestProgress
 
 _logger = logging.getLogger(__name__)
 # Seconds after which a client may repeat a request that a stopping server has ended. Connections
@@ -40,9 +40,10 @@ class Gate:
         is_stopping: Callable[[], bool] = lambda: False,
         *,
         wants_comments: bool = False,
+        tells_tokens: bool = False,
     ) -> None:
         self.wants_comments = wants_comments
-        self.answer = ClientAnswer(send, waits=wants_comments)
+        self.answer = ClientAnswer(send, waits=wants_comments, tells_tokens=tells_tokens)
         self._is_stopping = is_stopping
         self._request_ids: list[str] = []
         self._num_unanswered = 0
@@ -142,6 +143,7 @@ class Gates:
         self._waits = waits
         self._waiting: dict[str, Gate] = {}  # for the daemon's answer
         self._admitted: dict[str, ClientAnswer] = {}
+        self._telling: dict[str, ClientAnswer] = {}  # their tokens
         self._is_stopping = False
 
     def stop(self) -> None:
@@ -154,16 +156,24 @@ class Gates:
         return self._waits.interval_s > 0
 
     @contextlib.asynccontextmanager
-    async def holding(self, send: Send, *, wants_comments: bool) -> AsyncIterator[Gate]:
+    async def holding(
+        self, send: Send, *, wants_comments: bool, tells_tokens: bool = False
+    ) -> AsyncIterator[Gate]:
         """Create a gate for the context and its tasks.
 
-        ``wants_comments``: a waiting stream gets comments.
+        ``wants_comments``: a waiting stream gets comments. ``tells_tokens``: see
+        :class:`.client_answer.ClientAnswer`.
 
         Raises:
             ApiError: at the end, without any output: a request was refused, or the API failed
                 before adding a request, which is the request's fault.
         """
-        gate = Gate(send, lambda: self._is_stopping, wants_comments=wants_comments)
+        gate = Gate(
+            send,
+            lambda: self._is_stopping,
+            wants_comments=wants_comments,
+            tells_tokens=tells_tokens,
+        )
         token = _current.set(gate)
         try:
             yield gate
@@ -178,6 +188,7 @@ class Gates:
             self._waits.end(gate.request_ids)
             for request_id in gate.request_ids:
                 self._admitted.pop(request_id, None)
+                self._telling.pop(request_id, None)
         await gate.settle()
 
     def asked(self, request_id: str) -> None:
@@ -186,6 +197,8 @@ class Gates:
         if gate is not None:
             gate.asked(request_id)
             self._waiting[request_id] = gate
+            if gate.answer.tells_tokens:
+                self._telling[request_id] = gate.answer
 
     def answered(self, message: AdmissionAnswer) -> list[str]:
         """Handle the daemon's answer; return the requests to end after a refusal."""
@@ -197,6 +210,13 @@ class Gates:
                     self._waits.begin(message.request_id, gate.answer)
             return gate.answered(message)
         return [] if message.status == HTTPStatus.OK else [message.request_id]
+
+    def progressed(self, progress: Iterable[RequestProgress]) -> None:
+        """An engine has made outputs."""
+        if self._telling:
+            for one in progress:
+                if (answer := self._telling.get(one.request_id)) is not None:
+                    answer.note_tokens(one.new_token_ids, one.finish_reason)
 
     def first_tokens(self, message: FirstTokens) -> None:
         """Tell the answers of these requests how the requests have waited."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from gpupoold.frontend.callers import cache_salt
+from gpupoold.frontend.fleet_calls import AnswerSoFar, answer_so_far
 from gpupoold.frontend.pacing import Pacer
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.codec import MAX_FRAME_BYTES
@@ -68,9 +69,11 @@ class PoolClient:
         on_unreadable: Callable[[list[str]], None],
         on_prefilled: Callable[[str, int], None],
         tbt_s: float,
+        vocab_size: int,
     ) -> None:
-        """``tbt_s`` is the model's TBT target. ``on_unreadable`` gets the ids whose outputs could
-        not be decoded, ``on_prefilled`` a request's id and its cached tokens.
+        """``tbt_s`` is the model's TBT target, ``vocab_size`` bounds token ids. ``on_unreadable``
+        gets the ids whose outputs could not be decoded, ``on_prefilled`` a request's id and its
+        cached tokens.
         """
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
@@ -83,6 +86,7 @@ class PoolClient:
         self._steps: asyncio.Queue[StepOutputs | list[Any]] = asyncio.Queue()
         self._pacer = Pacer(self._steps.put_nowait, tbt_s)
         self._stopped_because: str | None = None
+        self._vocab_size = vocab_size
 
     def push(self, outputs: StepOutputs) -> None:
         """Store one step's outputs, decoded when the API layer reads them."""
@@ -125,9 +129,28 @@ class PoolClient:
             frames=frames,
             served_name="" if request.lora_request is None else request.lora_request.lora_name,
         )
+        if (so_far := answer_so_far()) is not None and not self._continue(message, so_far):
+            return
         if self._codec.is_streamed(request):
             self._pacer.begin(request.request_id)
         self._send(message)
+
+    def _continue(self, message: AddRequest, so_far: AnswerSoFar) -> bool:
+        """Put the tokens of an earlier answer before those of the engine.
+
+        Returns whether the engine has tokens to make.
+
+        Raises:
+            Exception: ``codec.unsupported``, the answer cannot be continued.
+        """
+        if reason := so_far.why_impossible(message.max_tokens, self._vocab_size):
+            raise self._codec.unsupported(f"gpupool: {reason}")
+        so_far.is_taken = True
+        progress = [RequestProgress(message.request_id, [one]) for one in so_far.token_ids]
+        progress[-1] = msgspec.structs.replace(progress[-1], finish_reason=so_far.finish_reason)
+        self._steps.put_nowait(self._codec.make_outputs(progress).outputs)
+        message.output_token_ids = list(so_far.token_ids)
+        return so_far.finish_reason is None
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
         """Report to the daemon that these requests' clients have left."""

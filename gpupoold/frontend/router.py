@@ -31,6 +31,7 @@ from gpupoold.frontend.errors import (
     send_error,
     send_json,
 )
+from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continuing
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
@@ -94,6 +95,7 @@ class Router:
         bounds: Bounds,
         traces: Traces | None = None,
         batches: BatchService | None = None,
+        fleet_calls: FleetCalls | None = None,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
@@ -104,6 +106,7 @@ class Router:
         self._metrics = metrics
         self._traces = traces or Traces("")
         self._batches = batches
+        self._fleet_calls = fleet_calls or FleetCalls()
         self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,10 +138,11 @@ class Router:
         if path in ROUTED_PATHS:
             if method != "POST":
                 raise method_not_allowed(method, path)
+            fleet_call = self._fleet_calls.find(scope)
             await self._callers.begin(caller)
             with self._traces.request(scope, ids.http_id) as traced:
                 scope = without_credentials(scope)
-                await self._route_by_model(caller, scope, receive, send, ids, traced)
+                await self._route_by_model(caller, scope, receive, send, ids, traced, fleet_call)
         elif path.startswith(_RESPONSES_PREFIX):
             await self._callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
@@ -192,10 +196,14 @@ class Router:
         send: Send,
         ids: RequestIds,
         traced: TracedRequest,
+        fleet_call: FleetCall | None = None,
     ) -> None:
         bounds, path = self._bounds, scope["path"]
         with bounds.in_flight.holding(caller.key_id) as holding:
             body = await read_body(scope, receive, bounds.max_body_bytes, holding)
+            so_far = None
+            if fleet_call is not None:
+                body, so_far = fleet_call.opened(body)
             head = read_head(body, path)
             scope = with_id(scope, ids, body_has_id=head.has_id)
             model, mount = await self._lookup.find(head.model, caller.models)
@@ -213,9 +221,12 @@ class Router:
                 counting_prompts(head.num_samples),
                 bounding_images(holding, self._decoding),
                 pacing(wanted_gap_s(scope, caller.pace, model.pace)),
+                continuing(so_far),
             ):
                 wants = self._gates.may_comment and wants_comments(scope)
-                async with self._gates.holding(send, wants_comments=wants) as gate:
+                async with self._gates.holding(
+                    send, wants_comments=wants, tells_tokens=fleet_call is not None
+                ) as gate:
                     traced.answer = gate.answer
                     await self._mounts.serve(mount, scope, receive, gate.send)
 

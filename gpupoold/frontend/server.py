@@ -21,6 +21,7 @@ from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.http_protocol import PublicHttp
@@ -45,6 +46,7 @@ from gpupoold.wire.messages import (
     AdmissionAnswer,
     CallResult,
     FirstTokens,
+    FleetSecret,
     FrontendReady,
     MetricsText,
     ModelList,
@@ -129,6 +131,7 @@ class FrontendServer:
             settings.max_live_requests,
             BytesInFlight(settings.max_bytes_in_flight),
         )
+        self._fleet_calls = FleetCalls()
         self._traces = Traces(settings.traces_endpoint, settings.traces_share)
         self._batches = (
             None
@@ -144,6 +147,7 @@ class FrontendServer:
             self._bounds,
             self._traces,
             self._batches,
+            self._fleet_calls,
         )
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []
@@ -244,6 +248,7 @@ class FrontendServer:
         match message:
             case StepOutputs():
                 self._waits.progressed(message.progress)
+                self._gates.progressed(message.progress)
                 self._mounts.deliver(message)
             case FirstTokens():
                 self._gates.first_tokens(message)
@@ -259,6 +264,8 @@ class FrontendServer:
                 self._mounts.fail(message)
             case AccessRules():
                 self._callers.replace(message)
+            case FleetSecret():
+                self._fleet_calls.secret = message.secret
             case RateAnswer():
                 self._rates.answered(message)
             case Accept():

@@ -13,6 +13,7 @@ from gpupoold.wire.messages_access import (
     AccessReport as AccessReport,
     AccessRules as AccessRules,
     AskRate as AskRate,
+    FleetSecret as FleetSecret,
     KeyRecord as KeyRecord,
     RateAnswer as RateAnswer,
 )
@@ -148,6 +149,7 @@ ToFrontend = (
     | Waits
     | Ping
     | AccessRules
+    | FleetSecret
     | RateAnswer
     | Accept
     | Reconfigure

@@ -43,6 +43,12 @@ class AccessRules(Message):
     share_prefixes: bool = False
 
 
+class FleetSecret(Message):
+    """The secret of the fleet's entrance, empty without a fleet (daemon → frontend)."""
+
+    secret: str
+
+
 class AccessReport(Message):
     """Number of requests without a valid key since the last report (frontend → daemon).
 

@@ -362,7 +362,7 @@ class Dispatcher:
         targets = self._fleet.targets(message.model, message.served_name)
         if message.is_background:
             targets = replace(targets, ttft_s=BACKGROUND_TTFT_S)
-        request = LiveRequest(message, targets)
+        request = LiveRequest(message, targets, output_token_ids=list(message.output_token_ids))
         self.live.add(request)
         self.accounts.admitted(message, is_warm=is_warm)
         self._fleet.signals.request_began(message.model)

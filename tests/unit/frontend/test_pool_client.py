@@ -49,6 +49,7 @@ class ControlPlane:
             self.unreadable.append,
             lambda *one: self.cached.append(one),
             0.1,
+            1000,
         )
 
 

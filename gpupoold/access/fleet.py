@@ -1,0 +1,116 @@
+"""Signatures by which a daemon knows requests of its fleet's entrance.
+
+All daemons of a fleet and its entrance have one secret. A signature covers method, path, time and
+the digest of the body, and is valid for a minute; the secret itself is never sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from gpupoold.errors import Failed
+
+HEADER = "x-gpupool-fleet"
+SECRET_FILE = "fleet-secret"
+MAX_SKEW_S = 60.0
+_SECRET = re.compile(r"[0-9a-f]{64}")
+_VALUE = re.compile(r"t=([0-9]{1,16}),d=([0-9a-f]{64}),s=([0-9a-f]{64})")
+
+
+class Signature(NamedTuple):
+    """The parts of a signature's text: milliseconds since 1970, and two digests in hex."""
+
+    time_ms: int
+    body_digest: str
+    digest: str
+
+    def covers(self, body: bytes) -> bool:
+        """Return whether the signature is of this body."""
+        return hmac.compare_digest(self.body_digest, hashlib.sha256(body).hexdigest())
+
+
+def make_secret() -> str:
+    """Return a new secret: 256 random bits in hex."""
+    return secrets.token_hex(32)
+
+
+def is_secret(text: str) -> bool:
+    """Return whether a text has the form of a secret."""
+    return _SECRET.fullmatch(text) is not None
+
+
+def sign(secret: str, method: str, path: str, body: bytes, now_s: float | None = None) -> str:
+    """Return the value of the header for a request."""
+    time_ms = int(1e3 * (time.time() if now_s is None else now_s))
+    body_digest = hashlib.sha256(body).hexdigest()
+    digest = _digest(secret, method, path, time_ms, body_digest)
+    return f"t={time_ms},d={body_digest},s={digest}"
+
+
+def verified(
+    secret: str, method: str, path: str, value: str, now_s: float | None = None
+) -> Signature | None:
+    """Return the signature if it was made with the secret, for this path, and now.
+
+    The caller must compare the body too. None for an empty secret.
+    """
+    match = _VALUE.fullmatch(value)
+    if match is None or not secret:
+        return None
+    signature = Signature(int(match[1]), match[2], match[3])
+    expected = _digest(secret, method, path, signature.time_ms, signature.body_digest)
+    skew_s = abs((time.time() if now_s is None else now_s) - signature.time_ms / 1e3)
+    is_valid = hmac.compare_digest(expected, signature.digest) and skew_s <= MAX_SKEW_S
+    return signature if is_valid else None
+
+
+def _digest(secret: str, method: str, path: str, time_ms: int, body_digest: str) -> str:
+    text = f"{method}\n{path}\n{time_ms}\n{body_digest}"
+    return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
+
+
+def read_secret(folder: Path) -> str:
+    """Return the secret of a daemon's fleet, empty without one.
+
+    Raises:
+        Failed: the file cannot be read, or is no secret.
+    """
+    path = folder / SECRET_FILE
+    try:
+        text = path.read_text("utf-8").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failed(f"{path} cannot be read: {error}") from error
+    if not is_secret(text):
+        raise Failed(f"{path} is not the secret of a fleet", "remove the file, and join again")
+    return text
+
+
+def write_secret(folder: Path, secret: str) -> None:
+    """Store the secret for the daemon's user alone; an empty one removes the file.
+
+    Raises:
+        Failed: the file cannot be written.
+    """
+    path = folder / SECRET_FILE
+    try:
+        if not secret:
+            path.unlink(missing_ok=True)
+            return
+        new = path.with_suffix(".new")
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(f"{secret}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise Failed(f"{path} cannot be written: {error}") from error

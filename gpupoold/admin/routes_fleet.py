@@ -1,0 +1,38 @@
+"""``/fleet``: the daemon as a node of a fleet."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from gpupoold.access.fleet import is_secret
+from gpupoold.api.schemas_fleet import FleetReport, SetFleetRequest
+from gpupoold.control.control_plane import ControlPlane
+from gpupoold.control.views.fleet import fleet_models
+from gpupoold.errors import UsageError
+
+
+def add_fleet_routes(app: FastAPI, control_plane: ControlPlane) -> None:
+    """Add the routes of the fleet's agent, which runs beside the daemon."""
+    membership = control_plane.membership
+
+    @app.put("/fleet")
+    async def set_fleet(body: SetFleetRequest) -> FleetReport:
+        if body.secret and not is_secret(body.secret):
+            raise UsageError("a fleet's secret has 64 hexadecimal digits")
+        await membership.set(body.secret)
+        return await report()
+
+    @app.get("/fleet")
+    async def report() -> FleetReport:
+        workers = control_plane.supervisor.workers
+        return FleetReport(
+            secret=membership.secret,
+            http_url=control_plane.http_url,
+            is_ready=control_plane.state == "ready",
+            started_at=control_plane.started_at,
+            device_bytes=[one.ready.device_bytes for one in workers if one.ready is not None],
+            host_bytes=control_plane.cache.budget_bytes,
+            models=fleet_models(
+                await control_plane.models(), control_plane.dispatcher, control_plane.fleet
+            ),
+        )

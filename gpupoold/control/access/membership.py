@@ -1,0 +1,46 @@
+"""The secret that the daemon shares with its fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from gpupool_state import History
+from gpupoold.access.fleet import read_secret, write_secret
+from gpupoold.wire import messages as m
+
+
+class FleetMembership:
+    """The secret of the daemon's fleet, in a file of the state folder.
+
+    The frontends are informed of each change.
+    """
+
+    def __init__(self, folder: Path, history: History, send: Callable[[m.Message], None]) -> None:
+        """``send`` sends a message to all frontends.
+
+        Raises:
+            Failed: the file cannot be read.
+        """
+        self._folder = folder
+        self._history = history
+        self._send = send
+        self.secret = read_secret(folder)
+
+    async def set(self, secret: str) -> None:
+        """Take a secret over, or leave the fleet if it is empty.
+
+        Raises:
+            Failed: the secret cannot be stored; nothing has changed.
+        """
+        await asyncio.to_thread(write_secret, self._folder, secret)
+        is_new, self.secret = secret != self.secret, secret
+        if is_new:
+            text = "takes requests of a fleet's entrance" if secret else "is in no fleet any more"
+            self._history.record_event("info", "fleet_changed", "gpupoold", text)
+        self.publish()
+
+    def publish(self) -> None:
+        """Send the secret to the frontends."""
+        self._send(m.FleetSecret(self.secret))

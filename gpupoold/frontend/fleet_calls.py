@@ -1,0 +1,132 @@
+"""Requests of the fleet's entrance, which may continue an answer that another daemon began.
+
+A signed request gets the token ids of its answer as comments between the events of its stream. When
+a daemon dies, the entrance sends the client's request and these tokens to another one, which puts
+the tokens through the API's text processing again and continues after them; the entrance leaves out
+what the client has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+
+import msgspec
+
+from gpupoold.access.fleet import HEADER, Signature, verified
+from gpupoold.frontend.errors import bad_request, unauthorised
+from gpupoold.frontend.mounts import Scope
+
+CONTINUES_HEADER = "x-gpupool-continues"
+TOKENS_COMMENT = "gpupool-tokens"
+MAX_TOKENS = 1 << 20
+"""Limit of the tokens of a continued answer."""
+_BAD_SIGNATURE = (
+    f"The header `{HEADER}` is not a valid signature: the daemon is in no fleet or in another one, "
+    "or the clocks of the machines differ by more than a minute."
+)
+
+
+class Continuation(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request that continues an answer: the client's body, and the answer so far.
+
+    ``finish_reason`` is given if the last token ended the answer.
+    """
+
+    request: msgspec.Raw
+    output_token_ids: list[int]
+    finish_reason: str | None = None
+
+
+class FleetCall:
+    """One signed request; ``body`` must be opened before any other use."""
+
+    def __init__(self, signature: Signature, *, continues: bool) -> None:
+        self._signature = signature
+        self._continues = continues
+
+    def opened(self, body: bytes) -> tuple[bytes, AnswerSoFar | None]:
+        """Return the client's body, and the answer that is continued, if any.
+
+        Raises:
+            ApiError: 401, the body is not the signed one; 400, it is no continuation.
+        """
+        if not self._signature.covers(body):
+            raise unauthorised(_BAD_SIGNATURE)
+        if not self._continues:
+            return body, None
+        try:
+            found = msgspec.json.decode(body, type=Continuation)
+        except msgspec.MsgspecError as error:
+            raise bad_request(f"The continuation cannot be read: {error}") from error
+        if not 0 < len(found.output_token_ids) <= MAX_TOKENS:
+            raise bad_request(f"A continuation has 1 to {MAX_TOKENS:,} tokens.")
+        return bytes(found.request), AnswerSoFar(found.output_token_ids, found.finish_reason)
+
+
+class FleetCalls:
+    """Recognises the requests of the fleet's entrance; the daemon sends the ``secret``."""
+
+    def __init__(self) -> None:
+        self.secret = ""
+
+    def find(self, scope: Scope) -> FleetCall | None:
+        """Return the call of a signed request, None for other requests.
+
+        Raises:
+            ApiError: 401, the signature is wrong.
+        """
+        headers = {name: value for name, value in scope["headers"] if name in _NAMES}
+        value = headers.get(HEADER.encode())
+        if value is None:
+            return None
+        text = value.decode("latin-1")
+        signature = verified(self.secret, scope["method"], scope["path"], text)
+        if signature is None:
+            raise unauthorised(_BAD_SIGNATURE)
+        return FleetCall(signature, continues=CONTINUES_HEADER.encode() in headers)
+
+
+_NAMES = frozenset((HEADER.encode(), CONTINUES_HEADER.encode()))
+
+
+class AnswerSoFar:
+    """The tokens of an answer that another daemon began; for one engine request."""
+
+    def __init__(self, token_ids: Sequence[int], finish_reason: str | None) -> None:
+        self.token_ids = token_ids
+        self.finish_reason = finish_reason
+        self.is_taken = False
+
+    def why_impossible(self, max_tokens: int, vocab_size: int) -> str:
+        """Return why a request cannot be continued, empty if it can be.
+
+        ``max_tokens`` is the request's limit.
+        """
+        num_tokens, is_over = len(self.token_ids), self.finish_reason is not None
+        if self.is_taken:
+            return "an answer of several samples or prompts cannot be continued"
+        if num_tokens > max_tokens or (num_tokens == max_tokens and not is_over):
+            return f"{num_tokens} tokens of an answer of at most {max_tokens} leave none to make"
+        if not all(0 <= one < vocab_size for one in self.token_ids):
+            return f"token ids are not below the vocabulary's size of {vocab_size}"
+        return ""
+
+
+_current: ContextVar[AnswerSoFar | None] = ContextVar("answer_so_far", default=None)
+
+
+@contextlib.contextmanager
+def continuing(so_far: AnswerSoFar | None) -> Iterator[None]:
+    """Continue an answer by the engine request inside the context and its tasks."""
+    token = _current.set(so_far)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def answer_so_far() -> AnswerSoFar | None:
+    """Return the answer that the present engine request continues, None for a new one."""
+    return _current.get()

@@ -24,13 +24,14 @@ def add_fleet_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.get("/fleet")
     async def report() -> FleetReport:
-        workers = control_plane.supervisor.workers
+        devices = control_plane.devices()
+        ready = [one for one in devices if one.state == "ready"]
         return FleetReport(
             secret=membership.secret,
             http_url=control_plane.http_url,
             is_ready=control_plane.state == "ready",
-            started_at=control_plane.started_at,
-            device_bytes=[one.ready.device_bytes for one in workers if one.ready is not None],
+            device_bytes=[one.device_bytes for one in ready],
+            bandwidth_bytes_per_s=max((one.bandwidth_bytes_per_s for one in ready), default=0.0),
             host_bytes=control_plane.cache.budget_bytes,
             models=fleet_models(
                 await control_plane.models(), control_plane.dispatcher, control_plane.fleet

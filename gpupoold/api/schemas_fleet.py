@@ -16,34 +16,39 @@ class SetFleetRequest(Body):
 class FleetModel(Body):
     """A model of a node, for the fleet's routing and placement.
 
-    ``first_token_in_s`` is the estimate for a request that arrives now, None without one.
-    ``load`` is the share of a device that the requests of the last minutes need at the model's
-    speed, on the device that is the fastest for the model.
+    ``names`` are the model's name, aliases, presets and adapters. ``first_token_in_s`` is the
+    estimate for a request that arrives now, None without one. ``load``, ``busy_share``,
+    ``window_s`` and ``kv_bytes`` are those of :class:`gpupoold.scheduling.pressure.ModelDemand` on
+    one device.
     """
 
     name: str
+    names: list[str]
     state: str
-    source: str
+    error: str = ""
     weights_bytes: int
-    load: float
     num_live: int
     num_waiting: int
     first_token_in_s: float | None
-    is_resident: bool
-    aliases: list[str] = Field(default=[])
+    is_on_turn: bool
+    ttft_s: float
+    load: float = 0.0
+    busy_share: float = 0.0
+    window_s: float
+    kv_bytes: float = 0.0
 
 
 class FleetReport(Body):
     """Body of ``GET /fleet``: what the fleet needs to know of a node.
 
-    ``device_bytes`` has the memory of each device that is ready, ``host_bytes`` the budget of the
-    model cache; ``started_at`` is wall-clock time.
+    ``device_bytes`` has the memory of each device that is ready, ``bandwidth_bytes_per_s`` the rate
+    of switches of the fastest, ``host_bytes`` the budget of the model cache.
     """
 
     secret: str
     http_url: str
     is_ready: bool
-    started_at: float
     device_bytes: list[int]
+    bandwidth_bytes_per_s: float
     host_bytes: int
     models: list[FleetModel]

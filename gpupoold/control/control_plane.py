@@ -94,7 +94,6 @@ class ControlPlane:
     gpu_readings: GpuReadings
     stopping: bool = False
     loop_lag: Histogram = field(default_factory=lambda: Histogram(WORK_BOUNDS_S))
-    started_at: float = field(default_factory=time.time)
     _started_s: float = field(default_factory=time.monotonic)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 

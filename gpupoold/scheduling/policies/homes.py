@@ -80,7 +80,7 @@ class HomePlanner:
         devices = [one for one in state.devices.values() if not one.is_draining]
         for kind in {one.kind for one in devices}:
             by_kind[kind] = {
-                name: self._demand(model, by_class, model.speed(kind))
+                name: expected_work(model, by_class, model.speed(kind), self._lead_share)
                 for name, by_class in rates.items()
                 if (model := state.models[name]).hosts
             }
@@ -98,32 +98,33 @@ class HomePlanner:
             for device in devices
         ]
 
-    def _demand(
-        self, model: Model, rates_rps: Mapping[RequestClass, float], speed: Speed
-    ) -> ModelDemand:
-        """Return the expected work of a model on a device of a kind.
 
-        Answers are paced by the TBT target, so the number of live requests is the arrival rate
-        times the target's time for an answer (Little's law), and the model is without requests as
-        often as an M/G/infinity queue is empty.
-        """
-        targets = model.targets
-        num_live = tokens = prefill_s = 0.0
-        for one, rate_rps in rates_rps.items():
-            num = rate_rps * one.num_output_tokens * targets.tbt_s
-            num_live += num
-            tokens += num * (one.num_prompt_tokens + one.num_output_tokens / 2)
-            prefill_s += rate_rps * speed.costs.prefill_s(one.num_prompt_tokens)
-        busy_share = -math.expm1(-num_live)
-        num_if_busy = max(1.0, num_live / busy_share) if busy_share else 1.0
-        context_tokens = tokens / num_live * num_if_busy if num_live else 0.0
-        step_s = speed.step_s(round(num_if_busy), round(context_tokens))
-        decode = busy_share * step_s / targets.tbt_s if model.generates else 0.0
-        return ModelDemand(
-            model.name,
-            decode + prefill_s,
-            busy_share,
-            self._lead_share * targets.ttft_s,
-            model.weight_bytes,
-            tokens * model.kv_bytes_per_token,
-        )
+def expected_work(
+    model: Model, rates_rps: Mapping[RequestClass, float], speed: Speed, lead_share: float
+) -> ModelDemand:
+    """Return the expected work of a model on a device of a kind.
+
+    Answers are paced by the TBT target, so the number of live requests is the arrival rate
+    times the target's time for an answer (Little's law), and the model is without requests as
+    often as an M/G/infinity queue is empty.
+    """
+    targets = model.targets
+    num_live = tokens = prefill_s = 0.0
+    for one, rate_rps in rates_rps.items():
+        num = rate_rps * one.num_output_tokens * targets.tbt_s
+        num_live += num
+        tokens += num * (one.num_prompt_tokens + one.num_output_tokens / 2)
+        prefill_s += rate_rps * speed.costs.prefill_s(one.num_prompt_tokens)
+    busy_share = -math.expm1(-num_live)
+    num_if_busy = max(1.0, num_live / busy_share) if busy_share else 1.0
+    context_tokens = tokens / num_live * num_if_busy if num_live else 0.0
+    step_s = speed.step_s(round(num_if_busy), round(context_tokens))
+    decode = busy_share * step_s / targets.tbt_s if model.generates else 0.0
+    return ModelDemand(
+        model.name,
+        decode + prefill_s,
+        busy_share,
+        lead_share * targets.ttft_s,
+        model.weight_bytes,
+        tokens * model.kv_bytes_per_token,
+    )

@@ -1,0 +1,145 @@
+"""The fleet's agent beside a daemon: reports, and carries orders out through the admin socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas_fleet import FleetReport
+from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.errors import GpupoolError, NoSuchModel, Refused
+
+_logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a controller: its ``epoch`` grows with each start, ``tick`` with each round."""
+
+    epoch: int
+    tick: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Add a model to the daemon, remove it, or bring it to host memory."""
+
+    kind: Literal["add", "remove", "warm"]
+    model: str
+    request: AddModelRequest | None = None
+    """The model to add."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReport:
+    """A daemon's report, or the ``problem`` of asking for one; and the orders under way."""
+
+    report: FleetReport | None
+    problem: str = ""
+    ongoing: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
+    """Reasons why models could not be added here, since the last order about each."""
+
+
+class Agent:
+    """Beside one daemon, on the event loop of its own process.
+
+    Orders of a controller that another one has replaced, and orders that were long on their way,
+    are refused: two halves of a divided fleet never both change a daemon.
+    """
+
+    MAX_TICKS_LATE = 10
+
+    def __init__(
+        self, socket_path: Path, connect: Callable[[Path], AdminClient] | None = None
+    ) -> None:
+        """``connect`` opens the admin API of the daemon behind ``socket_path``."""
+        self._socket_path = socket_path
+        self._connect = connect or (lambda path: AdminClient(path, _CALL_TIMEOUT_S))
+        self._latest = Moment(0, 0)
+        self._ongoing: dict[str, asyncio.Task[None]] = {}
+        self._failed: dict[str, str] = {}
+
+    async def join(self, secret: str) -> FleetReport:
+        """Give the daemon the fleet's secret; an empty one takes the daemon out of its fleet.
+
+        Raises:
+            GpupoolError: the daemon does not answer, or refuses.
+        """
+        return await asyncio.to_thread(self._join, secret)
+
+    async def report(self, moment: Moment) -> AgentReport:
+        """Return the state of the daemon, for a controller at this moment."""
+        self._check(moment)
+        ongoing = tuple(self._ongoing)
+        try:
+            found = await asyncio.to_thread(self._report)
+        except GpupoolError as error:
+            return AgentReport(None, str(error), ongoing, dict(self._failed))
+        return AgentReport(found, "", ongoing, dict(self._failed))
+
+    async def carry_out(self, order: Order, moment: Moment) -> None:
+        """Begin to carry an order out; the reports tell what became of it.
+
+        Raises:
+            Refused: the controller is not the present one, or the model is being changed.
+        """
+        self._check(moment)
+        if order.model in self._ongoing:
+            raise Refused(f"{order.model} is being changed on this node")
+        self._failed.pop(order.model, None)
+        task = asyncio.create_task(self._carry_out(order), name=f"{order.kind} {order.model}")
+        self._ongoing[order.model] = task
+
+    def _check(self, moment: Moment) -> None:
+        latest = self._latest
+        is_old = moment.epoch < latest.epoch or (
+            moment.epoch == latest.epoch and moment.tick < latest.tick - self.MAX_TICKS_LATE
+        )
+        if is_old:
+            raise Refused(
+                f"an order of round {moment.tick} of controller {moment.epoch} came after round "
+                f"{latest.tick} of controller {latest.epoch}"
+            )
+        self._latest = max(latest, moment, key=lambda one: (one.epoch, one.tick))
+
+    async def _carry_out(self, order: Order) -> None:
+        try:
+            await asyncio.to_thread(self._do, order)
+            _logger.info("%s %s: done", order.kind, order.model)
+        except GpupoolError as error:
+            _logger.warning("%s %s: %s", order.kind, order.model, error)
+            self._failed[order.model] = str(error)
+        except Exception as error:
+            _logger.exception("%s %s", order.kind, order.model)
+            self._failed[order.model] = repr(error)
+        finally:
+            self._ongoing.pop(order.model, None)
+
+    def _do(self, order: Order) -> None:
+        with self._connect(self._socket_path) as client:
+            if order.kind == "remove":
+                with contextlib.suppress(NoSuchModel):
+                    client.remove_model(order.model, "drain")
+            elif order.kind == "warm":
+                client.warm(order.model)
+            else:
+                assert order.request is not None
+                for _ in client.add_model(order.request):
+                    pass
+
+    def _report(self) -> FleetReport:
+        with self._connect(self._socket_path) as client:
+            return client.fleet_report()
+
+    def _join(self, secret: str) -> FleetReport:
+        with self._connect(self._socket_path) as client:
+            return client.set_fleet_secret(secret)

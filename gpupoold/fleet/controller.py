@@ -1,0 +1,225 @@
+"""The one controller of a fleet: asks the agents, places models, tells the entrances."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from gpupoold.errors import NoSuchModel, Refused, UsageError
+from gpupoold.fleet import store
+from gpupoold.fleet.agent import AgentReport, Moment, Order
+from gpupoold.fleet.nodes import FleetSpec, FleetTable, Node
+from gpupoold.fleet.placement import Change, changes
+
+_logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+# Rounds between two placements, and between two that may move models for balance.
+_PLACES_EVERY, _REBALANCES_EVERY = 4, 60
+# A node without a report for so long is lost; the entrances notice earlier by themselves.
+LOST_S = 5.0
+_REPORT_TIMEOUT_S = 2.0
+# Time after the start in which nodes may report before models are placed anew.
+_SETTLING_S = 10.0
+# A model that a node could not add is tried there again after so long.
+_RETRY_S = 60.0
+
+
+class AgentHandle(Protocol):
+    """An agent, wherever it runs; both raise any exception while it cannot be reached."""
+
+    async def report(self, moment: Moment) -> AgentReport: ...
+
+    async def carry_out(self, order: Order, moment: Moment) -> None: ...
+
+
+class Controller:
+    """One per fleet, on an event loop; ``run`` works until it is cancelled."""
+
+    def __init__(
+        self,
+        folder: Path,
+        agent_of: Callable[[str], AgentHandle],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``folder`` has the stored fleet; ``agent_of`` returns the agent of a node by its name.
+
+        Raises:
+            Failed: the stored fleet cannot be read or written.
+        """
+        self._folder = folder
+        self._agent_of = agent_of
+        self._clock = clock
+        self._stored = store.load(folder)
+        self._stored.epoch += 1
+        self._save()
+        self._tick = 0
+        self._began_s = clock()
+        self._nodes: dict[str, Node] = {}
+        self._problems: dict[str, str] = {}
+        self._failed: dict[tuple[str, str], tuple[float, str]] = {}
+
+    @property
+    def table(self) -> FleetTable:
+        """What the entrances need to know."""
+        return FleetTable(self._tick, self._stored.secret, tuple(self._nodes.values()))
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why nodes have no report, by node; and why models could not be added."""
+        of_models = {f"{name} on {node}": why for (name, node), (_, why) in self._failed.items()}
+        return self._problems | of_models
+
+    @property
+    def specs(self) -> dict[str, FleetSpec]:
+        """The models that the fleet places."""
+        return {
+            name: FleetSpec(one.request, one.least_replicas)
+            for name, one in self._stored.models.items()
+        }
+
+    def join(self, name: str, url: str, secret: str) -> None:
+        """Add a node, or give a known one another URL.
+
+        Raises:
+            Refused: the fleet has another secret.
+        """
+        if self._stored.secret not in ("", secret):
+            raise Refused("the fleet has another secret", "join with the secret of its first node")
+        self._stored.secret = secret
+        self._stored.nodes[name] = store.StoredNode(url=url)
+        self._save()
+
+    def leave(self, name: str) -> None:
+        """Forget a node; its models are placed on others.
+
+        Raises:
+            UsageError: the fleet has no such node.
+        """
+        self._check_node(name)
+        del self._stored.nodes[name]
+        self._nodes.pop(name, None)
+        self._problems.pop(name, None)
+        self._save()
+
+    def drain(self, name: str, *, is_draining: bool) -> None:
+        """Send a node no more requests and place its models elsewhere, or end that.
+
+        Raises:
+            UsageError: the fleet has no such node.
+        """
+        self._check_node(name)
+        self._stored.nodes[name].is_draining = is_draining
+        self._save()
+
+    def add_model(self, spec: FleetSpec) -> None:
+        """Place a model from now on; a known one is changed where it is added next."""
+        stored = store.StoredModel(request=spec.request, least_replicas=spec.least_replicas)
+        self._stored.models[spec.name] = stored
+        self._failed = {one: why for one, why in self._failed.items() if one[0] != spec.name}
+        self._save()
+
+    async def remove_model(self, name: str) -> None:
+        """Remove a model from the fleet and from all nodes.
+
+        Raises:
+            NoSuchModel: the fleet does not place such a model.
+        """
+        if name not in self._stored.models:
+            raise NoSuchModel(f"the fleet has no model {name}")
+        del self._stored.models[name]
+        self._save()
+        having = [one for one in self._nodes.values() if one.model(name) is not None]
+        await asyncio.gather(*(self._order(Change("remove", name, one.name, "")) for one in having))
+
+    async def run(self) -> None:
+        """Ask and place again and again."""
+        while True:
+            began_s = self._clock()
+            try:
+                await self.step()
+            except Exception:
+                _logger.exception("a round of the fleet's controller")
+            await asyncio.sleep(max(0.05, PERIOD_S - (self._clock() - began_s)))
+
+    async def step(self) -> None:
+        """Ask all agents for a report; place models every few rounds."""
+        self._tick += 1
+        names = list(self._stored.nodes)
+        await asyncio.gather(*(self._ask(name) for name in names))
+        is_settled = self._clock() - self._began_s >= _SETTLING_S or not self._problems
+        if is_settled and self._tick % _PLACES_EVERY == 0:
+            await self._place(rebalances=self._tick % _REBALANCES_EVERY == 0)
+
+    @property
+    def _moment(self) -> Moment:
+        return Moment(self._stored.epoch, self._tick)
+
+    async def _ask(self, name: str) -> None:
+        stored = self._stored.nodes[name]
+        try:
+            asked = self._agent_of(name).report(self._moment)
+            found = await asyncio.wait_for(asked, _REPORT_TIMEOUT_S)
+        except Exception as error:
+            self._not_seen(name, f"the agent does not answer: {error or type(error).__name__}")
+            return
+        now_s = self._clock()
+        for model, why in found.failed.items():
+            self._failed.setdefault((model, name), (now_s, why))
+        if name not in self._stored.nodes:  # it has left meanwhile
+            return
+        if found.report is None:
+            self._not_seen(name, found.problem)
+            return
+        self._problems.pop(name, None)
+        self._nodes[name] = Node(
+            name,
+            stored.url,
+            found.report,
+            now_s,
+            stored.is_draining,
+            ongoing=frozenset(found.ongoing),
+        )
+
+    def _not_seen(self, name: str, why: str) -> None:
+        self._problems[name] = why
+        node = self._nodes.get(name)
+        if node is not None and self._clock() - node.seen_s > LOST_S and not node.is_lost:
+            _logger.warning("node %s is lost: %s", name, why)
+            self._nodes[name] = replace(node, is_lost=True)
+
+    async def _place(self, *, rebalances: bool) -> None:
+        now_s = self._clock()
+        self._failed = {
+            key: (at_s, why) for key, (at_s, why) in self._failed.items() if now_s < at_s + _RETRY_S
+        }
+        nodes = {
+            name: replace(node, failed=frozenset(m for m, at in self._failed if at == name))
+            for name, node in self._nodes.items()
+        }
+        due = changes(self.specs, nodes, rebalances=rebalances)
+        await asyncio.gather(*(self._order(one) for one in due))
+
+    async def _order(self, change: Change) -> None:
+        spec = self._stored.models.get(change.model)
+        request = None if spec is None or change.kind != "add" else spec.request
+        order = Order(change.kind, change.model, request)
+        _logger.info("%s %s on %s: %s", change.kind, change.model, change.node, change.why)
+        try:
+            asked = self._agent_of(change.node).carry_out(order, self._moment)
+            await asyncio.wait_for(asked, _REPORT_TIMEOUT_S)
+        except Exception as error:
+            _logger.warning("%s could not be asked: %s", change.node, error)
+
+    def _check_node(self, name: str) -> None:
+        if name not in self._stored.nodes:
+            known = ", ".join(sorted(self._stored.nodes)) or "none"
+            raise UsageError(f"the fleet has no node {name}", f"its nodes: {known}")
+
+    def _save(self) -> None:
+        store.save(self._folder, self._stored)

@@ -1,0 +1,422 @@
+"""The entrance of a fleet: one HTTP API for the models of all nodes, as an ASGI application.
+
+A request goes to the node with the earliest expected first token. Refused there, or without an
+answer, it goes to the next node. A stream whose node dies continues on another one after the tokens
+that the client has. The entrance goes by its own connections: the cluster notices a dead node only
+after ten seconds and more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from gpupoold.access.fleet import HEADER, sign
+from gpupoold.fleet.liveness import Liveness
+from gpupoold.fleet.nodes import FleetTable, Node
+from gpupoold.fleet.relay import Relay, Wanted
+from gpupoold.fleet.routing import conversation_of, order
+
+_logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+ROUTED_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/pooling",
+        "/classify",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+MAX_BODY_BYTES = 256 << 20
+# Further nodes that are tried for one request.
+_ATTEMPTS = 8
+# Time to wait for a node that serves the model, while the fleet replaces a lost one.
+_PATIENCE_S = 20.0
+_LOOK_AGAIN_S = 0.2
+_CONNECT_TIMEOUT_S = 2.0
+# Answers after which another node may take the request.
+_TRIES_NEXT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY)
+_DROPPED = frozenset(
+    (b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding")
+) | {HEADER.encode(), b"x-gpupool-continues"}
+_FAULTS = (aiohttp.ClientError, ConnectionError, TimeoutError)
+
+
+class NodeFailed(Exception):
+    """A node refused a request or died before the client had anything of the answer."""
+
+    def __init__(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        super().__init__(status)
+        self.status = status
+        self.body = body
+        self.headers = list(headers)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A client's request on its way through the fleet."""
+
+    method: str
+    path: str
+    query: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    model: str
+    wanted: Wanted
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    relay: Relay = field(default_factory=Relay)
+    has_begun: bool = False
+    """True if the client has the headers of the answer."""
+    avoided: set[str] = field(default_factory=set)
+    refusal: NodeFailed | None = None
+
+    @property
+    def can_continue(self) -> bool:
+        return self.wanted.can_continue(self.path)
+
+
+class Entrance:
+    """An entrance, to be called as an ASGI application; ``table`` may be replaced at any time."""
+
+    def __init__(self) -> None:
+        self.table = FleetTable()
+        self._sent: Counter[tuple[str, str]] = Counter()
+        self._version = -1
+        self._session: aiohttp.ClientSession | None = None
+        self._liveness: Liveness | None = None
+
+    def replace(self, table: FleetTable) -> None:
+        """Take a newer table over."""
+        if table.version != self._version:
+            self._version = table.version
+            self._sent.clear()
+        self.table = table
+        if self._liveness is not None:
+            self._liveness.watch({one.name: one.url for one in table.nodes if not one.is_lost})
+
+    async def start(self) -> None:
+        """Open the connections; to be called once, on the event loop that serves."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False
+        )
+        self._liveness = Liveness(self._session)
+        self.replace(self.table)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._liveness is not None:
+            await self._liveness.close()
+        if self._session is not None:
+            await self._session.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request."""
+        if scope["type"] != "http":
+            return
+        path, method = scope["path"], scope["method"]
+        try:
+            if path in ROUTED_PATHS and method == "POST":
+                await self._route(scope, receive, send)
+            elif path == "/v1/models" and method in ("GET", "HEAD"):
+                await self._list_models(scope, send)
+            elif path in ("/health", "/ready") and method in ("GET", "HEAD"):
+                is_ready = any(one.takes_requests for one in self._alive())
+                status = 200 if is_ready or path == "/health" else 503
+                await _send_json(send, status, {"ready": is_ready})
+            else:
+                text = f"The fleet's entrance does not serve {method} {path}; ask a node itself."
+                await _send_error(send, 404, text)
+        except _ClientGone:
+            pass
+
+    def _alive(self) -> list[Node]:
+        dead = self._dead()
+        return [one for one in self.table.nodes if not one.is_lost and one.name not in dead]
+
+    def _dead(self) -> frozenset[str]:
+        return frozenset() if self._liveness is None else self._liveness.dead
+
+    async def _list_models(self, scope: Scope, send: Send) -> None:
+        """Answer with the models of all nodes that the caller may use."""
+        headers = _passed_on(scope["headers"])
+        asked = (self._get(node, "/v1/models", headers) for node in self._alive())
+        answers = await asyncio.gather(*asked)
+        refused = [one for one in answers if isinstance(one, NodeFailed)]
+        found: dict[str, Any] = {}
+        for answer in answers:
+            if not isinstance(answer, NodeFailed):
+                found |= {row["id"]: row for row in answer["data"] if row["id"] not in found}
+        if refused and len(refused) == len(answers):
+            await _send_whole(send, refused[0].status, refused[0].headers, refused[0].body)
+        else:
+            rows = [found[name] for name in sorted(found)]
+            await _send_json(send, 200, {"object": "list", "data": rows})
+
+    async def _get(
+        self, node: Node, path: str, headers: Iterable[tuple[bytes, bytes]]
+    ) -> dict[str, Any] | NodeFailed:
+        assert self._session is not None
+        try:
+            async with self._session.get(node.url + path, headers=_as_text(headers)) as answer:
+                body = await answer.read()
+                if answer.status != HTTPStatus.OK:
+                    return NodeFailed(answer.status, body, _headers_of(answer))
+                found: dict[str, Any] = msgspec.json.decode(body)
+                return found
+        except (*_FAULTS, msgspec.DecodeError) as error:
+            return NodeFailed(503, _error_body(503, f"{node.name} does not answer: {error}"), ())
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read(receive, send)
+        if body is None:
+            return
+        try:
+            wanted = msgspec.json.decode(body, type=Wanted)
+        except msgspec.MsgspecError as error:
+            await _send_error(send, 400, f"The body cannot be read: {error}")
+            return
+        model = self.table.name_of(wanted.model)
+        if model is None:
+            await _send_error(send, 404, f"The fleet has no model {wanted.model[:128]!r}.")
+            return
+        query = scope.get("query_string", b"").decode("latin-1")
+        headers = _passed_on(scope["headers"])
+        asked = Asked(scope["method"], scope["path"], query, headers, body, model, wanted)
+        async with _until_gone(receive) as gone:
+            await self._serve(asked, send, gone)
+
+    async def _serve(self, asked: Asked, send: Send, gone: asyncio.Event) -> None:
+        """Try node after node until the client has the whole answer."""
+        conversation = conversation_of(asked.model, asked.body)
+        give_up_s = time.monotonic() + _PATIENCE_S
+        num_attempts = 0
+        while num_attempts < _ATTEMPTS and not gone.is_set():
+            avoided = asked.avoided | self._dead()
+            sent = {node: num for (node, name), num in self._sent.items() if name == asked.model}
+            nodes = order(self.table, asked.model, conversation, sent, avoided)
+            if not nodes:
+                if asked.refusal is not None and asked.refusal.status != 502:
+                    break
+                if time.monotonic() > give_up_s:
+                    break
+                asked.avoided.clear()
+                await asyncio.sleep(_LOOK_AGAIN_S)
+                continue
+            node = nodes[0]
+            num_attempts += 1
+            self._sent[node.name, asked.model] += 1
+            try:
+                if await self._attempt(asked, node, send):
+                    return
+                give_up_s = time.monotonic() + _PATIENCE_S
+            except NodeFailed as error:
+                asked.refusal = error
+            asked.avoided.add(node.name)
+        if not gone.is_set():
+            await self._give_up(asked, send)
+
+    async def _attempt(self, asked: Asked, node: Node, send: Send) -> bool:
+        """Ask one node; return whether the client has the whole answer.
+
+        Raises:
+            NodeFailed: the client has nothing of the answer.
+        """
+        assert self._session is not None
+        assert self._liveness is not None
+        relay, body = asked.relay, asked.body
+        headers = [*asked.headers, (b"x-request-id", asked.id.encode())]
+        if relay.has_begun and relay.token_ids:
+            body = relay.continuation(asked.body)
+            headers.append((b"x-gpupool-continues", b"1"))
+        relay.begin_again()
+        signature = sign(self.table.secret, asked.method, asked.path, body)
+        headers.append((HEADER.encode(), signature.encode()))
+        url = f"{node.url}{asked.path}{'?' if asked.query else ''}{asked.query}"
+        try:
+            asking = self._session.request(asked.method, url, data=body, headers=_as_text(headers))
+            async with asking as answer:
+                with self._liveness.reading(node.name, answer):
+                    return await self._take(asked, node, answer, send)
+        except _FAULTS as error:
+            self._liveness.suspect(node.name)
+            _logger.info("%s: %s on %s", asked.id, error or type(error).__name__, node.name)
+            if asked.has_begun:
+                return False
+            text = f"The node {node.name} does not answer."
+            raise NodeFailed(502, _error_body(502, text), ()) from error
+
+    async def _take(
+        self, asked: Asked, node: Node, answer: aiohttp.ClientResponse, send: Send
+    ) -> bool:
+        """Pass a node's answer on; return whether the client has all of it.
+
+        Raises:
+            NodeFailed: the node has refused the request.
+            aiohttp.ClientError: the node has died.
+        """
+        if answer.status in _TRIES_NEXT and not asked.has_begun:
+            raise NodeFailed(answer.status, await answer.read(), _headers_of(answer))
+        is_stream = answer.content_type == "text/event-stream"
+        if not is_stream and not asked.has_begun:
+            whole = await answer.read()
+            await _send_whole(send, answer.status, _headers_of(answer), whole, node.name)
+            return True
+        return is_stream and await self._pass_on(asked, node, answer, send)
+
+    async def _pass_on(
+        self, asked: Asked, node: Node, answer: aiohttp.ClientResponse, send: Send
+    ) -> bool:
+        """Pass a stream on; return whether it is complete.
+
+        Raises:
+            aiohttp.ClientError: the node has died.
+        """
+        relay = asked.relay
+        async for received in answer.content.iter_any():
+            passed = relay.feed(received) if asked.can_continue else received
+            if relay.lost:
+                return False
+            if not asked.has_begun:
+                await _send_start(send, answer.status, _headers_of(answer), node.name)
+                asked.has_begun = True
+            if passed:
+                await _send_body(send, passed, more=True)
+        if asked.can_continue and not relay.is_complete:
+            return False
+        await _send_body(send, b"", more=False)
+        return True
+
+    async def _give_up(self, asked: Asked, send: Send) -> None:
+        """Tell the client that no node has answered or can continue."""
+        if asked.has_begun:
+            lost = asked.relay.lost or b"data: %s\n\n" % _error_body(
+                503, "The node that answered has died, and no other one could continue."
+            )
+            await _send_body(send, lost + b"data: [DONE]\n\n", more=False)
+        elif asked.refusal is not None:
+            refusal = asked.refusal
+            status = 503 if refusal.status == HTTPStatus.BAD_GATEWAY else refusal.status
+            await _send_whole(send, status, refusal.headers, refusal.body)
+        else:
+            text = f"No node serves {asked.model} now."
+            await _send_error(send, 503, text, [(b"retry-after", b"5")])
+
+
+class _ClientGone(Exception):
+    pass
+
+
+@contextlib.asynccontextmanager
+async def _until_gone(receive: Receive) -> AsyncIterator[asyncio.Event]:
+    """Yield an event that is set when the client has left; the body has been read."""
+    gone, serving = asyncio.Event(), asyncio.current_task()
+    assert serving is not None
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+        serving.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield gone
+    except asyncio.CancelledError:
+        if not gone.is_set():
+            raise
+        raise _ClientGone from None
+    finally:
+        watching.cancel()
+
+
+async def _read(receive: Receive, send: Send) -> bytes | None:
+    """Return a body; None after a refusal.
+
+    Raises:
+        _ClientGone: the client has left.
+    """
+    parts, num_bytes = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientGone
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > MAX_BODY_BYTES:
+            await _send_error(send, 413, f"The body has more than {MAX_BODY_BYTES:,} bytes.")
+            return None
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower() not in _DROPPED]
+
+
+def _as_text(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+
+
+def _headers_of(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    return _passed_on(answer.raw_headers)
+
+
+async def _send_start(
+    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], node: str
+) -> None:
+    headers = [*headers, (b"x-gpupool-node", node.encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _send_whole(
+    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, node: str = ""
+) -> None:
+    await _send_start(send, status, [*headers, (b"content-length", b"%d" % len(body))], node)
+    await _send_body(send, body, more=False)
+
+
+async def _send_json(send: Send, status: int, value: object) -> None:
+    body = msgspec.json.encode(value)
+    await _send_whole(send, status, [(b"content-type", b"application/json")], body)
+
+
+async def _send_error(
+    send: Send, status: int, text: str, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    body = _error_body(status, text)
+    await _send_whole(send, status, [(b"content-type", b"application/json"), *headers], body)
+
+
+def _error_body(status: int, text: str) -> bytes:
+    kind = HTTPStatus(status).phrase
+    error = {"message": text, "type": kind, "param": None, "code": status}
+    return msgspec.json.encode({"error": error})

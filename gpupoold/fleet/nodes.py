@@ -1,0 +1,106 @@
+"""Nodes and models of a fleet, as the placement and the entrance see them. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gpupoold.api.schemas_fleet import FleetModel, FleetReport
+from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.scheduling.pressure import ModelDemand
+
+SERVING_STATES = frozenset({"ready", "asleep"})
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A daemon of the fleet with its latest report.
+
+    ``url`` is where the entrance reaches the daemon. ``seen_s`` is the controller's time of the
+    report. ``ongoing`` has the models that the node's agent is adding or removing, ``failed`` those
+    that the node lately could not add.
+    """
+
+    name: str
+    url: str
+    report: FleetReport
+    seen_s: float
+    is_draining: bool = False
+    is_lost: bool = False
+    ongoing: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+    @property
+    def takes_requests(self) -> bool:
+        return not self.is_lost and not self.is_draining and self.report.is_ready
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.report.device_bytes)
+
+    def model(self, name: str) -> FleetModel | None:
+        """Return the model of this name, if the daemon has it."""
+        return next((one for one in self.report.models if one.name == name), None)
+
+    def serves(self, name: str) -> bool:
+        """Return whether the daemon answers requests of the model."""
+        model = self.model(name)
+        return model is not None and model.state in SERVING_STATES
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """A model that the fleet places; ``least_replicas`` nodes have it at any time."""
+
+    request: AddModelRequest
+    least_replicas: int = 1
+    weights_bytes: int = 0
+    """0 until a node has checked the model."""
+
+    @property
+    def name(self) -> str:
+        return self.request.name
+
+
+def demand_of(spec: FleetSpec, nodes: Mapping[str, Node]) -> ModelDemand:
+    """Return the model's work on one device, summed over the nodes that have it."""
+    found = [model for node in nodes.values() if (model := node.model(spec.name)) is not None]
+    window_s = max((one.window_s for one in found), default=spec.request.ttft_s)
+    idle_share = 1.0
+    for one in found:
+        idle_share *= 1.0 - one.busy_share
+    return ModelDemand(
+        spec.name,
+        sum(one.load for one in found),
+        1.0 - idle_share,
+        window_s,
+        max((one.weights_bytes for one in found), default=spec.weights_bytes),
+        sum(one.kv_bytes for one in found),
+    )
+
+
+def shared(demand: ModelDemand, num: int) -> ModelDemand:
+    """Return a replica's or a device's share of work that ``num`` do together."""
+    return replace(
+        demand,
+        load=demand.load / num,
+        busy_share=demand.busy_share / num,
+        kv_bytes=demand.kv_bytes / num,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTable:
+    """What an entrance needs to know; ``version`` grows with each report."""
+
+    version: int = 0
+    secret: str = ""
+    nodes: tuple[Node, ...] = field(default=())
+
+    def name_of(self, name: str) -> str | None:
+        """Return the model's own name for a name, alias, preset or adapter of it."""
+        for node in self.nodes:
+            for model in node.report.models:
+                if name in model.names:
+                    return model.name
+        return None

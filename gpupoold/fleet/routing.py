@@ -1,0 +1,80 @@
+"""The node for a request: by its expected first token, its conversation and its priority. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from gpupoold.fleet.nodes import FleetTable, Node
+
+# A node that has the conversation's KV may be later by this share of the TTFT target.
+_CONVERSATION_SHARE = 0.25
+# Assumed wait on a node without an estimate, whose model is on its way to host memory.
+_UNKNOWN_S = 30.0
+# Two messages tell conversations apart: a system prompt alone is that of many.
+_FIRST_MESSAGES = 2
+_FIRST_BYTES = 512
+
+
+class _Beginning(msgspec.Struct):
+    messages: list[msgspec.Raw] = []
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+
+
+def conversation_of(model: str, body: bytes) -> bytes:
+    """Return a digest that is the same for all turns of a conversation."""
+    try:
+        found = msgspec.json.decode(body, type=_Beginning)
+    except msgspec.MsgspecError:  # the node tells the client
+        return b""
+    first = [bytes(one) for one in found.messages[:_FIRST_MESSAGES]]
+    first += [bytes(one)[:_FIRST_BYTES] for one in (found.prompt, found.input)]
+    return hashlib.blake2b(b"\0".join([model.encode(), *first]), digest_size=16).digest()
+
+
+def order(
+    table: FleetTable,
+    model: str,
+    conversation: bytes,
+    sent: Mapping[str, int],
+    avoided: Collection[str] = (),
+) -> list[Node]:
+    """Return the nodes that can answer a request of a model, the best first.
+
+    ``sent`` are the requests of the model that each node got after its report. Nodes in ``avoided``
+    have failed the request before, or are dead as the entrance sees them.
+    """
+    able = [
+        node
+        for node in table.nodes
+        if node.takes_requests and node.name not in avoided and node.serves(model)
+    ]
+    waits_s = {node.name: _wait_s(node, model, sent.get(node.name, 0)) for node in able}
+    able.sort(key=lambda node: (waits_s[node.name], node.name))
+    if len(able) > 1 and conversation:
+        home = max(able, key=lambda node: _rank(node, conversation))
+        found = home.model(model)
+        ttft_s = 0.0 if found is None else found.ttft_s
+        if waits_s[home.name] <= waits_s[able[0].name] + _CONVERSATION_SHARE * ttft_s:
+            able.remove(home)
+            able.insert(0, home)
+    return able
+
+
+def _wait_s(node: Node, model: str, num_sent: int) -> float:
+    """Return the seconds to a first token of a request at a node.
+
+    Requests that the report does not count yet wait as those that it counts.
+    """
+    found = node.model(model)
+    if found is None or found.first_token_in_s is None:
+        return _UNKNOWN_S + num_sent
+    return found.first_token_in_s * (1 + num_sent / (found.num_live + 1))
+
+
+def _rank(node: Node, conversation: bytes) -> bytes:
+    """Return a rank by which each conversation prefers a node (rendezvous hashing)."""
+    return hashlib.blake2b(node.name.encode(), key=conversation, digest_size=8).digest()

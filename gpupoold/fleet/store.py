@@ -1,0 +1,70 @@
+"""What a fleet's controller must know after a restart: a JSON file in the head's state folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.errors import Failed
+
+FILE = "fleet.json"
+
+
+class StoredModel(BaseModel):
+    """A model that the fleet places."""
+
+    request: AddModelRequest
+    least_replicas: int = 1
+
+
+class StoredNode(BaseModel):
+    """A node that has joined; ``url`` is where the entrance reaches its daemon."""
+
+    url: str
+    is_draining: bool = False
+
+
+class Stored(BaseModel):
+    """The whole file; ``epoch`` counts the starts of controllers."""
+
+    epoch: int = 0
+    secret: str = ""
+    nodes: dict[str, StoredNode] = {}
+    models: dict[str, StoredModel] = {}
+
+
+def load(folder: Path) -> Stored:
+    """Return the stored fleet, an empty one without a file.
+
+    Raises:
+        Failed: the file cannot be read.
+    """
+    path = folder / FILE
+    try:
+        return Stored.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return Stored()
+    except (OSError, ValidationError) as error:
+        raise Failed(f"{path} cannot be read: {error}", "restore or remove the file") from error
+
+
+def save(folder: Path, stored: Stored) -> None:
+    """Replace the file, readable by its owner alone, at once or not at all.
+
+    Raises:
+        Failed: the file cannot be written.
+    """
+    path = folder / FILE
+    new = path.with_suffix(".new")
+    try:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(stored.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise Failed(f"{path} cannot be written: {error}") from error

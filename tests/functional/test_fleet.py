@@ -1,0 +1,151 @@
+"""Two real daemons as a fleet: models are placed, requests routed, streams survive a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.fleet.nodes import FleetSpec
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN2,
+    api_client,
+    children,
+    emulated_config,
+    eventually,
+)
+from tests.functional.fleet_box import LocalFleet, local_fleet
+
+NUM_TOKENS = 400
+NUM_STREAMS = 6
+
+
+@pytest.fixture
+def daemons(
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path: Path
+) -> Iterator[dict[str, PrivateDaemon]]:
+    config = emulated_config(device_bytes)
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(private_daemon(config, tmp_path / name))
+            for name in ("east", "west")
+        }
+
+
+@pytest.fixture
+async def fleet(daemons: dict[str, PrivateDaemon], tmp_path: Path) -> AsyncIterator[LocalFleet]:
+    async with local_fleet(daemons, tmp_path) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def spec(tiny_models: dict[str, Path]) -> Callable[..., FleetSpec]:
+    def make(name: str, least_replicas: int = 1) -> FleetSpec:
+        request = AddModelRequest(name=name, source=str(tiny_models[name]), **LOAD_OPTIONS)
+        return FleetSpec(request, least_replicas)
+
+    return make
+
+
+def serving(fleet: LocalFleet, model: str) -> list[str]:
+    nodes = fleet.controller.table.nodes
+    return sorted(one.name for one in nodes if one.takes_requests and one.serves(model))
+
+
+def kill(daemon: PrivateDaemon) -> None:
+    """As when a machine dies: nothing of the daemon says goodbye."""
+    for process in children(daemon):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    daemon.process.kill()
+    daemon.process.wait()
+
+
+async def stream(api: AsyncOpenAI, model: str, words: str) -> tuple[str, str]:
+    """The text of an answer, and the reason of its end."""
+    text, reason = "", ""
+    answer = await api.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": words}],
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in answer:
+        text += chunk.choices[0].delta.content or ""
+        reason = chunk.choices[0].finish_reason or reason
+    return text, reason
+
+
+async def test_a_node_dies(fleet: LocalFleet, spec: Callable[..., FleetSpec]) -> None:
+    fleet.controller.add_model(spec(LLAMA, 2))
+    fleet.controller.add_model(spec(QWEN2))
+    await eventually(lambda: len(serving(fleet, LLAMA)) == 2, timeout_s=90)
+    await eventually(lambda: len(serving(fleet, QWEN2)) == 1, timeout_s=90)
+    doomed = serving(fleet, QWEN2)[0]
+    words = [f"Tell me of the sea, part {n}" for n in range(NUM_STREAMS)]
+    async with api_client(fleet.url) as api:
+        names = [row.id async for row in await api.models.list()]
+        assert names == [LLAMA, QWEN2]
+        undisturbed = [await stream(api, LLAMA, one) for one in words]
+        assert {reason for _, reason in undisturbed} == {"length"}
+        running = [asyncio.create_task(stream(api, LLAMA, one)) for one in words]
+        await asyncio.sleep(0.6)
+        nums = {one.name: one.model(LLAMA) for one in fleet.controller.table.nodes}
+        assert all(one is not None and one.num_live for one in nums.values()), "on one node alone"
+        kill(fleet.daemons[doomed])
+        assert await asyncio.gather(*running) == undisturbed
+        # The model that the dead node alone had is placed on the other one.
+        await eventually(lambda: len(serving(fleet, QWEN2)) == 1, timeout_s=90)
+        assert (await stream(api, QWEN2, "Who is there?"))[1] == "length"
+
+
+async def test_a_node_is_drained(fleet: LocalFleet, spec: Callable[..., FleetSpec]) -> None:
+    fleet.controller.add_model(spec(LLAMA))
+    await eventually(lambda: len(serving(fleet, LLAMA)) == 1, timeout_s=90)
+    (home,) = serving(fleet, LLAMA)
+    async with api_client(fleet.url) as api:
+        running = asyncio.create_task(stream(api, LLAMA, "Tell me of the sea"))
+        await asyncio.sleep(0.5)
+        fleet.controller.drain(home, is_draining=True)
+        await eventually(lambda: serving(fleet, LLAMA) not in ([], [home]), timeout_s=90)
+        assert (await running)[1] == "length"
+        assert (await stream(api, LLAMA, "Tell me of the sea"))[1] == "length"
+        await eventually(
+            lambda: all(
+                one.model(LLAMA) is None for one in fleet.controller.table.nodes if one.name == home
+            ),
+            timeout_s=60,
+        )
+        with pytest.raises(openai.NotFoundError):
+            await stream(api, "nobody", "Who?")
+        await fleet.controller.remove_model(LLAMA)
+        await eventually(lambda: not serving(fleet, LLAMA), timeout_s=60)
+
+
+async def test_bad_requests_are_told(fleet: LocalFleet) -> None:
+    async with httpx.AsyncClient(base_url=fleet.url) as http:
+        for path, body, status in (
+            ("/v1/chat/completions", b"{", 400),
+            ("/v1/chat/completions", b'{"model": 5}', 400),
+            ("/v1/chat/completions", b"{}", 404),
+            ("/v1/batches", b"{}", 404),
+        ):
+            answer = await http.post(path, content=body)
+            assert answer.status_code == status, (path, body)
+            assert answer.json()["error"]["message"]
+        await eventually(lambda: bool(fleet.controller.table.nodes))
+        assert (await http.get("/health")).status_code == 200

@@ -14,7 +14,7 @@ from gpupool_cli.lists import numbers
 from gpupool_cli.models import print_model
 from gpupool_cli.options import NewNameArgument, PaceOption, RevisionOption, TbtOption, TtftOption
 from gpupool_cli.progress import ProgressView
-from gpupool_cli.session import open_client
+from gpupool_cli.session import open_client, socket_path_of
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.errors import Failed, UsageError
@@ -55,6 +55,16 @@ def add_model(
         bool,
         typer.Option("--detach", help="Return after the checks; the daemon downloads and loads."),
     ] = False,
+    on_fleet: Annotated[
+        bool,
+        typer.Option("--fleet", help="Let the fleet place the model where it fits."),
+    ] = False,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            "--replicas", min=1, max=1000, metavar="N", help="With --fleet: at least so many nodes."
+        ),
+    ] = 1,
 ) -> None:
     """Register a model: find, download, check and load it.
 
@@ -78,6 +88,9 @@ def add_model(
         check_only=check,
         detach=detach,
     )
+    if on_fleet:
+        _add_to_fleet(ctx, request, replicas)
+        return
     with open_client(ctx) as client:
         model = follow(request.name, client.add_model(request))
     if model is None:
@@ -87,6 +100,21 @@ def add_model(
         print_model(model)
     else:
         say(f"{model.name}: {model.state}, {format_bytes(model.weight_bytes)} of weights")
+
+
+def _add_to_fleet(ctx: typer.Context, request: AddModelRequest, least_replicas: int) -> None:
+    """Let the fleet place a model.
+
+    Raises:
+        UsageError: an option is for one daemon alone.
+    """
+    from gpupoold.fleet import operations
+    from gpupoold.fleet.nodes import FleetSpec
+
+    if request.devices or request.check_only:
+        raise UsageError("--devices and --check are for one daemon", "leave them out with --fleet")
+    operations.add_model(socket_path_of(ctx), FleetSpec(request, least_replicas))
+    say(f"{request.name}: the fleet places the model; `gpupool fleet status` shows where")
 
 
 def follow(name: str, steps: Iterator[Progress]) -> ModelInfo | None:

@@ -16,6 +16,7 @@ from gpupool_cli import (
     config,
     doctor,
     events,
+    fleet,
     history,
     hosting,
     keys,
@@ -78,6 +79,7 @@ app.command("events")(events.events)
 app.command("logs")(events.logs)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="key")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(config.app, name="config")
 app.command("reload")(config.reload)
 app.add_typer(bench.app, name="bench")

@@ -64,6 +64,7 @@ class Agent:
         """``connect`` opens the admin API of the daemon behind ``socket_path``."""
         self._socket_path = socket_path
         self._connect = connect or (lambda path: AdminClient(path, _CALL_TIMEOUT_S))
+        self._client: AdminClient | None = None  # of the reports
         self._latest = Moment(0, 0)
         self._ongoing: dict[str, asyncio.Task[None]] = {}
         self._failed: dict[str, str] = {}
@@ -137,8 +138,14 @@ class Agent:
                     pass
 
     def _report(self) -> FleetReport:
-        with self._connect(self._socket_path) as client:
-            return client.fleet_report()
+        client, self._client = self._client or self._connect(self._socket_path), None
+        try:
+            found = client.fleet_report()
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+        return found
 
     def _join(self, secret: str) -> FleetReport:
         with self._connect(self._socket_path) as client:

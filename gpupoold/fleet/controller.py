@@ -22,8 +22,8 @@ PERIOD_S = 0.5
 # Rounds between two placements, and between two that may move models for balance.
 _PLACES_EVERY, _REBALANCES_EVERY = 4, 60
 # A node without a report for so long is lost; the entrances notice earlier by themselves.
-LOST_S = 5.0
-_REPORT_TIMEOUT_S = 2.0
+LOST_S = 8.0
+_REPORT_TIMEOUT_S = 5.0
 # Time after the start in which nodes may report before models are placed anew.
 _SETTLING_S = 10.0
 # A model that a node could not add is tried there again after so long.
@@ -166,7 +166,7 @@ class Controller:
             asked = self._agent_of(name).report(self._moment)
             found = await asyncio.wait_for(asked, _REPORT_TIMEOUT_S)
         except Exception as error:
-            self._not_seen(name, f"the agent does not answer: {error or type(error).__name__}")
+            self._not_seen(name, f"the agent does not answer: {str(error) or type(error).__name__}")
             return
         now_s = self._clock()
         for model, why in found.failed.items():

@@ -9,6 +9,9 @@ from gpupoold.api.schemas_fleet import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.scheduling.pressure import ModelDemand
 
+# Models without requests are spread by their number and their bytes.
+_LEAST_LOAD = 0.01
+
 SERVING_STATES = frozenset({"ready", "asleep"})
 
 
@@ -71,8 +74,8 @@ def demand_of(spec: FleetSpec, nodes: Mapping[str, Node]) -> ModelDemand:
         idle_share *= 1.0 - one.busy_share
     return ModelDemand(
         spec.name,
-        sum(one.load for one in found),
-        1.0 - idle_share,
+        max(_LEAST_LOAD, sum(one.load for one in found)),
+        max(_LEAST_LOAD, 1.0 - idle_share),
         window_s,
         max((one.weights_bytes for one in found), default=spec.weights_bytes),
         sum(one.kv_bytes for one in found),

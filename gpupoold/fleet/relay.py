@@ -46,7 +46,7 @@ class Wanted(msgspec.Struct):
             and bool(self.stream)
             and self.n in (None, 1)
             and self.best_of in (None, 1)
-            and self.logprobs in (None, False)
+            and (self.logprobs is None or self.logprobs is False)
             and not self.echo
             and is_one
         )

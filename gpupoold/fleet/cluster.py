@@ -1,0 +1,195 @@
+"""The Ray cluster under a fleet: starting, joining, connecting, leaving.
+
+Ray asks every process for the fleet's secret as a token, so the ports of the cluster are of no use
+to strangers. The variables must be set before Ray is imported; nothing here imports Ray before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from gpupoold.errors import Failed, Refused
+
+NAMESPACE = "gpupool"
+CONTROLLER = "controller"
+DEFAULT_PORT = 6379
+NODE_FILE = "fleet-node.json"
+MISSING = "the fleet needs Ray: pip install 'gpupool[fleet]'"
+_START_TIMEOUT_S = 90.0
+# Ray keeps objects in shared memory; a fleet sends nothing but small reports.
+_OBJECT_STORE_BYTES = 80_000_000
+
+
+class NodeMembership(BaseModel):
+    """What a node must know to reach its fleet: a file in the daemon's state folder."""
+
+    name: str
+    ip: str
+    ray_address: str
+    is_head: bool
+    owns_ray: bool
+    """False in a Ray cluster that others have started."""
+
+
+def agent_name(node: str) -> str:
+    """Return the name of a node's agent among Ray's actors."""
+    return f"agent:{node}"
+
+
+def read_membership(folder: Path) -> NodeMembership:
+    """Return how this node is in a fleet.
+
+    Raises:
+        Refused: the node is in no fleet.
+        Failed: the file cannot be read.
+    """
+    path = folder / NODE_FILE
+    try:
+        return NodeMembership.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        hint = "start one with `gpupool fleet up`, or join one with `gpupool fleet join`"
+        raise Refused("this node is in no fleet", hint) from None
+    except (OSError, ValidationError) as error:
+        raise Failed(f"{path} cannot be read: {error}") from error
+
+
+def write_membership(folder: Path, membership: NodeMembership | None) -> None:
+    """Store how this node is in a fleet; None forgets it.
+
+    Raises:
+        Failed: the file cannot be written.
+    """
+    path = folder / NODE_FILE
+    try:
+        if membership is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(membership.model_dump_json(indent=1))
+    except OSError as error:
+        raise Failed(f"{path} cannot be written: {error}") from error
+
+
+def ray_environment(secret: str) -> dict[str, str]:
+    """Return the variables of all processes of the cluster."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secret,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+
+
+def start_ray(
+    secret: str, ip: str, *, head_port: int | None = None, address: str | None = None
+) -> None:
+    """Start Ray on this node: as the head on a port, or as a further node of ``address``.
+
+    Raises:
+        Failed: Ray did not start, for example because the port is taken.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", ip]
+    command += ["--num-cpus", "0", "--num-gpus", "0", "--disable-usage-stats"]
+    command += ["--object-store-memory", str(_OBJECT_STORE_BYTES)]
+    command += ["--include-log-monitor", "false"]
+    if address is None:
+        folder = Path(f"/tmp/gpupool-ray-{os.getuid()}-{head_port}")
+        _make_private(folder)
+        command += ["--head", "--port", str(head_port), "--include-dashboard", "false"]
+        command += ["--temp-dir", str(folder)]
+    else:
+        command += ["--address", address]
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | ray_environment(secret),
+            capture_output=True,
+            text=True,
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"Ray did not start within {_START_TIMEOUT_S:g} s") from error
+    if done.returncode != 0:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise Failed("Ray did not start: " + " / ".join(lines[-4:]))
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder for this user alone.
+
+    Raises:
+        Failed: somebody else has made it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or folder.is_symlink():
+        raise Failed(f"{folder} belongs to another user", "remove it, or take another port")
+    folder.chmod(0o700)
+
+
+@contextlib.contextmanager
+def connected(secret: str, membership: NodeMembership) -> Iterator[Any]:
+    """Connect this process to the cluster; yield the module ``ray``.
+
+    Raises:
+        Failed: Ray is not installed, or the cluster does not answer.
+    """
+    os.environ.update(ray_environment(secret))
+    try:
+        import ray
+    except ImportError as error:
+        raise Failed(MISSING) from error
+    try:
+        ray.init(
+            address=membership.ray_address,
+            namespace=NAMESPACE,
+            _node_ip_address=membership.ip,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise Failed(
+            f"the fleet at {membership.ray_address} does not answer: {text[0] if text else error}",
+            "is its first node up?",
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def stop_ray(ip: str) -> int:
+    """End the Ray processes of this user that belong to the node with this address.
+
+    Returns their number. ``ray stop`` would end those of all nodes on the machine.
+    """
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        line = " ".join(words)
+        is_ray = "/ray/" in line or "ray::" in line
+        if is_ray and (f"--node_ip_address={ip}" in line or f"--node-ip-address={ip}" in line):
+            found += [process, *process.children(recursive=True)]
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(found, timeout=5)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return len(found)

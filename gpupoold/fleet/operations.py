@@ -1,0 +1,278 @@
+"""What ``gpupool fleet`` does: each function connects to the cluster, asks, and leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from gpupoold.access.fleet import is_secret, make_secret
+from gpupoold.api.client import AdminClient
+from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
+from gpupoold.fleet import cluster
+from gpupoold.fleet.cluster import NodeMembership
+from gpupoold.fleet.nodes import FleetSpec, FleetTable
+
+_TIMEOUT_S = 30.0
+_WILDCARDS = ("0.0.0.0", "::")  # compared with, not listened on
+
+
+@dataclass(frozen=True, slots=True)
+class EntranceOptions:
+    """Where the entrance listens, and by how many processes."""
+
+    host: str
+    port: int
+    num_replicas: int
+    is_everywhere: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """The fleet as its controller sees it."""
+
+    table: FleetTable
+    specs: dict[str, FleetSpec]
+    problems: dict[str, str]
+
+
+def up(
+    socket_path: Path,
+    name: str,
+    ip: str,
+    url: str,
+    ray_port: int,
+    entrance: EntranceOptions,
+    ray_address: str | None = None,
+) -> NodeMembership:
+    """Start a fleet whose first node and head is this one.
+
+    ``ray_address`` names a cluster of Ray that runs already. An empty ``url`` is the daemon's own.
+
+    Raises:
+        GpupoolError: the daemon or Ray does not answer, or the node is in a fleet.
+    """
+    with AdminClient(socket_path) as client:
+        folder, report = Path(client.status().state_dir), client.fleet_report()
+    _check_free(folder)
+    secret = report.secret or make_secret()
+    if ray_address is None:
+        cluster.start_ray(secret, ip, head_port=ray_port)
+    address = ray_address or f"{ip}:{ray_port}"
+    membership = NodeMembership(
+        name=name, ip=ip, ray_address=address, is_head=True, owns_ray=ray_address is None
+    )
+    with _undoing(membership), cluster.connected(secret, membership) as ray:
+        from gpupoold.fleet import actors
+
+        node_id = actors.ray_node_id(ip)
+        actors.start_controller(node_id, folder)
+        _join(ray, socket_path, membership, url, secret)
+        actors.start_entrance(
+            entrance.host,
+            entrance.port,
+            entrance.num_replicas,
+            is_everywhere=entrance.is_everywhere,
+        )
+    cluster.write_membership(folder, membership)
+    return membership
+
+
+def join(
+    socket_path: Path, address: str, secret: str, name: str, ip: str, url: str, *, owns_ray: bool
+) -> NodeMembership:
+    """Let this node join a fleet.
+
+    Raises:
+        GpupoolError: as :func:`up`; or the fleet has another secret.
+    """
+    if not is_secret(secret):
+        raise UsageError(
+            "a fleet's secret has 64 hexadecimal digits", "`gpupool fleet secret` prints it"
+        )
+    with AdminClient(socket_path) as client:
+        folder = Path(client.status().state_dir)
+    _check_free(folder)
+    if owns_ray:
+        cluster.start_ray(secret, ip, address=address)
+    membership = NodeMembership(
+        name=name, ip=ip, ray_address=address, is_head=False, owns_ray=owns_ray
+    )
+    with _undoing(membership), cluster.connected(secret, membership) as ray:
+        _join(ray, socket_path, membership, url, secret)
+    cluster.write_membership(folder, membership)
+    return membership
+
+
+def leave(socket_path: Path) -> NodeMembership:
+    """Take this node out of its fleet; its models stay with its daemon.
+
+    Raises:
+        Refused: the node is in no fleet.
+    """
+    with AdminClient(socket_path) as client:
+        folder, secret = Path(client.status().state_dir), client.fleet_report().secret
+    membership = cluster.read_membership(folder)
+    with contextlib.suppress(Failed), cluster.connected(secret, membership) as ray:
+        from gpupoold.fleet import actors
+
+        if membership.is_head:
+            actors.stop_entrance()
+        _ask(ray, "leave", membership.name)
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(cluster.agent_name(membership.name), cluster.NAMESPACE))
+    if membership.owns_ray:
+        cluster.stop_ray(membership.ip)
+    with AdminClient(socket_path) as client:
+        client.set_fleet_secret("")
+    cluster.write_membership(folder, None)
+    return membership
+
+
+def secret_of(socket_path: Path) -> str:
+    """Return the secret of this node's fleet.
+
+    Raises:
+        Refused: the node is in no fleet.
+    """
+    with AdminClient(socket_path) as client:
+        found = client.fleet_report().secret
+    if not found:
+        raise Refused("this node is in no fleet", "start one with `gpupool fleet up`")
+    return found
+
+
+def state(socket_path: Path) -> FleetState:
+    """Return the fleet's state.
+
+    Raises:
+        Refused, Failed: this node is in no fleet, or the fleet does not answer.
+    """
+    with _controller(socket_path) as ask:
+        return FleetState(*ask("state"))
+
+
+def drain(socket_path: Path, name: str, *, is_draining: bool) -> None:
+    """Drain a node, or end that; errors as :func:`state`, and UsageError for an unknown node."""
+    with _controller(socket_path) as ask:
+        ask("drain", name, is_draining)
+
+
+def add_model(socket_path: Path, spec: FleetSpec) -> None:
+    """Let the fleet place a model; errors as :func:`state`."""
+    with _controller(socket_path) as ask:
+        ask("add_model", spec)
+
+
+def remove_model(socket_path: Path, name: str) -> None:
+    """Remove a model from all nodes; errors as :func:`state`, and NoSuchModel."""
+    with _controller(socket_path) as ask:
+        ask("remove_model", name)
+
+
+def own_ip(address: str | None = None) -> str:
+    """Return the address of this machine towards another one, or towards the outside."""
+    host = "192.0.2.1" if address is None else urlsplit(f"//{address}").hostname or address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+            found: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+    return found
+
+
+@contextlib.contextmanager
+def _undoing(membership: NodeMembership) -> Iterator[None]:
+    """End the Ray processes of this node after an error."""
+    try:
+        yield
+    except BaseException:
+        if membership.owns_ray:
+            cluster.stop_ray(membership.ip)
+        raise
+
+
+def _join(ray: Any, socket_path: Path, node: NodeMembership, url: str, secret: str) -> None:
+    from gpupoold.fleet import actors
+
+    agent = actors.start_agent(node.name, actors.ray_node_id(node.ip), socket_path.resolve())
+    report = _get(ray, agent.join.remote(secret))
+    url = url or _reachable(report.http_url, node.ip)
+    _ask(ray, "join", node.name, url, secret)
+
+
+def _reachable(http_url: str, ip: str) -> str:
+    """Return the daemon's URL for other nodes.
+
+    Raises:
+        Refused: the daemon listens on the loopback address alone.
+    """
+    found = urlsplit(http_url)
+    host = found.hostname or ""
+    if host in _WILDCARDS:
+        return f"{found.scheme}://{ip}:{found.port}"
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if is_loopback and not ipaddress.ip_address(ip).is_loopback:
+        raise Refused(
+            f"the daemon listens on {http_url}, where other nodes cannot reach it",
+            f"set server.host to {ip} (docs/fleet.md), or give --url",
+        )
+    return http_url
+
+
+def _check_free(folder: Path) -> None:
+    with contextlib.suppress(Refused):
+        membership = cluster.read_membership(folder)
+        raise _InFleet(membership)
+
+
+class _InFleet(GpupoolError):
+    """The node is in a fleet already."""
+
+    def __init__(self, membership: NodeMembership) -> None:
+        super().__init__(
+            f"this node is in the fleet at {membership.ray_address} as {membership.name}",
+            "leave the fleet first: `gpupool fleet leave`",
+        )
+
+
+@contextlib.contextmanager
+def _controller(socket_path: Path) -> Iterator[Any]:
+    """Connect; yield a function that asks the controller."""
+    with AdminClient(socket_path) as client:
+        folder, secret = Path(client.status().state_dir), client.fleet_report().secret
+    with cluster.connected(secret, cluster.read_membership(folder)) as ray:
+        yield lambda method, *arguments: _ask(ray, method, *arguments)
+
+
+def _ask(ray: Any, method: str, *arguments: object) -> Any:
+    try:
+        controller = ray.get_actor(cluster.CONTROLLER, cluster.NAMESPACE)
+    except ValueError as error:
+        raise Failed("the fleet has no controller", "is its first node up?") from error
+    return _get(ray, getattr(controller, method).remote(*arguments))
+
+
+def _get(ray: Any, reference: Any) -> Any:
+    """Return an answer of an actor.
+
+    Raises:
+        GpupoolError: the error of the actor, or the actor does not answer.
+    """
+    try:
+        return ray.get(reference, timeout=_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, GpupoolError):
+            raise error.cause from None
+        raise Failed(f"the fleet failed: {error.cause!r}") from error
+    except ray.exceptions.RayError as error:
+        raise Failed(f"the fleet does not answer: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,60 @@
+"""Tests of ``access/fleet.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpupoold.access import fleet
+from gpupoold.errors import Failed
+
+SECRET = "0123456789abcdef" * 4
+
+
+def test_a_signature_is_of_one_request() -> None:
+    value = fleet.sign(SECRET, "POST", "/v1/completions", b"body", 1e9)
+    found = fleet.verified(SECRET, "POST", "/v1/completions", value, 1e9 + 30)
+    assert found is not None
+    assert found.covers(b"body")
+    assert not found.covers(b"other")
+    for secret, method, path, at_s in (
+        (fleet.make_secret(), "POST", "/v1/completions", 1e9),
+        ("", "POST", "/v1/completions", 1e9),
+        (SECRET, "GET", "/v1/completions", 1e9),
+        (SECRET, "POST", "/v1/chat/completions", 1e9),
+        (SECRET, "POST", "/v1/completions", 1e9 + 61),
+        (SECRET, "POST", "/v1/completions", 1e9 - 61),
+    ):
+        assert fleet.verified(secret, method, path, value, at_s) is None
+
+
+@pytest.mark.parametrize("value", ["", "x", "t=1,d=2,s=3", "t=" + "9" * 40, "\x00"])
+def test_other_texts_are_no_signatures(value: str) -> None:
+    assert fleet.verified(SECRET, "POST", "/", value) is None
+
+
+def test_a_changed_signature_is_refused() -> None:
+    value = fleet.sign(SECRET, "POST", "/", b"")
+    for position in range(len(value)):
+        changed = (
+            value[:position] + ("1" if value[position] != "1" else "2") + value[position + 1 :]
+        )
+        assert fleet.verified(SECRET, "POST", "/", changed) is None
+
+
+def test_the_file(tmp_path: Path) -> None:
+    assert fleet.read_secret(tmp_path) == ""
+    secret = fleet.make_secret()
+    assert fleet.is_secret(secret)
+    fleet.write_secret(tmp_path, secret)
+    assert fleet.read_secret(tmp_path) == secret
+    assert (tmp_path / fleet.SECRET_FILE).stat().st_mode & 0o777 == 0o600
+    (tmp_path / fleet.SECRET_FILE).write_text("short")
+    with pytest.raises(Failed, match="not the secret"):
+        fleet.read_secret(tmp_path)
+    fleet.write_secret(tmp_path, "")
+    fleet.write_secret(tmp_path, "")
+    assert fleet.read_secret(tmp_path) == ""
+    with pytest.raises(Failed, match="cannot be written"):
+        fleet.write_secret(tmp_path / "nowhere", secret)

@@ -1,0 +1,168 @@
+"""Tests of ``fleet/controller.py`` with agents that are written down here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpupoold.api.schemas_fleet import FleetModel
+from gpupoold.errors import Failed, NoSuchModel, Refused, UsageError
+from gpupoold.fleet import store
+from gpupoold.fleet.agent import AgentReport, Moment, Order
+from gpupoold.fleet.controller import LOST_S, Controller
+from tests.unit.fleet.fleets import model, report, spec
+
+SECRET = "ab" * 32
+
+
+class WrittenAgent:
+    def __init__(self) -> None:
+        self.models: dict[str, FleetModel] = {}
+        self.orders: list[tuple[str, str]] = []
+        self.failed: dict[str, str] = {}
+        self.is_away = False
+        self.moments: list[Moment] = []
+        self.carries_out = True
+
+    async def report(self, moment: Moment) -> AgentReport:
+        if self.is_away:
+            raise ConnectionError("no route")
+        self.moments.append(moment)
+        return AgentReport(report(*self.models.values()), failed=dict(self.failed))
+
+    async def carry_out(self, order: Order, moment: Moment) -> None:
+        if self.is_away:
+            raise ConnectionError("no route")
+        self.orders.append((order.kind, order.model))
+        if order.kind == "remove":
+            self.models.pop(order.model, None)
+        elif self.carries_out:
+            assert order.request is not None
+            self.models[order.model] = model(order.model)
+
+
+class Rig:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.agents = {"a": WrittenAgent(), "b": WrittenAgent()}
+        self.now_s = 100.0
+        self.restart()
+
+    def restart(self) -> None:
+        self.controller = Controller(self.folder, self.agents.__getitem__, lambda: self.now_s)
+
+    async def steps(self, num: int = 8) -> None:
+        for _ in range(num):
+            await self.controller.step()
+            self.now_s += 0.5
+
+    def having(self, name: str) -> list[str]:
+        return [node for node, agent in self.agents.items() if name in agent.models]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    rig = Rig(tmp_path)
+    for name in rig.agents:
+        rig.controller.join(name, f"http://{name}", SECRET)
+    return rig
+
+
+async def test_models_are_placed(rig: Rig) -> None:
+    rig.controller.add_model(spec("m"))
+    rig.controller.add_model(spec("n", 2))
+    await rig.steps(16)
+    assert len(rig.having("m")) == 1
+    assert rig.having("n") == ["a", "b"]
+    table = rig.controller.table
+    assert table.secret == SECRET
+    assert {one.url for one in table.nodes} == {"http://a", "http://b"}
+    await rig.controller.remove_model("n")
+    assert rig.having("n") == []
+    with pytest.raises(NoSuchModel):
+        await rig.controller.remove_model("n")
+
+
+async def test_a_lost_node(rig: Rig) -> None:
+    rig.controller.add_model(spec("m"))
+    await rig.steps()
+    (home,) = rig.having("m")
+    other = "b" if home == "a" else "a"
+    rig.agents[home].is_away = True
+    await rig.steps(2)
+    assert "no route" in rig.controller.problems[home]
+    assert not rig.having("m")[1:], "not lost yet"
+    await rig.steps(int(LOST_S / 0.5) + 8)
+    assert rig.agents[other].orders == [("add", "m")]
+    # The node comes back: one of the two models is superfluous.
+    rig.agents[home].is_away = False
+    await rig.steps()
+    assert len(rig.having("m")) == 1
+    assert not rig.controller.problems
+
+
+async def test_everything_outlives_the_controller(rig: Rig) -> None:
+    rig.controller.add_model(spec("m", 2))
+    rig.controller.drain("a", is_draining=True)
+    await rig.steps(2)
+    before = rig.agents["a"].moments[-1]
+    rig.restart()
+    await rig.steps(2)
+    assert rig.agents["a"].moments[-1].epoch == before.epoch + 1
+    assert rig.controller.specs["m"].least_replicas == 2
+    assert {one.name: one.is_draining for one in rig.controller.table.nodes} == {
+        "a": True,
+        "b": False,
+    }
+    assert rig.controller.table.secret == SECRET
+
+
+async def test_nothing_is_placed_before_the_nodes_could_report(rig: Rig) -> None:
+    rig.controller.add_model(spec("m"))
+    await rig.steps()
+    (home,) = rig.having("m")
+    other = "b" if home == "a" else "a"
+    rig.agents[home].is_away = True
+    rig.restart()
+    await rig.steps(10)
+    assert not rig.agents[other].orders
+    await rig.steps(20)
+    assert rig.agents[other].orders == [("add", "m")]
+
+
+async def test_a_model_that_cannot_be_added_is_tried_elsewhere(rig: Rig) -> None:
+    for agent in rig.agents.values():
+        agent.carries_out = False
+    rig.agents["a"].failed = {"m": "no room"}
+    rig.controller.add_model(spec("m"))
+    await rig.steps()
+    assert rig.controller.problems == {"m on a": "no room"}
+    assert not rig.agents["a"].orders
+    assert ("add", "m") in rig.agents["b"].orders
+
+
+async def test_joining_and_leaving(rig: Rig) -> None:
+    with pytest.raises(Refused, match="another secret"):
+        rig.controller.join("c", "http://c", "cd" * 32)
+    rig.controller.add_model(spec("m"))
+    await rig.steps()
+    (home,) = rig.having("m")
+    rig.controller.leave(home)
+    await rig.steps()
+    assert rig.having("m") == ["a", "b"], "the daemon that has left keeps its model"
+    assert [one.name for one in rig.controller.table.nodes] == [{"a": "b", "b": "a"}[home]]
+    with pytest.raises(UsageError, match="no node"):
+        rig.controller.leave(home)
+    with pytest.raises(UsageError, match="no node"):
+        rig.controller.drain("nobody", is_draining=True)
+
+
+def test_a_damaged_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / store.FILE).write_text("{")
+    with pytest.raises(Failed, match="cannot be read"):
+        store.load(tmp_path)
+
+
+def test_the_file_is_private(rig: Rig) -> None:
+    assert (rig.folder / store.FILE).stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,162 @@
+"""Tests of ``fleet/placement.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings, strategies as st
+
+from gpupoold.fleet.nodes import FleetSpec, Node
+from gpupoold.fleet.placement import Change, changes
+from tests.unit.fleet.fleets import GIB, model, node, nodes, report, spec, specs
+
+
+def settled(
+    wanted: dict[str, FleetSpec], fleet: dict[str, Node], load: float = 0.0
+) -> dict[str, Node]:
+    """The nodes when nothing is left to change; every change is carried out at once."""
+    for _ in range(50):
+        due = changes(wanted, fleet)
+        if not due:
+            return fleet
+        for one in due:
+            there = fleet[one.node]
+            models = [each for each in there.report.models if each.name != one.model]
+            if one.kind == "add":
+                assert there.model(one.model) is None
+                models.append(model(one.model, load=load))
+            fleet = fleet | {one.node: replace(there, report=report(*models))}
+    raise AssertionError(f"no end: {due}")
+
+
+def homes(fleet: dict[str, Node]) -> dict[str, list[str]]:
+    return {name: [one.name for one in each.report.models] for name, each in fleet.items()}
+
+
+def test_models_are_spread() -> None:
+    fleet = nodes(node("a"), node("b"), node("c"))
+    placed = homes(settled(specs(*(spec(f"m{n}") for n in range(6))), fleet))
+    assert [len(each) for each in placed.values()] == [2, 2, 2]
+
+
+def test_the_least_number_of_replicas() -> None:
+    fleet = settled(specs(spec("m", 2)), nodes(node("a"), node("b"), node("c")))
+    assert sum(map(len, homes(fleet).values())) == 2
+    fleet = settled(specs(spec("m", 9)), nodes(node("a"), node("b")))
+    assert sum(map(len, homes(fleet).values())) == 2
+
+
+def test_a_model_that_fills_a_node_gets_replicas_and_loses_them_again() -> None:
+    busy = node("a", model("m", load=1.8))
+    assert changes(specs(spec("m")), nodes(busy, node("b"))) == [
+        Change("add", "m", "b", "more requests, or less pressure there")
+    ]
+    idle = nodes(node("a", model("m", load=0.1)), node("b", model("m", load=0.1)))
+    (change,) = changes(specs(spec("m")), idle)
+    assert change.kind == "remove"
+    # Neither in between: the number stays as it is.
+    kept = nodes(node("a", model("m", load=0.55)), node("b", model("m", load=0.55)))
+    assert not changes(specs(spec("m")), kept)
+
+
+def test_what_was_on_a_lost_node_is_placed_anew() -> None:
+    fleet = nodes(node("a", model("m"), is_lost=True), node("b"))
+    (change,) = changes(specs(spec("m")), fleet)
+    assert (change.kind, change.node) == ("add", "b")
+
+
+def test_a_node_is_drained_when_another_one_serves() -> None:
+    drained = node("a", model("m", num_live=1), is_draining=True)
+    (change,) = changes(specs(spec("m")), nodes(drained, node("b")))
+    assert (change.kind, change.node) == ("add", "b")
+    loading = node("b", model("m", state="loading"))
+    assert not changes(specs(spec("m")), nodes(drained, loading))
+    served = node("b", model("m"))
+    assert not changes(specs(spec("m")), nodes(drained, served)), "a request is left"
+    empty = node("a", model("m"), is_draining=True)
+    (change,) = changes(specs(spec("m")), nodes(empty, served))
+    assert (change.kind, change.node) == ("remove", "a")
+
+
+def test_a_node_loads_one_model_at_a_time() -> None:
+    fleet = nodes(node("a"))
+    assert len(changes(specs(spec("m"), spec("n")), fleet)) == 1
+    assert not changes(specs(spec("m"), spec("n")), nodes(node("a", ongoing=frozenset({"m"}))))
+
+
+def test_a_node_that_could_not_add_a_model_is_not_asked_again() -> None:
+    failing = node("a", failed=frozenset({"m"}))
+    assert not changes(specs(spec("m")), nodes(failing))
+    (change,) = changes(specs(spec("m")), nodes(failing, node("b", model("x"), model("y"))))
+    assert change.node == "b"
+
+
+def test_models_of_others_are_left_alone() -> None:
+    fleet = nodes(node("a", model("theirs")), node("b", model("theirs")))
+    assert not changes(specs(), fleet)
+    assert not changes(specs(spec("m")), {})
+
+
+def test_pressed_models_are_parted() -> None:
+    """Two busy models on one node move apart when that is worth a load, and only if asked."""
+    both = node("a", model("m", load=0.9, busy_share=0.9), model("n", load=0.9, busy_share=0.9))
+    fleet = nodes(both, node("b"))
+    wanted = specs(spec("m"), spec("n"))
+    assert not changes(wanted, fleet, rebalances=False)
+    (change,) = changes(wanted, fleet)
+    assert (change.kind, change.node) == ("add", "b")
+
+
+def test_memory_counts() -> None:
+    """A node whose memory is full of busy models is no place for another one."""
+    full = [
+        model(f"x{n}", weights_bytes=120 * GIB, busy_share=0.5, load=0.1, window_s=1.0)
+        for n in range(3)
+    ]
+    fleet = nodes(node("a", *full), node("b", model("y", load=0.5)))
+    known = replace(spec("m"), weights_bytes=70 * GIB)
+    wanted = specs(known, spec("y"), *(spec(one.name) for one in full))
+    (added,) = [one for one in changes(wanted, fleet, rebalances=False) if one.model == "m"]
+    assert added.node == "b"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 3), st.floats(0, 2)),
+        max_size=8,
+        unique_by=lambda one: one[0],
+    ),
+    st.lists(
+        st.tuples(st.booleans(), st.booleans(), st.sets(st.sampled_from("abcdefgh"), max_size=8)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_no_model_is_lost(
+    wanted: list[tuple[str, int, float]], given_nodes: list[tuple[bool, bool, set[str]]]
+) -> None:
+    """Removals leave each model where it is served, and additions go where it is not."""
+    loads = {name: load for name, _, load in wanted}
+    fleet = nodes(
+        *(
+            node(
+                f"n{number}",
+                *(model(name, load=loads.get(name, 0.0)) for name in sorted(names)),
+                is_draining=is_draining,
+                is_lost=is_lost,
+            )
+            for number, (is_draining, is_lost, names) in enumerate(given_nodes)
+        )
+    )
+    due = changes(specs(*(spec(name, least) for name, least, _ in wanted)), fleet)
+    for one in due:
+        there = fleet[one.node]
+        assert not there.is_lost
+        if one.kind == "add":
+            assert there.takes_requests
+            assert there.model(one.model) is None
+    for name in loads:
+        removed = {one.node for one in due if one.model == name and one.kind == "remove"}
+        serving = {key for key, one in fleet.items() if one.takes_requests and one.serves(name)}
+        assert not removed or serving - removed

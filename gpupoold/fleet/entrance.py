@@ -27,6 +27,7 @@ from gpupoold.fleet.liveness import Liveness
 from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.fleet.relay import Relay, Wanted
 from gpupoold.fleet.routing import conversation_of, order
+from gpupoold.wire.continuation import CONTINUES_HEADER
 
 _logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _TRIES_NEXT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY)
 _DROPPED = frozenset(
     (b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding")
-) | {HEADER.encode(), b"x-gpupool-continues"}
+) | {HEADER.encode(), CONTINUES_HEADER.encode()}
 _FAULTS = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
@@ -252,7 +253,7 @@ class Entrance:
         headers = [*asked.headers, (b"x-request-id", asked.id.encode())]
         if relay.has_begun and relay.token_ids:
             body = relay.continuation(asked.body)
-            headers.append((b"x-gpupool-continues", b"1"))
+            headers.append((CONTINUES_HEADER.encode(), b"1"))
         relay.begin_again()
         signature = sign(self.table.secret, asked.method, asked.path, body)
         headers.append((HEADER.encode(), signature.encode()))

@@ -15,9 +15,11 @@ from typing import Any
 
 import msgspec
 
+from gpupoold.wire.continuation import TOKENS_COMMENT, Continuation
+
 CONTINUED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 MAX_EVENT_BYTES = 16 << 20
-_TOKENS = b": gpupool-tokens "
+_TOKENS = f": {TOKENS_COMMENT} ".encode()
 _DATA = b"data: "
 _DONE = b"[DONE]"
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
@@ -50,14 +52,6 @@ class Wanted(msgspec.Struct):
             and not self.echo
             and is_one
         )
-
-
-class Continuation(msgspec.Struct):
-    """Body of a request to continue, see :mod:`gpupoold.frontend.fleet_calls`."""
-
-    request: msgspec.Raw
-    output_token_ids: list[int]
-    finish_reason: str | None
 
 
 class _Function(msgspec.Struct):

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from gpupoold.frontend.fleet_calls import TOKENS_COMMENT
 from gpupoold.frontend.mounts import Send
+from gpupoold.wire.continuation import TOKENS_COMMENT
 from gpupoold.wire.messages import FirstToken
 
 Message = MutableMapping[str, Any]

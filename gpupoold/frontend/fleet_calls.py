@@ -17,26 +17,14 @@ import msgspec
 from gpupoold.access.fleet import HEADER, Signature, verified
 from gpupoold.frontend.errors import bad_request, unauthorised
 from gpupoold.frontend.mounts import Scope
+from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation
 
-CONTINUES_HEADER = "x-gpupool-continues"
-TOKENS_COMMENT = "gpupool-tokens"
 MAX_TOKENS = 1 << 20
 """Limit of the tokens of a continued answer."""
 _BAD_SIGNATURE = (
     f"The header `{HEADER}` is not a valid signature: the daemon is in no fleet or in another one, "
     "or the clocks of the machines differ by more than a minute."
 )
-
-
-class Continuation(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request that continues an answer: the client's body, and the answer so far.
-
-    ``finish_reason`` is given if the last token ended the answer.
-    """
-
-    request: msgspec.Raw
-    output_token_ids: list[int]
-    finish_reason: str | None = None
 
 
 class FleetCall:

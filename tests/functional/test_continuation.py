@@ -14,7 +14,7 @@ import pytest
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.access.fleet import HEADER, make_secret, sign
 from gpupoold.fleet.relay import Relay, Wanted
-from gpupoold.frontend.fleet_calls import CONTINUES_HEADER
+from gpupoold.wire.continuation import CONTINUES_HEADER
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.fleet import relay as relay_module
-from gpupoold.fleet.relay import Continuation, Relay, Wanted
+from gpupoold.fleet.relay import Relay, Wanted
+from gpupoold.wire.continuation import Continuation
 
 CHAT = "/v1/chat/completions"
 

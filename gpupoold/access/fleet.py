@@ -1,6 +1,6 @@
-"""Signatures by which a daemon knows requests of its fleet's entrance.
+"""Signatures of requests of a fleet's entrance.
 
-All daemons of a fleet and its entrance have one secret. A signature covers method, path, time and
+All daemons of a fleet and the entrance share a secret. A signature covers method, path, time and
 the digest of the body, and is valid for a minute; the secret itself is never sent.
 """
 
@@ -57,7 +57,7 @@ def sign(secret: str, method: str, path: str, body: bytes, now_s: float | None =
 def verified(
     secret: str, method: str, path: str, value: str, now_s: float | None = None
 ) -> Signature | None:
-    """Return the signature if it was made with the secret, for this path, and now.
+    """Return the signature if made with the secret, for this path, within the last minute.
 
     The caller must compare the body too. None for an empty secret.
     """
@@ -80,7 +80,7 @@ def read_secret(folder: Path) -> str:
     """Return the secret of a daemon's fleet, empty without one.
 
     Raises:
-        Failed: the file cannot be read, or is no secret.
+        Failed: the file cannot be read, or has no secret.
     """
     path = folder / SECRET_FILE
     try:
@@ -95,7 +95,7 @@ def read_secret(folder: Path) -> str:
 
 
 def write_secret(folder: Path, secret: str) -> None:
-    """Store the secret for the daemon's user alone; an empty one removes the file.
+    """Store the secret, readable by the daemon's user alone; an empty secret removes the file.
 
     Raises:
         Failed: the file cannot be written.

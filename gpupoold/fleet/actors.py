@@ -33,7 +33,7 @@ _logger = logging.getLogger("ray.serve")
 
 
 class AgentActor:
-    """An :class:`.agent.Agent` in a process of its node."""
+    """An :class:`.agent.Agent` in a process on the node."""
 
     def __init__(self, socket_path: str) -> None:
         self._agent = Agent(Path(socket_path))
@@ -49,7 +49,7 @@ class AgentActor:
 
 
 class _RemoteAgent:
-    """An agent by its name; found anew after each failure, because a node may come back."""
+    """An agent found by name, and found anew after each failure: a node may come back."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -76,7 +76,7 @@ class _RemoteAgent:
 
 
 class ControllerActor:
-    """The :class:`.controller.Controller` on the head; it runs from the first call on."""
+    """The :class:`.controller.Controller` on the head, which works from the first call on."""
 
     def __init__(self, folder: str) -> None:
         agents: dict[str, _RemoteAgent] = {}
@@ -92,7 +92,7 @@ class ControllerActor:
         return self._controller.table
 
     async def state(self) -> tuple[FleetTable, dict[str, FleetSpec], dict[str, str]]:
-        """Return the table, the models that the fleet places, and what went wrong."""
+        """Return the table, the models placed by the fleet, and the problems."""
         self._run()
         return self._controller.table, self._controller.specs, self._controller.problems
 
@@ -118,7 +118,7 @@ class ControllerActor:
 
 
 class EntranceApp:
-    """An :class:`.entrance.Entrance` that follows the controller, in a replica of Ray Serve."""
+    """An :class:`.entrance.Entrance` in a replica of Ray Serve, informed by the controller."""
 
     def __init__(self) -> None:
         self._entrance = Entrance()
@@ -141,7 +141,7 @@ class EntranceApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _follow(self) -> None:
-        """Take over what the controller knows; without it the last table stays."""
+        """Fetch the controller's table periodically; without an answer the last table stays."""
         controller: Any = None
         while True:
             try:
@@ -170,7 +170,7 @@ def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
 
 
 def start_agent(name: str, ray_node_id: str, socket_path: Path) -> Any:
-    """Start the agent of a node, or start it again; return its handle."""
+    """Start the agent of a node, or start a new agent; return the handle."""
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(agent_name(name), NAMESPACE))
     return (
@@ -189,7 +189,7 @@ def start_agent(name: str, ray_node_id: str, socket_path: Path) -> Any:
 
 
 def start_controller(ray_node_id: str, folder: Path) -> Any:
-    """Start the controller on the head unless it runs; return its handle."""
+    """Start the controller on the head unless running; return the handle."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(CONTROLLER, NAMESPACE)
     return (

@@ -1,4 +1,4 @@
-"""The fleet's agent beside a daemon: reports, and carries orders out through the admin socket."""
+"""The fleet's agent beside a daemon, which reports, and carries orders out by the admin API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Add a model to the daemon, remove it, or bring it to host memory."""
+    """An order to add, remove or warm a model."""
 
     kind: Literal["add", "remove", "warm"]
     model: str
@@ -40,20 +40,20 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """A daemon's report, or the ``problem`` of asking for one; and the orders under way."""
+    """A daemon's report, or the ``problem`` of asking; and the models of orders under way."""
 
     report: FleetReport | None
     problem: str = ""
     ongoing: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
-    """Reasons why models could not be added here, since the last order about each."""
+    """Reasons of failed orders by model, until the next order for the model."""
 
 
 class Agent:
-    """Beside one daemon, on the event loop of its own process.
+    """Reports about a daemon and carries orders out; for an event loop.
 
-    Orders of a controller that another one has replaced, and orders that were long on their way,
-    are refused: two halves of a divided fleet never both change a daemon.
+    Orders of an earlier controller, and orders delayed by the network, are refused: two halves of a
+    divided fleet never both change a daemon.
     """
 
     MAX_TICKS_LATE = 10
@@ -70,7 +70,7 @@ class Agent:
         self._failed: dict[str, str] = {}
 
     async def join(self, secret: str) -> FleetReport:
-        """Give the daemon the fleet's secret; an empty one takes the daemon out of its fleet.
+        """Give the daemon the fleet's secret; an empty secret ends the membership.
 
         Raises:
             GpupoolError: the daemon does not answer, or refuses.
@@ -88,7 +88,7 @@ class Agent:
         return AgentReport(found, "", ongoing, dict(self._failed))
 
     async def carry_out(self, order: Order, moment: Moment) -> None:
-        """Begin to carry an order out; the reports tell what became of it.
+        """Begin to carry an order out; later reports have the result.
 
         Raises:
             Refused: the controller is not the present one, or the model is being changed.

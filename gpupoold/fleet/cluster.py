@@ -1,7 +1,7 @@
 """The Ray cluster under a fleet: starting, joining, connecting, leaving.
 
-Ray asks every process for the fleet's secret as a token, so the ports of the cluster are of no use
-to strangers. The variables must be set before Ray is imported; nothing here imports Ray before.
+Ray requires the fleet's secret as a token from every process. The environment variables must be set
+before the import of Ray, so Ray is imported late.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ DEFAULT_PORT = 6379
 NODE_FILE = "fleet-node.json"
 MISSING = "the fleet needs Ray: pip install 'gpupool[fleet]'"
 _START_TIMEOUT_S = 90.0
-# Ray keeps objects in shared memory; a fleet sends nothing but small reports.
+# Ray keeps objects in shared memory; a fleet sends small reports only.
 _OBJECT_STORE_BYTES = 80_000_000
 
 
 class NodeMembership(BaseModel):
-    """What a node must know to reach its fleet: a file in the daemon's state folder."""
+    """A node's membership in a fleet, stored in the daemon's state folder."""
 
     name: str
     ip: str
     ray_address: str
     is_head: bool
     owns_ray: bool
-    """False in a Ray cluster that others have started."""
+    """False in an existing Ray cluster."""
 
 
 def agent_name(node: str) -> str:
@@ -47,7 +47,7 @@ def agent_name(node: str) -> str:
 
 
 def read_membership(folder: Path) -> NodeMembership:
-    """Return how this node is in a fleet.
+    """Return the membership of this node.
 
     Raises:
         Refused: the node is in no fleet.
@@ -64,7 +64,7 @@ def read_membership(folder: Path) -> NodeMembership:
 
 
 def write_membership(folder: Path, membership: NodeMembership | None) -> None:
-    """Store how this node is in a fleet; None forgets it.
+    """Store the membership of this node; None removes the file.
 
     Raises:
         Failed: the file cannot be written.
@@ -130,12 +130,12 @@ def _make_private(folder: Path) -> None:
     """Create a folder for this user alone.
 
     Raises:
-        Failed: somebody else has made it.
+        Failed: the folder belongs to a different user.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink():
-        raise Failed(f"{folder} belongs to another user", "remove it, or take another port")
+        raise Failed(f"{folder} belongs to another user", "remove the folder, or use another port")
     folder.chmod(0o700)
 
 
@@ -172,9 +172,9 @@ def connected(secret: str, membership: NodeMembership) -> Iterator[Any]:
 
 
 def stop_ray(ip: str) -> int:
-    """End the Ray processes of this user that belong to the node with this address.
+    """End the Ray processes of the node with this address; return the number of processes.
 
-    Returns their number. ``ray stop`` would end those of all nodes on the machine.
+    ``ray stop`` would end the processes of all nodes on the machine.
     """
     import psutil
 

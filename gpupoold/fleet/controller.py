@@ -1,4 +1,4 @@
-"""The one controller of a fleet: asks the agents, places models, tells the entrances."""
+"""The controller of a fleet: asks the agents, places models, informs the entrances."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 # Rounds between two placements, and between two that may move models for balance.
 _PLACES_EVERY, _REBALANCES_EVERY = 4, 60
-# A node without a report for so long is lost; the entrances notice earlier by themselves.
+# Time without a report after which a node is lost; the entrances notice earlier.
 LOST_S = 8.0
 _REPORT_TIMEOUT_S = 5.0
-# Time after the start in which nodes may report before models are placed anew.
+# Time for first reports after the start, before models are placed anew.
 _SETTLING_S = 10.0
-# A model that a node could not add is tried there again after so long.
+# Time until a failed addition is tried again on the same node.
 _RETRY_S = 60.0
 
 
 class AgentHandle(Protocol):
-    """An agent, wherever it runs; both raise any exception while it cannot be reached."""
+    """An agent; both methods raise any exception while the agent cannot be reached."""
 
     async def report(self, moment: Moment) -> AgentReport: ...
 
@@ -66,25 +66,25 @@ class Controller:
 
     @property
     def table(self) -> FleetTable:
-        """What the entrances need to know."""
+        """The table for the entrances."""
         return FleetTable(self._tick, self._stored.secret, tuple(self._nodes.values()))
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why nodes have no report, by node; and why models could not be added."""
+        """Reasons of missing reports by node, and of failed additions by model and node."""
         of_models = {f"{name} on {node}": why for (name, node), (_, why) in self._failed.items()}
         return self._problems | of_models
 
     @property
     def specs(self) -> dict[str, FleetSpec]:
-        """The models that the fleet places."""
+        """The models placed by the fleet."""
         return {
             name: FleetSpec(one.request, one.least_replicas)
             for name, one in self._stored.models.items()
         }
 
     def join(self, name: str, url: str, secret: str) -> None:
-        """Add a node, or give a known one another URL.
+        """Add a node, or change the URL of a known node.
 
         Raises:
             Refused: the fleet has another secret.
@@ -96,7 +96,7 @@ class Controller:
         self._save()
 
     def leave(self, name: str) -> None:
-        """Forget a node; its models are placed on others.
+        """Forget a node; the node's models are placed on other nodes.
 
         Raises:
             UsageError: the fleet has no such node.
@@ -108,7 +108,7 @@ class Controller:
         self._save()
 
     def drain(self, name: str, *, is_draining: bool) -> None:
-        """Send a node no more requests and place its models elsewhere, or end that.
+        """Drain a node, so that models and requests go to other nodes; or end the drain.
 
         Raises:
             UsageError: the fleet has no such node.
@@ -118,7 +118,7 @@ class Controller:
         self._save()
 
     def add_model(self, spec: FleetSpec) -> None:
-        """Place a model from now on; a known one is changed where it is added next."""
+        """Place a model from now on; a changed request holds for later additions."""
         stored = store.StoredModel(request=spec.request, least_replicas=spec.least_replicas)
         self._stored.models[spec.name] = stored
         self._failed = {one: why for one, why in self._failed.items() if one[0] != spec.name}
@@ -171,7 +171,7 @@ class Controller:
         now_s = self._clock()
         for model, why in found.failed.items():
             self._failed.setdefault((model, name), (now_s, why))
-        if name not in self._stored.nodes:  # it has left meanwhile
+        if name not in self._stored.nodes:  # has left meanwhile
             return
         if found.report is None:
             self._not_seen(name, found.problem)

@@ -1,9 +1,9 @@
 """The entrance of a fleet: one HTTP API for the models of all nodes, as an ASGI application.
 
-A request goes to the node with the earliest expected first token. Refused there, or without an
-answer, it goes to the next node. A stream whose node dies continues on another one after the tokens
-that the client has. The entrance goes by its own connections: the cluster notices a dead node only
-after ten seconds and more.
+A request goes to the node with the earliest expected first token, and after a refusal or a lost
+connection to the next node. After the death of a node the streams continue on other nodes, after
+the tokens that the clients have. The entrance probes the nodes, because the cluster notices a dead
+node only after ten seconds and more.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ ROUTED_PATHS = frozenset(
 MAX_BODY_BYTES = 256 << 20
 # Further nodes that are tried for one request.
 _ATTEMPTS = 8
-# Time to wait for a node that serves the model, while the fleet replaces a lost one.
+# Time to wait for a node with the model, while the fleet replaces a lost node.
 _PATIENCE_S = 20.0
 _LOOK_AGAIN_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
-# Answers after which another node may take the request.
+# Statuses after which the next node is tried.
 _TRIES_NEXT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY)
 _DROPPED = frozenset(
     (b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding")
@@ -67,7 +67,7 @@ _FAULTS = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
 class NodeFailed(Exception):
-    """A node refused a request or died before the client had anything of the answer."""
+    """A node refused a request, or died before the beginning of the answer."""
 
     def __init__(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
         super().__init__(status)
@@ -78,7 +78,7 @@ class NodeFailed(Exception):
 
 @dataclass(slots=True)
 class Asked:
-    """A client's request on its way through the fleet."""
+    """A client's request in the fleet."""
 
     method: str
     path: str
@@ -100,7 +100,7 @@ class Asked:
 
 
 class Entrance:
-    """An entrance, to be called as an ASGI application; ``table`` may be replaced at any time."""
+    """An entrance, an ASGI application."""
 
     def __init__(self) -> None:
         self.table = FleetTable()
@@ -119,7 +119,7 @@ class Entrance:
             self._liveness.watch({one.name: one.url for one in table.nodes if not one.is_lost})
 
     async def start(self) -> None:
-        """Open the connections; to be called once, on the event loop that serves."""
+        """Open the connections; to be called once, on the serving event loop."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
         self._session = aiohttp.ClientSession(
@@ -163,7 +163,7 @@ class Entrance:
         return frozenset() if self._liveness is None else self._liveness.dead
 
     async def _list_models(self, scope: Scope, send: Send) -> None:
-        """Answer with the models of all nodes that the caller may use."""
+        """Answer with the models of all nodes, as far as the caller may use the models."""
         headers = _passed_on(scope["headers"])
         asked = (self._get(node, "/v1/models", headers) for node in self._alive())
         answers = await asyncio.gather(*asked)
@@ -245,7 +245,7 @@ class Entrance:
         """Ask one node; return whether the client has the whole answer.
 
         Raises:
-            NodeFailed: the client has nothing of the answer.
+            NodeFailed: the node did not begin to answer.
         """
         assert self._session is not None
         assert self._liveness is not None
@@ -313,7 +313,7 @@ class Entrance:
         return True
 
     async def _give_up(self, asked: Asked, send: Send) -> None:
-        """Tell the client that no node has answered or can continue."""
+        """Tell the client that no node answers or continues."""
         if asked.has_begun:
             lost = asked.relay.lost or b"data: %s\n\n" % _error_body(
                 503, "The node that answered has died, and no other one could continue."
@@ -334,7 +334,7 @@ class _ClientGone(Exception):
 
 @contextlib.asynccontextmanager
 async def _until_gone(receive: Receive) -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set when the client has left; the body has been read."""
+    """Yield an event, set when the client leaves; the body must have been read."""
     gone, serving = asyncio.Event(), asyncio.current_task()
     assert serving is not None
 

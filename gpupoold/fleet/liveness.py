@@ -1,4 +1,4 @@
-"""Which nodes are dead, as one entrance sees them by its own requests."""
+"""Dead nodes, found by the probes and requests of an entrance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import aiohttp
 
 _EVERY_S = 0.5
 _TIMEOUT_S = 1.5
-# Failed probes in a row after which a node is dead; a refused connection counts at once.
+# Failed probes in a row of a dead node; after a refused connection a node is dead at once.
 _LIMIT = 2
 
 
 class Liveness:
-    """Probes nodes and breaks the answers of those that are dead; for the event loop."""
+    """Probes nodes and breaks the answers of dead nodes; for the event loop."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -31,7 +31,7 @@ class Liveness:
         return frozenset(name for name, num in self._num_failed.items() if num >= _LIMIT)
 
     def watch(self, urls: Mapping[str, str]) -> None:
-        """Probe these nodes from now on, and no others."""
+        """Probe these nodes from now on instead of earlier nodes."""
         for name in self._urls.keys() - urls.keys():
             self._probes.pop(name).cancel()
             self._num_failed.pop(name, None)
@@ -42,15 +42,15 @@ class Liveness:
         self._urls = dict(urls)
 
     def suspect(self, name: str) -> None:
-        """A request to a node has failed; the next failed probe decides."""
+        """Note a failed request to a node; the next probe decides."""
         if name in self._urls:
             self._num_failed[name] = max(self._num_failed.get(name, 0), _LIMIT - 1)
 
     @contextlib.contextmanager
     def reading(self, name: str, answer: aiohttp.ClientResponse) -> Iterator[None]:
-        """Close the connection of an answer if its node dies in the context.
+        """Close the connection of an answer if the node dies in the context.
 
-        A machine without power ends no connection.
+        A machine without power closes no connection.
         """
         self._answers[name].add(answer)
         try:

@@ -1,4 +1,4 @@
-"""Nodes and models of a fleet, as the placement and the entrance see them. Pure data."""
+"""Nodes and models of a fleet, for the placement and the entrance. Pure data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpupoold.api.schemas_fleet import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.scheduling.pressure import ModelDemand
 
-# Models without requests are spread by their number and their bytes.
+# Spreads models without requests over the nodes.
 _LEAST_LOAD = 0.01
 
 SERVING_STATES = frozenset({"ready", "asleep"})
@@ -19,9 +19,8 @@ SERVING_STATES = frozenset({"ready", "asleep"})
 class Node:
     """A daemon of the fleet with its latest report.
 
-    ``url`` is where the entrance reaches the daemon. ``seen_s`` is the controller's time of the
-    report. ``ongoing`` has the models that the node's agent is adding or removing, ``failed`` those
-    that the node lately could not add.
+    ``url`` is the daemon's address for the entrance. ``seen_s`` is the controller's time of the
+    report. ``ongoing`` has the models of orders under way, ``failed`` the models of failed orders.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """A model that the fleet places; ``least_replicas`` nodes have it at any time."""
+    """A model for placement on at least ``least_replicas`` nodes."""
 
     request: AddModelRequest
     least_replicas: int = 1
@@ -66,7 +65,7 @@ class FleetSpec:
 
 
 def demand_of(spec: FleetSpec, nodes: Mapping[str, Node]) -> ModelDemand:
-    """Return the model's work on one device, summed over the nodes that have it."""
+    """Return the model's work on one device, summed over all nodes."""
     found = [model for node in nodes.values() if (model := node.model(spec.name)) is not None]
     window_s = max((one.window_s for one in found), default=spec.request.ttft_s)
     idle_share = 1.0
@@ -83,7 +82,7 @@ def demand_of(spec: FleetSpec, nodes: Mapping[str, Node]) -> ModelDemand:
 
 
 def shared(demand: ModelDemand, num: int) -> ModelDemand:
-    """Return a replica's or a device's share of work that ``num`` do together."""
+    """Return the work divided by ``num`` replicas or devices."""
     return replace(
         demand,
         load=demand.load / num,
@@ -94,14 +93,14 @@ def shared(demand: ModelDemand, num: int) -> ModelDemand:
 
 @dataclass(frozen=True, slots=True)
 class FleetTable:
-    """What an entrance needs to know; ``version`` grows with each report."""
+    """The controller's knowledge for entrances; ``version`` grows with each round."""
 
     version: int = 0
     secret: str = ""
     nodes: tuple[Node, ...] = field(default=())
 
     def name_of(self, name: str) -> str | None:
-        """Return the model's own name for a name, alias, preset or adapter of it."""
+        """Return a model's name for a name, alias, preset or adapter of the model."""
         for node in self.nodes:
             for model in node.report.models:
                 if name in model.names:

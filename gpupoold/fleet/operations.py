@@ -1,4 +1,4 @@
-"""What ``gpupool fleet`` does: each function connects to the cluster, asks, and leaves."""
+"""The operations of ``gpupool fleet``; each function connects to the cluster and disconnects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WILDCARDS = ("0.0.0.0", "::")  # compared with, not listened on
 
 @dataclass(frozen=True, slots=True)
 class EntranceOptions:
-    """Where the entrance listens, and by how many processes."""
+    """Address and number of processes of the entrance."""
 
     host: str
     port: int
@@ -34,7 +34,7 @@ class EntranceOptions:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """The fleet as its controller sees it."""
+    """The controller's view of the fleet."""
 
     table: FleetTable
     specs: dict[str, FleetSpec]
@@ -50,9 +50,9 @@ def up(
     entrance: EntranceOptions,
     ray_address: str | None = None,
 ) -> NodeMembership:
-    """Start a fleet whose first node and head is this one.
+    """Start a fleet with this node as head.
 
-    ``ray_address`` names a cluster of Ray that runs already. An empty ``url`` is the daemon's own.
+    ``ray_address`` names an existing cluster of Ray. An empty ``url`` means the daemon's address.
 
     Raises:
         GpupoolError: the daemon or Ray does not answer, or the node is in a fleet.
@@ -110,7 +110,7 @@ def join(
 
 
 def leave(socket_path: Path) -> NodeMembership:
-    """Take this node out of its fleet; its models stay with its daemon.
+    """Take this node out of the fleet; the daemon keeps all models.
 
     Raises:
         Refused: the node is in no fleet.
@@ -176,7 +176,7 @@ def remove_model(socket_path: Path, name: str) -> None:
 
 
 def own_ip(address: str | None = None) -> str:
-    """Return the address of this machine towards another one, or towards the outside."""
+    """Return the address of this machine for connections to an address, or to the Internet."""
     host = "192.0.2.1" if address is None else urlsplit(f"//{address}").hostname or address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -247,7 +247,7 @@ class _InFleet(GpupoolError):
 
 @contextlib.contextmanager
 def _controller(socket_path: Path) -> Iterator[Any]:
-    """Connect; yield a function that asks the controller."""
+    """Connect; yield a function for calls of the controller."""
     with AdminClient(socket_path) as client:
         folder, secret = Path(client.status().state_dir), client.fleet_report().secret
     with cluster.connected(secret, cluster.read_membership(folder)) as ray:

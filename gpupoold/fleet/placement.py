@@ -1,8 +1,8 @@
-"""Which node has which model. Pure: nodes and models in, changes out.
+"""Placement of models on nodes. Pure: nodes and models in, changes out.
 
-A node is for the placement what a device is for the homes of models
-(:mod:`gpupoold.scheduling.pressure`): its devices' memory together, and the shares of its devices'
-time. A model whose work would fill most of a node gets replicas, each with its share of the work.
+Nodes are compared like the devices of a box (:mod:`gpupoold.scheduling.pressure`): a node has the
+memory of all devices together, and models need shares of the devices' time. A model with work for
+most of a node gets replicas, and the work is divided equally.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Literal
 from gpupoold.fleet.nodes import FleetSpec, Node, demand_of, shared
 from gpupoold.scheduling.pressure import HomeDevice, ModelDemand, better_homes, pressure
 
-# The share of a node's time that one model may need before it gets another replica.
+# Share of a node's time for a model; a model with more work gets a further replica.
 _FULL = 0.7
-# A replica is taken away when the others would still be this far from full.
+# A replica is removed if the remaining replicas would have at most this share.
 _SPARE = 0.5
-# Less is no reason to move a model to another node: the weights are loaded there anew.
+# Least gain for a move to a different node, because the weights are loaded anew.
 _THRESHOLD = 0.3
-# Loads of one node at a time: each slows down the streams beside it.
+# Loads of a node at the same time: a load slows the streams down.
 _ADDITIONS = 1
 
 
@@ -38,10 +38,11 @@ class Change:
 def changes(
     specs: Mapping[str, FleetSpec], nodes: Mapping[str, Node], *, rebalances: bool = True
 ) -> list[Change]:
-    """Return the changes that are due now; others follow when these are done.
+    """Return the changes due now; further changes follow later.
 
-    Only models in ``specs`` are touched. A model is removed from a node when another one serves it
-    and no request is left. ``rebalances`` False only replaces what was lost.
+    Only models in ``specs`` are touched. A model is removed from a node
+    when a different node serves the model and no request is left. ``rebalances`` False only
+    replaces lost models.
     """
     usable = {name: one for name, one in nodes.items() if one.takes_requests and one.num_devices}
     if not usable:
@@ -56,7 +57,7 @@ def changes(
 
 
 def num_replicas(demand: ModelDemand, spec: FleetSpec, nodes: Mapping[str, Node], has: int) -> int:
-    """Return how many nodes shall have a model, that ``has`` nodes have now."""
+    """Return the number of nodes for a model, where ``has`` nodes have the model now."""
     most = max(one.num_devices for one in nodes.values())
     wanted = math.ceil(demand.load / (_FULL * most))
     if wanted < has:
@@ -72,7 +73,7 @@ def _targets(
     *,
     rebalances: bool,
 ) -> dict[str, set[str]]:
-    """Return the nodes that shall have each model."""
+    """Return the wanted nodes of each model."""
     placed: dict[str, list[ModelDemand]] = {name: [] for name in usable}
     targets: dict[str, set[str]] = {}
     single: dict[str, ModelDemand] = {}
@@ -90,7 +91,7 @@ def _targets(
         for node in chosen:
             placed[node].append(share)
         targets[name] = set(chosen)
-    # A model that no node can add has no home.
+    # Without a node for a model, no node shall have the model.
     targets |= {name: set() for name in single}
     homes = _homes(single, placed, usable, rebalances=rebalances)
     return targets | {name: {node} for name, node in homes.items()}
@@ -107,7 +108,7 @@ def _homes(
     names = sorted(usable)
     devices, homes = [], dict[str, int]()
     for number, node in enumerate(names):
-        # A model has one home, so each replica has a name of its own, known to its node alone.
+        # The homes have one node per model, so each replica gets a name known to a single node.
         replicas = {f"{one.model} on {node}": one for one in placed[node]}
         of_node = {
             name: _on(replace(one, model=name), usable[node])
@@ -128,7 +129,7 @@ def _as_device(number: int, node: Node, demands: Mapping[str, ModelDemand]) -> H
 
 
 def _on(demand: ModelDemand, node: Node) -> ModelDemand:
-    """Return the share of a node's devices that work for one device needs."""
+    """Return work for one device as a share of a node's devices."""
     return shared(demand, node.num_devices)
 
 
@@ -148,7 +149,7 @@ def _missing(name: str, targets: Iterable[str], usable: Mapping[str, Node]) -> l
 
 
 def _superfluous(name: str, targets: Iterable[str], nodes: Mapping[str, Node]) -> list[Change]:
-    """Return the removals of a model that all its nodes to be serve already."""
+    """Return the removals of a model, if all wanted nodes serve the model."""
     wanted = set(targets)
     if not wanted or not all(nodes[node].serves(name) for node in wanted):
         return []
@@ -164,7 +165,7 @@ def _superfluous(name: str, targets: Iterable[str], nodes: Mapping[str, Node]) -
 
 
 def _limited(found: Sequence[Change], nodes: Mapping[str, Node]) -> list[Change]:
-    """Return the changes without those for which a node has to wait."""
+    """Return the changes without additions for which a node is too busy."""
     left = {name: _ADDITIONS - len(one.ongoing) for name, one in nodes.items()}
     kept = []
     for one in found:

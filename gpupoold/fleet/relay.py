@@ -1,9 +1,8 @@
-"""A stream on its way from a node to the client, which can go on from another node.
+"""A stream from a node to the client, to be continued by a different node.
 
-The node tells the ids of the answer's tokens as comments. A continuation begins with the text of
-these tokens again; the relay leaves out what the client has, by its number of characters in each
-field. Text of a token may reach the client later than the comment, never before, so nothing is
-missing.
+Comments of the node have the ids of the answer's tokens. A continuation repeats the text of these
+tokens; the relay drops the text that the client has, by the number of characters in each field.
+The text of a token reaches the client after the comment, never before, so no text is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _Field = tuple[int, str, int]
 
 
 class Wanted(msgspec.Struct):
-    """The fields of a client's request that decide where it goes and whether it can continue."""
+    """The fields of a client's request for routing and continuation."""
 
     model: str = ""
     stream: bool | None = None
@@ -40,7 +39,7 @@ class Wanted(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw(b"null")
 
     def can_continue(self, path: str) -> bool:
-        """Return whether another node could continue the answer after its first events."""
+        """Return whether a different node could continue the answer after the first events."""
         prompt = bytes(self.prompt).lstrip()
         is_one = not prompt.startswith(b"[") or prompt[1:].lstrip()[:1].isdigit()
         return (
@@ -100,7 +99,7 @@ class Relay:
         self.is_complete = False
         """True when the client has the end of the stream."""
         self.lost = b""
-        """The event by which the node gave the answer up, empty before; not for the client yet."""
+        """The node's last event if the node gave the answer up, else empty; held back."""
         self._rest = b""
         self._is_continued = False
         self._created: int | None = None
@@ -115,12 +114,12 @@ class Relay:
         return bool(self._delivered or self._calls or self._ended or self._created)
 
     def continuation(self, request: bytes) -> bytes:
-        """Return the body that asks another node to continue after the tokens so far."""
+        """Return the body of the request to continue after the tokens so far."""
         body = Continuation(msgspec.Raw(request), self.token_ids, self.finish_reason)
         return msgspec.json.encode(body)
 
     def begin_again(self) -> None:
-        """The next bytes are of another node, from the beginning of the answer."""
+        """Expect bytes of a different node, from the beginning of the answer."""
         self._rest = self.lost = b""
         self._is_continued = self.has_begun
         self._seen.clear()
@@ -158,7 +157,7 @@ class Relay:
         return event + b"\n\n"
 
     def _note(self, chunk: _Chunk) -> None:
-        """Count the text of a chunk that goes to the client."""
+        """Count the text of a chunk for the client."""
         if self._created is None:
             self._created = chunk.created
         for choice in chunk.choices or ():
@@ -178,7 +177,7 @@ class Relay:
                     self._delivered[field] += len(call.function.arguments)
 
     def _rest_of(self, data: bytes) -> bytes:
-        """Return a continuation's event without what the client has, empty if nothing is left."""
+        """Return a continuation's event without the text that the client has; may be empty."""
         chunk: dict[str, Any] = msgspec.json.decode(data)
         choices = chunk.get("choices") or ()
         is_new = not choices
@@ -191,7 +190,7 @@ class Relay:
         return _DATA + msgspec.json.encode(chunk) + b"\n\n"
 
     def _cut(self, choice: dict[str, Any]) -> bool:
-        """Leave out of a choice what the client has; return whether anything is left."""
+        """Drop the text that the client has from a choice; return whether any part is left."""
         number, is_new = choice.get("index", 0), False
         for holder, key, field in _texts_of(choice):
             seen, text = self._seen[field], holder[key]
@@ -228,7 +227,7 @@ class Relay:
 
 
 def _texts_of(choice: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, _Field]]:
-    """Yield the texts of a choice: the object and the key that has the text, and the field."""
+    """Yield the texts of a choice: object and key of the text, and the field."""
     number = choice.get("index", 0)
     if choice.get("text"):
         yield choice, "text", (number, "text", 0)

@@ -1,4 +1,4 @@
-"""The node for a request: by its expected first token, its conversation and its priority. Pure."""
+"""The node for a request, by expected first token and conversation. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 
 from gpupoold.fleet.nodes import FleetTable, Node
 
-# A node that has the conversation's KV may be later by this share of the TTFT target.
+# A node with the conversation's KV may be later by this share of the TTFT target.
 _CONVERSATION_SHARE = 0.25
-# Assumed wait on a node without an estimate, whose model is on its way to host memory.
+# Assumed wait on a node without an estimate, while the model is brought to host memory.
 _UNKNOWN_S = 30.0
-# Two messages tell conversations apart: a system prompt alone is that of many.
+# Messages that distinguish conversations; many conversations share a system prompt.
 _FIRST_MESSAGES = 2
 _FIRST_BYTES = 512
 
@@ -25,7 +25,7 @@ class _Beginning(msgspec.Struct):
 
 
 def conversation_of(model: str, body: bytes) -> bytes:
-    """Return a digest that is the same for all turns of a conversation."""
+    """Return a digest, equal for all turns of a conversation."""
     try:
         found = msgspec.json.decode(body, type=_Beginning)
     except msgspec.MsgspecError:  # the node tells the client
@@ -42,10 +42,10 @@ def order(
     sent: Mapping[str, int],
     avoided: Collection[str] = (),
 ) -> list[Node]:
-    """Return the nodes that can answer a request of a model, the best first.
+    """Return the nodes able to answer a request of a model, the best first.
 
-    ``sent`` are the requests of the model that each node got after its report. Nodes in ``avoided``
-    have failed the request before, or are dead as the entrance sees them.
+    ``sent`` has the number of requests of the model sent to each node since the latest report.
+    Nodes in ``avoided`` are left out.
     """
     able = [
         node
@@ -67,7 +67,7 @@ def order(
 def _wait_s(node: Node, model: str, num_sent: int) -> float:
     """Return the seconds to a first token of a request at a node.
 
-    Requests that the report does not count yet wait as those that it counts.
+    Requests missing in the report are assumed to wait like the requests in the report.
     """
     found = node.model(model)
     if found is None or found.first_token_in_s is None:
@@ -76,5 +76,5 @@ def _wait_s(node: Node, model: str, num_sent: int) -> float:
 
 
 def _rank(node: Node, conversation: bytes) -> bytes:
-    """Return a rank by which each conversation prefers a node (rendezvous hashing)."""
+    """Return the rank of a node for a conversation (rendezvous hashing)."""
     return hashlib.blake2b(node.name.encode(), key=conversation, digest_size=8).digest()

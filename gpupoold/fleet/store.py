@@ -1,4 +1,4 @@
-"""What a fleet's controller must know after a restart: a JSON file in the head's state folder."""
+"""The controller's knowledge after a restart, in a JSON file of the head's state folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FILE = "fleet.json"
 
 
 class StoredModel(BaseModel):
-    """A model that the fleet places."""
+    """A model placed by the fleet."""
 
     request: AddModelRequest
     least_replicas: int = 1
 
 
 class StoredNode(BaseModel):
-    """A node that has joined; ``url`` is where the entrance reaches its daemon."""
+    """A node; ``url`` is the daemon's address for the entrance."""
 
     url: str
     is_draining: bool = False
@@ -37,7 +37,7 @@ class Stored(BaseModel):
 
 
 def load(folder: Path) -> Stored:
-    """Return the stored fleet, an empty one without a file.
+    """Return the stored fleet, an empty fleet without a file.
 
     Raises:
         Failed: the file cannot be read.
@@ -52,7 +52,7 @@ def load(folder: Path) -> Stored:
 
 
 def save(folder: Path, stored: Stored) -> None:
-    """Replace the file, readable by its owner alone, at once or not at all.
+    """Replace the file atomically; only the owner may read the file.
 
     Raises:
         Failed: the file cannot be written.

@@ -1,9 +1,9 @@
-"""Requests of the fleet's entrance, which may continue an answer that another daemon began.
+"""Requests of the fleet's entrance, which may continue the answer of a different daemon.
 
-A signed request gets the token ids of its answer as comments between the events of its stream. When
-a daemon dies, the entrance sends the client's request and these tokens to another one, which puts
-the tokens through the API's text processing again and continues after them; the entrance leaves out
-what the client has.
+The stream of a signed request has comments with the answer's token ids. After the death of a daemon
+the entrance sends the client's request and these tokens to a different daemon, which passes the
+tokens through the API's text processing again and continues after the tokens; the entrance drops
+the text that the client has.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class FleetCall:
         self._continues = continues
 
     def opened(self, body: bytes) -> tuple[bytes, AnswerSoFar | None]:
-        """Return the client's body, and the answer that is continued, if any.
+        """Return the client's body, and the answer to be continued, if any.
 
         Raises:
-            ApiError: 401, the body is not the signed one; 400, it is no continuation.
+            ApiError: 401, the body is not the signed body; 400, the body is no continuation.
         """
         if not self._signature.covers(body):
             raise unauthorised(_BAD_SIGNATURE)
@@ -54,7 +54,7 @@ class FleetCall:
 
 
 class FleetCalls:
-    """Recognises the requests of the fleet's entrance; the daemon sends the ``secret``."""
+    """Recognises the requests of the fleet's entrance; ``secret`` comes from the daemon."""
 
     def __init__(self) -> None:
         self.secret = ""
@@ -80,7 +80,7 @@ _NAMES = frozenset((HEADER.encode(), CONTINUES_HEADER.encode()))
 
 
 class AnswerSoFar:
-    """The tokens of an answer that another daemon began; for one engine request."""
+    """The tokens of a different daemon's answer, for one engine request."""
 
     def __init__(self, token_ids: Sequence[int], finish_reason: str | None) -> None:
         self.token_ids = token_ids
@@ -88,7 +88,7 @@ class AnswerSoFar:
         self.is_taken = False
 
     def why_impossible(self, max_tokens: int, vocab_size: int) -> str:
-        """Return why a request cannot be continued, empty if it can be.
+        """Return the reason against a continuation, empty without one.
 
         ``max_tokens`` is the request's limit.
         """
@@ -116,5 +116,5 @@ def continuing(so_far: AnswerSoFar | None) -> Iterator[None]:
 
 
 def answer_so_far() -> AnswerSoFar | None:
-    """Return the answer that the present engine request continues, None for a new one."""
+    """Return the answer to be continued by the present engine request, None for a new answer."""
     return _current.get()

@@ -12,7 +12,7 @@ from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, PaceOption, complete_model_name, model_name
 from gpupool_cli.output import Column
-from gpupool_cli.session import open_client
+from gpupool_cli.session import open_client, socket_path_of
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, PriorityName, SetKeyRequest
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, parse_duration_s
@@ -124,6 +124,9 @@ def add(
     max_live: LiveOption = None,
     expires: ExpiresOption = None,
     pace: PaceOption = None,
+    on_fleet: Annotated[
+        bool, typer.Option("--fleet", help="A key of all nodes of the fleet.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Create a key and print the key, this once; by default for all models.
@@ -142,9 +145,18 @@ def add(
         expires_at=expires or None,
         pace=pace or "",
     )
-    with open_client(ctx) as client:
-        new = client.add_key(request)
-    _print_new(new, as_json)
+    if on_fleet:
+        from gpupoold.fleet import operations
+
+        text = operations.add_key(socket_path_of(ctx), request)
+        if as_json:
+            output.print_json({"name": name, "text": text})
+        else:
+            output.print_line(text)
+    else:
+        with open_client(ctx) as client:
+            new = client.add_key(request)
+        _print_new(new, as_json)
     say("save the key now; it cannot be shown again")
 
 
@@ -237,8 +249,16 @@ def rotate(
 def rm(
     ctx: typer.Context,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of keys.")],
+    on_fleet: Annotated[bool, typer.Option("--fleet", help="Keys of the fleet.")] = False,
 ) -> None:
     """Revoke keys at once; running answers continue to their end."""
+    if on_fleet:
+        from gpupoold.fleet import operations
+
+        for name in names:
+            operations.remove_key(socket_path_of(ctx), name)
+            say(f"{name}: removed from all nodes within seconds")
+        return
     with open_client(ctx) as client:
         for name in names:
             key = client.remove_key(name)

@@ -33,6 +33,11 @@ def add_access_routes(app: FastAPI, control_plane: ControlPlane) -> None:
     @app.post("/keys")
     async def add_key(body: AddKeyRequest) -> NewKey:
         _check_expiry(body.expires_at)
+        if bool(body.id) != bool(body.digest):
+            raise UsageError("a key of the fleet has an id and a digest", "send both or none")
+        if body.id:
+            row = await keyring.adopt(body.id, body.name, body.digest, _powers(body))
+            return NewKey(key=_info(keyring, row), text="")
         row, text = await keyring.add(body.name, _powers(body))
         return NewKey(key=_info(keyring, row), text=text)
 

@@ -15,10 +15,13 @@ class AddKeyRequest(Body):
     """Body of ``POST /keys``; a limit of None means no limit.
 
     ``models`` None allows all models, an empty list only the metrics. ``expires_at`` is in
-    wall-clock seconds.
+    wall-clock seconds. With ``id`` and ``digest`` the key exists already, in the daemon's fleet;
+    such a key may name models that the daemon does not have.
     """
 
     name: str
+    id: str = Field(default="", pattern=r"^([A-Za-z0-9]{8})?$")
+    digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     models: list[str] | None = None
     priority: PriorityName = "normal"
     requests_per_minute: int | None = Field(default=None, gt=0)

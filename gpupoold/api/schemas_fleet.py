@@ -41,8 +41,9 @@ class FleetModel(Body):
 class FleetReport(Body):
     """Body of ``GET /fleet``: what the fleet needs to know of a node.
 
-    ``device_bytes`` has the memory of each device that is ready, ``bandwidth_bytes_per_s`` the rate
-    of switches of the fastest, ``host_bytes`` the budget of the model cache.
+    ``device_bytes`` has the memory of each ready device, ``bandwidth_bytes_per_s`` the highest rate
+    of switches, ``host_bytes`` the budget of the model cache, ``key_names`` the names of API keys
+    by id.
     """
 
     secret: str
@@ -51,4 +52,5 @@ class FleetReport(Body):
     device_bytes: list[int]
     bandwidth_bytes_per_s: float
     host_bytes: int
+    key_names: dict[str, str] = Field(default={})
     models: list[FleetModel]

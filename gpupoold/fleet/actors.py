@@ -16,6 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.errors import Failed
 from gpupoold.fleet.agent import Agent, AgentReport, Moment, Order
@@ -111,6 +112,12 @@ class ControllerActor:
 
     async def remove_model(self, name: str) -> None:
         await self._controller.remove_model(name)
+
+    async def add_key(self, request: AddKeyRequest) -> None:
+        self._controller.add_key(request)
+
+    async def remove_key(self, name: str) -> None:
+        self._controller.remove_key(name)
 
     def _run(self) -> None:
         if self._running is None or self._running.done():

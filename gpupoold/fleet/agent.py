@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
-from gpupoold.errors import GpupoolError, NoSuchModel, Refused
+from gpupoold.errors import GpupoolError, NoSuchKey, NoSuchModel, Refused
 
 _logger = logging.getLogger(__name__)
 
@@ -30,12 +31,18 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order to add, remove or warm a model."""
+    """An order to add, remove or warm a model, or to add or remove an API key."""
 
-    kind: Literal["add", "remove", "warm"]
+    kind: Literal["add", "remove", "warm", "add-key", "remove-key"]
     model: str
-    request: AddModelRequest | None = None
-    """The model to add."""
+    """Name of the model, or of the API key."""
+    request: AddModelRequest | AddKeyRequest | None = None
+    """The model or key to add."""
+
+    @property
+    def subject(self) -> str:
+        """The name of the model, or the key with its name."""
+        return f"API key {self.model}" if self.kind.endswith("-key") else self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +101,17 @@ class Agent:
             Refused: the controller is not the present one, or the model is being changed.
         """
         self._check(moment)
-        if order.model in self._ongoing:
-            raise Refused(f"{order.model} is being changed on this node")
-        self._failed.pop(order.model, None)
+        if order.subject in self._ongoing:
+            raise Refused(f"{order.subject} is being changed on this node")
+        self._failed.pop(order.subject, None)
         task = asyncio.create_task(self._carry_out(order), name=f"{order.kind} {order.model}")
-        self._ongoing[order.model] = task
+        self._ongoing[order.subject] = task
+
+    def close(self) -> None:
+        """Close the connection of the reports."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def _check(self, moment: Moment) -> None:
         latest = self._latest
@@ -118,12 +131,12 @@ class Agent:
             _logger.info("%s %s: done", order.kind, order.model)
         except GpupoolError as error:
             _logger.warning("%s %s: %s", order.kind, order.model, error)
-            self._failed[order.model] = str(error)
+            self._failed[order.subject] = str(error)
         except Exception as error:
             _logger.exception("%s %s", order.kind, order.model)
-            self._failed[order.model] = repr(error)
+            self._failed[order.subject] = repr(error)
         finally:
-            self._ongoing.pop(order.model, None)
+            self._ongoing.pop(order.subject, None)
 
     def _do(self, order: Order) -> None:
         with self._connect(self._socket_path) as client:
@@ -132,6 +145,11 @@ class Agent:
                     client.remove_model(order.model, "drain")
             elif order.kind == "warm":
                 client.warm(order.model)
+            elif order.kind == "remove-key":
+                with contextlib.suppress(NoSuchKey):
+                    client.remove_key(order.model)
+            elif isinstance(order.request, AddKeyRequest):
+                client.add_key(order.request)
             else:
                 assert order.request is not None
                 for _ in client.add_model(order.request):

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from gpupoold.errors import NoSuchModel, Refused, UsageError
+from gpupoold.api.schemas_access import AddKeyRequest
+from gpupoold.errors import NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import store
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.nodes import FleetSpec, FleetTable, Node
@@ -137,6 +138,29 @@ class Controller:
         having = [one for one in self._nodes.values() if one.model(name) is not None]
         await asyncio.gather(*(self._order(Change("remove", name, one.name, "")) for one in having))
 
+    def add_key(self, request: AddKeyRequest) -> None:
+        """Give all nodes an API key, with its id and digest.
+
+        Raises:
+            Refused: the fleet has a key of this name.
+        """
+        if request.name in self._stored.keys:
+            raise Refused(f"the fleet has a key named {request.name!r}", "choose another name")
+        self._stored.keys[request.name] = request
+        self._save()
+
+    def remove_key(self, name: str) -> None:
+        """Remove an API key from all nodes, also from nodes that come back later.
+
+        Raises:
+            NoSuchKey: the fleet has no such key.
+        """
+        key = self._stored.keys.pop(name, None)
+        if key is None:
+            raise NoSuchKey(f"the fleet has no key {name}")
+        self._stored.removed_keys.append(key.id)
+        self._save()
+
     async def run(self) -> None:
         """Ask and place again and again."""
         while True:
@@ -155,6 +179,7 @@ class Controller:
         is_settled = self._clock() - self._began_s >= _SETTLING_S or not self._problems
         if is_settled and self._tick % _PLACES_EVERY == 0:
             await self._place(rebalances=self._tick % _REBALANCES_EVERY == 0)
+            await self._share_keys()
 
     @property
     def _moment(self) -> Moment:
@@ -198,23 +223,38 @@ class Controller:
         self._failed = {
             key: (at_s, why) for key, (at_s, why) in self._failed.items() if now_s < at_s + _RETRY_S
         }
-        nodes = {
-            name: replace(node, failed=frozenset(m for m, at in self._failed if at == name))
-            for name, node in self._nodes.items()
-        }
-        due = changes(self.specs, nodes, rebalances=rebalances)
+        for name, node in self._nodes.items():
+            failed = frozenset(what for what, at in self._failed if at == name)
+            self._nodes[name] = replace(node, failed=failed)
+        due = changes(self.specs, self._nodes, rebalances=rebalances)
         await asyncio.gather(*(self._order(one) for one in due))
+
+    async def _share_keys(self) -> None:
+        """Add the fleet's keys where they are missing, and remove removed keys."""
+        orders = []
+        for node in self._nodes.values():
+            having = node.report.key_names
+            for key in self._stored.keys.values():
+                order = Order("add-key", key.name, key)
+                if key.id not in having and order.subject not in node.ongoing | node.failed:
+                    orders.append((node.name, order))
+            for key_id in self._stored.removed_keys:
+                if key_id in having:
+                    orders.append((node.name, Order("remove-key", having[key_id])))
+        await asyncio.gather(*(self._ask_to(node, order) for node, order in orders))
 
     async def _order(self, change: Change) -> None:
         spec = self._stored.models.get(change.model)
         request = None if spec is None or change.kind != "add" else spec.request
-        order = Order(change.kind, change.model, request)
         _logger.info("%s %s on %s: %s", change.kind, change.model, change.node, change.why)
+        await self._ask_to(change.node, Order(change.kind, change.model, request))
+
+    async def _ask_to(self, node: str, order: Order) -> None:
         try:
-            asked = self._agent_of(change.node).carry_out(order, self._moment)
+            asked = self._agent_of(node).carry_out(order, self._moment)
             await asyncio.wait_for(asked, _REPORT_TIMEOUT_S)
         except Exception as error:
-            _logger.warning("%s could not be asked: %s", change.node, error)
+            _logger.warning("%s could not be asked: %s", node, error)
 
     def _check_node(self, name: str) -> None:
         if name not in self._stored.nodes:

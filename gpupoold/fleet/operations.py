@@ -12,7 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpupoold.access.fleet import is_secret, make_secret
+from gpupoold.access.secret import make_key
 from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from gpupoold.fleet import cluster
 from gpupoold.fleet.cluster import NodeMembership
@@ -173,6 +175,25 @@ def remove_model(socket_path: Path, name: str) -> None:
     """Remove a model from all nodes; errors as :func:`state`, and NoSuchModel."""
     with _controller(socket_path) as ask:
         ask("remove_model", name)
+
+
+def add_key(socket_path: Path, request: AddKeyRequest) -> str:
+    """Give all nodes a new API key; return the text, which is not stored.
+
+    Raises:
+        Refused, Failed: as :func:`state`; or the fleet has a key of this name.
+    """
+    key = make_key()
+    known = request.model_copy(update={"id": key.id, "digest": key.digest})
+    with _controller(socket_path) as ask:
+        ask("add_key", known)
+    return key.text
+
+
+def remove_key(socket_path: Path, name: str) -> None:
+    """Remove an API key from all nodes; errors as :func:`state`, and NoSuchKey."""
+    with _controller(socket_path) as ask:
+        ask("remove_key", name)
 
 
 def own_ip(address: str | None = None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import Failed
 
@@ -28,12 +29,18 @@ class StoredNode(BaseModel):
 
 
 class Stored(BaseModel):
-    """The whole file; ``epoch`` counts the starts of controllers."""
+    """The whole file.
+
+    ``epoch`` counts the starts of controllers. ``keys`` are API keys by name, ``removed_keys`` the
+    ids of keys to be removed from all nodes.
+    """
 
     epoch: int = 0
     secret: str = ""
     nodes: dict[str, StoredNode] = {}
     models: dict[str, StoredModel] = {}
+    keys: dict[str, AddKeyRequest] = {}
+    removed_keys: list[str] = []
 
 
 def load(folder: Path) -> Stored:

@@ -69,3 +69,5 @@ async def local_fleet(
         server.force_exit = server.should_exit = True
         await serving
         await fleet.entrance.close()
+        for agent in fleet.agents.values():
+            agent.close()

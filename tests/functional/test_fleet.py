@@ -15,6 +15,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.access.secret import make_key
+from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.fleet.nodes import FleetSpec
 from tests.functional.daemon_tools import (
@@ -134,6 +136,29 @@ async def test_a_node_is_drained(fleet: LocalFleet, spec: Callable[..., FleetSpe
             await stream(api, "nobody", "Who?")
         await fleet.controller.remove_model(LLAMA)
         await eventually(lambda: not serving(fleet, LLAMA), timeout_s=60)
+
+
+async def test_a_key_of_the_fleet(fleet: LocalFleet) -> None:
+    key = make_key()
+    request = AddKeyRequest(name="web", id=key.id, digest=key.digest, models=["elsewhere"])
+
+    def having() -> int:
+        return sum(key.id in one.report.key_names for one in fleet.controller.table.nodes)
+
+    async def status() -> int:
+        headers = {"authorization": f"Bearer {key.text}"}
+        async with httpx.AsyncClient(base_url=fleet.url, headers=headers) as http:
+            return (await http.get("/v1/models")).status_code
+
+    await eventually(lambda: len(fleet.controller.table.nodes) == 2)
+    await asyncio.sleep(1)
+    assert await status() == 401
+    fleet.controller.add_key(request)
+    await eventually(lambda: having() == 2)
+    assert await status() == 200
+    fleet.controller.remove_key("web")
+    await eventually(lambda: having() == 0)
+    assert await status() == 401
 
 
 async def test_bad_requests_are_told(fleet: LocalFleet) -> None:

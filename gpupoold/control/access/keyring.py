@@ -72,6 +72,11 @@ class Keyring:
         return bool(self._required_because)
 
     @property
+    def names(self) -> dict[str, str]:
+        """The names of all keys that are not revoked, by id."""
+        return {row.id: row.name for row in self._rows.values()}
+
+    @property
     def num_valid(self) -> int:
         """Number of keys that are valid now."""
         return sum(1 for _ in self._valid())
@@ -158,6 +163,16 @@ class Keyring:
         row = await self._store.add(key.id, name, key.digest, await self._resolved(powers))
         self._note_change(row, "key_added")
         return row, key.text
+
+    async def adopt(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
+        """Add a key of the fleet, whose models need not be known here.
+
+        Raises:
+            UsageError, Refused: the name is invalid or taken.
+        """
+        row = await self._store.add(key_id, name, digest, powers)
+        self._note_change(row, "key_added")
+        return row
 
     async def set(self, name: str, powers: KeyPowers) -> KeyRow:
         """Change a key's powers, from the next request on.

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetModel
-from gpupoold.errors import Failed, NoSuchModel, Refused, UsageError
+from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import store
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.controller import LOST_S, Controller
@@ -24,18 +25,25 @@ class WrittenAgent:
         self.is_away = False
         self.moments: list[Moment] = []
         self.carries_out = True
+        self.keys: dict[str, str] = {}
 
     async def report(self, moment: Moment) -> AgentReport:
         if self.is_away:
             raise ConnectionError("no route")
         self.moments.append(moment)
-        return AgentReport(report(*self.models.values()), failed=dict(self.failed))
+        found = report(*self.models.values(), key_names=dict(self.keys))
+        return AgentReport(found, failed=dict(self.failed))
 
     async def carry_out(self, order: Order, moment: Moment) -> None:
         if self.is_away:
             raise ConnectionError("no route")
         self.orders.append((order.kind, order.model))
-        if order.kind == "remove":
+        if order.kind == "add-key":
+            assert isinstance(order.request, AddKeyRequest)
+            self.keys[order.request.id] = order.model
+        elif order.kind == "remove-key":
+            self.keys = {key_id: name for key_id, name in self.keys.items() if name != order.model}
+        elif order.kind == "remove":
             self.models.pop(order.model, None)
         elif self.carries_out:
             assert order.request is not None
@@ -156,6 +164,28 @@ async def test_joining_and_leaving(rig: Rig) -> None:
         rig.controller.leave(home)
     with pytest.raises(UsageError, match="no node"):
         rig.controller.drain("nobody", is_draining=True)
+
+
+async def test_keys_reach_all_nodes(rig: Rig) -> None:
+    rig.agents["b"].is_away = True
+    rig.controller.add_key(AddKeyRequest(name="web", id="Ab345678", digest="ab" * 32))
+    with pytest.raises(Refused, match="named 'web'"):
+        rig.controller.add_key(AddKeyRequest(name="web", id="Cd345678", digest="ab" * 32))
+    await rig.steps(int(LOST_S / 0.5) + 16)
+    assert rig.agents["a"].orders == [("add-key", "web")]
+    rig.restart()
+    rig.agents["b"].is_away = False
+    await rig.steps()
+    assert rig.agents["b"].keys == {"Ab345678": "web"}
+    rig.agents["b"].is_away = True
+    rig.controller.remove_key("web")
+    await rig.steps()
+    rig.agents["b"].is_away = False
+    await rig.steps()
+    assert not rig.agents["a"].keys
+    assert not rig.agents["b"].keys
+    with pytest.raises(NoSuchKey):
+        rig.controller.remove_key("web")
 
 
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:

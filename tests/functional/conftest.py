@@ -40,13 +40,11 @@ max_requests = {max_requests}
 def imports() -> Iterator[None]:
     """vLLM imported once for the daemons of all tests, see ``import_server.py``."""
     settings = parse_settings({"device": [{"kind": "emulated"}]}, "test")
-    with (
-        import_server(engine_environment(settings)) as address,
-        pytest.MonkeyPatch.context() as set_,
-    ):
-        set_.setenv(ADDRESS, address)
-        set_.syspath_prepend(IMPORTED)
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(IMPORTED)
+        with import_server(engine_environment(settings)) as address:
+            patch.setenv(ADDRESS, address)
+            yield
 
 
 @pytest.fixture(scope="session")

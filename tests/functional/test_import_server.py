@@ -1,0 +1,30 @@
+"""Daemons of tests share one import of vLLM, unless they would import something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpupool_cli.private_daemon import private_daemon
+from tests.functional.daemon_tools import child, emulated_config, until
+
+FORKED = "forked by the tests' import server"
+
+
+def log_of(folder: Path) -> str:
+    config = emulated_config(64 << 20)
+    with private_daemon(config, folder) as daemon:
+        process = child(daemon, "system.fork_server")
+    until(lambda: not process.is_running())
+    (log,) = folder.rglob("fork-server.log")
+    return log.read_text()
+
+
+def test_a_fork_ends_with_its_daemon(tmp_path: Path) -> None:
+    assert FORKED in log_of(tmp_path)
+
+
+def test_another_path_means_another_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert FORKED not in log_of(tmp_path / "daemon")

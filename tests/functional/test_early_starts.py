@@ -42,9 +42,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(
     scope="module",
     params=[
-        "one by one",
         "ahead",
-        *(pytest.param(one, marks=SLOW) for one in ("on a group", "ahead, on a group")),
+        *(
+            pytest.param(one, marks=SLOW)
+            for one in ("one by one", "on a group", "ahead, on a group")
+        ),
     ],
 )
 def peer(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[WorkerPeer]:

@@ -115,6 +115,7 @@ async def test_a_node_dies(fleet: LocalFleet, spec: Callable[..., FleetSpec]) ->
         assert (await stream(api, QWEN2, "Who is there?"))[1] == "length"
 
 
+@pytest.mark.slow
 async def test_a_node_is_drained(fleet: LocalFleet, spec: Callable[..., FleetSpec]) -> None:
     fleet.controller.add_model(spec(LLAMA))
     await eventually(lambda: len(serving(fleet, LLAMA)) == 1, timeout_s=90)

@@ -22,7 +22,11 @@ _MAX_TOKENS = 16
 _AHEAD = {"GPUPOOL_ENGINE_ARGUMENTS": '{"async_scheduling": true}'}
 
 
-@pytest.fixture(scope="module", params=[{}, _AHEAD], ids=["one-by-one", "ahead"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param({}, marks=pytest.mark.slow), _AHEAD],
+    ids=["one-by-one", "ahead"],
+)
 def peer(tiny_models: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[WorkerPeer]:
     """A device that holds the weights of one and a half models, and little KV."""
     largest = max(weight_bytes(tiny_models[name]) for name in _MODELS)
@@ -125,7 +129,11 @@ def test_kinds_of_kv(family: str, project_env: dict[str, str]) -> None:
         peer.close()
 
 
-@pytest.mark.parametrize("kv_host_bytes", [96 << 10, 64 << 20], ids=["little-host", "much-host"])
+@pytest.mark.parametrize(
+    "kv_host_bytes",
+    [96 << 10, pytest.param(64 << 20, marks=pytest.mark.slow)],
+    ids=["little-host", "much-host"],
+)
 def test_little_memory_costs_time_but_no_token(
     tiny_models: dict[str, Path], kv_host_bytes: int
 ) -> None:

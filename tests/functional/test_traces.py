@@ -144,6 +144,7 @@ def test_no_text_and_no_key_is_told(box: PrivateDaemon, collector: Collector) ->
     assert b"secret" not in told
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_collector_that_is_away(tmp_path: Path) -> None:
     path = make_dummy_checkpoint(tmp_path, "Qwen2.5-7B")
     config = 'devices = ["sim:H800"]\n[traces]\nendpoint = "http://127.0.0.1:9/v1/traces"\n'

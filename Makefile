@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV DIST
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-sim bench-api bench-step bench-hostile models-table soak fuzz gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench-groups: venv ## groups of GPUs under switches, moves and kills: build/benc
 
 bench-batch: venv ## batches beneath an interactive load, and through three kills: build/bench-batch.json
 	@$(BIN)/python -m benchmarks.batch
+
+bench-fleet: venv ## three nodes on Ray (pip install 'gpupool[fleet]'), one of which dies: build/bench-fleet.json
+	@$(BIN)/python -m benchmarks.fleet $(ARGS)
 
 bench-conversations: venv ## later turns of conversations: build/bench-conversations.json
 	@$(BIN)/python -m benchmarks.conversations $(ARGS)

@@ -94,7 +94,7 @@ def main() -> int:
         served = _served(daemon)
     row = {"devices": box.name, "groups": groups_text(box.groups), "policy": args.policy}
     row |= {"models": args.models, "rps": args.rps} | _seen(sent, requests)
-    row |= served | {"simulated": _simulated(models, box, requests, args.policy)}
+    row |= served | {"simulated": simulated_on(models, box, requests, args.policy)}
     row |= {"tokens_per_s": sent.num_tokens / wall_s, "load_models_s": load_s, "wall_s": wall_s}
     row |= {"cpu_share": {name: round(share, 3) for name, share in cpu.items()}}
     difference = served["attainment"] - row["simulated"]["attainment"]
@@ -172,7 +172,7 @@ def _seen(sent: Sent, requests: Sequence[SimRequest]) -> dict[str, Any]:
     }
 
 
-def _simulated(
+def simulated_on(
     models: Mapping[str, SimModel], box: Box, requests: Sequence[SimRequest], policy: str
 ) -> dict[str, Any]:
     """The simulator's word for the same arrivals."""

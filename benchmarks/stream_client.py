@@ -1,6 +1,6 @@
 """A lean client of many streams at once, in a separate process: counts chunks, parses little.
 
-``python -m benchmarks.stream_client PORT PATH MODEL STREAMS TOKENS`` requests ``STREAMS`` answers
+``python -m benchmarks.stream_client PORT PATH MODEL STREAMS TOKENS HOST`` requests ``STREAMS`` answers
 at once, reads all answers to the end and prints the counts as a JSON object.
 """
 
@@ -34,14 +34,16 @@ class Streamed:
     read_gap_p99_s: float | None = None
 
 
-def stream_apart(port: int, path: str, model: str, streams: int, tokens: int) -> Streamed:
+def stream_apart(
+    port: int, path: str, model: str, streams: int, tokens: int, host: str = "127.0.0.1"
+) -> Streamed:
     """Stream from a process of its own.
 
     Raises:
         subprocess.CalledProcessError: it failed; its words are on standard error.
     """
     command = [sys.executable, "-m", "benchmarks.stream_client"]
-    command += [str(port), path, model, str(streams), str(tokens)]
+    command += [str(port), path, model, str(streams), str(tokens), host]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Streamed(**json.loads(done.stdout))
 
@@ -95,13 +97,14 @@ class _Reader(asyncio.Protocol):
         self.ended.set_result(None)
 
 
-async def stream(port: int, path: str, model: str, streams: int, tokens: int) -> Streamed:
+async def stream(
+    port: int, path: str, model: str, streams: int, tokens: int, host: str = "127.0.0.1"
+) -> Streamed:
     """Ask for all streams at once; returns when all have ended."""
     loop, tally = asyncio.get_running_loop(), _Tally()
     request = _request(path, model, tokens)
     connecting = (
-        loop.create_connection(lambda: _Reader(request, tally), "127.0.0.1", port)
-        for _ in range(streams)
+        loop.create_connection(lambda: _Reader(request, tally), host, port) for _ in range(streams)
     )
     async with asyncio.timeout(_TIMEOUT_S):
         connected = await asyncio.gather(*connecting)
@@ -131,8 +134,8 @@ def _request(path: str, model: str, tokens: int) -> bytes:
 
 def main(arguments: Sequence[str]) -> None:
     """Run it; see the module."""
-    port, path, model, streams, tokens = arguments
-    streamed = asyncio.run(stream(int(port), path, model, int(streams), int(tokens)))
+    port, path, model, streams, tokens, host = arguments
+    streamed = asyncio.run(stream(int(port), path, model, int(streams), int(tokens), host))
     print(json.dumps(asdict(streamed)))
 
 

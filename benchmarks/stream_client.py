@@ -1,7 +1,7 @@
 """A lean client of many streams at once, in a separate process: counts chunks, parses little.
 
-``python -m benchmarks.stream_client PORT PATH MODEL STREAMS TOKENS HOST`` requests ``STREAMS`` answers
-at once, reads all answers to the end and prints the counts as a JSON object.
+``python -m benchmarks.stream_client PORT PATH MODEL STREAMS TOKENS HOST`` requests ``STREAMS``
+answers at once, reads all answers to the end and prints the counts as a JSON object.
 """
 
 from __future__ import annotations

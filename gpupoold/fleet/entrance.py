@@ -234,6 +234,8 @@ class Entrance:
             try:
                 if await self._attempt(asked, node, send):
                     return
+                if asked.has_begun and not asked.can_continue:
+                    break
                 give_up_s = time.monotonic() + _PATIENCE_S
             except NodeFailed as error:
                 asked.refusal = error

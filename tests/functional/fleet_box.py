@@ -68,6 +68,7 @@ async def local_fleet(
         await asyncio.gather(*tasks, return_exceptions=True)
         server.force_exit = server.should_exit = True
         await serving
+        listener.close()
         await fleet.entrance.close()
         for agent in fleet.agents.values():
             agent.close()

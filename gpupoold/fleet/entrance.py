@@ -14,7 +14,14 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+)
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -51,7 +58,9 @@ ROUTED_PATHS = frozenset(
         "/detokenize",
     }
 )
-MAX_BODY_BYTES = 256 << 20
+MAX_BODY_BYTES = 64 << 20
+MAX_HELD_BYTES = 1 << 30
+"""Limit of the bodies that one entrance process holds at once."""
 # Further nodes that are tried for one request.
 _ATTEMPTS = 8
 # Time to wait for a node with the model, while the fleet replaces a lost node.
@@ -106,6 +115,7 @@ class Entrance:
         self.table = FleetTable()
         self._sent: Counter[tuple[str, str]] = Counter()
         self._version = -1
+        self._num_held = 0
         self._session: aiohttp.ClientSession | None = None
         self._liveness: Liveness | None = None
 
@@ -193,9 +203,30 @@ class Entrance:
             return NodeFailed(503, _error_body(503, f"{node.name} does not answer: {error}"), ())
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _read(receive, send)
-        if body is None:
-            return
+        with self._holding() as hold:
+            body = await _read(receive, send, hold)
+            if body is not None:
+                await self._route_body(scope, receive, send, body)
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[Callable[[int], bool]]:
+        """Yield a function to hold further bytes in the context; False means too many."""
+        num_held = 0
+
+        def hold(num_bytes: int) -> bool:
+            nonlocal num_held
+            if self._num_held + num_bytes > MAX_HELD_BYTES:
+                return False
+            num_held += num_bytes
+            self._num_held += num_bytes
+            return True
+
+        try:
+            yield hold
+        finally:
+            self._num_held -= num_held
+
+    async def _route_body(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         try:
             wanted = msgspec.json.decode(body, type=Wanted)
         except msgspec.MsgspecError as error:
@@ -252,7 +283,10 @@ class Entrance:
         assert self._session is not None
         assert self._liveness is not None
         relay, body = asked.relay, asked.body
-        headers = [*asked.headers, (b"x-request-id", asked.id.encode())]
+        headers = list(asked.headers)
+        if not any(name.lower() == b"x-request-id" for name, _ in headers):
+            # Equal ids on all nodes: the id of an answer is made of the request's.
+            headers.append((b"x-request-id", asked.id.encode()))
         if relay.has_begun and relay.token_ids:
             body = relay.continuation(asked.body)
             headers.append((CONTINUES_HEADER.encode(), b"1"))
@@ -357,8 +391,8 @@ async def _until_gone(receive: Receive) -> AsyncIterator[asyncio.Event]:
         watching.cancel()
 
 
-async def _read(receive: Receive, send: Send) -> bytes | None:
-    """Return a body; None after a refusal.
+async def _read(receive: Receive, send: Send, hold: Callable[[int], bool]) -> bytes | None:
+    """Return a body; None after a refusal. ``hold`` is asked for each part's bytes.
 
     Raises:
         _ClientGone: the client has left.
@@ -372,6 +406,10 @@ async def _read(receive: Receive, send: Send) -> bytes | None:
         num_bytes += len(parts[-1])
         if num_bytes > MAX_BODY_BYTES:
             await _send_error(send, 413, f"The body has more than {MAX_BODY_BYTES:,} bytes.")
+            return None
+        if not hold(len(parts[-1])):
+            text = "The bodies of other requests need all memory of the entrance."
+            await _send_error(send, 429, text, [(b"retry-after", b"1")])
             return None
         if not message.get("more_body"):
             return b"".join(parts)

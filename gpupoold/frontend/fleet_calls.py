@@ -21,6 +21,7 @@ from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation
 
 MAX_TOKENS = 1 << 20
 """Limit of the tokens of a continued answer."""
+_MAX_TOKEN_BYTES = 8
 _BAD_SIGNATURE = (
     f"The header `{HEADER}` is not a valid signature: the daemon is in no fleet or in another one, "
     "or the clocks of the machines differ by more than a minute."
@@ -33,6 +34,11 @@ class FleetCall:
     def __init__(self, signature: Signature, *, continues: bool) -> None:
         self._signature = signature
         self._continues = continues
+
+    @property
+    def max_further_bytes(self) -> int:
+        """The most bytes of the body beside the client's."""
+        return MAX_TOKENS * _MAX_TOKEN_BYTES if self._continues else 0
 
     def opened(self, body: bytes) -> tuple[bytes, AnswerSoFar | None]:
         """Return the client's body, and the answer to be continued, if any.

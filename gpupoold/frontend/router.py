@@ -200,7 +200,10 @@ class Router:
     ) -> None:
         bounds, path = self._bounds, scope["path"]
         with bounds.in_flight.holding(caller.key_id) as holding:
-            body = await read_body(scope, receive, bounds.max_body_bytes, holding)
+            max_bytes = bounds.max_body_bytes
+            if fleet_call is not None:
+                max_bytes += fleet_call.max_further_bytes
+            body = await read_body(scope, receive, max_bytes, holding)
             so_far = None
             if fleet_call is not None:
                 body, so_far = fleet_call.opened(body)

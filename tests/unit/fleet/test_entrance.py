@@ -264,3 +264,8 @@ async def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = await client.post(PATH, json=asking(filler="x" * 2000))
         assert answer.status_code == 413
         assert not nodes[0].bodies
+        monkeypatch.setattr(entrance_module, "MAX_HELD_BYTES", 100)
+        answer = await client.post(PATH, json=asking(filler="x" * 200))
+        assert answer.status_code == 429
+        monkeypatch.setattr(entrance_module, "MAX_HELD_BYTES", 1000)
+        assert (await client.post(PATH, json=asking(filler="x" * 200))).status_code == 200

@@ -20,9 +20,10 @@ from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.errors import Failed
 from gpupoold.fleet.agent import Agent, AgentReport, Moment, Order
+from gpupoold.fleet.asgi import Receive, Scope, Send
 from gpupoold.fleet.cluster import CONTROLLER, NAMESPACE, agent_name
 from gpupoold.fleet.controller import Controller
-from gpupoold.fleet.entrance import Entrance, Receive, Scope, Send
+from gpupoold.fleet.entrance import Entrance
 from gpupoold.fleet.nodes import FleetSpec, FleetTable
 
 APPLICATION = "gpupool"

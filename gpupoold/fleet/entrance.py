@@ -15,12 +15,9 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import (
-    AsyncIterator,
-    Awaitable,
     Callable,
     Iterable,
     Iterator,
-    MutableMapping,
 )
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -30,6 +27,23 @@ import aiohttp
 import msgspec
 
 from gpupoold.access.fleet import HEADER, sign
+from gpupoold.fleet.asgi import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    as_text,
+    error_body,
+    headers_of,
+    passed_on,
+    read_body,
+    send_body,
+    send_error,
+    send_json,
+    send_start,
+    send_whole,
+    until_gone,
+)
 from gpupoold.fleet.liveness import Liveness
 from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.fleet.relay import Relay, Wanted
@@ -37,10 +51,6 @@ from gpupoold.fleet.routing import conversation_of, order
 from gpupoold.wire.continuation import CONTINUES_HEADER
 
 _logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 ROUTED_PATHS = frozenset(
     {
@@ -58,7 +68,6 @@ ROUTED_PATHS = frozenset(
         "/detokenize",
     }
 )
-MAX_BODY_BYTES = 64 << 20
 MAX_HELD_BYTES = 1 << 30
 """Limit of the bodies that one entrance process holds at once."""
 # Further nodes that are tried for one request.
@@ -69,9 +78,6 @@ _LOOK_AGAIN_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
 # Statuses after which the next node is tried.
 _TRIES_NEXT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY)
-_DROPPED = frozenset(
-    (b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding")
-) | {HEADER.encode(), CONTINUES_HEADER.encode()}
 _FAULTS = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
@@ -158,11 +164,11 @@ class Entrance:
             elif path in ("/health", "/ready") and method in ("GET", "HEAD"):
                 is_ready = any(one.takes_requests for one in self._alive())
                 status = 200 if is_ready or path == "/health" else 503
-                await _send_json(send, status, {"ready": is_ready})
+                await send_json(send, status, {"ready": is_ready})
             else:
                 text = f"The fleet's entrance does not serve {method} {path}; ask a node itself."
-                await _send_error(send, 404, text)
-        except _ClientGone:
+                await send_error(send, 404, text)
+        except ClientGone:
             pass
 
     def _alive(self) -> list[Node]:
@@ -174,7 +180,7 @@ class Entrance:
 
     async def _list_models(self, scope: Scope, send: Send) -> None:
         """Answer with the models of all nodes, as far as the caller may use the models."""
-        headers = _passed_on(scope["headers"])
+        headers = passed_on(scope["headers"])
         asked = (self._get(node, "/v1/models", headers) for node in self._alive())
         answers = await asyncio.gather(*asked)
         refused = [one for one in answers if isinstance(one, NodeFailed)]
@@ -183,28 +189,28 @@ class Entrance:
             if not isinstance(answer, NodeFailed):
                 found |= {row["id"]: row for row in answer["data"] if row["id"] not in found}
         if refused and len(refused) == len(answers):
-            await _send_whole(send, refused[0].status, refused[0].headers, refused[0].body)
+            await send_whole(send, refused[0].status, refused[0].headers, refused[0].body)
         else:
             rows = [found[name] for name in sorted(found)]
-            await _send_json(send, 200, {"object": "list", "data": rows})
+            await send_json(send, 200, {"object": "list", "data": rows})
 
     async def _get(
         self, node: Node, path: str, headers: Iterable[tuple[bytes, bytes]]
     ) -> dict[str, Any] | NodeFailed:
         assert self._session is not None
         try:
-            async with self._session.get(node.url + path, headers=_as_text(headers)) as answer:
+            async with self._session.get(node.url + path, headers=as_text(headers)) as answer:
                 body = await answer.read()
                 if answer.status != HTTPStatus.OK:
-                    return NodeFailed(answer.status, body, _headers_of(answer))
+                    return NodeFailed(answer.status, body, headers_of(answer))
                 found: dict[str, Any] = msgspec.json.decode(body)
                 return found
         except (*_FAULTS, msgspec.DecodeError) as error:
-            return NodeFailed(503, _error_body(503, f"{node.name} does not answer: {error}"), ())
+            return NodeFailed(503, error_body(503, f"{node.name} does not answer: {error}"), ())
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._holding() as hold:
-            body = await _read(receive, send, hold)
+            body = await read_body(receive, send, hold)
             if body is not None:
                 await self._route_body(scope, receive, send, body)
 
@@ -230,16 +236,16 @@ class Entrance:
         try:
             wanted = msgspec.json.decode(body, type=Wanted)
         except msgspec.MsgspecError as error:
-            await _send_error(send, 400, f"The body cannot be read: {error}")
+            await send_error(send, 400, f"The body cannot be read: {error}")
             return
         model = self.table.name_of(wanted.model)
         if model is None:
-            await _send_error(send, 404, f"The fleet has no model {wanted.model[:128]!r}.")
+            await send_error(send, 404, f"The fleet has no model {wanted.model[:128]!r}.")
             return
         query = scope.get("query_string", b"").decode("latin-1")
-        headers = _passed_on(scope["headers"])
+        headers = passed_on(scope["headers"])
         asked = Asked(scope["method"], scope["path"], query, headers, body, model, wanted)
-        async with _until_gone(receive) as gone:
+        async with until_gone(receive) as gone:
             await self._serve(asked, send, gone)
 
     async def _serve(self, asked: Asked, send: Send, gone: asyncio.Event) -> None:
@@ -295,7 +301,7 @@ class Entrance:
         headers.append((HEADER.encode(), signature.encode()))
         url = f"{node.url}{asked.path}{'?' if asked.query else ''}{asked.query}"
         try:
-            asking = self._session.request(asked.method, url, data=body, headers=_as_text(headers))
+            asking = self._session.request(asked.method, url, data=body, headers=as_text(headers))
             async with asking as answer:
                 with self._liveness.reading(node.name, answer):
                     return await self._take(asked, node, answer, send)
@@ -305,7 +311,7 @@ class Entrance:
             if asked.has_begun:
                 return False
             text = f"The node {node.name} does not answer."
-            raise NodeFailed(502, _error_body(502, text), ()) from error
+            raise NodeFailed(502, error_body(502, text), ()) from error
 
     async def _take(
         self, asked: Asked, node: Node, answer: aiohttp.ClientResponse, send: Send
@@ -317,11 +323,11 @@ class Entrance:
             aiohttp.ClientError: the node has died.
         """
         if answer.status in _TRIES_NEXT and not asked.has_begun:
-            raise NodeFailed(answer.status, await answer.read(), _headers_of(answer))
+            raise NodeFailed(answer.status, await answer.read(), headers_of(answer))
         is_stream = answer.content_type == "text/event-stream"
         if not is_stream and not asked.has_begun:
             whole = await answer.read()
-            await _send_whole(send, answer.status, _headers_of(answer), whole, node.name)
+            await send_whole(send, answer.status, headers_of(answer), whole, node.name)
             return True
         return is_stream and await self._pass_on(asked, node, answer, send)
 
@@ -339,125 +345,26 @@ class Entrance:
             if relay.lost:
                 return False
             if not asked.has_begun:
-                await _send_start(send, answer.status, _headers_of(answer), node.name)
+                await send_start(send, answer.status, headers_of(answer), node.name)
                 asked.has_begun = True
             if passed:
-                await _send_body(send, passed, more=True)
+                await send_body(send, passed, more=True)
         if asked.can_continue and not relay.is_complete:
             return False
-        await _send_body(send, b"", more=False)
+        await send_body(send, b"", more=False)
         return True
 
     async def _give_up(self, asked: Asked, send: Send) -> None:
         """Tell the client that no node answers or continues."""
         if asked.has_begun:
-            lost = asked.relay.lost or b"data: %s\n\n" % _error_body(
+            lost = asked.relay.lost or b"data: %s\n\n" % error_body(
                 503, "The node that answered has died, and no other one could continue."
             )
-            await _send_body(send, lost + b"data: [DONE]\n\n", more=False)
+            await send_body(send, lost + b"data: [DONE]\n\n", more=False)
         elif asked.refusal is not None:
             refusal = asked.refusal
             status = 503 if refusal.status == HTTPStatus.BAD_GATEWAY else refusal.status
-            await _send_whole(send, status, refusal.headers, refusal.body)
+            await send_whole(send, status, refusal.headers, refusal.body)
         else:
             text = f"No node serves {asked.model} now."
-            await _send_error(send, 503, text, [(b"retry-after", b"5")])
-
-
-class _ClientGone(Exception):
-    pass
-
-
-@contextlib.asynccontextmanager
-async def _until_gone(receive: Receive) -> AsyncIterator[asyncio.Event]:
-    """Yield an event, set when the client leaves; the body must have been read."""
-    gone, serving = asyncio.Event(), asyncio.current_task()
-    assert serving is not None
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone.set()
-        serving.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield gone
-    except asyncio.CancelledError:
-        if not gone.is_set():
-            raise
-        raise _ClientGone from None
-    finally:
-        watching.cancel()
-
-
-async def _read(receive: Receive, send: Send, hold: Callable[[int], bool]) -> bytes | None:
-    """Return a body; None after a refusal. ``hold`` is asked for each part's bytes.
-
-    Raises:
-        _ClientGone: the client has left.
-    """
-    parts, num_bytes = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _ClientGone
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > MAX_BODY_BYTES:
-            await _send_error(send, 413, f"The body has more than {MAX_BODY_BYTES:,} bytes.")
-            return None
-        if not hold(len(parts[-1])):
-            text = "The bodies of other requests need all memory of the entrance."
-            await _send_error(send, 429, text, [(b"retry-after", b"1")])
-            return None
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name.lower() not in _DROPPED]
-
-
-def _as_text(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-
-
-def _headers_of(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    return _passed_on(answer.raw_headers)
-
-
-async def _send_start(
-    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], node: str
-) -> None:
-    headers = [*headers, (b"x-gpupool-node", node.encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _send_whole(
-    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, node: str = ""
-) -> None:
-    await _send_start(send, status, [*headers, (b"content-length", b"%d" % len(body))], node)
-    await _send_body(send, body, more=False)
-
-
-async def _send_json(send: Send, status: int, value: object) -> None:
-    body = msgspec.json.encode(value)
-    await _send_whole(send, status, [(b"content-type", b"application/json")], body)
-
-
-async def _send_error(
-    send: Send, status: int, text: str, headers: Iterable[tuple[bytes, bytes]] = ()
-) -> None:
-    body = _error_body(status, text)
-    await _send_whole(send, status, [(b"content-type", b"application/json"), *headers], body)
-
-
-def _error_body(status: int, text: str) -> bytes:
-    kind = HTTPStatus(status).phrase
-    error = {"message": text, "type": kind, "param": None, "code": status}
-    return msgspec.json.encode({"error": error})
+            await send_error(send, 503, text, [(b"retry-after", b"5")])

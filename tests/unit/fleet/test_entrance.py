@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from gpupoold.access.fleet import HEADER, verified
-from gpupoold.fleet import entrance as entrance_module
+from gpupoold.fleet import asgi, entrance as entrance_module
 from gpupoold.fleet.entrance import Entrance
 from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.wire.continuation import CONTINUES_HEADER
@@ -259,7 +259,7 @@ async def test_a_client_that_leaves_frees_the_node() -> None:
 
 
 async def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance_module, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(asgi, "MAX_BODY_BYTES", 1000)
     async with fleet(a=works) as (client, nodes):
         answer = await client.post(PATH, json=asking(filler="x" * 2000))
         assert answer.status_code == 413

@@ -78,7 +78,9 @@ class Fleet:
 
     def up(self, num_replicas: int) -> None:
         ip = self.address(self.head)
-        entrance = operations.EntranceOptions(ip, _HTTP_PORT, num_replicas, is_everywhere=False)
+        entrance = operations.EntranceOptions(
+            host=ip, port=_HTTP_PORT, num_replicas=num_replicas, is_everywhere=False
+        )
         socket_path = self.daemons[self.head].socket_path
         operations.up(socket_path, self.head, ip, "", _RAY_PORT, entrance)
         secret = operations.secret_of(socket_path)

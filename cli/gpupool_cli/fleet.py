@@ -78,7 +78,9 @@ def up(
 
     ip = ip or operations.own_ip()
     host, entrance_port = _address(listen or f"{ip}:8080")
-    entrance = operations.EntranceOptions(host, entrance_port, replicas, everywhere)
+    entrance = operations.EntranceOptions(
+        host=host, port=entrance_port, num_replicas=replicas, is_everywhere=everywhere
+    )
     found = operations.up(
         socket_path_of(ctx), name or _host_name(), ip, url, port, entrance, ray_address=ray
     )
@@ -119,6 +121,15 @@ def join(
         owns_ray=not existing,
     )
     say(f"This node is {found.name} in the fleet at {found.ray_address}.")
+
+
+@app.command("resume")
+def resume(ctx: typer.Context) -> None:
+    """Enter the fleet again after a restart of the machine."""
+    from gpupoold.fleet import operations
+
+    found = operations.resume(socket_path_of(ctx))
+    say(f"This node is {found.name} in the fleet at {found.ray_address} again.")
 
 
 @app.command("leave")

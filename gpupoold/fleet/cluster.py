@@ -30,6 +30,15 @@ _START_TIMEOUT_S = 90.0
 _OBJECT_STORE_BYTES = 80_000_000
 
 
+class EntranceOptions(BaseModel):
+    """Address and number of processes of the entrance."""
+
+    host: str
+    port: int
+    num_replicas: int
+    is_everywhere: bool
+
+
 class NodeMembership(BaseModel):
     """A node's membership in a fleet, stored in the daemon's state folder."""
 
@@ -39,6 +48,10 @@ class NodeMembership(BaseModel):
     is_head: bool
     owns_ray: bool
     """False in an existing Ray cluster."""
+    url: str = ""
+    """The daemon's address for the entrance, empty for the daemon's own."""
+    entrance: EntranceOptions | None = None
+    """The entrance that this node starts as the head."""
 
 
 def agent_name(node: str) -> str:

@@ -17,21 +17,11 @@ from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from gpupoold.fleet import cluster
-from gpupoold.fleet.cluster import NodeMembership
+from gpupoold.fleet.cluster import EntranceOptions as EntranceOptions, NodeMembership
 from gpupoold.fleet.nodes import FleetSpec, FleetTable
 
 _TIMEOUT_S = 30.0
 _WILDCARDS = ("0.0.0.0", "::")  # compared with, not listened on
-
-
-@dataclass(frozen=True, slots=True)
-class EntranceOptions:
-    """Address and number of processes of the entrance."""
-
-    host: str
-    port: int
-    num_replicas: int
-    is_everywhere: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +52,16 @@ def up(
     with AdminClient(socket_path) as client:
         folder, report = Path(client.status().state_dir), client.fleet_report()
     _check_free(folder)
-    secret = report.secret or make_secret()
-    if ray_address is None:
-        cluster.start_ray(secret, ip, head_port=ray_port)
-    address = ray_address or f"{ip}:{ray_port}"
     membership = NodeMembership(
-        name=name, ip=ip, ray_address=address, is_head=True, owns_ray=ray_address is None
+        name=name,
+        ip=ip,
+        ray_address=ray_address or f"{ip}:{ray_port}",
+        is_head=True,
+        owns_ray=ray_address is None,
+        url=url,
+        entrance=entrance,
     )
-    with _undoing(membership), cluster.connected(secret, membership) as ray:
-        from gpupoold.fleet import actors
-
-        node_id = actors.ray_node_id(ip)
-        actors.start_controller(node_id, folder)
-        _join(ray, socket_path, membership, url, secret)
-        actors.start_entrance(
-            entrance.host,
-            entrance.port,
-            entrance.num_replicas,
-            is_everywhere=entrance.is_everywhere,
-        )
+    _enter(socket_path, folder, membership, report.secret or make_secret())
     cluster.write_membership(folder, membership)
     return membership
 
@@ -100,14 +81,26 @@ def join(
     with AdminClient(socket_path) as client:
         folder = Path(client.status().state_dir)
     _check_free(folder)
-    if owns_ray:
-        cluster.start_ray(secret, ip, address=address)
     membership = NodeMembership(
-        name=name, ip=ip, ray_address=address, is_head=False, owns_ray=owns_ray
+        name=name, ip=ip, ray_address=address, is_head=False, owns_ray=owns_ray, url=url
     )
-    with _undoing(membership), cluster.connected(secret, membership) as ray:
-        _join(ray, socket_path, membership, url, secret)
+    _enter(socket_path, folder, membership, secret)
     cluster.write_membership(folder, membership)
+    return membership
+
+
+def resume(socket_path: Path) -> NodeMembership:
+    """Enter the fleet again after a restart of the machine.
+
+    Raises:
+        GpupoolError: as :func:`up`; or the node is in no fleet.
+    """
+    with AdminClient(socket_path) as client:
+        folder, secret = Path(client.status().state_dir), client.fleet_report().secret
+    membership = cluster.read_membership(folder)
+    if membership.owns_ray:
+        cluster.stop_ray(membership.ip)
+    _enter(socket_path, folder, membership, secret)
     return membership
 
 
@@ -217,6 +210,27 @@ def _undoing(membership: NodeMembership) -> Iterator[None]:
         if membership.owns_ray:
             cluster.stop_ray(membership.ip)
         raise
+
+
+def _enter(socket_path: Path, folder: Path, node: NodeMembership, secret: str) -> None:
+    """Start Ray on this node, the agent, and on the head the controller and the entrance."""
+    if node.owns_ray:
+        port = int(node.ray_address.rpartition(":")[2]) if node.is_head else None
+        address = None if node.is_head else node.ray_address
+        cluster.start_ray(secret, node.ip, head_port=port, address=address)
+    with _undoing(node), cluster.connected(secret, node) as ray:
+        from gpupoold.fleet import actors
+
+        if node.is_head:
+            actors.start_controller(actors.ray_node_id(node.ip), folder)
+        _join(ray, socket_path, node, node.url, secret)
+        if node.entrance is not None:
+            actors.start_entrance(
+                node.entrance.host,
+                node.entrance.port,
+                node.entrance.num_replicas,
+                is_everywhere=node.entrance.is_everywhere,
+            )
 
 
 def _join(ray: Any, socket_path: Path, node: NodeMembership, url: str, secret: str) -> None:

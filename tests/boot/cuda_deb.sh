@@ -20,7 +20,7 @@ dpkg -i "$DEB"
 echo "installed after $(($(now_ms) - began)) ms"
 dpkg -V gpupool
 id gpupool
-systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket gpupoold-nvidia.service
+systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket gpupoold-nvidia.service gpupool-fleet.service
 man -w gpupool gpupool-add-model gpupoold
 changeable=$(find /usr/lib/gpupool ! -type l \( ! -user root -o -perm /022 \) -print -quit)
 [[ -z $changeable ]] || fail "others than root may change $changeable"

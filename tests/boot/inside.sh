@@ -12,7 +12,7 @@ make install
 id gpupool
 changeable=$(find /usr/local/lib/gpupool ! -type l \( ! -user root -o -perm /022 \) -print -quit)
 [[ -z $changeable ]] || fail "others than root may change $changeable"
-systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket gpupoold-nvidia.service
+systemd-analyze verify gpupoold.service gpupoold.socket gpupoold-admin.socket gpupoold-nvidia.service gpupool-fleet.service
 systemd-analyze security --no-pager gpupoold.service | tail -n 1
 
 # The program of NVIDIA's driver that loads modules and creates device files.

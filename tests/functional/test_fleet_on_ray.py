@@ -18,6 +18,7 @@ import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
+from gpupoold.fleet import cluster
 from tests.conftest import PYTHON_PATH
 from tests.functional.daemon_tools import SIM_SHAPE, children
 
@@ -143,6 +144,12 @@ def test_a_fleet(box: Box, tmp_path: Path) -> None:
         for _ in range(5):
             assert http.post("/v1/completions", json=body).status_code == 200
     until(lambda: len(box.homes("one")) == 2 and doomed not in box.homes("one"))
+
+    # The machine of another node restarts: all of Ray is gone there.
+    (restarted,) = {"west", "north"} - {doomed}
+    assert cluster.stop_ray(ADDRESSES[restarted]) > 1
+    box.fleet(restarted, "resume")
+    until(lambda: restarted in box.homes("one"))
 
 
 def test_strangers_are_not_let_in(box: Box, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ UNIT_NAMES = (
     "gpupoold.socket",
     "gpupoold-admin.socket",
     "gpupoold-nvidia.service",
+    "gpupool-fleet.service",
 )
 MAX_EXPOSURE = 3.0
 

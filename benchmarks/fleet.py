@@ -228,7 +228,10 @@ async def _death(fleet: Fleet, num_streams: int) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        reading = [asyncio.create_task(_read(session, fleet.url, one)) for one in streams]
+        reading = [
+            asyncio.create_task(_read(session, fleet.url, number, one))
+            for number, one in enumerate(streams)
+        ]
         while not all(one.chunks_s for one in streams):
             await asyncio.sleep(0.1)
         await asyncio.sleep(_DISCARDED_S)
@@ -247,8 +250,10 @@ async def _death(fleet: Fleet, num_streams: int) -> dict[str, Any]:
     }
 
 
-async def _read(session: aiohttp.ClientSession, url: str, stream: Stream) -> None:
-    body = {"model": STREAMED, "prompt": [5] * 8, "max_tokens": _STREAM_TOKENS, "stream": True}
+async def _read(session: aiohttp.ClientSession, url: str, number: int, stream: Stream) -> None:
+    # A conversation of its own, so that the streams are on both nodes.
+    prompt = [300 + number] * 8
+    body = {"model": STREAMED, "prompt": prompt, "max_tokens": _STREAM_TOKENS, "stream": True}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         stream.node = answer.headers.get("x-gpupool-node", "")

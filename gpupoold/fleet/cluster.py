@@ -99,6 +99,7 @@ def ray_environment(secret: str) -> dict[str, str]:
         "RAY_AUTH_TOKEN": secret,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }

@@ -226,7 +226,8 @@ class Controller:
         for name, node in self._nodes.items():
             failed = frozenset(what for what, at in self._failed if at == name)
             self._nodes[name] = replace(node, failed=failed)
-        due = changes(self.specs, self._nodes, rebalances=rebalances)
+        # In a thread, because reports go on meanwhile.
+        due = await asyncio.to_thread(changes, self.specs, dict(self._nodes), rebalances=rebalances)
         await asyncio.gather(*(self._order(one) for one in due))
 
     async def _share_keys(self) -> None:

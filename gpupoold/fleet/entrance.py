@@ -121,6 +121,7 @@ class Entrance:
         self.table = FleetTable()
         self._sent: Counter[tuple[str, str]] = Counter()
         self._version = -1
+        self._names: dict[str, str] = {}
         self._num_held = 0
         self._session: aiohttp.ClientSession | None = None
         self._liveness: Liveness | None = None
@@ -130,6 +131,7 @@ class Entrance:
         if table.version != self._version:
             self._version = table.version
             self._sent.clear()
+            self._names = table.names()
         self.table = table
         if self._liveness is not None:
             self._liveness.watch({one.name: one.url for one in table.nodes if not one.is_lost})
@@ -238,7 +240,7 @@ class Entrance:
         except msgspec.MsgspecError as error:
             await send_error(send, 400, f"The body cannot be read: {error}")
             return
-        model = self.table.name_of(wanted.model)
+        model = self._names.get(wanted.model)
         if model is None:
             await send_error(send, 404, f"The fleet has no model {wanted.model[:128]!r}.")
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from gpupoold.api.schemas_fleet import FleetModel, FleetReport
@@ -64,9 +64,8 @@ class FleetSpec:
         return self.request.name
 
 
-def demand_of(spec: FleetSpec, nodes: Mapping[str, Node]) -> ModelDemand:
-    """Return the model's work on one device, summed over all nodes."""
-    found = [model for node in nodes.values() if (model := node.model(spec.name)) is not None]
+def demand_of(spec: FleetSpec, found: Collection[FleetModel]) -> ModelDemand:
+    """Return the model's work on one device, summed over the reports of all nodes."""
     window_s = max((one.window_s for one in found), default=spec.request.ttft_s)
     idle_share = 1.0
     for one in found:
@@ -99,10 +98,11 @@ class FleetTable:
     secret: str = ""
     nodes: tuple[Node, ...] = field(default=())
 
-    def name_of(self, name: str) -> str | None:
-        """Return a model's name for a name, alias, preset or adapter of the model."""
-        for node in self.nodes:
-            for model in node.report.models:
-                if name in model.names:
-                    return model.name
-        return None
+    def names(self) -> dict[str, str]:
+        """Return the models' names by names, aliases, presets and adapters."""
+        return {
+            name: model.name
+            for node in self.nodes
+            for model in node.report.models
+            for name in model.names
+        }

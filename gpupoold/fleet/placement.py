@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.fleet.nodes import FleetSpec, Node, demand_of, shared
-from gpupoold.scheduling.pressure import HomeDevice, ModelDemand, better_homes, pressure
+from gpupoold.scheduling.pressure import HomeDevice, ModelDemand, pressure
 
 # Share of a node's time for a model; a model with more work gets a further replica.
 _FULL = 0.7
@@ -21,6 +22,9 @@ _FULL = 0.7
 _SPARE = 0.5
 # Least gain for a move to a different node, because the weights are loaded anew.
 _THRESHOLD = 0.3
+# The exponent of homes, see :mod:`gpupoold.scheduling.pressure`.
+_POWER = 4
+_MOST_TRIED = 8
 # Loads of a node at the same time: a load slows the streams down.
 _ADDITIONS = 1
 
@@ -47,12 +51,17 @@ def changes(
     usable = {name: one for name, one in nodes.items() if one.takes_requests and one.num_devices}
     if not usable:
         return []
-    demands = {name: demand_of(spec, nodes) for name, spec in specs.items()}
-    targets = _targets(specs, demands, usable, rebalances=rebalances)
+    having: dict[str, dict[str, FleetModel]] = {name: {} for name in specs}
+    for node in nodes.values():
+        for model in node.report.models:
+            if model.name in having:
+                having[model.name][node.name] = model
+    demands = {name: demand_of(spec, having[name].values()) for name, spec in specs.items()}
+    targets = _targets(specs, demands, having, usable, rebalances=rebalances)
     found = []
     for name in sorted(specs, key=lambda one: (-demands[one].load, one)):
-        found += _missing(name, targets[name], usable)
-        found += _superfluous(name, targets[name], nodes)
+        found += _missing(name, targets[name], having[name], usable)
+        found += _superfluous(name, targets[name], having[name], nodes)
     return _limited(found, nodes)
 
 
@@ -69,6 +78,7 @@ def num_replicas(demand: ModelDemand, spec: FleetSpec, nodes: Mapping[str, Node]
 def _targets(
     specs: Mapping[str, FleetSpec],
     demands: Mapping[str, ModelDemand],
+    having: Mapping[str, Mapping[str, FleetModel]],
     usable: Mapping[str, Node],
     *,
     rebalances: bool,
@@ -78,48 +88,82 @@ def _targets(
     targets: dict[str, set[str]] = {}
     single: dict[str, ModelDemand] = {}
     for name in sorted(specs, key=lambda one: (-demands[one].load, one)):
-        present = [node for node, one in usable.items() if one.model(name) is not None]
-        num = num_replicas(demands[name], specs[name], usable, len(present))
+        there = [node for node in having[name] if node in usable]
+        num = num_replicas(demands[name], specs[name], usable, len(there))
         share = shared(demands[name], num)
-        if num == 1 and len(present) <= 1:
+        if num == 1 and len(there) <= 1:
             single[name] = share
             continue
-        chosen = sorted(present, key=lambda node: _cost(usable[node], placed[node], share))[:num]
+        chosen = sorted(there, key=lambda node: _growth(usable[node], placed[node], share))[:num]
         others = [node for node in usable if node not in chosen and name not in usable[node].failed]
-        others.sort(key=lambda node: (_cost(usable[node], placed[node], share), node))
+        others.sort(key=lambda node: (_growth(usable[node], placed[node], share), node))
         chosen += others[: num - len(chosen)]
         for node in chosen:
             placed[node].append(share)
         targets[name] = set(chosen)
     # Without a node for a model, no node shall have the model.
     targets |= {name: set() for name in single}
-    homes = _homes(single, placed, usable, rebalances=rebalances)
+    present = {name: [node for node in having[name] if node in usable] for name in single}
+    homes = _homes(single, present, placed, usable, rebalances=rebalances)
     return targets | {name: {node} for name, node in homes.items()}
 
 
 def _homes(
     single: Mapping[str, ModelDemand],
+    present: Mapping[str, Sequence[str]],
     placed: Mapping[str, Sequence[ModelDemand]],
     usable: Mapping[str, Node],
     *,
     rebalances: bool,
 ) -> dict[str, str]:
-    """Return the node of each model with one replica, by the pressure on the nodes."""
-    names = sorted(usable)
-    devices, homes = [], dict[str, int]()
-    for number, node in enumerate(names):
-        # The homes have one node per model, so each replica gets a name known to a single node.
-        replicas = {f"{one.model} on {node}": one for one in placed[node]}
-        of_node = {
-            name: _on(replace(one, model=name), usable[node])
-            for name, one in {**single, **replicas}.items()
-            if name not in usable[node].failed
-        }
-        devices.append(_as_device(number, usable[node], of_node))
-        homes |= dict.fromkeys(replicas, number)
-        homes |= {name: number for name in single if usable[node].model(name) is not None}
-    found = better_homes(homes, devices, _THRESHOLD if rebalances else math.inf)
-    return {name: names[found[name]] for name in single if name in found}
+    """Return the node of each model with one replica, as far as decided in this round.
+
+    ``present`` has the nodes with each model now.
+    """
+    hosted = {name: list(placed[name]) for name in usable}
+    homes = {}
+    for name, demand in single.items():
+        if present[name]:
+            homes[name] = present[name][0]
+            hosted[homes[name]].append(demand)
+    # Each node adds one model at a time, so the remaining models may wait for a later round.
+    missing = [name for name in single if name not in homes][: len(usable)]
+    for name in missing:
+        able = [node for node in sorted(usable) if name not in usable[node].failed]
+        if able:
+            home = min(able, key=lambda node: _growth(usable[node], hosted[node], single[name]))
+            homes[name] = home
+            hosted[home].append(single[name])
+    if rebalances and not missing:
+        homes |= _best_move(homes, single, hosted, usable)
+    return homes
+
+
+def _best_move(
+    homes: Mapping[str, str],
+    single: Mapping[str, ModelDemand],
+    hosted: Mapping[str, Sequence[ModelDemand]],
+    usable: Mapping[str, Node],
+) -> dict[str, str]:
+    """Return a new home for a model of the most pressed node, if worth a load, else nothing.
+
+    Only the models with most work and the least pressed nodes are tried, which bounds the time.
+    """
+    costs = {node: _cost(usable[node], hosted[node]) for node in usable}
+    source, *others = sorted(costs, key=lambda node: -costs[node])
+    movable = [name for name, node in homes.items() if node == source]
+    movable.sort(key=lambda name: -single[name].load)
+    best, gain = dict[str, str](), _THRESHOLD * sum(costs.values())
+    for name in movable[:_MOST_TRIED]:
+        left = [one for one in hosted[source] if one.model != name]
+        relief = costs[source] - _cost(usable[source], left)
+        for target in others[-_MOST_TRIED:]:
+            if name in usable[target].failed:
+                continue
+            found = relief - _growth(usable[target], hosted[target], single[name])
+            if found > gain:
+                best, gain = {name: target}, found
+    return best
 
 
 def _as_device(number: int, node: Node, demands: Mapping[str, ModelDemand]) -> HomeDevice:
@@ -133,33 +177,47 @@ def _on(demand: ModelDemand, node: Node) -> ModelDemand:
     return shared(demand, node.num_devices)
 
 
-def _cost(node: Node, others: Sequence[ModelDemand], more: ModelDemand) -> float:
-    demands = {one.model: _on(one, node) for one in (*others, more)}
-    return pressure(_as_device(0, node, demands), demands)
+def _cost(node: Node, models: Sequence[ModelDemand]) -> float:
+    """Return the cost of a node's pressure: the most pressed nodes count most."""
+    demands = {one.model: _on(one, node) for one in models}
+    return pressure(_as_device(0, node, demands), demands) ** _POWER
 
 
-def _missing(name: str, targets: Iterable[str], usable: Mapping[str, Node]) -> list[Change]:
-    had = any(one.model(name) is not None for one in usable.values())
+def _growth(node: Node, models: Sequence[ModelDemand], more: ModelDemand) -> float:
+    return _cost(node, [*models, more]) - _cost(node, models)
+
+
+def _missing(
+    name: str,
+    targets: Iterable[str],
+    having: Mapping[str, FleetModel],
+    usable: Mapping[str, Node],
+) -> list[Change]:
+    had = any(node in usable for node in having)
     why = "more requests, or less pressure there" if had else "no other node has it"
     return [
         Change("add", name, node, why)
         for node in sorted(targets)
-        if usable[node].model(name) is None and name not in usable[node].ongoing
+        if node not in having and name not in usable[node].ongoing
     ]
 
 
-def _superfluous(name: str, targets: Iterable[str], nodes: Mapping[str, Node]) -> list[Change]:
+def _superfluous(
+    name: str,
+    targets: Iterable[str],
+    having: Mapping[str, FleetModel],
+    nodes: Mapping[str, Node],
+) -> list[Change]:
     """Return the removals of a model, if all wanted nodes serve the model."""
     wanted = set(targets)
     if not wanted or not all(nodes[node].serves(name) for node in wanted):
         return []
     return [
         Change("remove", name, node, f"served by {', '.join(sorted(wanted))}")
-        for node, one in sorted(nodes.items())
+        for node, model in sorted(having.items())
         if node not in wanted
-        and not one.is_lost
-        and name not in one.ongoing
-        and (model := one.model(name)) is not None
+        and not nodes[node].is_lost
+        and name not in nodes[node].ongoing
         and not model.num_live
     ]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
+from gpupoold.fleet import placement
 from gpupoold.fleet.nodes import FleetSpec, Node
 from gpupoold.fleet.placement import Change, changes
+from gpupoold.scheduling.pressure import pressure
 from tests.unit.fleet.fleets import GIB, model, node, nodes, report, spec, specs
 
 
@@ -118,6 +122,29 @@ def test_memory_counts() -> None:
     wanted = specs(known, spec("y"), *(spec(one.name) for one in full))
     (added,) = [one for one in changes(wanted, fleet, rebalances=False) if one.model == "m"]
     assert added.node == "b"
+
+
+def test_large_fleets_take_few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pressure takes time by the square of a node's models; the controller has many of both."""
+    num = 0
+
+    def counted(*arguments: Any) -> float:
+        nonlocal num
+        num += 1
+        return pressure(*arguments)
+
+    monkeypatch.setattr(placement, "pressure", counted)
+    given_nodes = [
+        node(f"n{n}", *(model(f"m{n}-{k}", load=0.02, busy_share=0.1) for k in range(19)))
+        for n in range(40)
+    ]
+    wanted = specs(*(spec(f"m{n}-{k}") for n in range(40) for k in range(20)))
+    due = changes(wanted, nodes(*given_nodes))
+    assert len(due) == 40
+    assert num <= 2 * 40 * 40 + 3 * 40
+    num = 0
+    changes(specs(*(spec(f"m{n}-{k}") for n in range(40) for k in range(19))), nodes(*given_nodes))
+    assert num <= 500
 
 
 @settings(max_examples=60, deadline=None)

@@ -68,5 +68,4 @@ def test_turns_of_a_conversation_have_one_digest() -> None:
 
 def test_other_names_of_a_model() -> None:
     table = FleetTable(1, "", (node("a", model("m", names=["m", "preset"])),))
-    assert table.name_of("preset") == "m"
-    assert table.name_of("n") is None
+    assert table.names() == {"m": "m", "preset": "m"}

@@ -173,45 +173,32 @@ def stop_entrance() -> None:
     serve.shutdown()
 
 
-def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
-
-
 def start_agent(name: str, ray_node_id: str, socket_path: Path) -> Any:
     """Start the agent of a node, or start a new agent; return the handle."""
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(agent_name(name), NAMESPACE))
-    return (
-        ray.remote(AgentActor)
-        .options(
-            name=agent_name(name),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=-1,
-            num_cpus=0,
-            max_concurrency=100,
-            scheduling_strategy=_on(ray_node_id),
-        )
-        .remote(str(socket_path))
-    )
+    actor = _detached(AgentActor, agent_name(name), ray_node_id, max_concurrency=100)
+    return actor.remote(str(socket_path))
 
 
 def start_controller(ray_node_id: str, folder: Path) -> Any:
     """Start the controller on the head unless running; return the handle."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(CONTROLLER, NAMESPACE)
-    return (
-        ray.remote(ControllerActor)
-        .options(
-            name=CONTROLLER,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=-1,
-            num_cpus=0,
-            max_concurrency=1000,
-            scheduling_strategy=_on(ray_node_id),
-        )
-        .remote(str(folder))
+    actor = _detached(ControllerActor, CONTROLLER, ray_node_id, max_concurrency=1000)
+    return actor.remote(str(folder))
+
+
+def _detached(kind: type, name: str, ray_node_id: str, *, max_concurrency: int) -> Any:
+    """Return the class of an actor on one node, which Ray starts again after each death."""
+    return ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=0,
+        max_concurrency=max_concurrency,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
     )
 
 

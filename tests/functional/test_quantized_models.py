@@ -20,7 +20,9 @@ from tests.functional.processor import HAS_AMX
 from tests.functional.test_tiny_models_in_vllm import answers
 from tests.functional.worker_peer import WorkerPeer
 
-pytestmark = pytest.mark.slow
+# Some formats have no fast kernels on a CPU: minutes for an answer beside another test.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+ANSWER_TIMEOUT_S = 600.0
 
 # The formats of one device each, and the dtypes that the formats compute in on a CPU.
 DTYPES = {
@@ -59,7 +61,7 @@ class Box:
         for (name, index), request_id in ids.items():
             known = self.alone[name][index][:cut]
             self.peer.ask(name, request_id, prompt(index), known, max_tokens=NUM_TOKENS)
-        self.peer.run_until_ended(*ids.values())
+        self.peer.run_until_ended(*ids.values(), timeout_s=ANSWER_TIMEOUT_S)
         found: dict[str, list[list[int]]] = {name: [] for name in self.paths}
         for (name, _), request_id in ids.items():
             found[name].append(self.peer.tokens[request_id])
@@ -166,7 +168,7 @@ def test_a_snapshot_replaces_the_checkpoint(box: Box, tmp_path: Path) -> None:
         assert loaded.self_check == box.loaded[name].self_check
         assert len(loaded.self_check) == 8
         box.peer.ask(f"{name}-again", f"again-{name}", prompt(0), max_tokens=NUM_TOKENS)
-        box.peer.run_until_ended(f"again-{name}")
+        box.peer.run_until_ended(f"again-{name}", timeout_s=ANSWER_TIMEOUT_S)
         assert box.peer.tokens[f"again-{name}"] == box.alone[name][0]
 
 

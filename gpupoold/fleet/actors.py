@@ -91,11 +91,14 @@ class ControllerActor:
 
     async def table(self) -> FleetTable:
         self._run()
+        # After a start, an entrance keeps the table of the controller before until then.
+        await self._controller.has_asked.wait()
         return self._controller.table
 
     async def state(self) -> tuple[FleetTable, dict[str, FleetSpec], dict[str, str]]:
         """Return the table, the models placed by the fleet, and the problems."""
         self._run()
+        await self._controller.has_asked.wait()
         return self._controller.table, self._controller.specs, self._controller.problems
 
     async def join(self, name: str, url: str, secret: str) -> None:

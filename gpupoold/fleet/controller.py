@@ -63,12 +63,20 @@ class Controller:
         self._began_s = clock()
         self._nodes: dict[str, Node] = {}
         self._problems: dict[str, str] = {}
+        self.has_asked = asyncio.Event()
+        """Set when all agents have been asked once; before, nodes are missing in the table."""
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
 
     @property
     def table(self) -> FleetTable:
         """The table for the entrances."""
-        return FleetTable(self._tick, self._stored.secret, tuple(self._nodes.values()))
+        placed = {
+            name: model.request.name
+            for model in self._stored.models.values()
+            for name in (model.request.name, *model.request.aliases)
+        }
+        nodes = tuple(self._nodes.values())
+        return FleetTable(self._tick, self._stored.secret, nodes, placed)
 
     @property
     def problems(self) -> dict[str, str]:
@@ -176,6 +184,7 @@ class Controller:
         self._tick += 1
         names = list(self._stored.nodes)
         await asyncio.gather(*(self._ask(name) for name in names))
+        self.has_asked.set()
         is_settled = self._clock() - self._began_s >= _SETTLING_S or not self._problems
         if is_settled and self._tick % _PLACES_EVERY == 0:
             await self._place(rebalances=self._tick % _REBALANCES_EVERY == 0)

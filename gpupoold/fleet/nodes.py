@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpupoold.api.schemas_fleet import FleetModel, FleetReport
@@ -97,10 +97,12 @@ class FleetTable:
     version: int = 0
     secret: str = ""
     nodes: tuple[Node, ...] = field(default=())
+    placed: Mapping[str, str] = field(default_factory=dict)
+    """Names of the models placed by the fleet by names and aliases, also without a node so far."""
 
     def names(self) -> dict[str, str]:
         """Return the models' names by names, aliases, presets and adapters."""
-        return {
+        return dict(self.placed) | {
             name: model.name
             for node in self.nodes
             for model in node.report.models

@@ -8,10 +8,12 @@ import pytest
 
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetModel
+from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import store
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.controller import LOST_S, Controller
+from gpupoold.fleet.nodes import FleetSpec
 from tests.unit.fleet.fleets import model, report, spec
 
 SECRET = "ab" * 32
@@ -90,6 +92,17 @@ async def test_models_are_placed(rig: Rig) -> None:
     assert rig.having("n") == []
     with pytest.raises(NoSuchModel):
         await rig.controller.remove_model("n")
+
+
+async def test_models_without_a_node_are_known(rig: Rig) -> None:
+    for agent in rig.agents.values():
+        agent.carries_out = False
+    request = AddModelRequest(name="m", source="/m", aliases=["gpt"])
+    rig.controller.add_model(FleetSpec(request))
+    assert not rig.controller.has_asked.is_set()
+    await rig.steps(1)
+    assert rig.controller.has_asked.is_set()
+    assert rig.controller.table.names() == {"m": "m", "gpt": "m"}
 
 
 async def test_a_lost_node(rig: Rig) -> None:

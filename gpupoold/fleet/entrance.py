@@ -241,6 +241,10 @@ class Entrance:
             await send_error(send, 400, f"The body cannot be read: {error}")
             return
         model = self._names.get(wanted.model)
+        if model is None and self._version < 0:
+            text = "The entrance is starting."
+            await send_error(send, 503, text, [(b"retry-after", b"1")])
+            return
         if model is None:
             await send_error(send, 404, f"The fleet has no model {wanted.model[:128]!r}.")
             return

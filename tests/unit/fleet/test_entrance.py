@@ -258,6 +258,23 @@ async def test_a_client_that_leaves_frees_the_node() -> None:
         assert probes <= 1, "the node still sends"
 
 
+async def test_before_the_first_table_clients_are_asked_to_come_again() -> None:
+    entrance, sent = Entrance(), list[Message]()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": json.dumps(asking()).encode()}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Message = {"type": "http", "path": PATH, "method": "POST", "headers": []}
+    await entrance(scope, receive, send)
+    assert sent[0]["status"] == 503
+    entrance.replace(FleetTable(1, SECRET))
+    await entrance(scope, receive, send)
+    assert sent[2]["status"] == 404
+
+
 async def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "MAX_BODY_BYTES", 1000)
     async with fleet(a=works) as (client, nodes):

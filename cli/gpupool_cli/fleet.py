@@ -26,7 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="Several boxes: one entrance for th
 SECRET_VARIABLE = "GPUPOOL_FLEET_SECRET"
 _NODES = (
     Column("NODE"),
-    Column("STATE"),
+    Column("STATE", coloured=True),
     Column("URL"),
     Column("DEVICES", right=True),
     Column("MEMORY", right=True),
@@ -34,7 +34,12 @@ _NODES = (
     Column("LIVE", right=True),
     Column("LOAD", right=True),
 )
-_MODELS = (Column("MODEL"), Column("NODES"), Column("LIVE", right=True), Column("STATE"))
+_MODELS = (
+    Column("MODEL"),
+    Column("NODES"),
+    Column("LIVE", right=True),
+    Column("STATE", coloured=True),
+)
 
 NameOption = Annotated[
     str, typer.Option("--name", metavar="NODE", help="Name of this node; default: the host's.")
@@ -165,6 +170,20 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
         say(f"{what}: {why}")
 
 
+@app.command("top")
+def top(
+    ctx: typer.Context,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.5, help="Seconds between two looks.")
+    ] = 2.0,
+) -> None:
+    """Show nodes, models and problems, refreshed until Ctrl-C."""
+    from gpupoold.fleet import operations
+
+    with operations.watching(socket_path_of(ctx)) as state_now:
+        output.show_live(lambda: _screen(state_now()), interval)
+
+
 @app.command("drain")
 def drain(ctx: typer.Context, node: NodeArgument) -> None:
     """Send a node no more requests, and place its models on others."""
@@ -193,6 +212,17 @@ def rm(
 
     operations.remove_model(socket_path_of(ctx), model)
     say(f"{model} is removed from all nodes.")
+
+
+def _screen(found: FleetState) -> list[str]:
+    problems = [f"{what}: {why}" for what, why in sorted(found.problems.items())]
+    return [
+        *output.aligned(_NODES, [_node_row(one) for one in found.table.nodes]),
+        "",
+        *output.aligned(_MODELS, _model_rows(found)),
+        "",
+        *problems,
+    ]
 
 
 def _node_row(node: Node) -> list[str]:

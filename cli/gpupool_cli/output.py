@@ -6,16 +6,19 @@ Tables are drawn and coloured on a terminal and plain aligned text elsewhere;
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -86,6 +89,26 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     # The terminal wraps a table that is too wide, so that no text is cut off.
     needed = max(map(len, aligned(columns, rows))) + len(_GAP)
     _terminal(width=max(needed, _terminal().width)).print(table)
+
+
+def show_live(lines: Callable[[], Sequence[str]], interval_s: float) -> None:
+    """Show the lines on the whole terminal, anew at each interval, until interrupted.
+
+    Elsewhere the lines are printed once.
+    """
+    if not sys.stdout.isatty():
+        for line in lines():
+            print_line(line)
+        return
+    console = _terminal()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            shown = [clean(line) for line in lines()][: console.height]
+            live.update(Text("\n".join(shown), no_wrap=True, overflow="crop"), refresh=True)
+            time.sleep(interval_s)
 
 
 def print_fields(fields: Mapping[str, str]) -> None:

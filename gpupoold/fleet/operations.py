@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,14 +142,21 @@ def secret_of(socket_path: Path) -> str:
     return found
 
 
+@contextlib.contextmanager
+def watching(socket_path: Path) -> Iterator[Callable[[], FleetState]]:
+    """Connect; yield a function that returns the present state; errors as :func:`state`."""
+    with _controller(socket_path) as ask:
+        yield lambda: FleetState(*ask("state"))
+
+
 def state(socket_path: Path) -> FleetState:
     """Return the fleet's state.
 
     Raises:
         Refused, Failed: this node is in no fleet, or the fleet does not answer.
     """
-    with _controller(socket_path) as ask:
-        return FleetState(*ask("state"))
+    with watching(socket_path) as state_now:
+        return state_now()
 
 
 def drain(socket_path: Path, name: str, *, is_draining: bool) -> None:

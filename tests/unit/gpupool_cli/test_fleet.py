@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from gpupool_cli import output
 from gpupool_cli.main import app
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.fleet import operations
@@ -40,6 +44,8 @@ def state(monkeypatch: pytest.MonkeyPatch) -> None:
         FleetTable(1, "", nodes), {"m": spec("m", 2), "n": spec("n")}, {"n on east": "no room"}
     )
     monkeypatch.setattr(operations, "state", lambda path: found)
+    watching = contextlib.nullcontext(lambda: found)
+    monkeypatch.setattr(operations, "watching", lambda path: watching)
 
 
 def test_status(state: None) -> None:
@@ -54,6 +60,32 @@ def test_status(state: None) -> None:
     assert "waits for a node" in lines["n"] or "no room" in done.output
     assert "not placed by the fleet" in lines["theirs"]
     assert "n on east: no room" in done.output
+
+
+def test_top_elsewhere_prints_once(state: None) -> None:
+    done = run("fleet", "top")
+    assert done.exit_code == 0
+    assert done.output.count("NODE ") == 1
+    assert "n on east: no room" in done.output
+
+
+def test_top_on_a_terminal(state: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+
+    def look() -> list[str]:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            raise KeyboardInterrupt
+        return ["a line", "\x1b[31mhostile"]
+
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    output.show_live(look, 0.01)
+    assert num_looks == 3
+    assert "a line" in shown.getvalue()
+    assert "\x1b[31m" not in shown.getvalue()
 
 
 def test_status_for_programs(state: None) -> None:

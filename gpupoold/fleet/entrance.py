@@ -118,7 +118,7 @@ class Entrance:
     """An entrance, an ASGI application."""
 
     def __init__(self) -> None:
-        self.table = FleetTable()
+        self.table = FleetTable(version=-1)
         self._sent: Counter[tuple[str, str]] = Counter()
         self._version = -1
         self._names: dict[str, str] = {}
@@ -311,7 +311,8 @@ class Entrance:
             async with asking as answer:
                 with self._liveness.reading(node.name, answer):
                     return await self._take(asked, node, answer, send)
-        except _FAULTS as error:
+        except (*_FAULTS, ValueError, msgspec.MsgspecError) as error:
+            # The last two: an event of another form, or a cut one.
             self._liveness.suspect(node.name)
             _logger.info("%s: %s on %s", asked.id, error or type(error).__name__, node.name)
             if asked.has_begun:

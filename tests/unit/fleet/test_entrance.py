@@ -260,6 +260,7 @@ async def test_a_client_that_leaves_frees_the_node() -> None:
 
 async def test_before_the_first_table_clients_are_asked_to_come_again() -> None:
     entrance, sent = Entrance(), list[Message]()
+    await entrance.start()
 
     async def receive() -> Message:
         return {"type": "http.request", "body": json.dumps(asking()).encode()}
@@ -273,6 +274,7 @@ async def test_before_the_first_table_clients_are_asked_to_come_again() -> None:
     entrance.replace(FleetTable(1, SECRET))
     await entrance(scope, receive, send)
     assert sent[2]["status"] == 404
+    await entrance.close()
 
 
 async def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,11 @@ PROXY = "proxy of process"
 _MODULE = "gpupoold.system.fork_server"
 _MAX_BYTES = 100_000
 # What vLLM does not read at its import; the import path is compared by itself.
-_MAY_DIFFER = ("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD")
+# The last two are set by frontends and workers, each to another value.
+_MAY_DIFFER = (
+    *("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD"),
+    *("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING"),
+)
 # Of emulated devices alone; others do no harm by it.
 _MAY_BE_ABSENT = "GLIBC_TUNABLES"
 _PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.preload"]
@@ -111,15 +115,25 @@ def main(listener_fd: int) -> None:
     from gpupoold.system import fork_server
     from gpupoold.system.process import importing
 
-    own = _relevant(os.environ)
+    before = dict(os.environ)
     with importing():
         for name in _PRELOADED:
             fork_server._preload(name, _LOG_LEVEL)
-    _Server(socket.socket(fileno=listener_fd), own).serve()
+    _Server(socket.socket(fileno=listener_fd), before, dict(os.environ)).serve()
 
 
-def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: v for name, v in environment.items() if not name.startswith(_MAY_DIFFER)}
+def _is_like(asked: Mapping[str, str], before: Mapping[str, str], after: Mapping[str, str]) -> bool:
+    """Whether vLLM would be imported alike in an environment.
+
+    ``before`` and ``after`` are those around the import here. A test that has imported vLLM leaves
+    what the import sets to the daemons that it starts.
+    """
+    names = {
+        name
+        for name in asked.keys() | before.keys()
+        if not name.startswith(_MAY_DIFFER) and not (name == _MAY_BE_ABSENT and name not in asked)
+    }
+    return all(asked.get(name) in (before.get(name), after.get(name)) for name in names)
 
 
 @dataclass(slots=True)
@@ -131,9 +145,11 @@ class _Fork:
 class _Server:
     """Forks, passes on ends, and ends the forks of proxies that have ended."""
 
-    def __init__(self, listener: socket.socket, own: Mapping[str, str]) -> None:
+    def __init__(
+        self, listener: socket.socket, before: Mapping[str, str], after: Mapping[str, str]
+    ) -> None:
         self._listener = listener
-        self._own = own
+        self._before, self._after = before, after
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._by_proxy: dict[int, _Fork] = {}
@@ -184,11 +200,8 @@ class _Server:
         level = arguments[arguments.index("--log-level") + 1]
         path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
         preloaded = [word for word in arguments if word.endswith(".preload")]
-        own = dict(self._own)
-        if _MAY_BE_ABSENT not in environment:
-            own.pop(_MAY_BE_ABSENT, None)
         return (
-            _relevant(environment) == own
+            _is_like(environment, self._before, self._after)
             and level == _LOG_LEVEL
             and set(preloaded) <= set(_PRELOADED)
             and set(path) <= {*sys.path, os.getcwd()}

@@ -207,6 +207,7 @@ def _detached(kind: type, name: str, ray_node_id: str, *, max_concurrency: int) 
 
 def start_entrance(host: str, port: int, num_replicas: int, *, is_everywhere: bool) -> None:
     """Start the entrance on the head, or on every node of the fleet."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     location = "EveryNode" if is_everywhere else "HeadOnly"
     serve.start(proxy_location=location, http_options={"host": host, "port": port})
     deployment = serve.deployment(

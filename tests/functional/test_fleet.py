@@ -139,6 +139,7 @@ async def test_a_node_is_drained(fleet: LocalFleet, spec: Callable[..., FleetSpe
         await eventually(lambda: not serving(fleet, LLAMA), timeout_s=60)
 
 
+@pytest.mark.slow
 async def test_a_key_of_the_fleet(fleet: LocalFleet) -> None:
     key = make_key()
     request = AddKeyRequest(name="web", id=key.id, digest=key.digest, models=["elsewhere"])
@@ -162,6 +163,7 @@ async def test_a_key_of_the_fleet(fleet: LocalFleet) -> None:
     assert await status() == 401
 
 
+@pytest.mark.slow
 async def test_bad_requests_are_told(fleet: LocalFleet) -> None:
     async with httpx.AsyncClient(base_url=fleet.url) as http:
         for path, body, status in (

@@ -36,7 +36,7 @@ from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
-from gpupoold.fleet import operations
+from gpupoold.fleet import cluster, operations
 from gpupoold.fleet.nodes import FleetSpec
 from gpupoold.sim.boxes import DEFAULT_SHAPES, box_models, parse_box
 from gpupoold.sim.workloads import equal_rates, poisson_workload
@@ -94,6 +94,8 @@ class Fleet:
         for daemon in reversed(self.daemons.values()):
             with contextlib.suppress(GpupoolError):
                 operations.leave(daemon.socket_path)
+        for node in self.daemons:  # of the killed one too
+            cluster.stop_ray(self.address(node))
 
     def place(self, specs: list[FleetSpec]) -> None:
         """Add models and wait until all have their nodes."""

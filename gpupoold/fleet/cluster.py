@@ -54,6 +54,13 @@ class NodeMembership(BaseModel):
     """The entrance that this node starts as the head."""
 
 
+def end_ray(membership: NodeMembership) -> None:
+    """End the Ray processes of a node that has started Ray."""
+    if membership.owns_ray:
+        port = int(membership.ray_address.rpartition(":")[2]) if membership.is_head else None
+        stop_ray(membership.ip, port)
+
+
 def agent_name(node: str) -> str:
     """Return the name of a node's agent among Ray's actors."""
     return f"agent:{node}"
@@ -118,7 +125,8 @@ def start_ray(
     command += ["--object-store-memory", str(_OBJECT_STORE_BYTES)]
     command += ["--include-log-monitor", "false"]
     if address is None:
-        folder = Path(f"/tmp/gpupool-ray-{os.getuid()}-{head_port}")
+        assert head_port is not None
+        folder = _folder(head_port)
         _make_private(folder)
         command += ["--head", "--port", str(head_port), "--include-dashboard", "false"]
         command += ["--temp-dir", str(folder)]
@@ -138,6 +146,11 @@ def start_ray(
     if done.returncode != 0:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         raise Failed("Ray did not start: " + " / ".join(lines[-4:]))
+
+
+def _folder(head_port: int) -> Path:
+    """Return the folder of Ray's sockets and logs on the head."""
+    return Path(f"/tmp/gpupool-ray-{os.getuid()}-{head_port}")
 
 
 def _make_private(folder: Path) -> None:
@@ -185,19 +198,23 @@ def connected(secret: str, membership: NodeMembership) -> Iterator[Any]:
         ray.shutdown()
 
 
-def stop_ray(ip: str) -> int:
+def stop_ray(ip: str, head_port: int | None = None) -> int:
     """End the Ray processes of the node with this address; return the number of processes.
 
-    ``ray stop`` would end the processes of all nodes on the machine.
+    With ``head_port`` the node is the head, and all processes of the cluster on this machine end.
+    ``ray stop`` would end the processes of all clusters.
     """
     import psutil
 
+    marks = [f"--node_ip_address={ip}", f"--node-ip-address={ip}"]
+    if head_port is not None:
+        marks += [f"{_folder(head_port)}/", f"={ip}:{head_port}"]
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         line = " ".join(words)
-        is_ray = "/ray/" in line or "ray::" in line
-        if is_ray and (f"--node_ip_address={ip}" in line or f"--node-ip-address={ip}" in line):
+        is_ray = "/ray/" in line or "ray::" in line or " ray." in line
+        if is_ray and any(mark in line for mark in marks):
             found += [process, *process.children(recursive=True)]
     for process in found:
         with contextlib.suppress(psutil.Error):

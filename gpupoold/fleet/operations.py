@@ -98,8 +98,7 @@ def resume(socket_path: Path) -> NodeMembership:
     with AdminClient(socket_path) as client:
         folder, secret = Path(client.status().state_dir), client.fleet_report().secret
     membership = cluster.read_membership(folder)
-    if membership.owns_ray:
-        cluster.stop_ray(membership.ip)
+    cluster.end_ray(membership)
     _enter(socket_path, folder, membership, secret)
     return membership
 
@@ -121,8 +120,7 @@ def leave(socket_path: Path) -> NodeMembership:
         _ask(ray, "leave", membership.name)
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(cluster.agent_name(membership.name), cluster.NAMESPACE))
-    if membership.owns_ray:
-        cluster.stop_ray(membership.ip)
+    cluster.end_ray(membership)
     with AdminClient(socket_path) as client:
         client.set_fleet_secret("")
     cluster.write_membership(folder, None)
@@ -214,8 +212,7 @@ def _undoing(membership: NodeMembership) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if membership.owns_ray:
-            cluster.stop_ray(membership.ip)
+        cluster.end_ray(membership)
         raise
 
 

@@ -116,6 +116,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         finally:
             for name in reversed(ADDRESSES):
                 box.run(name, "fleet", "leave")
+                cluster.stop_ray(ADDRESSES[name])  # of a killed daemon
 
 
 def test_a_fleet(box: Box, tmp_path: Path) -> None:

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import time
-from pathlib import Path
 from typing import NamedTuple
 
-from gpupoold.errors import Failed
-
 HEADER = "x-gpupool-fleet"
-SECRET_FILE = "fleet-secret"
 MAX_SKEW_S = 60.0
 _SECRET = re.compile(r"[0-9a-f]{64}")
 _VALUE = re.compile(r"t=([0-9]{1,16}),d=([0-9a-f]{64}),s=([0-9a-f]{64})")
@@ -74,43 +69,3 @@ def verified(
 def _digest(secret: str, method: str, path: str, time_ms: int, body_digest: str) -> str:
     text = f"{method}\n{path}\n{time_ms}\n{body_digest}"
     return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
-
-
-def read_secret(folder: Path) -> str:
-    """Return the secret of a daemon's fleet, empty without one.
-
-    Raises:
-        Failed: the file cannot be read, or has no secret.
-    """
-    path = folder / SECRET_FILE
-    try:
-        text = path.read_text("utf-8").strip()
-    except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise Failed(f"{path} cannot be read: {error}") from error
-    if not is_secret(text):
-        raise Failed(f"{path} is not the secret of a fleet", "remove the file, and join again")
-    return text
-
-
-def write_secret(folder: Path, secret: str) -> None:
-    """Store the secret, readable by the daemon's user alone; an empty secret removes the file.
-
-    Raises:
-        Failed: the file cannot be written.
-    """
-    path = folder / SECRET_FILE
-    try:
-        if not secret:
-            path.unlink(missing_ok=True)
-            return
-        new = path.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(f"{secret}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError as error:
-        raise Failed(f"{path} cannot be written: {error}") from error

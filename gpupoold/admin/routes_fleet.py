@@ -32,9 +32,8 @@ def add_fleet_routes(app: FastAPI, control_plane: ControlPlane) -> None:
             is_ready=control_plane.state == "ready",
             device_bytes=[one.device_bytes for one in ready],
             bandwidth_bytes_per_s=max((one.bandwidth_bytes_per_s for one in ready), default=0.0),
-            host_bytes=control_plane.cache.budget_bytes,
             key_names=control_plane.keyring.names,
-            models=fleet_models(
-                await control_plane.models(), control_plane.dispatcher, control_plane.fleet
+            models=await fleet_models(
+                await control_plane.registry.list(), control_plane.dispatcher, control_plane.fleet
             ),
         )

@@ -28,9 +28,7 @@ class FleetModel(Body):
     error: str = ""
     weights_bytes: int
     num_live: int
-    num_waiting: int
     first_token_in_s: float | None
-    is_on_turn: bool
     ttft_s: float
     load: float = 0.0
     busy_share: float = 0.0
@@ -42,8 +40,7 @@ class FleetReport(Body):
     """Body of ``GET /fleet``: what the fleet needs to know of a node.
 
     ``device_bytes`` has the memory of each ready device, ``bandwidth_bytes_per_s`` the highest rate
-    of switches, ``host_bytes`` the budget of the model cache, ``key_names`` the names of API keys
-    by id.
+    of switches, ``key_names`` the names of API keys by id.
     """
 
     secret: str
@@ -51,6 +48,5 @@ class FleetReport(Body):
     is_ready: bool
     device_bytes: list[int]
     bandwidth_bytes_per_s: float
-    host_bytes: int
     key_names: dict[str, str] = Field(default={})
     models: list[FleetModel]

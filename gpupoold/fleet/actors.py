@@ -21,7 +21,7 @@ from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.errors import Failed
 from gpupoold.fleet.agent import Agent, AgentReport, Moment, Order
 from gpupoold.fleet.asgi import Receive, Scope, Send
-from gpupoold.fleet.cluster import CONTROLLER, NAMESPACE, agent_name
+from gpupoold.fleet.cluster import CONTROLLER, NAMESPACE, EntranceOptions, agent_name
 from gpupoold.fleet.controller import Controller
 from gpupoold.fleet.entrance import Entrance
 from gpupoold.fleet.nodes import FleetSpec, FleetTable
@@ -205,13 +205,14 @@ def _detached(kind: type, name: str, ray_node_id: str, *, max_concurrency: int) 
     )
 
 
-def start_entrance(host: str, port: int, num_replicas: int, *, is_everywhere: bool) -> None:
+def start_entrance(options: EntranceOptions) -> None:
     """Start the entrance on the head, or on every node of the fleet."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    location = "EveryNode" if is_everywhere else "HeadOnly"
-    serve.start(proxy_location=location, http_options={"host": host, "port": port})
+    location = "EveryNode" if options.is_everywhere else "HeadOnly"
+    http_options = {"host": options.host, "port": options.port}
+    serve.start(proxy_location=location, http_options=http_options)
     deployment = serve.deployment(
-        num_replicas=num_replicas,
+        num_replicas=options.num_replicas,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress(build_entrance)())

@@ -53,12 +53,10 @@ class NodeMembership(BaseModel):
     entrance: EntranceOptions | None = None
     """The entrance that this node starts as the head."""
 
-
-def end_ray(membership: NodeMembership) -> None:
-    """End the Ray processes of a node that has started Ray."""
-    if membership.owns_ray:
-        port = int(membership.ray_address.rpartition(":")[2]) if membership.is_head else None
-        stop_ray(membership.ip, port)
+    @property
+    def head_port(self) -> int | None:
+        """The port of Ray on the head, None on further nodes."""
+        return int(self.ray_address.rpartition(":")[2]) if self.is_head else None
 
 
 def agent_name(node: str) -> str:
@@ -112,26 +110,25 @@ def ray_environment(secret: str) -> dict[str, str]:
     }
 
 
-def start_ray(
-    secret: str, ip: str, *, head_port: int | None = None, address: str | None = None
-) -> None:
-    """Start Ray on this node: as the head on a port, or as a further node of ``address``.
+def start_ray(secret: str, node: NodeMembership) -> None:
+    """Start Ray on this node, unless others have started Ray.
 
     Raises:
         Failed: Ray did not start, for example because the port is taken.
     """
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", ip]
+    if not node.owns_ray:
+        return
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", node.ip]
     command += ["--num-cpus", "0", "--num-gpus", "0", "--disable-usage-stats"]
     command += ["--object-store-memory", str(_OBJECT_STORE_BYTES)]
     command += ["--include-log-monitor", "false"]
-    if address is None:
-        assert head_port is not None
-        folder = _folder(head_port)
-        _make_private(folder)
-        command += ["--head", "--port", str(head_port), "--include-dashboard", "false"]
-        command += ["--temp-dir", str(folder)]
+    if node.head_port is None:
+        command += ["--address", node.ray_address]
     else:
-        command += ["--address", address]
+        folder = _folder(node.head_port)
+        _make_private(folder)
+        command += ["--head", "--port", str(node.head_port), "--include-dashboard", "false"]
+        command += ["--temp-dir", str(folder)]
     try:
         done = subprocess.run(
             command,
@@ -196,6 +193,12 @@ def connected(secret: str, membership: NodeMembership) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def end_ray(node: NodeMembership) -> None:
+    """End the Ray processes of a node that has started Ray."""
+    if node.owns_ray:
+        stop_ray(node.ip, node.head_port)
 
 
 def stop_ray(ip: str, head_port: int | None = None) -> int:

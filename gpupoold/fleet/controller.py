@@ -87,10 +87,7 @@ class Controller:
     @property
     def specs(self) -> dict[str, FleetSpec]:
         """The models placed by the fleet."""
-        return {
-            name: FleetSpec(one.request, one.least_replicas)
-            for name, one in self._stored.models.items()
-        }
+        return dict(self._stored.models)
 
     def join(self, name: str, url: str, secret: str) -> None:
         """Add a node, or change the URL of a known node.
@@ -128,8 +125,7 @@ class Controller:
 
     def add_model(self, spec: FleetSpec) -> None:
         """Place a model from now on; a changed request holds for later additions."""
-        stored = store.StoredModel(request=spec.request, least_replicas=spec.least_replicas)
-        self._stored.models[spec.name] = stored
+        self._stored.models[spec.name] = spec
         self._failed = {one: why for one, why in self._failed.items() if one[0] != spec.name}
         self._save()
 

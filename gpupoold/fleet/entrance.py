@@ -108,10 +108,11 @@ class Asked:
     """True if the client has the headers of the answer."""
     avoided: set[str] = field(default_factory=set)
     refusal: NodeFailed | None = None
+    can_continue: bool = field(init=False)
 
-    @property
-    def can_continue(self) -> bool:
-        return self.wanted.can_continue(self.path)
+    def __post_init__(self) -> None:
+        """Decide once, because each part of a stream asks."""
+        self.can_continue = self.wanted.can_continue(self.path)
 
 
 class Entrance:
@@ -256,7 +257,7 @@ class Entrance:
 
     async def _serve(self, asked: Asked, send: Send, gone: asyncio.Event) -> None:
         """Try node after node until the client has the whole answer."""
-        conversation = conversation_of(asked.model, asked.body)
+        conversation = conversation_of(asked.model, asked.wanted)
         give_up_s = time.monotonic() + _PATIENCE_S
         num_attempts = 0
         while num_attempts < _ATTEMPTS and not gone.is_set():

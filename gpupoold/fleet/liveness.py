@@ -35,11 +35,9 @@ class Liveness:
         for name in self._urls.keys() - urls.keys():
             self._probes.pop(name).cancel()
             self._num_failed.pop(name, None)
-        for name, url in urls.items():
-            self._urls[name] = url
-            if name not in self._probes:
-                self._probes[name] = asyncio.create_task(self._probe(name), name=f"probe {name}")
         self._urls = dict(urls)
+        for name in urls.keys() - self._probes.keys():
+            self._probes[name] = asyncio.create_task(self._probe(name), name=f"probe {name}")
 
     def suspect(self, name: str) -> None:
         """Note a failed request to a node; the next probe decides."""

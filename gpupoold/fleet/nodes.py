@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from gpupoold.api.schemas_fleet import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.domain import ModelState
 from gpupoold.scheduling.pressure import ModelDemand
 
 # Spreads models without requests over the nodes.
 _LEAST_LOAD = 0.01
-
-SERVING_STATES = frozenset({"ready", "asleep"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Node:
     def serves(self, name: str) -> bool:
         """Return whether the daemon answers requests of the model."""
         model = self.model(name)
-        return model is not None and model.state in SERVING_STATES
+        return model is not None and model.state == ModelState.READY
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,6 @@ class FleetSpec:
 
     request: AddModelRequest
     least_replicas: int = 1
-    weights_bytes: int = 0
-    """0 until a node has checked the model."""
 
     @property
     def name(self) -> str:
@@ -75,7 +72,7 @@ def demand_of(spec: FleetSpec, found: Collection[FleetModel]) -> ModelDemand:
         max(_LEAST_LOAD, sum(one.load for one in found)),
         max(_LEAST_LOAD, 1.0 - idle_share),
         window_s,
-        max((one.weights_bytes for one in found), default=spec.weights_bytes),
+        max((one.weights_bytes for one in found), default=0),
         sum(one.kv_bytes for one in found),
     )
 

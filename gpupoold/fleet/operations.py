@@ -49,8 +49,7 @@ def up(
     Raises:
         GpupoolError: the daemon or Ray does not answer, or the node is in a fleet.
     """
-    with AdminClient(socket_path) as client:
-        folder, report = Path(client.status().state_dir), client.fleet_report()
+    folder, secret = _daemons(socket_path)
     _check_free(folder)
     membership = NodeMembership(
         name=name,
@@ -61,7 +60,7 @@ def up(
         url=url,
         entrance=entrance,
     )
-    _enter(socket_path, folder, membership, report.secret or make_secret())
+    _enter(socket_path, folder, membership, secret or make_secret())
     cluster.write_membership(folder, membership)
     return membership
 
@@ -78,8 +77,7 @@ def join(
         raise UsageError(
             "a fleet's secret has 64 hexadecimal digits", "`gpupool fleet secret` prints it"
         )
-    with AdminClient(socket_path) as client:
-        folder = Path(client.status().state_dir)
+    folder, _ = _daemons(socket_path)
     _check_free(folder)
     membership = NodeMembership(
         name=name, ip=ip, ray_address=address, is_head=False, owns_ray=owns_ray, url=url
@@ -95,8 +93,7 @@ def resume(socket_path: Path) -> NodeMembership:
     Raises:
         GpupoolError: as :func:`up`; or the node is in no fleet.
     """
-    with AdminClient(socket_path) as client:
-        folder, secret = Path(client.status().state_dir), client.fleet_report().secret
+    folder, secret = _daemons(socket_path)
     membership = cluster.read_membership(folder)
     cluster.end_ray(membership)
     _enter(socket_path, folder, membership, secret)
@@ -109,8 +106,7 @@ def leave(socket_path: Path) -> NodeMembership:
     Raises:
         Refused: the node is in no fleet.
     """
-    with AdminClient(socket_path) as client:
-        folder, secret = Path(client.status().state_dir), client.fleet_report().secret
+    folder, secret = _daemons(socket_path)
     membership = cluster.read_membership(folder)
     with contextlib.suppress(Failed), cluster.connected(secret, membership) as ray:
         from gpupoold.fleet import actors
@@ -133,8 +129,7 @@ def secret_of(socket_path: Path) -> str:
     Raises:
         Refused: the node is in no fleet.
     """
-    with AdminClient(socket_path) as client:
-        found = client.fleet_report().secret
+    _, found = _daemons(socket_path)
     if not found:
         raise Refused("this node is in no fleet", "start one with `gpupool fleet up`")
     return found
@@ -206,6 +201,12 @@ def own_ip(address: str | None = None) -> str:
     return found
 
 
+def _daemons(socket_path: Path) -> tuple[Path, str]:
+    """Return the state folder of the daemon, and the secret, empty without a fleet."""
+    with AdminClient(socket_path) as client:
+        return Path(client.status().state_dir), client.fleet_report().secret
+
+
 @contextlib.contextmanager
 def _undoing(membership: NodeMembership) -> Iterator[None]:
     """End the Ray processes of this node after an error."""
@@ -218,10 +219,7 @@ def _undoing(membership: NodeMembership) -> Iterator[None]:
 
 def _enter(socket_path: Path, folder: Path, node: NodeMembership, secret: str) -> None:
     """Start Ray on this node, the agent, and on the head the controller and the entrance."""
-    if node.owns_ray:
-        port = int(node.ray_address.rpartition(":")[2]) if node.is_head else None
-        address = None if node.is_head else node.ray_address
-        cluster.start_ray(secret, node.ip, head_port=port, address=address)
+    cluster.start_ray(secret, node)
     with _undoing(node), cluster.connected(secret, node) as ray:
         from gpupoold.fleet import actors
 
@@ -229,12 +227,7 @@ def _enter(socket_path: Path, folder: Path, node: NodeMembership, secret: str) -
             actors.start_controller(actors.ray_node_id(node.ip), folder)
         _join(ray, socket_path, node, node.url, secret)
         if node.entrance is not None:
-            actors.start_entrance(
-                node.entrance.host,
-                node.entrance.port,
-                node.entrance.num_replicas,
-                is_everywhere=node.entrance.is_everywhere,
-            )
+            actors.start_entrance(node.entrance)
 
 
 def _join(ray: Any, socket_path: Path, node: NodeMembership, url: str, secret: str) -> None:
@@ -287,8 +280,7 @@ class _InFleet(GpupoolError):
 @contextlib.contextmanager
 def _controller(socket_path: Path) -> Iterator[Any]:
     """Connect; yield a function for calls of the controller."""
-    with AdminClient(socket_path) as client:
-        folder, secret = Path(client.status().state_dir), client.fleet_report().secret
+    folder, secret = _daemons(socket_path)
     with cluster.connected(secret, cluster.read_membership(folder)) as ray:
         yield lambda method, *arguments: _ask(ray, method, *arguments)
 

@@ -8,7 +8,7 @@ most of a node gets replicas, and the work is divided equally.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,9 +44,8 @@ def changes(
 ) -> list[Change]:
     """Return the changes due now; further changes follow later.
 
-    Only models in ``specs`` are touched. A model is removed from a node
-    when a different node serves the model and no request is left. ``rebalances`` False only
-    replaces lost models.
+    Only models in ``specs`` are touched. A model is removed from a node when a different node
+    serves the model and no request is left. ``rebalances`` False only replaces lost models.
     """
     usable = {name: one for name, one in nodes.items() if one.takes_requests and one.num_devices}
     if not usable:
@@ -166,21 +165,13 @@ def _best_move(
     return best
 
 
-def _as_device(number: int, node: Node, demands: Mapping[str, ModelDemand]) -> HomeDevice:
-    report = node.report
-    bandwidth = max(report.bandwidth_bytes_per_s, 1.0) * node.num_devices
-    return HomeDevice(number, sum(report.device_bytes), bandwidth, demands)
-
-
-def _on(demand: ModelDemand, node: Node) -> ModelDemand:
-    """Return work for one device as a share of a node's devices."""
-    return shared(demand, node.num_devices)
-
-
 def _cost(node: Node, models: Sequence[ModelDemand]) -> float:
     """Return the cost of a node's pressure: the most pressed nodes count most."""
-    demands = {one.model: _on(one, node) for one in models}
-    return pressure(_as_device(0, node, demands), demands) ** _POWER
+    demands = {one.model: shared(one, node.num_devices) for one in models}
+    report = node.report
+    bandwidth = max(report.bandwidth_bytes_per_s, 1.0) * node.num_devices
+    device = HomeDevice(0, sum(report.device_bytes), bandwidth, demands)
+    return pressure(device, demands) ** _POWER
 
 
 def _growth(node: Node, models: Sequence[ModelDemand], more: ModelDemand) -> float:
@@ -204,12 +195,11 @@ def _missing(
 
 def _superfluous(
     name: str,
-    targets: Iterable[str],
+    wanted: Collection[str],
     having: Mapping[str, FleetModel],
     nodes: Mapping[str, Node],
 ) -> list[Change]:
     """Return the removals of a model, if all wanted nodes serve the model."""
-    wanted = set(targets)
     if not wanted or not all(nodes[node].serves(name) for node in wanted):
         return []
     return [

@@ -37,6 +37,8 @@ class Wanted(msgspec.Struct):
     logprobs: bool | int | None = None
     echo: bool | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = msgspec.Raw(b"[]")
+    input: msgspec.Raw = msgspec.Raw(b"null")
 
     def can_continue(self, path: str) -> bool:
         """Return whether a different node could continue the answer after the first events."""

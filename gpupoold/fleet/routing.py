@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from gpupoold.fleet.nodes import FleetTable, Node
+from gpupoold.fleet.relay import Wanted
 
 # A node with the conversation's KV may be later by this share of the TTFT target.
 _CONVERSATION_SHARE = 0.25
@@ -18,20 +19,17 @@ _FIRST_MESSAGES = 2
 _FIRST_BYTES = 512
 
 
-class _Beginning(msgspec.Struct):
-    messages: list[msgspec.Raw] = []
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
+_messages = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def conversation_of(model: str, body: bytes) -> bytes:
+def conversation_of(model: str, wanted: Wanted) -> bytes:
     """Return a digest, equal for all turns of a conversation."""
     try:
-        found = msgspec.json.decode(body, type=_Beginning)
+        messages = _messages.decode(wanted.messages)
     except msgspec.MsgspecError:  # the node tells the client
         return b""
-    first = [bytes(one) for one in found.messages[:_FIRST_MESSAGES]]
-    first += [bytes(one)[:_FIRST_BYTES] for one in (found.prompt, found.input)]
+    first = [bytes(one) for one in messages[:_FIRST_MESSAGES]]
+    first += [bytes(one)[:_FIRST_BYTES] for one in (wanted.prompt, wanted.input)]
     return hashlib.blake2b(b"\0".join([model.encode(), *first]), digest_size=16).digest()
 
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
 from gpupoold.api.schemas_access import AddKeyRequest
-from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import Failed
+from gpupoold.fleet.nodes import FleetSpec
+from gpupoold.system import durable
 
 FILE = "fleet.json"
-
-
-class StoredModel(BaseModel):
-    """A model placed by the fleet."""
-
-    request: AddModelRequest
-    least_replicas: int = 1
 
 
 class StoredNode(BaseModel):
@@ -38,7 +31,7 @@ class Stored(BaseModel):
     epoch: int = 0
     secret: str = ""
     nodes: dict[str, StoredNode] = {}
-    models: dict[str, StoredModel] = {}
+    models: dict[str, FleetSpec] = {}
     keys: dict[str, AddKeyRequest] = {}
     removed_keys: list[str] = []
 
@@ -65,13 +58,7 @@ def save(folder: Path, stored: Stored) -> None:
         Failed: the file cannot be written.
     """
     path = folder / FILE
-    new = path.with_suffix(".new")
     try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(stored.model_dump_json(indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        durable.write_private(path, stored.model_dump_json(indent=1))
     except OSError as error:
         raise Failed(f"{path} cannot be written: {error}") from error

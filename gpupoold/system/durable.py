@@ -19,6 +19,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only the owner may read, replacing an existing file as :func:`replace`.
+
+    Raises:
+        OSError: writing failed.
+    """
+    draft = path.with_suffix(".new")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    replace(draft, path)
+
+
 def replace(draft: Path, path: Path) -> None:
     """Rename a complete file to ``path``, replacing an existing file.
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -177,6 +178,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port on the loopback address that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
 
 
 # Looking

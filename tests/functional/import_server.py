@@ -10,7 +10,6 @@ change what vLLM does at its import gets no fork, and imports.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -21,6 +20,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from gpupoold.system.process import die_with_parent, raise_file_limit, show_as
 
@@ -38,6 +39,17 @@ _MAY_DIFFER = (
 _MAY_BE_ABSENT = "GLIBC_TUNABLES"
 _PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.preload"]
 _LOG_LEVEL = "info"
+
+
+class ForkOrder(msgspec.Struct):
+    """Command line, environment and working folder of a fork."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+
+
+_decoder = msgspec.json.Decoder(ForkOrder)
 
 
 @contextlib.contextmanager
@@ -79,11 +91,11 @@ def become_forked(address: str, arguments: Sequence[str]) -> None:
     """
     die_with_parent()
     wire = arguments.index("--wire-fd") + 1
-    order = {"arguments": list(arguments), "environment": dict(os.environ), "folder": os.getcwd()}
+    order = ForkOrder(list(arguments), dict(os.environ), os.getcwd())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         try:
             server.connect(address)
-            socket.send_fds(server, [json.dumps(order).encode()], [1, 2, int(arguments[wire])])
+            socket.send_fds(server, [msgspec.json.encode(order)], [1, 2, int(arguments[wire])])
             pid = int(server.recv(100) or 0)
         except OSError:
             return
@@ -178,7 +190,7 @@ class _Server:
 
     def _take(self, proxy: socket.socket) -> None:
         text, fds, _, _ = socket.recv_fds(proxy, _MAX_BYTES, 3)
-        if len(fds) != 3 or not self._serves(order := json.loads(text)):
+        if len(fds) != 3 or not self._serves(order := _decoder.decode(text)):
             proxy.close()
         elif (pid := os.fork()) == 0:
             _become(order, fds)
@@ -192,11 +204,8 @@ class _Server:
         for fd in fds:
             os.close(fd)
 
-    def _serves(self, order: dict[str, object]) -> bool:
-        arguments = order["arguments"]
-        environment = order["environment"]
-        assert isinstance(arguments, list)
-        assert isinstance(environment, dict)
+    def _serves(self, order: ForkOrder) -> bool:
+        arguments, environment = order.arguments, order.environment
         level = arguments[arguments.index("--log-level") + 1]
         path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
         preloaded = [word for word in arguments if word.endswith(".preload")]
@@ -208,7 +217,7 @@ class _Server:
         )
 
 
-def _become(order: dict[str, object], fds: Sequence[int]) -> None:
+def _become(order: ForkOrder, fds: Sequence[int]) -> None:
     """Run as the fork server; does not return."""
     status = 1
     try:
@@ -217,12 +226,10 @@ def _become(order: dict[str, object], fds: Sequence[int]) -> None:
         wire_fd = os.dup(fds[2])
         os.closerange(3, wire_fd)
         os.closerange(wire_fd + 1, 4096)
-        arguments, environment = order["arguments"], order["environment"]
-        assert isinstance(arguments, list)
-        assert isinstance(environment, dict)
+        arguments = order.arguments
         os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(str(order["folder"]))
+        os.environ.update(order.environment)
+        os.chdir(order.folder)
         arguments[arguments.index("--wire-fd") + 1] = str(wire_fd)
         arguments[arguments.index("--parent-pid") + 1] = str(os.getppid())
         show_as(_MODULE, arguments)

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from gpupool_cli.bench.rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.certificates import make_certificate
 from tests.conftest import ROOT
-from tests.functional.daemon_tools import LLAMA, QWEN3, usage
+from tests.functional.daemon_tools import LLAMA, QWEN3, free_port, usage
 
 EXAMPLES = ROOT / "examples" / "clients"
 _START_TIMEOUT_S = 90.0
@@ -47,12 +46,6 @@ def environment(url: str) -> dict[str, str]:
     keep = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     keep |= {"GPUPOOL_URL": url, "GPUPOOL_KEY": "none", "GPUPOOL_MODEL": LLAMA}
     return keep | {"GPUPOOL_MODELS": f"{LLAMA},{QWEN3}", "NO_PROXY": "*"}
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -6,11 +6,9 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -20,7 +18,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.fleet import cluster
 from tests.conftest import PYTHON_PATH
-from tests.functional.daemon_tools import SIM_SHAPE, children
+from tests.functional.daemon_tools import SIM_SHAPE, children, free_port, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,19 +85,6 @@ class Box:
         ]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-        return port
-
-
-def until(condition: Callable[[], bool], timeout_s: float = STARTED_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(1)
-
-
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     with contextlib.ExitStack() as stack:
@@ -127,7 +112,7 @@ def test_a_fleet(box: Box, tmp_path: Path) -> None:
     for name, replicas in (("one", "2"), ("two", "1")):
         added = ("add-model", name, "--source", str(source), "--fleet", "--replicas", replicas)
         assert box.run("west", *added).returncode == 0
-    until(lambda: len(box.homes("one")) == 2 and len(box.homes("two")) == 1)
+    until(lambda: len(box.homes("one")) == 2 and len(box.homes("two")) == 1, STARTED_S)
     with httpx.Client(base_url=box.url, timeout=60) as http:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["one", "two"]
         body = {"model": "two", "prompt": "Tell me", "max_tokens": 4}
@@ -144,13 +129,13 @@ def test_a_fleet(box: Box, tmp_path: Path) -> None:
         body["model"] = "one"
         for _ in range(5):
             assert http.post("/v1/completions", json=body).status_code == 200
-    until(lambda: len(box.homes("one")) == 2 and doomed not in box.homes("one"))
+    until(lambda: len(box.homes("one")) == 2 and doomed not in box.homes("one"), STARTED_S)
 
     # The machine of another node restarts: all of Ray is gone there.
     (restarted,) = {"west", "north"} - {doomed}
     assert cluster.stop_ray(ADDRESSES[restarted]) > 1
     box.fleet(restarted, "resume")
-    until(lambda: restarted in box.homes("one"))
+    until(lambda: restarted in box.homes("one"), STARTED_S)
 
 
 def test_strangers_are_not_let_in(box: Box, tmp_path: Path) -> None:

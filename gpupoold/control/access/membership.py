@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpupool_state import History
-from gpupoold.access.fleet import read_secret, write_secret
+from gpupoold.access.fleet import is_secret
+from gpupoold.errors import Failed
+from gpupoold.system import durable
 from gpupoold.wire import messages as m
+
+SECRET_FILE = "fleet-secret"
 
 
 class FleetMembership:
@@ -44,3 +48,37 @@ class FleetMembership:
     def publish(self) -> None:
         """Send the secret to the frontends."""
         self._send(m.FleetSecret(self.secret))
+
+
+def read_secret(folder: Path) -> str:
+    """Return the secret of a daemon's fleet, empty without one.
+
+    Raises:
+        Failed: the file cannot be read, or has no secret.
+    """
+    path = folder / SECRET_FILE
+    try:
+        text = path.read_text("utf-8").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failed(f"{path} cannot be read: {error}") from error
+    if not is_secret(text):
+        raise Failed(f"{path} is not the secret of a fleet", "remove the file, and join again")
+    return text
+
+
+def write_secret(folder: Path, secret: str) -> None:
+    """Store the secret, readable by the daemon's user alone; an empty secret removes the file.
+
+    Raises:
+        Failed: the file cannot be written.
+    """
+    path = folder / SECRET_FILE
+    try:
+        if secret:
+            durable.write_private(path, f"{secret}\n")
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise Failed(f"{path} cannot be written: {error}") from error

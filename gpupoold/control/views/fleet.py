@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping
 
+from gpupool_state import ModelRow
 from gpupoold.api.schemas_fleet import FleetModel
-from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.scheduling.policies.homes import expected_work
@@ -20,36 +21,36 @@ _PROMPT_TOKENS = 256
 _LEAD_SHARE = Tuning().lead_share
 
 
-def fleet_models(
-    models: Iterable[ModelInfo], dispatcher: Dispatcher, fleet: Fleet
+async def fleet_models(
+    rows: Iterable[ModelRow], dispatcher: Dispatcher, fleet: Fleet
 ) -> list[FleetModel]:
-    """Return the models of this node, with the waits and the work of their requests."""
+    """Return the models of this node, with the waits and the work of their requests.
+
+    Other work of the event loop comes between two models: the fleet asks twice a second.
+    """
     state, now_s = dispatcher.scheduler.state, time.monotonic()
     rates_rps = state.arrivals.lasting.rates_rps(now_s)
-    on_turn = {one.turn.model for one in state.devices.values() if one.turn is not None}
     found = []
-    for info in models:
-        live = dispatcher.live.of_model(info.name)
+    for row in rows:
+        name, ttft_s = row.spec.name, row.spec.targets.ttft_s
         one = FleetModel(
-            name=info.name,
-            names=[info.name, *info.aliases, *(each.name for each in info.presets)]
-            + [each.name for each in info.adapters],
-            state=info.state,
-            error=info.error,
-            weights_bytes=info.weight_bytes,
-            num_live=len(live),
-            num_waiting=sum(not request.token_times_s for request in live),
+            name=name,
+            names=list(row.spec.names),
+            state=fleet.availability(name).state,
+            error=row.error,
+            weights_bytes=row.weight_bytes,
+            num_live=dispatcher.live.num_of(name),
             first_token_in_s=None,
-            is_on_turn=info.name in on_turn,
-            ttft_s=info.ttft_s,
-            window_s=_LEAD_SHARE * info.ttft_s,
+            ttft_s=ttft_s,
+            window_s=_LEAD_SHARE * ttft_s,
         )
-        known = state.models.get(info.name)
+        known = state.models.get(name)
         if known is not None:
-            _add_work(one, state, known, rates_rps.get(info.name, {}))
-            if fleet.is_warm(info.name):
+            _add_work(one, state, known, rates_rps.get(name, {}))
+            if fleet.is_warm(name):
                 one.first_token_in_s = first_token_in_s(state, known, _PROMPT_TOKENS, now_s)
         found.append(one)
+        await asyncio.sleep(0)
     return found
 
 

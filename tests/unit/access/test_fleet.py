@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from gpupoold.access import fleet
-from gpupoold.errors import Failed
 
 SECRET = "0123456789abcdef" * 4
 
@@ -41,20 +38,3 @@ def test_a_changed_signature_is_refused() -> None:
             value[:position] + ("1" if value[position] != "1" else "2") + value[position + 1 :]
         )
         assert fleet.verified(SECRET, "POST", "/", changed) is None
-
-
-def test_the_file(tmp_path: Path) -> None:
-    assert fleet.read_secret(tmp_path) == ""
-    secret = fleet.make_secret()
-    assert fleet.is_secret(secret)
-    fleet.write_secret(tmp_path, secret)
-    assert fleet.read_secret(tmp_path) == secret
-    assert (tmp_path / fleet.SECRET_FILE).stat().st_mode & 0o777 == 0o600
-    (tmp_path / fleet.SECRET_FILE).write_text("short")
-    with pytest.raises(Failed, match="not the secret"):
-        fleet.read_secret(tmp_path)
-    fleet.write_secret(tmp_path, "")
-    fleet.write_secret(tmp_path, "")
-    assert fleet.read_secret(tmp_path) == ""
-    with pytest.raises(Failed, match="cannot be written"):
-        fleet.write_secret(tmp_path / "nowhere", secret)

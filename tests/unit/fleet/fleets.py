@@ -18,9 +18,7 @@ def model(name: str, **changes: Any) -> FleetModel:
         "state": "ready",
         "weights_bytes": 16 * GIB,
         "num_live": 0,
-        "num_waiting": 0,
         "first_token_in_s": 0.1,
-        "is_on_turn": False,
         "ttft_s": 10.0,
         "window_s": 7.0,
     }
@@ -34,7 +32,6 @@ def report(*models: FleetModel, **changes: Any) -> FleetReport:
         "is_ready": True,
         "device_bytes": [80 * GIB] * 2,
         "bandwidth_bytes_per_s": 50e9,
-        "host_bytes": 500 * GIB,
         "models": list(models),
     }
     return FleetReport(**fields | changes)

@@ -95,21 +95,22 @@ async def dies(node: ScriptedNode, body: bytes, send: Any) -> None:
     await asyncio.sleep(60)
 
 
-async def dies_in_a_stream(node: ScriptedNode, body: bytes, send: Any) -> None:
+async def begin_stream(send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
     event = chunk("ab", 1, 2)
     await send({"type": "http.response.body", "body": event, "more_body": True})
     await asyncio.sleep(0.1)
+
+
+async def dies_in_a_stream(node: ScriptedNode, body: bytes, send: Any) -> None:
+    await begin_stream(send)
     node.kill()
     await asyncio.sleep(60)
 
 
 async def falls_silent(node: ScriptedNode, body: bytes, send: Any) -> None:
     """As a machine without power: nothing comes, and new connections are not taken."""
-    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-    event = chunk("ab", 1, 2)
-    await send({"type": "http.response.body", "body": event, "more_body": True})
-    await asyncio.sleep(0.1)
+    await begin_stream(send)
     for server in node.server.servers:
         server.close()
     await asyncio.sleep(60)

@@ -117,9 +117,9 @@ def test_memory_counts() -> None:
         model(f"x{n}", weights_bytes=120 * GIB, busy_share=0.5, load=0.1, window_s=1.0)
         for n in range(3)
     ]
-    fleet = nodes(node("a", *full), node("b", model("y", load=0.5)))
-    known = replace(spec("m"), weights_bytes=70 * GIB)
-    wanted = specs(known, spec("y"), *(spec(one.name) for one in full))
+    lost = node("c", model("m", weights_bytes=70 * GIB), is_lost=True)
+    fleet = nodes(node("a", *full), node("b", model("y", load=0.5)), lost)
+    wanted = specs(spec("m"), spec("y"), *(spec(one.name) for one in full))
     (added,) = [one for one in changes(wanted, fleet, rebalances=False) if one.model == "m"]
     assert added.node == "b"
 

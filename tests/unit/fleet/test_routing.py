@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import msgspec
 
 from gpupoold.fleet.nodes import FleetTable, Node
+from gpupoold.fleet.relay import Wanted
 from gpupoold.fleet.routing import conversation_of, order
 from tests.unit.fleet.fleets import model, node
+
+
+def wanted(**fields: Any) -> Wanted:
+    return msgspec.json.decode(json.dumps(fields), type=Wanted)
 
 
 def names(*given: Node, conversation: bytes = b"", sent: dict[str, int] | None = None) -> list[str]:
@@ -15,7 +23,7 @@ def names(*given: Node, conversation: bytes = b"", sent: dict[str, int] | None =
 
 def test_the_earliest_first() -> None:
     late, soon = model("m", first_token_in_s=2.0), model("m", first_token_in_s=0.1)
-    unknown = model("m", first_token_in_s=None, state="asleep")
+    unknown = model("m", first_token_in_s=None)
     assert names(node("a", unknown), node("b", late), node("c", soon)) == ["c", "b", "a"]
 
 
@@ -41,7 +49,7 @@ def test_a_conversation_stays_where_it_was_while_that_is_quick_enough() -> None:
         given = [node(f"n{n}", model("m", first_token_in_s=0.1)) for n in range(4)]
         found = set()
         for number in range(40):
-            conversation = conversation_of("m", json.dumps({"prompt": str(number)}).encode())
+            conversation = conversation_of("m", wanted(prompt=str(number)))
             first = names(*given, conversation=conversation)[0]
             assert names(*reversed(given), conversation=conversation)[0] == first
             slower = [
@@ -59,11 +67,11 @@ def test_a_conversation_stays_where_it_was_while_that_is_quick_enough() -> None:
 def test_turns_of_a_conversation_have_one_digest() -> None:
     def of(*words: str, model: str = "m") -> bytes:
         messages = [{"role": "user", "content": one} for one in words]
-        return conversation_of(model, json.dumps({"messages": messages}).encode())
+        return conversation_of(model, wanted(messages=messages))
 
     assert of("system", "hello") == of("system", "hello", "hi", "more")
     assert len({of("system", "hello"), of("system", "bye"), of("s"), of("s", model="n")}) == 4
-    assert conversation_of("m", b"{") == b""
+    assert conversation_of("m", wanted(messages=5)) == b""
 
 
 def test_other_names_of_a_model() -> None:

@@ -29,7 +29,7 @@ from gpupoold.worker.weights import relocation, tensors  # noqa: E402
 from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
 from tests.unit.memory.rig import PAGE, GatedCopyStream, pattern, read, write  # noqa: E402
-from tests.unit.worker.kv.test_residency import WEIGHT_PAGES, Box  # noqa: E402
+from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box  # noqa: E402
 
 NUM_PAGES = 16
 

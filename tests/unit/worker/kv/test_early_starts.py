@@ -8,7 +8,7 @@ import pytest
 
 from gpupoold.worker.kv import weight_loads
 from tests.unit.memory.rig import PAGE, GatedCopyStream, read
-from tests.unit.worker.kv.test_residency import WEIGHT_PAGES, Box
+from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box
 
 START_PAGES = 6
 

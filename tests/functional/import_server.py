@@ -96,11 +96,13 @@ def become_forked(address: str, arguments: Sequence[str]) -> None:
         try:
             server.connect(address)
             socket.send_fds(server, [msgspec.json.encode(order)], [1, 2, int(arguments[wire])])
-            pid = int(server.recv(100) or 0)
-        except OSError:
+            answer = server.recv(_MAX_BYTES).decode()
+        except OSError as exc:
+            answer = str(exc)
+        if not answer.isdecimal():
+            print(f"the tests' import server did not fork: {answer}", file=sys.stderr, flush=True)
             return
-        if not pid:
-            return
+        pid = int(answer)
         os.close(int(arguments[wire]))
         show_as(_MODULE, [PROXY, str(pid)])
         status = int(server.recv(100) or -signal.SIGKILL)
@@ -134,8 +136,10 @@ def main(listener_fd: int) -> None:
     _Server(socket.socket(fileno=listener_fd), before, dict(os.environ)).serve()
 
 
-def _is_like(asked: Mapping[str, str], before: Mapping[str, str], after: Mapping[str, str]) -> bool:
-    """Whether vLLM would be imported alike in an environment.
+def _differing(
+    asked: Mapping[str, str], before: Mapping[str, str], after: Mapping[str, str]
+) -> list[str]:
+    """The variables of an environment that vLLM may be imported differently for.
 
     ``before`` and ``after`` are those around the import here. A test that has imported vLLM leaves
     what the import sets to the daemons that it starts.
@@ -145,7 +149,7 @@ def _is_like(asked: Mapping[str, str], before: Mapping[str, str], after: Mapping
         for name in asked.keys() | before.keys()
         if not name.startswith(_MAY_DIFFER) and not (name == _MAY_BE_ABSENT and name not in asked)
     }
-    return all(asked.get(name) in (before.get(name), after.get(name)) for name in names)
+    return sorted(n for n in names if asked.get(n) not in (before.get(n), after.get(n)))
 
 
 @dataclass(slots=True)
@@ -190,7 +194,9 @@ class _Server:
 
     def _take(self, proxy: socket.socket) -> None:
         text, fds, _, _ = socket.recv_fds(proxy, _MAX_BYTES, 3)
-        if len(fds) != 3 or not self._serves(order := _decoder.decode(text)):
+        order = _decoder.decode(text)
+        if reason := self._refusal(order):
+            proxy.send(reason.encode())
             proxy.close()
         elif (pid := os.fork()) == 0:
             _become(order, fds)
@@ -204,17 +210,19 @@ class _Server:
         for fd in fds:
             os.close(fd)
 
-    def _serves(self, order: ForkOrder) -> bool:
+    def _refusal(self, order: ForkOrder) -> str:
+        """Why a fork would not be as an import of its own; empty if it would be."""
         arguments, environment = order.arguments, order.environment
         level = arguments[arguments.index("--log-level") + 1]
-        path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-        preloaded = [word for word in arguments if word.endswith(".preload")]
-        return (
-            _is_like(environment, self._before, self._after)
-            and level == _LOG_LEVEL
-            and set(preloaded) <= set(_PRELOADED)
-            and set(path) <= {*sys.path, os.getcwd()}
-        )
+        preloaded = {word for word in arguments if word.endswith(".preload")}
+        path = set(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
+        differing = {
+            "environment": _differing(environment, self._before, self._after),
+            "log level": [] if level == _LOG_LEVEL else [level],
+            "preloaded": sorted(preloaded.difference(_PRELOADED)),
+            "import path": sorted(path.difference(sys.path, [os.getcwd()])),
+        }
+        return ", ".join(f"{what} differs: {names}" for what, names in differing.items() if names)
 
 
 def _become(order: ForkOrder, fds: Sequence[int]) -> None:

@@ -68,10 +68,10 @@ def test_without_a_daemon_completion_is_silent(process_cli: ProcessCli) -> None:
 def test_a_daemon_that_hangs_does_not_hang_the_shell(
     daemon: FakeDaemon, process_cli: ProcessCli
 ) -> None:
-    daemon.delay_s = 30.0
+    daemon.delay_s = 60.0
     started = time.monotonic()
     assert _complete(process_cli, "show", "") == []
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 30.0
 
 
 def test_commands_are_completed(process_cli: ProcessCli) -> None:

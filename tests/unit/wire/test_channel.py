@@ -138,13 +138,11 @@ async def test_descriptors_of_unsent_messages_are_closed() -> None:
 async def test_big_frames_wait_for_a_slow_reader_without_blocking() -> None:
     async with channels() as (daemon, worker):
         big = [m.AddRequest("m", str(n), 0.0, 0, 1, [bytes([n]) * (3 << 20)]) for n in range(4)]
-        started_s = time.monotonic()
-        for message in big:
+        for message in big:  # ends without a reader
             daemon.send(message)
         fd = memfd("after the big ones")
         daemon.send(m.LoadModel(MODEL, True), (fd,))
         os.close(fd)
-        assert time.monotonic() - started_s < 1
         reader = asyncio.to_thread(lambda: [worker.receive(5.0) for _ in range(5)])
         assert await soon(reader) == [*big, m.LoadModel(MODEL, True)]
         assert content(worker.take_fd()) == "after the big ones"

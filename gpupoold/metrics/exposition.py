@@ -18,6 +18,7 @@ from gpupoold.metrics.daemon_families import daemon_families
 from gpupoold.metrics.device_families import device_families
 from gpupoold.metrics.families import Family
 from gpupoold.metrics.model_families import model_families
+from gpupoold.metrics.picker_families import picker_families
 from gpupoold.metrics.scrape import Scrape
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -51,7 +52,7 @@ class Exporter:
         found: list[Family] = []
         scrape = await Scrape.of(self._pool, self._rows)
         self._rows = scrape.rows
-        for families in (model_families, device_families, daemon_families):
+        for families in (model_families, device_families, daemon_families, picker_families):
             for family in families(scrape):
                 found.append(family)
                 await asyncio.sleep(0)  # tokens go first

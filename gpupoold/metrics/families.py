@@ -33,10 +33,11 @@ class Numbers:
     text: str
     labels: Sequence[str]
     rows: list[Row]
+    prefix: str = "gpupool_"
 
     def metric(self) -> Metric:
         """The same for the Prometheus client."""
-        family = self.kind(f"gpupool_{self.name}", self.text, labels=self.labels)
+        family = self.kind(self.prefix + self.name, self.text, labels=self.labels)
         for values, value in self.rows:
             if value is not None:
                 family.add_metric(values, value)

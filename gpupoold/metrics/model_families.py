@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
 from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each, renamed
-from gpupoold.metrics.scrape import Scrape, memories
+from gpupoold.metrics.scrape import Scrape, memories, waiting_requests
 
 _MODEL = ("model",)
 
@@ -156,10 +156,7 @@ def _use(scrape: Scrape) -> Iterator[Family]:
 def _now(scrape: Scrape) -> Iterator[Family]:
     fleet, dispatcher = scrape.control_plane.fleet, scrape.control_plane.dispatcher
     states = {name: fleet.availability(name).state for name in scrape.rows}
-    waiting = Counter({name: dispatcher.live.num_waiting(name) for name in scrape.rows})
-    for worker in scrape.workers:
-        for held in memories(worker):
-            waiting[held.model] += held.num_waiting
+    waiting = waiting_requests(scrape)
     yield gauge(
         "model_state",
         "1 for the model's state, 0 for other states.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -107,3 +108,13 @@ def memories(worker: Worker) -> list[ModelMemory]:
     down.
     """
     return worker.status.models if worker.status else []
+
+
+def waiting_requests(scrape: Scrape) -> Counter[str]:
+    """Return the number of live requests before their first step by model."""
+    live = scrape.control_plane.dispatcher.live
+    waiting = Counter({name: live.num_waiting(name) for name in scrape.rows})
+    for worker in scrape.workers:
+        for held in memories(worker):
+            waiting[held.model] += held.num_waiting
+    return waiting

@@ -128,6 +128,11 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
     assert values(found, "waiting_requests") == {MODEL: 2}
     assert values(found, "device_gpus") == {"0": 1, "1": 1}
     assert values(found, "gpu_power_watts") == {}
+    (info,) = (one for one in found if one.name == "vllm:lora_requests_info")
+    assert info.labels["waiting_lora_adapters"] == ""  # on a device, and waits for a turn
+    picked = {one.name: one.value for one in found if one.name.startswith("vllm:")}
+    assert picked["vllm:num_requests_waiting"] == 2
+    assert picked["vllm:kv_cache_usage_perc"] == pytest.approx(200 / 700)
     kinds = {"weights": 300, "kv": 200, "encoder": 50, "kv_host": 100, "snapshot_host": 0}
     assert values(found, "model_memory_bytes") == {
         f"{kind} {MODEL}": value for kind, value in kinds.items()

@@ -46,8 +46,9 @@ from gpupoold.fleet.asgi import (
 )
 from gpupoold.fleet.liveness import Liveness
 from gpupoold.fleet.nodes import FleetTable, Node
-from gpupoold.fleet.relay import Relay, Wanted
+from gpupoold.fleet.relay import Relay
 from gpupoold.fleet.routing import conversation_of, order
+from gpupoold.fleet.wanted import Wanted
 from gpupoold.wire.continuation import CONTINUES_HEADER
 
 _logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Asked:
     model: str
     wanted: Wanted
     id: str = field(default_factory=lambda: secrets.token_hex(16))
-    relay: Relay = field(default_factory=Relay)
+    relay: Relay = field(init=False)
     has_begun: bool = False
     """True if the client has the headers of the answer."""
     avoided: set[str] = field(default_factory=set)
@@ -113,6 +114,7 @@ class Asked:
     def __post_init__(self) -> None:
         """Decide once, because each part of a stream asks."""
         self.can_continue = self.wanted.can_continue(self.path)
+        self.relay = Relay(self.path, self.wanted)
 
 
 class Entrance:
@@ -278,7 +280,7 @@ class Entrance:
             try:
                 if await self._attempt(asked, node, send):
                     return
-                if asked.has_begun and not asked.can_continue:
+                if asked.has_begun and not (asked.can_continue and asked.relay.can_continue):
                     break
                 give_up_s = time.monotonic() + _PATIENCE_S
             except NodeFailed as error:
@@ -300,12 +302,13 @@ class Entrance:
         if not any(name.lower() == b"x-request-id" for name, _ in headers):
             # Equal ids on all nodes: the id of an answer is made of the request's.
             headers.append((b"x-request-id", asked.id.encode()))
-        if relay.has_begun and relay.token_ids:
+        if relay.has_begun and relay.outputs():
             body = relay.continuation(asked.body)
             headers.append((CONTINUES_HEADER.encode(), b"1"))
         relay.begin_again()
-        signature = sign(self.table.secret, asked.method, asked.path, body)
-        headers.append((HEADER.encode(), signature.encode()))
+        if asked.can_continue:  # the node tells the tokens of signed requests
+            signature = sign(self.table.secret, asked.method, asked.path, body)
+            headers.append((HEADER.encode(), signature.encode()))
         url = f"{node.url}{asked.path}{'?' if asked.query else ''}{asked.query}"
         try:
             asking = self._session.request(asked.method, url, data=body, headers=as_text(headers))
@@ -365,10 +368,8 @@ class Entrance:
     async def _give_up(self, asked: Asked, send: Send) -> None:
         """Tell the client that no node answers or continues."""
         if asked.has_begun:
-            lost = asked.relay.lost or b"data: %s\n\n" % error_body(
-                503, "The node that answered has died, and no other one could continue."
-            )
-            await send_body(send, lost + b"data: [DONE]\n\n", more=False)
+            text = "The node that answered has died, and no other node could continue."
+            await send_body(send, asked.relay.ending(text), more=False)
         elif asked.refusal is not None:
             refusal = asked.refusal
             status = 503 if refusal.status == HTTPStatus.BAD_GATEWAY else refusal.status

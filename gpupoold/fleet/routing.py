@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from gpupoold.fleet.nodes import FleetTable, Node
-from gpupoold.fleet.relay import Wanted
+from gpupoold.fleet.wanted import Wanted
 
 # A node with the conversation's KV may be later by this share of the TTFT target.
 _CONVERSATION_SHARE = 0.25

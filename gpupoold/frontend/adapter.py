@@ -12,7 +12,7 @@ import copy
 import functools
 import types
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.exception import excepti
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
@@ -48,6 +43,7 @@ from gpupoold.frontend.grammars.request_grammars import (
     keep_grammars_off_the_loop,
 )
 from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.made_outputs import make_outputs, repeat_outputs
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
@@ -402,7 +398,8 @@ def _codec(joins: bool) -> EngineCodec:
     return EngineCodec(
         encode=functools.partial(_encode_request, MsgpackEncoder()),
         decode=MsgpackDecoder(EngineCoreOutputs).decode,
-        make_outputs=_make_outputs,
+        make_outputs=make_outputs,
+        repeat=repeat_outputs,
         join=join_steps if joins else put_in_a_row,
         cached_tokens=_cached_tokens,
         put_in_step=lambda outputs: EngineCoreOutputs(outputs=outputs),
@@ -423,20 +420,6 @@ def _is_streamed(request: EngineCoreRequest) -> bool:
     return params is not None and params.output_kind is RequestOutputKind.DELTA
 
 
-def _make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
-    """Return outputs as an engine would have made for these tokens."""
-    outputs = [
-        EngineCoreOutput(
-            one.request_id,
-            one.new_token_ids,
-            finish_reason=_FINISH_REASONS[one.finish_reason] if one.finish_reason else None,
-        )
-        for one in progress
-    ]
-    return EngineCoreOutputs(outputs=outputs)
-
-
-_FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 _ERROR = str(FinishReason.ERROR)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from gpupoold.frontend.mounts import Send
-from gpupoold.wire.continuation import TOKENS_COMMENT
+from gpupoold.wire.continuation import TOKENS_COMMENT, OutputSoFar
 from gpupoold.wire.messages import FirstToken
 
 Message = MutableMapping[str, Any]
@@ -37,8 +37,7 @@ class ClientAnswer:
         self._start: Message | None = None  # held back
         self._is_event_stream = False  # and has not ended
         self.tells_tokens = tells_tokens
-        self._untold: list[int] = []
-        self._finish_reason = ""
+        self._untold: dict[int, OutputSoFar] = {}
         self._facts: dict[str, int] = {}
         self._are_facts_told = False
         self._lock = asyncio.Lock()
@@ -64,10 +63,11 @@ class ClientAnswer:
         """So many tokens of a request's prompt were in the prefix cache."""
         self._facts.setdefault("cached-tokens", num_tokens)
 
-    def note_tokens(self, token_ids: Iterable[int], finish_reason: str | None) -> None:
-        """An engine has made these tokens of the answer, and perhaps ended the answer."""
-        self._untold += token_ids
-        self._finish_reason = finish_reason or ""
+    def note_tokens(self, number: int, token_ids: Iterable[int], finish_reason: str | None) -> None:
+        """An engine has made these tokens of a sample of the answer, and perhaps ended it."""
+        output = self._untold.setdefault(number, OutputSoFar())
+        output.token_ids += token_ids
+        output.finish_reason = finish_reason
 
     async def send(self, message: Message) -> None:
         """Pass a message of the API on, or hold headers back."""
@@ -127,9 +127,15 @@ class ClientAnswer:
         await self._client_send(message)
 
     def _tokens(self) -> bytes:
-        """Return a comment with the tokens since the last one, and the end's reason if ended."""
-        ids, self._untold = ",".join(map(str, self._untold)), []
-        return f": {TOKENS_COMMENT} {ids} {self._finish_reason}\n\n".encode()
+        """Return comments with the tokens of each sample since the last comments."""
+        untold, self._untold = self._untold, {}
+        lines = (
+            f": {TOKENS_COMMENT} {number} {','.join(map(str, one.token_ids))} "
+            f"{one.finish_reason or ''}\n\n"
+            for number, one in untold.items()
+            if one.token_ids
+        )
+        return "".join(lines).encode()
 
     def _with_facts(self, start: Message) -> Message:
         if not self._facts:

@@ -17,7 +17,7 @@ import msgspec
 from gpupoold.access.fleet import HEADER, Signature, verified
 from gpupoold.frontend.errors import bad_request, unauthorised
 from gpupoold.frontend.mounts import Scope
-from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation
+from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation, OutputSoFar
 
 MAX_TOKENS = 1 << 20
 """Limit of the tokens of a continued answer."""
@@ -54,9 +54,9 @@ class FleetCall:
             found = msgspec.json.decode(body, type=Continuation)
         except msgspec.MsgspecError as error:
             raise bad_request(f"The continuation cannot be read: {error}") from error
-        if not 0 < len(found.output_token_ids) <= MAX_TOKENS:
+        if not 0 < sum(len(one.token_ids) for one in found.outputs) <= MAX_TOKENS:
             raise bad_request(f"A continuation has 1 to {MAX_TOKENS:,} tokens.")
-        return bytes(found.request), AnswerSoFar(found.output_token_ids, found.finish_reason)
+        return bytes(found.request), AnswerSoFar(found.outputs)
 
 
 class FleetCalls:
@@ -86,26 +86,27 @@ _NAMES = frozenset((HEADER.encode(), CONTINUES_HEADER.encode()))
 
 
 class AnswerSoFar:
-    """The tokens of a different daemon's answer, for one engine request."""
+    """The samples of a different daemon's answer, for one engine request each."""
 
-    def __init__(self, token_ids: Sequence[int], finish_reason: str | None) -> None:
-        self.token_ids = token_ids
-        self.finish_reason = finish_reason
-        self.is_taken = False
+    def __init__(self, outputs: Sequence[OutputSoFar]) -> None:
+        self._outputs = {n: one for n, one in enumerate(outputs) if one.token_ids}
 
-    def why_impossible(self, max_tokens: int, vocab_size: int) -> str:
-        """Return the reason against a continuation, empty without one.
+    def take(self, number: int) -> OutputSoFar | None:
+        """Return a sample, None for a sample without tokens or taken before."""
+        return self._outputs.pop(number, None)
 
-        ``max_tokens`` is the request's limit.
-        """
-        num_tokens, is_over = len(self.token_ids), self.finish_reason is not None
-        if self.is_taken:
-            return "an answer of several samples or prompts cannot be continued"
-        if num_tokens > max_tokens or (num_tokens == max_tokens and not is_over):
-            return f"{num_tokens} tokens of an answer of at most {max_tokens} leave none to make"
-        if not all(0 <= one < vocab_size for one in self.token_ids):
-            return f"token ids are not below the vocabulary's size of {vocab_size}"
-        return ""
+
+def why_impossible(so_far: OutputSoFar, max_tokens: int, vocab_size: int) -> str:
+    """Return the reason against the continuation of a sample, empty without one.
+
+    ``max_tokens`` is the request's limit.
+    """
+    num_tokens, is_over = len(so_far.token_ids), so_far.finish_reason is not None
+    if num_tokens > max_tokens or (num_tokens == max_tokens and not is_over):
+        return f"{num_tokens} tokens of an answer of at most {max_tokens} leave none to make"
+    if not all(0 <= one < vocab_size for one in so_far.token_ids):
+        return f"token ids are not below the vocabulary's size of {vocab_size}"
+    return ""
 
 
 _current: ContextVar[AnswerSoFar | None] = ContextVar("answer_so_far", default=None)
@@ -113,7 +114,7 @@ _current: ContextVar[AnswerSoFar | None] = ContextVar("answer_so_far", default=N
 
 @contextlib.contextmanager
 def continuing(so_far: AnswerSoFar | None) -> Iterator[None]:
-    """Continue an answer by the engine request inside the context and its tasks."""
+    """Continue an answer by the engine requests inside the context and its tasks."""
     token = _current.set(so_far)
     try:
         yield
@@ -121,6 +122,7 @@ def continuing(so_far: AnswerSoFar | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def answer_so_far() -> AnswerSoFar | None:
-    """Return the answer to be continued by the present engine request, None for a new answer."""
-    return _current.get()
+def take_output_so_far(number: int) -> OutputSoFar | None:
+    """Return the sample of this number to be continued, None for a new sample."""
+    answer = _current.get()
+    return None if answer is None else answer.take(number)

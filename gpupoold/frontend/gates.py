@@ -21,6 +21,7 @@ from typing import Any
 from gpupoold.frontend.client_answer import ClientAnswer
 from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
+from gpupoold.frontend.request_ids import sample_number
 from gpupoold.frontend.waiting import WaitComments
 from gpupoold.wire.messages import AdmissionAnswer, FirstTokens, RequestProgress
 
@@ -216,7 +217,8 @@ class Gates:
         if self._telling:
             for one in progress:
                 if (answer := self._telling.get(one.request_id)) is not None:
-                    answer.note_tokens(one.new_token_ids, one.finish_reason)
+                    number = sample_number(one.request_id)
+                    answer.note_tokens(number, one.new_token_ids, one.finish_reason)
 
     def first_tokens(self, message: FirstTokens) -> None:
         """Tell the answers of these requests how the requests have waited."""

@@ -16,10 +16,12 @@ from typing import Any, NoReturn
 import msgspec
 
 from gpupoold.frontend.callers import cache_salt
-from gpupoold.frontend.fleet_calls import AnswerSoFar, answer_so_far
+from gpupoold.frontend.fleet_calls import take_output_so_far, why_impossible
 from gpupoold.frontend.pacing import Pacer
+from gpupoold.frontend.request_ids import sample_number
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.codec import MAX_FRAME_BYTES
+from gpupoold.wire.continuation import OutputSoFar
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
 logger = logging.getLogger(__name__)
@@ -33,16 +35,17 @@ class EngineCodec:
     """The engine's serialiser, and errors of its API layer.
 
     ``encode`` takes a request, ``decode`` returns an engine's outputs, ``make_outputs`` those of a
-    device without an engine; ``join`` merges several in order. ``cached_tokens`` returns the prompt
-    tokens that were in the prefix cache, of requests with a first output; ``put_in_step`` makes
-    outputs of the outputs of single requests. ``is_streamed`` returns whether the client of a
-    request gets its tokens one by one. ``unavailable`` makes an error that clients see as 503,
-    ``unsupported`` as 400.
+    device without an engine, and ``repeat`` those of a request whose tokens are known; ``join``
+    merges several in order. ``cached_tokens`` returns the prompt tokens that were in the prefix
+    cache, of requests with a first output; ``put_in_step`` makes outputs of the outputs of single
+    requests. ``is_streamed`` returns whether the client of a request gets its tokens one by one.
+    ``unavailable`` makes an error that clients see as 503, ``unsupported`` as 400.
     """
 
     encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
     decode: Callable[[Sequence[bytes]], Any]
     make_outputs: Callable[[Sequence[RequestProgress]], Any]
+    repeat: Callable[[Any, OutputSoFar], list[Any]]
     join: Callable[[Sequence[Any]], Any]
     cached_tokens: Callable[[Any], Iterable[tuple[str, int]]]
     put_in_step: Callable[[list[Any]], Any]
@@ -129,13 +132,14 @@ class PoolClient:
             frames=frames,
             served_name="" if request.lora_request is None else request.lora_request.lora_name,
         )
-        if (so_far := answer_so_far()) is not None and not self._continue(message, so_far):
+        so_far = take_output_so_far(sample_number(request.request_id))
+        if so_far is not None and not self._continue(request, message, so_far):
             return
         if self._codec.is_streamed(request):
             self._pacer.begin(request.request_id)
         self._send(message)
 
-    def _continue(self, message: AddRequest, so_far: AnswerSoFar) -> bool:
+    def _continue(self, request: Any, message: AddRequest, so_far: OutputSoFar) -> bool:
         """Put the tokens of an earlier answer before those of the engine.
 
         Returns whether the engine has tokens to make.
@@ -143,12 +147,9 @@ class PoolClient:
         Raises:
             Exception: ``codec.unsupported``, the answer cannot be continued.
         """
-        if reason := so_far.why_impossible(message.max_tokens, self._vocab_size):
+        if reason := why_impossible(so_far, message.max_tokens, self._vocab_size):
             raise self._codec.unsupported(f"gpupool: {reason}")
-        so_far.is_taken = True
-        progress = [RequestProgress(message.request_id, [one]) for one in so_far.token_ids]
-        progress[-1] = msgspec.structs.replace(progress[-1], finish_reason=so_far.finish_reason)
-        self._steps.put_nowait(self._codec.make_outputs(progress).outputs)
+        self._steps.put_nowait(self._codec.repeat(request, so_far))
         message.output_token_ids = list(so_far.token_ids)
         return so_far.finish_reason is None
 

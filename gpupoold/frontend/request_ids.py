@@ -54,6 +54,15 @@ def make_engine_id() -> str:
     return (_current.get() or RequestIds()).make()
 
 
+def sample_number(engine_id: str) -> int:
+    """Return the number of an engine request among the samples of one prompt.
+
+    vLLM puts the number before the id of a request with several samples.
+    """
+    number, found, _ = engine_id.partition("_")
+    return int(number) if found else 0
+
+
 def check_client_id(value: object, where: str) -> None:
     """Check an id that a client sent; ``where`` names the field or header.
 

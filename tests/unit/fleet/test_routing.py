@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from gpupoold.fleet.nodes import FleetTable, Node
-from gpupoold.fleet.relay import Wanted
 from gpupoold.fleet.routing import conversation_of, order
+from gpupoold.fleet.wanted import Wanted
 from tests.unit.fleet.fleets import model, node
 
 

@@ -33,6 +33,7 @@ class ControlPlane:
             encode=lambda request: [request.request_id.encode(), memoryview(b"tensor")],
             decode=lambda frames: frames[0].decode("ascii"),
             make_outputs=lambda progress: [one.new_token_ids for one in progress],
+            repeat=lambda request, so_far: so_far.token_ids,
             join=list,
             cached_tokens=lambda outputs: [("r1", 3)] if "cached" in outputs else [],
             put_in_step=lambda outputs: SimpleNamespace(outputs=outputs),

@@ -11,9 +11,12 @@ import hmac
 import re
 import secrets
 import string
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 PREFIX = "gpk_"
+HEADERS = frozenset({b"authorization", b"x-api-key"})
+_BEARER = b"bearer "
 # Letters, digits and _: a double click selects the whole key.
 _ALPHABET = string.ascii_letters + string.digits
 _ID_CHARS = 8
@@ -40,6 +43,15 @@ def id_of(text: str) -> str | None:
     """Return the public id in a key's text, None if the text has not the form of a key."""
     match = _FORM.fullmatch(text)
     return None if match is None else match[1]
+
+
+def sent_in(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[str]:
+    """Yield the texts that a request sends as keys; names of headers are in lower case."""
+    for name, value in headers:
+        if name == b"x-api-key":
+            yield value.decode("latin-1").strip()
+        elif name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            yield value[len(_BEARER) :].decode("latin-1").strip()
 
 
 def digest_of(text: str) -> str:

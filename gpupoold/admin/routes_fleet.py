@@ -24,7 +24,7 @@ def add_fleet_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.get("/fleet")
     async def report() -> FleetReport:
-        devices = control_plane.devices()
+        devices, cache = control_plane.devices(), control_plane.cache
         ready = [one for one in devices if one.state == "ready"]
         return FleetReport(
             secret=membership.secret,
@@ -32,6 +32,7 @@ def add_fleet_routes(app: FastAPI, control_plane: ControlPlane) -> None:
             is_ready=control_plane.state == "ready",
             device_bytes=[one.device_bytes for one in ready],
             bandwidth_bytes_per_s=max((one.bandwidth_bytes_per_s for one in ready), default=0.0),
+            cache_free_bytes=max(0, cache.budget_bytes - cache.used_bytes),
             key_names=control_plane.keyring.names,
             models=await fleet_models(
                 await control_plane.registry.list(), control_plane.dispatcher, control_plane.fleet

@@ -40,7 +40,8 @@ class FleetReport(Body):
     """Body of ``GET /fleet``: what the fleet needs to know of a node.
 
     ``device_bytes`` has the memory of each ready device, ``bandwidth_bytes_per_s`` the highest rate
-    of switches, ``key_names`` the names of API keys by id.
+    of switches, ``cache_free_bytes`` the free host memory for weights, ``key_names`` the names of
+    API keys by id.
     """
 
     secret: str
@@ -48,5 +49,6 @@ class FleetReport(Body):
     is_ready: bool
     device_bytes: list[int]
     bandwidth_bytes_per_s: float
+    cache_free_bytes: int = 0
     key_names: dict[str, str] = Field(default={})
     models: list[FleetModel]

@@ -94,9 +94,10 @@ def headers_of(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
 
 
 async def send_start(
-    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], node: str
+    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], node: str = ""
 ) -> None:
-    headers = [*headers, (b"x-gpupool-node", node.encode())]
+    """Send status and headers; ``node`` is the node that answers, empty for the entrance."""
+    headers = [*headers, *([(b"x-gpupool-node", node.encode())] if node else ())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
@@ -111,9 +112,12 @@ async def send_whole(
     await send_body(send, body, more=False)
 
 
-async def send_json(send: Send, status: int, value: object) -> None:
+async def send_json(send: Send, status: int, value: object, *, with_body: bool = True) -> None:
+    """Send a JSON answer, or only its headers."""
     body = msgspec.json.encode(value)
-    await send_whole(send, status, [(b"content-type", b"application/json")], body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send_start(send, status, headers)
+    await send_body(send, body if with_body else b"", more=False)
 
 
 async def send_error(

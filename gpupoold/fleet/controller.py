@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gpupoold.api.schemas_access import AddKeyRequest
+from gpupoold.domain import Priority
 from gpupoold.errors import NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import store
 from gpupoold.fleet.agent import AgentReport, Moment, Order
@@ -75,8 +76,13 @@ class Controller:
             for model in self._stored.models.values()
             for name in (model.request.name, *model.request.aliases)
         }
+        priorities = {
+            key.id: Priority(key.priority)
+            for key in self._stored.keys.values()
+            if key.priority != "normal"
+        }
         nodes = tuple(self._nodes.values())
-        return FleetTable(self._tick, self._stored.secret, nodes, placed)
+        return FleetTable(self._tick, self._stored.secret, nodes, placed, priorities)
 
     @property
     def problems(self) -> dict[str, str]:

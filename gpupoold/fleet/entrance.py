@@ -26,7 +26,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from gpupoold.access import secret
 from gpupoold.access.fleet import HEADER, sign
+from gpupoold.domain import Priority
 from gpupoold.fleet.asgi import (
     ClientGone,
     Receive,
@@ -103,6 +105,7 @@ class Asked:
     body: bytes
     model: str
     wanted: Wanted
+    priority: Priority
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     relay: Relay = field(init=False)
     has_begun: bool = False
@@ -169,7 +172,7 @@ class Entrance:
             elif path in ("/health", "/ready") and method in ("GET", "HEAD"):
                 is_ready = any(one.takes_requests for one in self._alive())
                 status = 200 if is_ready or path == "/health" else 503
-                await send_json(send, status, {"ready": is_ready})
+                await send_json(send, status, {"ready": is_ready}, with_body=method == "GET")
             else:
                 text = f"The fleet's entrance does not serve {method} {path}; ask a node itself."
                 await send_error(send, 404, text)
@@ -197,7 +200,8 @@ class Entrance:
             await send_whole(send, refused[0].status, refused[0].headers, refused[0].body)
         else:
             rows = [found[name] for name in sorted(found)]
-            await send_json(send, 200, {"object": "list", "data": rows})
+            answer = {"object": "list", "data": rows}
+            await send_json(send, 200, answer, with_body=scope["method"] == "GET")
 
     async def _get(
         self, node: Node, path: str, headers: Iterable[tuple[bytes, bytes]]
@@ -253,9 +257,16 @@ class Entrance:
             return
         query = scope.get("query_string", b"").decode("latin-1")
         headers = passed_on(scope["headers"])
-        asked = Asked(scope["method"], scope["path"], query, headers, body, model, wanted)
+        priority = self._priority_of(headers)
+        asked = Asked(scope["method"], scope["path"], query, headers, body, model, wanted, priority)
         async with until_gone(receive) as gone:
             await self._serve(asked, send, gone)
+
+    def _priority_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Priority:
+        """Return the priority of a request's key, which the nodes check."""
+        known = self.table.priorities
+        ids = (secret.id_of(text) or "" for text in secret.sent_in(headers)) if known else ()
+        return next((known[key_id] for key_id in ids if key_id in known), Priority.NORMAL)
 
     async def _serve(self, asked: Asked, send: Send, gone: asyncio.Event) -> None:
         """Try node after node until the client has the whole answer."""
@@ -265,7 +276,7 @@ class Entrance:
         while num_attempts < _ATTEMPTS and not gone.is_set():
             avoided = asked.avoided | self._dead()
             sent = {node: num for (node, name), num in self._sent.items() if name == asked.model}
-            nodes = order(self.table, asked.model, conversation, sent, avoided)
+            nodes = order(self.table, asked.model, conversation, sent, avoided, asked.priority)
             if not nodes:
                 if asked.refusal is not None and asked.refusal.status != 502:
                     break

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from gpupoold.api.schemas_fleet import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
-from gpupoold.domain import ModelState
+from gpupoold.domain import ModelState, Priority
 from gpupoold.scheduling.pressure import ModelDemand
 
 # Spreads models without requests over the nodes.
-_LEAST_LOAD = 0.01
+LEAST_LOAD = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def demand_of(spec: FleetSpec, found: Collection[FleetModel]) -> ModelDemand:
         idle_share *= 1.0 - one.busy_share
     return ModelDemand(
         spec.name,
-        max(_LEAST_LOAD, sum(one.load for one in found)),
-        max(_LEAST_LOAD, 1.0 - idle_share),
+        max(LEAST_LOAD, sum(one.load for one in found)),
+        max(LEAST_LOAD, 1.0 - idle_share),
         window_s,
         max((one.weights_bytes for one in found), default=0),
         sum(one.kv_bytes for one in found),
@@ -96,6 +96,8 @@ class FleetTable:
     nodes: tuple[Node, ...] = field(default=())
     placed: Mapping[str, str] = field(default_factory=dict)
     """Names of the models placed by the fleet by names and aliases, also without a node so far."""
+    priorities: Mapping[str, Priority] = field(default_factory=dict)
+    """Priorities of the fleet's API keys by id, without keys of normal priority."""
 
     def names(self) -> dict[str, str]:
         """Return the models' names by names, aliases, presets and adapters."""

@@ -262,19 +262,19 @@ def _reachable(http_url: str, ip: str) -> str:
 
 
 def _check_free(folder: Path) -> None:
-    with contextlib.suppress(Refused):
+    """Check that this node is in no fleet.
+
+    Raises:
+        Refused: the node is in a fleet.
+    """
+    try:
         membership = cluster.read_membership(folder)
-        raise _InFleet(membership)
-
-
-class _InFleet(GpupoolError):
-    """The node is in a fleet already."""
-
-    def __init__(self, membership: NodeMembership) -> None:
-        super().__init__(
-            f"this node is in the fleet at {membership.ray_address} as {membership.name}",
-            "leave the fleet first: `gpupool fleet leave`",
-        )
+    except Refused:
+        return
+    raise Refused(
+        f"this node is in the fleet at {membership.ray_address} as {membership.name}",
+        "leave the fleet first: `gpupool fleet leave`",
+    )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpupoold.api.schemas_fleet import FleetModel
-from gpupoold.fleet.nodes import FleetSpec, Node, demand_of, shared
+from gpupoold.fleet.nodes import LEAST_LOAD, FleetSpec, Node, demand_of, shared
 from gpupoold.scheduling.pressure import HomeDevice, ModelDemand, pressure
 
 # Share of a node's time for a model; a model with more work gets a further replica.
@@ -31,9 +31,9 @@ _ADDITIONS = 1
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Add a model to a node, or remove it there."""
+    """Add a model to a node, remove it there, or bring its weights to the node's host memory."""
 
-    kind: Literal["add", "remove"]
+    kind: Literal["add", "remove", "warm"]
     model: str
     node: str
     why: str
@@ -61,6 +61,8 @@ def changes(
     for name in sorted(specs, key=lambda one: (-demands[one].load, one)):
         found += _missing(name, targets[name], having[name], usable)
         found += _superfluous(name, targets[name], having[name], nodes)
+        if demands[name].load > LEAST_LOAD:
+            found += _cold(name, targets[name], having[name], usable)
     return _limited(found, nodes)
 
 
@@ -212,12 +214,30 @@ def _superfluous(
     ]
 
 
+def _cold(
+    name: str,
+    targets: Iterable[str],
+    having: Mapping[str, FleetModel],
+    usable: Mapping[str, Node],
+) -> list[Change]:
+    """Return the loads of a requested model's weights where free host memory has room for them."""
+    return [
+        Change("warm", name, node, "the model's other node may die")
+        for node in sorted(targets)
+        if usable[node].serves(name)
+        and name not in usable[node].ongoing | usable[node].failed
+        and having[node].first_token_in_s is None
+        and not having[node].num_live
+        and having[node].weights_bytes <= usable[node].report.cache_free_bytes
+    ]
+
+
 def _limited(found: Sequence[Change], nodes: Mapping[str, Node]) -> list[Change]:
-    """Return the changes without additions for which a node is too busy."""
+    """Return the changes without loads for which a node is too busy."""
     left = {name: _ADDITIONS - len(one.ongoing) for name, one in nodes.items()}
     kept = []
     for one in found:
-        if one.kind == "add":
+        if one.kind != "remove":
             left[one.node] -= 1
             if left[one.node] < 0:
                 continue

@@ -7,11 +7,15 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
+from gpupoold.domain import Priority
 from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.fleet.wanted import Wanted
 
 # A node with the conversation's KV may be later by this share of the TTFT target.
 _CONVERSATION_SHARE = 0.25
+# Requests of low priority leave the earliest nodes to other requests, as long as the first token is
+# expected within this share of the TTFT target.
+_LOW_SHARE = 0.5
 # Assumed wait on a node without an estimate, while the model is brought to host memory.
 _UNKNOWN_S = 30.0
 # Messages that distinguish conversations; many conversations share a system prompt.
@@ -39,6 +43,7 @@ def order(
     conversation: bytes,
     sent: Mapping[str, int],
     avoided: Collection[str] = (),
+    priority: Priority = Priority.NORMAL,
 ) -> list[Node]:
     """Return the nodes able to answer a request of a model, the best first.
 
@@ -52,14 +57,17 @@ def order(
     ]
     waits_s = {node.name: _wait_s(node, model, sent.get(node.name, 0)) for node in able}
     able.sort(key=lambda node: (waits_s[node.name], node.name))
-    if len(able) > 1 and conversation:
+    ttft_s = min((one.ttft_s for node in able if (one := node.model(model))), default=0.0)
+    first = None
+    if priority is Priority.LOW:
+        early = [node for node in able if waits_s[node.name] <= _LOW_SHARE * ttft_s]
+        first = early[-1] if early else None
+    if conversation and able:
         home = max(able, key=lambda node: _rank(node, conversation))
-        found = home.model(model)
-        ttft_s = 0.0 if found is None else found.ttft_s
-        if waits_s[home.name] <= waits_s[able[0].name] + _CONVERSATION_SHARE * ttft_s:
-            able.remove(home)
-            able.insert(0, home)
-    return able
+        best = first or able[0]
+        if waits_s[home.name] <= waits_s[best.name] + _CONVERSATION_SHARE * ttft_s:
+            first = home
+    return able if first is None else [first, *(node for node in able if node is not first)]
 
 
 def _wait_s(node: Node, model: str, num_sent: int) -> float:

@@ -32,9 +32,6 @@ from gpupoold.wire.messages import (
     ServedModel,
 )
 
-_BEARER = b"bearer "
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
-
 _NO_KEY = (
     "You did not provide an API key. "
     "Send the key as `Authorization: Bearer KEY` or `x-api-key: KEY`."
@@ -125,7 +122,7 @@ class Callers:
         """
         if self._are_required is None:
             raise starting()
-        sent = list(_credentials(headers))
+        sent = list(secret.sent_in(headers))
         for text in sent:
             key_id = secret.id_of(text)
             if key_id is not None:
@@ -214,18 +211,10 @@ def cache_salt(of_client: str | None) -> str | None:
 def without_credentials(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Return the same request without its key, for other applications."""
     headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
-    if not any(name in _CREDENTIALS for name, _ in headers):
+    if not any(name in secret.HEADERS for name, _ in headers):
         return scope
-    kept = [header for header in headers if header[0] not in _CREDENTIALS]
+    kept = [header for header in headers if header[0] not in secret.HEADERS]
     return {**scope, "headers": kept}
-
-
-def _credentials(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[str]:
-    for name, value in headers:
-        if name == b"x-api-key":
-            yield value.decode("latin-1").strip()
-        elif name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
-            yield value[len(_BEARER) :].decode("latin-1").strip()
 
 
 def _caller(key: KeyRecord, share_prefixes: bool) -> Caller:

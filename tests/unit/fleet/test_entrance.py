@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 import httpx
@@ -14,6 +14,8 @@ import pytest
 import uvicorn
 
 from gpupoold.access.fleet import HEADER, verified
+from gpupoold.access.secret import make_key
+from gpupoold.domain import Priority
 from gpupoold.fleet import asgi, entrance as entrance_module
 from gpupoold.fleet.entrance import Entrance
 from gpupoold.fleet.nodes import FleetTable, Node
@@ -123,7 +125,9 @@ async def goes_on(node: ScriptedNode, body: bytes, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def fleet(**answers: Answer) -> AsyncIterator[tuple[httpx.AsyncClient, list[ScriptedNode]]]:
+async def fleet(
+    priorities: Mapping[str, Priority] | None = None, **answers: Answer
+) -> AsyncIterator[tuple[httpx.AsyncClient, list[ScriptedNode]]]:
     """A client of an entrance before these nodes, the first one the quickest."""
     nodes = [ScriptedNode(name, answer) for name, answer in answers.items()]
     serving = [asyncio.create_task(one.server._serve([one.listener])) for one in nodes]
@@ -131,9 +135,10 @@ async def fleet(**answers: Answer) -> AsyncIterator[tuple[httpx.AsyncClient, lis
         1,
         SECRET,
         tuple(
-            Node(one.name, one.url, report(model("m", first_token_in_s=50.0 * n)), 0.0)
+            Node(one.name, one.url, report(model("m", first_token_in_s=4.0 * n)), 0.0)
             for n, one in enumerate(nodes)
         ),
+        priorities=priorities or {},
     )
     entrance = Entrance()
     await entrance.start()
@@ -158,6 +163,23 @@ async def fleet(**answers: Answer) -> AsyncIterator[tuple[httpx.AsyncClient, lis
 
 def asking(**changes: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | changes
+
+
+async def test_a_head_request_gets_no_body() -> None:
+    async with fleet(a=works) as (client, _):
+        for path in ("/health", "/v1/models"):
+            answer = await client.head(path)
+            assert answer.content == b""
+            assert int(answer.headers["content-length"]) > 0
+            assert "x-gpupool-node" not in answer.headers
+
+
+async def test_a_key_of_low_priority_leaves_the_first_node_to_others() -> None:
+    low, other = make_key(), make_key()
+    async with fleet({low.id: Priority.LOW}, a=works, b=works) as (client, _):
+        for key, node in ((low, "b"), (other, "a")):
+            answer = await client.post(PATH, json=asking(), headers={"x-api-key": key.text})
+            assert answer.json() == {"node": node}
 
 
 async def test_requests_are_passed_on_without_forged_headers() -> None:

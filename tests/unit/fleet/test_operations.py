@@ -38,7 +38,7 @@ def test_the_membership_is_stored(tmp_path: Path) -> None:
         cluster.read_membership(tmp_path)
     cluster.write_membership(tmp_path, MEMBERSHIP)
     assert cluster.read_membership(tmp_path) == MEMBERSHIP
-    with pytest.raises(operations._InFleet, match=r"at 10\.0\.0\.1:6379 as east"):
+    with pytest.raises(Refused, match=r"at 10\.0\.0\.1:6379 as east"):
         operations._check_free(tmp_path)
     cluster.write_membership(tmp_path, None)
     operations._check_free(tmp_path)

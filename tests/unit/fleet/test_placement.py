@@ -95,6 +95,19 @@ def test_a_node_that_could_not_add_a_model_is_not_asked_again() -> None:
     assert change.node == "b"
 
 
+def test_replicas_of_requested_models_stay_in_host_memory() -> None:
+    def due(free_bytes: int, load: float = 0.2, **changed: Any) -> list[Change]:
+        cold = node("b", model("m", first_token_in_s=None, **changed))
+        cold.report.cache_free_bytes = free_bytes
+        return changes(specs(spec("m", 2)), nodes(node("a", model("m", load=load)), cold))
+
+    (change,) = due(16 * GIB)
+    assert (change.kind, change.node) == ("warm", "b")
+    assert not due(15 * GIB), "no other weights are evicted"
+    assert not due(16 * GIB, load=0.0), "nobody asks for it"
+    assert not due(16 * GIB, num_live=1), "its requests load it"
+
+
 def test_models_of_others_are_left_alone() -> None:
     fleet = nodes(node("a", model("theirs")), node("b", model("theirs")))
     assert not changes(specs(), fleet)

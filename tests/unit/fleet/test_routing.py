@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gpupoold.domain import Priority
 from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.fleet.routing import conversation_of, order
 from gpupoold.fleet.wanted import Wanted
@@ -62,6 +63,21 @@ def test_a_conversation_stays_where_it_was_while_that_is_quick_enough() -> None:
 
     assert len(ask(0.2)) == 4
     assert not ask(9.0)
+
+
+def test_low_priority_leaves_the_earliest_nodes_to_others() -> None:
+    waits_s = {"a": 0.1, "b": 3.0, "c": 4.0, "d": 9.0}
+    given = tuple(node(name, model("m", first_token_in_s=s)) for name, s in waits_s.items())
+
+    def first(priority: Priority, *nodes: Node, conversation: bytes = b"") -> str:
+        table = FleetTable(1, "", nodes)
+        return order(table, "m", conversation, {}, (), priority)[0].name
+
+    assert first(Priority.HIGH, *given) == first(Priority.NORMAL, *given) == "a"
+    assert first(Priority.LOW, *given) == "c", "within half of the target of 10 s"
+    assert first(Priority.LOW, given[3]) == "d"
+    homes = {first(Priority.LOW, *given, conversation=bytes([n])) for n in range(50)}
+    assert homes == {"a", "b", "c"}, "a conversation stays, but not where it would be late"
 
 
 def test_turns_of_a_conversation_have_one_digest() -> None:

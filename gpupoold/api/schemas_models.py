@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -10,17 +10,22 @@ from gpupoold.api.schemas import MAX_DEVICES, Body, ErrorBody, ModelUsage, PaceT
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.latency.stored import StoredLatency
 
+MAX_PEERS = 16
+PeerUrl = Annotated[str, Field(max_length=512, pattern=r"^https?://[^\s/?#]+$")]
+
 
 class AddModelRequest(Body):
     """``POST /models``; the answer is a stream of ``Progress`` lines.
 
     ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
-    With ``detach`` the stream ends after the checks, and the daemon goes on.
+    With ``detach`` the stream ends after the checks, and the daemon goes on. ``peers`` are
+    addresses of the fleet's nodes that have the checkpoint.
     """
 
     name: str
     source: str | None = None
     revision: str | None = None
+    peers: list[PeerUrl] = Field(default=[], max_length=MAX_PEERS)
     dtype: str = "auto"
     max_model_len: int | None = Field(default=None, gt=0)
     ttft_s: float = Field(default=DEFAULT_TTFT_S, gt=0, allow_inf_nan=False)

@@ -8,6 +8,7 @@ checksum, cannot be cancelled, and fetches the weights before anything was check
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
@@ -33,6 +34,7 @@ from gpupoold.checkpoints.manifest import (
     read_manifest,
     write_manifest,
 )
+from gpupoold.checkpoints.peers import Peers
 from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
@@ -62,6 +64,7 @@ async def download(
     model_dirs: Sequence[Path] = (),
     part: Part = "all",
     content: Content = "checkpoint",
+    peers: Peers | None = None,
 ) -> Path:
     """Download a repository's checkpoint or adapter to ``target_dir`` and return that folder.
 
@@ -71,7 +74,8 @@ async def download(
     A finished download of the same revision is returned at once, without a network; an interrupted
     download is resumed. ``on_progress`` (a :data:`ProgressCallback`) is called in the running event
     loop. Cancelling stops within one read timeout and keeps the downloaded bytes. ``model_dirs``
-    appear in hints.
+    appear in hints. Weights come from ``peers`` if quicker, and everything if the hub cannot be
+    asked.
 
     Raises:
         Refused: no such repository or revision, no access, no permitted file, no disk space, or the
@@ -93,6 +97,7 @@ async def download(
         report=report,
         part=part,
         content=content,
+        peers=peers or Peers(),
     )
     task = asyncio.create_task(asyncio.to_thread(job.run))
     try:
@@ -116,6 +121,7 @@ class _Download:
     report: ProgressCallback
     part: Part = "all"
     content: Content = "checkpoint"
+    peers: Peers = field(default_factory=Peers)
     stop: Stop = field(default_factory=Stop)
 
     def run(self) -> Path:
@@ -173,7 +179,7 @@ class _Download:
             yield
 
     def _plan(self, found: Manifest | None) -> Manifest:
-        commit, listed = self.hub.list_files(self._commit_to_continue(found) or self.revision)
+        commit, listed = self._list_files(self._commit_to_continue(found))
         if found is not None and found.commit != commit:
             self._discard(found)
         wanted = choose_files(
@@ -185,6 +191,19 @@ class _Download:
         )
         files = tuple(self._sized(commit, file) for file in listed if file.path in wanted)
         return Manifest(self.hub.repo_id, self.revision, commit, files)
+
+    def _list_files(self, commit: str | None) -> tuple[str, tuple[HubFile, ...]]:
+        """Ask the hub, or else a peer, which then takes the hub's place."""
+        try:
+            return self.hub.list_files(commit or self.revision)
+        except (Failed, Refused):
+            for peer in self.peers.hubs(self.hub):
+                with contextlib.suppress(Failed):
+                    found = peer.list_files(self.revision)
+                    if commit in (None, found[0]):
+                        self.hub = peer
+                        return found
+            raise
 
     def _sized(self, commit: str, file: HubFile) -> HubFile:
         """Return a file with its size, asking for the size if the listing has none."""
@@ -230,7 +249,8 @@ class _Download:
     def _fetch(self, manifest: Manifest) -> None:
         (self.target_dir / PART_FOLDER).mkdir(exist_ok=True)
         write_manifest(self.target_dir, manifest)
-        fetcher = Fetcher(self.hub, manifest.commit, self.target_dir, self.stop)
+        peers = self.peers.hubs(self.hub)
+        fetcher = Fetcher(self.hub, manifest.commit, self.target_dir, self.stop, peers)
         total_bytes = sum(file.num_bytes for file in manifest.files)
 
         def missing_bytes() -> int:

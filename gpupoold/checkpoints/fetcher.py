@@ -15,6 +15,7 @@ from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.download_progress import DownloadProgress
 from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
 from gpupoold.checkpoints.manifest import HubFile
+from gpupoold.checkpoints.peers import PeerHub, Sources
 from gpupoold.checkpoints.xet import Xet
 from gpupoold.errors import Failed
 from gpupoold.system import durable
@@ -55,16 +56,20 @@ class Stop:
 class Fetcher:
     """Fetches files of one commit into a folder; an incomplete file is in ``PART_FOLDER``.
 
-    Weights come through Xet where the hub offers Xet, other files by plain HTTP.
+    Weights come from a peer that is quicker than the hub, else through Xet where the hub offers
+    Xet; other files come by plain HTTP.
     """
 
-    def __init__(self, hub: Hub, commit: str, target_dir: Path, stop: Stop) -> None:
+    def __init__(
+        self, hub: Hub, commit: str, target_dir: Path, stop: Stop, peers: Sequence[PeerHub] = ()
+    ) -> None:
         self.progress = DownloadProgress(0, lambda _done, _total, _rate: None)
         self._hub = hub
         self._commit = commit
         self._target_dir = target_dir
         self._stop = stop
         self._xet = Xet(hub, commit)
+        self._sources = Sources(peers)
 
     def is_done(self, file: HubFile) -> bool:
         return has_size(self._target_dir / file.path, file.num_bytes)
@@ -88,6 +93,8 @@ class Fetcher:
             Stopped: the download was cancelled.
         """
         self._stop.ends(self._xet)
+        weights = [file for file in files if layout.is_weight_file(file.path)]
+        self._sources.measure(self._hub, self._commit, weights)
         with ThreadPoolExecutor(NUM_PARALLEL_FILES, thread_name_prefix="download") as pool:
             futures = [pool.submit(self._fetch, file) for file in files]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -111,6 +118,7 @@ class Fetcher:
             # The damage may be in an earlier run's part, or in what one of two ways delivers.
             _logger.warning("%s of %s is damaged: fetched again", file.path, self._hub.repo_id)
             self._xet.give_up("a file arrived damaged")
+            self._sources.drop()
             self._start_over(part)
             self._grow(file, part)
             self._require_intact(file, part)
@@ -151,16 +159,25 @@ class Fetcher:
         offset = part.stat().st_size
         if offset > file.num_bytes:
             raise RangeRefused
-        with self._opened(file, offset) as (start, chunks):
-            if start != offset:
-                self._start_over(part)
-            self._append(file, part, start, chunks)
-        if part.stat().st_size < file.num_bytes:
-            raise Interrupted("the connection closed early")
+        peer = self._sources.best if layout.is_weight_file(file.path) else None
+        try:
+            with self._opened(file, offset, peer) as (start, chunks):
+                if start != offset:
+                    self._start_over(part)
+                self._append(file, part, start, chunks)
+            if part.stat().st_size < file.num_bytes:
+                raise Interrupted("the connection closed early")
+        except (Interrupted, Failed) as error:
+            if peer is None:
+                raise
+            _logger.warning("%s of %s: %s", file.path, self._hub.repo_id, error)
+            self._sources.drop(peer)
 
     def _opened(
-        self, file: HubFile, offset: int
+        self, file: HubFile, offset: int, peer: PeerHub | None
     ) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
+        if peer is not None:
+            return peer.open_file(self._commit, file.path, offset)
         place = self._xet.has(file) if layout.is_weight_file(file.path) else None
         if place is not None:
             return self._xet.open_file(file, place, offset)

@@ -135,7 +135,9 @@ async def build_control_plane(
         explainer=Explainer(registry, history, dispatcher, fleet, supervisor.workers, cache),
         wait_reports=WaitReports(dispatcher.live, dispatcher.scheduler.state, frontends.send_to),
         keyring=keyring,
-        membership=FleetMembership(settings.paths.state_dir, history, frontends.send),
+        membership=FleetMembership(
+            settings.paths.state_dir, settings.paths.download_dir, history, frontends.send
+        ),
         http_url=_url(listener, settings),
         gpu_readings=GpuReadings(settings.devices),
     )

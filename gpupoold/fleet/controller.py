@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gpupoold.api.schemas_access import AddKeyRequest
+from gpupoold.api.schemas_models import MAX_PEERS
 from gpupoold.domain import Priority
 from gpupoold.errors import NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import store
@@ -257,9 +258,17 @@ class Controller:
 
     async def _order(self, change: Change) -> None:
         spec = self._stored.models.get(change.model)
-        request = None if spec is None or change.kind != "add" else spec.request
+        request = None
+        if spec is not None and change.kind == "add":
+            request = spec.request.model_copy(update={"peers": self._peers_with(change.model)})
         _logger.info("%s %s on %s: %s", change.kind, change.model, change.node, change.why)
         await self._ask_to(change.node, Order(change.kind, change.model, request))
+
+    def _peers_with(self, model: str) -> list[str]:
+        """Return the addresses of nodes that may have the checkpoint of a model."""
+        nodes = self._nodes.values()
+        urls = [one.url for one in nodes if not one.is_lost and one.serves(model)]
+        return urls[:MAX_PEERS]
 
     async def _ask_to(self, node: str, order: Order) -> None:
         try:

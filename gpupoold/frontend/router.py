@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gpupoold import __version__
+from gpupoold.checkpoints.peers import PATH as CHECKPOINTS_PATH
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
 from gpupoold.frontend.batches.api import BATCHES, FILES
@@ -22,6 +23,7 @@ from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.body import Disconnected, read_body, replay
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
+from gpupoold.frontend.checkpoint_files import CheckpointFiles
 from gpupoold.frontend.errors import (
     ApiError,
     method_not_allowed,
@@ -96,6 +98,7 @@ class Router:
         traces: Traces | None = None,
         batches: BatchService | None = None,
         fleet_calls: FleetCalls | None = None,
+        checkpoint_files: CheckpointFiles | None = None,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
@@ -107,6 +110,7 @@ class Router:
         self._traces = traces or Traces("")
         self._batches = batches
         self._fleet_calls = fleet_calls or FleetCalls()
+        self._checkpoint_files = checkpoint_files or CheckpointFiles(self._fleet_calls)
         self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,6 +133,9 @@ class Router:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send, ids: RequestIds) -> None:
         path, method = scope["path"], scope["method"]
+        if path.startswith(CHECKPOINTS_PATH):
+            await self._checkpoint_files.serve(scope, receive, send)
+            return
         is_open = path in _OPEN_PATHS
         caller = Caller() if is_open else self._callers.identify(scope["headers"])
         if caller.key is None and not is_open and not _is_unix(scope):

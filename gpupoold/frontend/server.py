@@ -21,6 +21,7 @@ from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.checkpoint_files import CheckpointFiles
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting
@@ -132,6 +133,7 @@ class FrontendServer:
             BytesInFlight(settings.max_bytes_in_flight),
         )
         self._fleet_calls = FleetCalls()
+        self._checkpoint_files = CheckpointFiles(self._fleet_calls)
         self._traces = Traces(settings.traces_endpoint, settings.traces_share)
         self._batches = (
             None
@@ -148,6 +150,7 @@ class FrontendServer:
             self._traces,
             self._batches,
             self._fleet_calls,
+            self._checkpoint_files,
         )
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []
@@ -266,6 +269,7 @@ class FrontendServer:
                 self._callers.replace(message)
             case FleetSecret():
                 self._fleet_calls.secret = message.secret
+                self._checkpoint_files.folder = message.downloads
             case RateAnswer():
                 self._rates.answered(message)
             case Accept():

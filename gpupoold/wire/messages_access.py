@@ -44,9 +44,13 @@ class AccessRules(Message):
 
 
 class FleetSecret(Message):
-    """The secret of the fleet's entrance, empty without a fleet (daemon → frontend)."""
+    """The secret of the daemon's fleet, empty without a fleet (daemon → frontend).
+
+    ``downloads`` is the folder of downloaded checkpoints, for other nodes.
+    """
 
     secret: str
+    downloads: str
 
 
 class AccessReport(Message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def imports() -> Iterator[None]:
         with import_server(engine_environment(settings)) as address:
             patch.setenv(ADDRESS, address)
             yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(imports: None) -> Iterator[None]:
+    """What an engine in this process sets for itself does not reach the daemons of other modules.
+
+    The import server forks for daemons in its own environment only.
+    """
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,10 @@ from tests.functional.daemon_tools import (
     children,
     emulated_config,
     eventually,
+    weight_bytes,
 )
 from tests.functional.fleet_box import LocalFleet, local_fleet
+from tests.unit.checkpoints.fake_hub import run_hub
 
 NUM_TOKENS = 400
 NUM_STREAMS = 6
@@ -161,6 +163,38 @@ async def test_a_key_of_the_fleet(fleet: LocalFleet) -> None:
     fleet.controller.remove_key("web")
     await eventually(lambda: having() == 0)
     assert await status() == 401
+
+
+@pytest.mark.slow
+async def test_weights_come_from_the_other_node(
+    tiny_models: dict[str, Path],
+    device_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {path.name: path.read_bytes() for path in tiny_models[LLAMA].iterdir()}
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with run_hub() as hub, contextlib.ExitStack() as stack:
+        hub.add("org/good", files)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        config = emulated_config(device_bytes)
+        daemons = {
+            name: stack.enter_context(private_daemon(config, tmp_path / name))
+            for name in ("east", "west")
+        }
+        async with local_fleet(daemons, tmp_path) as fleet:
+            request = AddModelRequest(name="good", source="org/good", **LOAD_OPTIONS)
+            fleet.controller.add_model(FleetSpec(request))
+            await eventually(lambda: len(serving(fleet, "good")) == 1, timeout_s=90)
+            sent = sum(one.sent_bytes for one in hub.downloads("model.safetensors"))
+            assert sent >= weight_bytes(tiny_models[LLAMA])
+            hub.requests.clear()
+            fleet.controller.add_model(FleetSpec(request, 2))
+            await eventually(lambda: len(serving(fleet, "good")) == 2, timeout_s=90)
+            sent = sum(one.sent_bytes for one in hub.downloads("model.safetensors"))
+            assert sent < weight_bytes(tiny_models[LLAMA]) / 10, "more than the header"
 
 
 @pytest.mark.slow

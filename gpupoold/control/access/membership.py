@@ -21,13 +21,16 @@ class FleetMembership:
     The frontends are informed of each change.
     """
 
-    def __init__(self, folder: Path, history: History, send: Callable[[m.Message], None]) -> None:
-        """``send`` sends a message to all frontends.
+    def __init__(
+        self, folder: Path, downloads: Path, history: History, send: Callable[[m.Message], None]
+    ) -> None:
+        """``downloads`` has checkpoints for other nodes; ``send`` sends a message to all frontends.
 
         Raises:
             Failed: the file cannot be read.
         """
         self._folder = folder
+        self._downloads = downloads
         self._history = history
         self._send = send
         self.secret = read_secret(folder)
@@ -47,7 +50,7 @@ class FleetMembership:
 
     def publish(self) -> None:
         """Send the secret to the frontends."""
-        self._send(m.FleetSecret(self.secret))
+        self._send(m.FleetSecret(self.secret, str(self._downloads)))
 
 
 def read_secret(folder: Path) -> str:

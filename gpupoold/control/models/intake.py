@@ -11,9 +11,11 @@ from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
 from gpupoold.checkpoints.download import Part, download
 from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes
 from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
+from gpupoold.checkpoints.peers import Peers
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.checkpoints.selection import Content
 from gpupoold.config.schema import Settings
+from gpupoold.control.access.membership import read_secret
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.sources import cached, folder_of
@@ -50,6 +52,8 @@ class Intake:
         self._supervisor = supervisor
         self._host_budget = host_budget
         self._divisions = divisions
+        secret = read_secret(settings.paths.state_dir) if request.peers else ""
+        self._peers = Peers(request.peers, secret)
         self._info: CheckpointInfo | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
@@ -87,13 +91,15 @@ class Intake:
                 yield line
             return
         path = folder_of(found, request.revision, self._settings)
-        async for line in fetched(found, request.revision, self._settings, part="small files"):
+        async for line in fetched(
+            found, request.revision, self._settings, part="small files", peers=self._peers
+        ):
             yield line
         remote = await asyncio.to_thread(remote_weights, path)
         async for line in self._checked(path, found.repo_id, remote):
             yield line
         if remote is not None and not request.check_only:
-            async for line in fetched(found, request.revision, self._settings):
+            async for line in fetched(found, request.revision, self._settings, peers=self._peers):
                 yield line
             async for line in self._checked(path, found.repo_id, None):
                 yield line
@@ -184,6 +190,7 @@ async def fetched(
     settings: Settings,
     content: Content = "checkpoint",
     part: Part = "all",
+    peers: Peers | None = None,
 ) -> AsyncIterator[Progress]:
     """Download a repository to :func:`folder_of`, and yield the progress.
 
@@ -213,6 +220,7 @@ async def fetched(
             model_dirs=settings.paths.model_dirs,
             content=content,
             part=part,
+            peers=peers,
         )
     )
     async for line in _until_done(task, lines):

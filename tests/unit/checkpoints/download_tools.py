@@ -12,6 +12,7 @@ import pytest
 from gpupoold.checkpoints.download import download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
 from gpupoold.checkpoints.manifest import read_manifest
+from gpupoold.checkpoints.peers import Peers
 from gpupoold.checkpoints.selection import Content
 from gpupoold.errors import Failed, GpupoolError
 from tests.unit.checkpoints import samples
@@ -33,6 +34,7 @@ def fetch(
     allow_remote_code: bool = False,
     model_dirs: tuple[Path, ...] = (),
     content: Content = "checkpoint",
+    peers: Peers | None = None,
 ) -> Path:
     reports = progress if progress is not None else []
     return asyncio.run(
@@ -45,6 +47,7 @@ def fetch(
             allow_remote_code=allow_remote_code,
             model_dirs=model_dirs,
             content=content,
+            peers=peers,
         )
     )
 

@@ -28,6 +28,7 @@ class WrittenAgent:
         self.moments: list[Moment] = []
         self.carries_out = True
         self.keys: dict[str, str] = {}
+        self.peers: dict[str, list[str]] = {}
 
     async def report(self, moment: Moment) -> AgentReport:
         if self.is_away:
@@ -48,7 +49,8 @@ class WrittenAgent:
         elif order.kind == "remove":
             self.models.pop(order.model, None)
         elif self.carries_out:
-            assert order.request is not None
+            assert isinstance(order.request, AddModelRequest)
+            self.peers[order.model] = order.request.peers
             self.models[order.model] = model(order.model)
 
 
@@ -92,6 +94,17 @@ async def test_models_are_placed(rig: Rig) -> None:
     assert rig.having("n") == []
     with pytest.raises(NoSuchModel):
         await rig.controller.remove_model("n")
+
+
+async def test_a_new_replica_is_told_of_the_nodes_with_the_checkpoint(rig: Rig) -> None:
+    rig.controller.add_model(spec("m"))
+    await rig.steps()
+    (first,) = rig.having("m")
+    assert rig.agents[first].peers == {"m": []}
+    rig.controller.add_model(spec("m", 2))
+    await rig.steps()
+    (second,) = {"a", "b"} - {first}
+    assert rig.agents[second].peers == {"m": [f"http://{first}"]}
 
 
 async def test_models_without_a_node_are_known(rig: Rig) -> None:

@@ -78,7 +78,7 @@ MESSAGES: list[m.Message] = [
     m.AddRequest("llama", "r1", 3.5, 2, 64, [b"x"], [3, 4], True, KV_TRANSFER),
     m.AddRequest("llama", "r1", 3.5, 1, 64, [b"x"], key_id="Ab12", priority=Priority.HIGH),
     m.AbortRequests("llama", ["r1", "r2"]),
-    m.FleetSecret("ab" * 32),
+    m.FleetSecret("ab" * 32, "/var/lib/gpupool/models"),
     m.RunTurn(7, "llama", 1.5, None, 256),
     m.EndTurn(),
     m.MigrateOut("llama", "r1"),

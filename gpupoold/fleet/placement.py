@@ -20,13 +20,14 @@ from gpupoold.scheduling.pressure import HomeDevice, ModelDemand, pressure
 _FULL = 0.7
 # A replica is removed if the remaining replicas would have at most this share.
 _SPARE = 0.5
-# Least gain for a move to a different node, because the weights are loaded anew.
-_THRESHOLD = 0.3
+# Models leave nodes of at least this pressure, for a gain of this share of the cost of the node,
+# because the weights are loaded anew. A tenth of the nodes give models away at a time.
+_PRESSED, _THRESHOLD, _SOURCES = 0.6, 0.1, 10
 # The exponent of homes, see :mod:`gpupoold.scheduling.pressure`.
 _POWER = 4
 _MOST_TRIED = 8
-# Loads of a node at the same time: a load slows the streams down.
-_ADDITIONS = 1
+# Loads of a node at the same time: a load slows the streams down. Requests wait for lost models.
+_ADDITIONS, _ADDITIONS_OF_LOST = 1, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,12 @@ def changes(
         found += _superfluous(name, targets[name], having[name], nodes)
         if demands[name].load > LEAST_LOAD:
             found += _cold(name, targets[name], having[name], usable)
-    return _limited(found, nodes)
+    lost = {
+        name
+        for name, there in having.items()
+        if there and all(nodes[node].is_lost for node in there)
+    }
+    return _limited(found, nodes, lost)
 
 
 def num_replicas(demand: ModelDemand, spec: FleetSpec, nodes: Mapping[str, Node], has: int) -> int:
@@ -85,89 +91,127 @@ def _targets(
     rebalances: bool,
 ) -> dict[str, set[str]]:
     """Return the wanted nodes of each model."""
-    placed: dict[str, list[ModelDemand]] = {name: [] for name in usable}
-    targets: dict[str, set[str]] = {}
+    present = {name: [node for node in having[name] if node in usable] for name in specs}
+    hosted = _hosted(present, demands, usable)
+    # Without a node for a model, no node shall have the model.
+    targets: dict[str, set[str]] = {name: set() for name in specs}
     single: dict[str, ModelDemand] = {}
     for name in sorted(specs, key=lambda one: (-demands[one].load, one)):
-        there = [node for node in having[name] if node in usable]
+        there = present[name]
         num = num_replicas(demands[name], specs[name], usable, len(there))
         share = shared(demands[name], num)
         if num == 1 and len(there) <= 1:
             single[name] = share
             continue
-        chosen = sorted(there, key=lambda node: _growth(usable[node], placed[node], share))[:num]
+        for node in there:
+            del hosted[node][name]
+        chosen = sorted(there, key=lambda node: _growth(usable[node], hosted[node], share))[:num]
         others = [node for node in usable if node not in chosen and name not in usable[node].failed]
-        others.sort(key=lambda node: (_growth(usable[node], placed[node], share), node))
+        others.sort(key=lambda node: (_growth(usable[node], hosted[node], share), node))
         chosen += others[: num - len(chosen)]
         for node in chosen:
-            placed[node].append(share)
+            hosted[node][name] = share
         targets[name] = set(chosen)
-    # Without a node for a model, no node shall have the model.
-    targets |= {name: set() for name in single}
-    present = {name: [node for node in having[name] if node in usable] for name in single}
-    homes = _homes(single, present, placed, usable, rebalances=rebalances)
+    homes = _homes(single, present, hosted, usable, rebalances=rebalances)
     return targets | {name: {node} for name, node in homes.items()}
+
+
+def _hosted(
+    present: Mapping[str, Sequence[str]],
+    demands: Mapping[str, ModelDemand],
+    usable: Mapping[str, Node],
+) -> dict[str, dict[str, ModelDemand]]:
+    """Return the work of the models on each node now."""
+    hosted: dict[str, dict[str, ModelDemand]] = {name: {} for name in usable}
+    for name, nodes in present.items():
+        for node in nodes:
+            hosted[node][name] = shared(demands[name], len(nodes))
+    return hosted
 
 
 def _homes(
     single: Mapping[str, ModelDemand],
     present: Mapping[str, Sequence[str]],
-    placed: Mapping[str, Sequence[ModelDemand]],
+    hosted: Mapping[str, dict[str, ModelDemand]],
     usable: Mapping[str, Node],
     *,
     rebalances: bool,
 ) -> dict[str, str]:
     """Return the node of each model with one replica, as far as decided in this round.
 
-    ``present`` has the nodes with each model now.
+    ``present`` has the nodes with each model now, ``hosted`` the work on each node.
     """
-    hosted = {name: list(placed[name]) for name in usable}
-    homes = {}
-    for name, demand in single.items():
-        if present[name]:
-            homes[name] = present[name][0]
-            hosted[homes[name]].append(demand)
-    # Each node adds one model at a time, so the remaining models may wait for a later round.
-    missing = [name for name in single if name not in homes][: len(usable)]
+    homes = {name: present[name][0] for name in single if present[name]}
+    # Each node adds few models at a time, so the remaining models may wait for a later round.
+    most = _ADDITIONS_OF_LOST * len(usable)
+    missing = [name for name in single if name not in homes][:most]
     for name in missing:
         able = [node for node in sorted(usable) if name not in usable[node].failed]
         if able:
             home = min(able, key=lambda node: _growth(usable[node], hosted[node], single[name]))
             homes[name] = home
-            hosted[home].append(single[name])
+            hosted[home][name] = single[name]
     if rebalances and not missing:
-        homes |= _best_move(homes, single, hosted, usable)
+        homes |= _moves(homes, single, hosted, usable)
     return homes
 
 
-def _best_move(
+def _moves(
     homes: Mapping[str, str],
     single: Mapping[str, ModelDemand],
-    hosted: Mapping[str, Sequence[ModelDemand]],
+    hosted: Mapping[str, Mapping[str, ModelDemand]],
     usable: Mapping[str, Node],
 ) -> dict[str, str]:
-    """Return a new home for a model of the most pressed node, if worth a load, else nothing.
+    """Return new homes for models of the most pressed nodes, as far as worth a load.
+
+    In a round a tenth of the nodes give a model away, each to a different node.
+    """
+    costs = {node: _cost(usable[node], hosted[node].values()) for node in usable}
+    left = sorted(costs, key=lambda node: (-costs[node], node))
+    of_node: dict[str, list[str]] = {node: [] for node in usable}
+    for name, node in homes.items():
+        of_node[node].append(name)
+    found: dict[str, str] = {}
+    for source in left[: math.ceil(len(left) / _SOURCES)]:
+        if source not in left or costs[source] < _PRESSED**_POWER:
+            continue
+        left.remove(source)
+        movable = [single[name] for name in of_node[source]]
+        move = _best_move(usable[source], movable, left, hosted, usable)
+        if move is not None:
+            name, target = move
+            found[name] = target
+            left.remove(target)
+    return found
+
+
+def _best_move(
+    source: Node,
+    movable: Sequence[ModelDemand],
+    others: Sequence[str],
+    hosted: Mapping[str, Mapping[str, ModelDemand]],
+    usable: Mapping[str, Node],
+) -> tuple[str, str] | None:
+    """Return a model of ``source`` and the best new node of ``others``, if worth a load.
 
     Only the models with most work and the least pressed nodes are tried, which bounds the time.
     """
-    costs = {node: _cost(usable[node], hosted[node]) for node in usable}
-    source, *others = sorted(costs, key=lambda node: -costs[node])
-    movable = [name for name, node in homes.items() if node == source]
-    movable.sort(key=lambda name: -single[name].load)
-    best, gain = dict[str, str](), _THRESHOLD * sum(costs.values())
-    for name in movable[:_MOST_TRIED]:
-        left = [one for one in hosted[source] if one.model != name]
-        relief = costs[source] - _cost(usable[source], left)
+    here = hosted[source.name]
+    cost = _cost(source, here.values())
+    best, gain = None, _THRESHOLD * cost
+    for demand in sorted(movable, key=lambda one: -one.load)[:_MOST_TRIED]:
+        left = (one for name, one in here.items() if name != demand.model)
+        relief = cost - _cost(source, left)
         for target in others[-_MOST_TRIED:]:
-            if name in usable[target].failed:
+            if demand.model in usable[target].failed:
                 continue
-            found = relief - _growth(usable[target], hosted[target], single[name])
+            found = relief - _growth(usable[target], hosted[target], demand)
             if found > gain:
-                best, gain = {name: target}, found
+                best, gain = (demand.model, target), found
     return best
 
 
-def _cost(node: Node, models: Sequence[ModelDemand]) -> float:
+def _cost(node: Node, models: Iterable[ModelDemand]) -> float:
     """Return the cost of a node's pressure: the most pressed nodes count most."""
     demands = {one.model: shared(one, node.num_devices) for one in models}
     report = node.report
@@ -176,8 +220,8 @@ def _cost(node: Node, models: Sequence[ModelDemand]) -> float:
     return pressure(device, demands) ** _POWER
 
 
-def _growth(node: Node, models: Sequence[ModelDemand], more: ModelDemand) -> float:
-    return _cost(node, [*models, more]) - _cost(node, models)
+def _growth(node: Node, models: Mapping[str, ModelDemand], more: ModelDemand) -> float:
+    return _cost(node, [*models.values(), more]) - _cost(node, models.values())
 
 
 def _missing(
@@ -232,14 +276,17 @@ def _cold(
     ]
 
 
-def _limited(found: Sequence[Change], nodes: Mapping[str, Node]) -> list[Change]:
+def _limited(
+    found: Sequence[Change], nodes: Mapping[str, Node], lost: Collection[str]
+) -> list[Change]:
     """Return the changes without loads for which a node is too busy."""
-    left = {name: _ADDITIONS - len(one.ongoing) for name, one in nodes.items()}
+    num_loads = {name: len(one.ongoing) for name, one in nodes.items()}
     kept = []
     for one in found:
         if one.kind != "remove":
-            left[one.node] -= 1
-            if left[one.node] < 0:
+            most = _ADDITIONS_OF_LOST if one.model in lost else _ADDITIONS
+            if num_loads[one.node] >= most:
                 continue
+            num_loads[one.node] += 1
         kept.append(one)
     return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -88,6 +89,16 @@ def test_a_node_loads_one_model_at_a_time() -> None:
     assert not changes(specs(spec("m"), spec("n")), nodes(node("a", ongoing=frozenset({"m"}))))
 
 
+def test_lost_models_are_loaded_several_at_a_time() -> None:
+    lost = node("a", *(model(f"m{n}") for n in range(9)), is_lost=True)
+    wanted = specs(*(spec(f"m{n}") for n in range(9)), spec("new"))
+    due = changes(wanted, nodes(lost, node("b")))
+    assert [(one.kind, one.node) for one in due] == [("add", "b")] * 4
+    assert "new" not in {one.model for one in due}
+    busy = node("b", ongoing=frozenset({"m0", "m1", "m2"}))
+    assert len(changes(wanted, nodes(lost, busy))) == 1
+
+
 def test_a_node_that_could_not_add_a_model_is_not_asked_again() -> None:
     failing = node("a", failed=frozenset({"m"}))
     assert not changes(specs(spec("m")), nodes(failing))
@@ -112,6 +123,43 @@ def test_models_of_others_are_left_alone() -> None:
     fleet = nodes(node("a", model("theirs")), node("b", model("theirs")))
     assert not changes(specs(), fleet)
     assert not changes(specs(spec("m")), {})
+
+
+def with_loads(homes: dict[str, list[str]], loads: dict[str, float]) -> dict[str, Node]:
+    """Nodes of eight devices with the models of ``homes``, whose replicas share the work."""
+    found: dict[str, list[Any]] = {name: [] for name in "abcde"}
+    for name, there in homes.items():
+        for one in there:
+            found[one].append(model(name, load=loads[name] / len(there), busy_share=0.5))
+    given = [node(name, *models) for name, models in found.items()]
+    for each in given:
+        each.report.device_bytes = [80 * GIB] * 8
+    return nodes(*given)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_unequal_loads_are_levelled_and_then_all_stays(seed: int) -> None:
+    rng = Random(seed)
+    loads = {f"m{n}": 7.0 / (n + 1) ** 1.1 for n in range(60)}
+    homes = {name: [rng.choice("abcde")] for name in loads}
+    wanted = specs(*map(spec, loads))
+
+    def largest() -> float:
+        return max(
+            sum(loads[name] / len(there) for name, there in homes.items() if one in there)
+            for one in "abcde"
+        )
+
+    before = largest()
+    for _ in range(100):
+        due = changes(wanted, with_loads(homes, loads))
+        for one in due:
+            homes[one.model] = sorted({*homes[one.model]} ^ {one.node})
+        if not due:
+            break
+    assert not due, "models go to and fro"
+    assert largest() <= before
+    assert largest() < 6.5, "the mean is 5.3"
 
 
 def test_pressed_models_are_parted() -> None:

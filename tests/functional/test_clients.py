@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from gpupool_cli.bench.rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.certificates import make_certificate
 from tests.conftest import ROOT
-from tests.functional.daemon_tools import LLAMA, QWEN3, free_port, usage
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN3,
+    emulated_config as functional_config,
+    free_port,
+    usage,
+)
 
 EXAMPLES = ROOT / "examples" / "clients"
 _START_TIMEOUT_S = 90.0
@@ -128,6 +136,39 @@ def test_litellm_passes_models_and_streams_on(pool: PrivateDaemon, tmp_path: Pat
                 max_tokens=8,
             )
             assert answer.choices[0].message.content
+
+
+def test_litellm_in_front_of_two_boxes(
+    pool: PrivateDaemon, tiny_models: dict[str, Path], device_bytes: int, tmp_path: Path
+) -> None:
+    python, port = python_with("litellm.proxy.proxy_server"), free_port()
+    text = (EXAMPLES / "litellm-boxes.yaml").read_text()
+    config = tmp_path / "boxes.yaml"
+    config.write_text(text.replace("llama-8b", LLAMA).replace("qwen-7b", QWEN3))
+    command = [str(Path(python).parent / "litellm"), "--config", str(config)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    through = OpenAI(base_url=f"{url}/v1", api_key="sk-of-tests", max_retries=0)
+    with private_daemon(functional_config(device_bytes), tmp_path / "second") as second:
+        second.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
+        env = environment("") | {
+            "GPUPOOL_URL_1": f"{pool.http_url}/v1",
+            "GPUPOOL_URL_2": f"{second.http_url}/v1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_MASTER_KEY": "sk-of-tests",
+        }
+        with running(command, env, f"{url}/health/liveliness", tmp_path):
+            text = streamed(through)
+            with ThreadPoolExecutor(8) as threads:
+                answers = [threads.submit(streamed, through) for _ in range(8)]
+            assert {answer.result() for answer in answers} == {text}
+            assert through.completions.create(model=QWEN3, prompt="Hi", max_tokens=4).choices
+            with second.client() as client:
+                (model,) = client.ps().models
+            assert 0 < model.completed < 9, "all requests went to one box"
+            second.process.kill()
+            for _ in range(4):
+                assert streamed(through) == text
 
 
 def test_nginx_with_tls_sends_tokens_on_at_once(pool: PrivateDaemon, tmp_path: Path) -> None:

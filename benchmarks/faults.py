@@ -24,7 +24,8 @@ from benchmarks.load import Ask, Stream, ask_all, client_of
 from benchmarks.processes import module_of
 from gpupool_cli.bench.rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas import Ps
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import DeviceInfo, Ps
 from gpupoold.errors import GpupoolError
 
 NUM_DEVICES = 3
@@ -161,13 +162,24 @@ async def _kill(daemon: PrivateDaemon, every_s: float, kills: Kills) -> None:
     for number in itertools.cycle(range(NUM_DEVICES)):
         await asyncio.sleep(every_s)
         with contextlib.suppress(GpupoolError), daemon.client() as client:
-            row = (await asyncio.to_thread(client.ps)).devices[number]
+            row = await _alive(client, number)
             if row.pid is not None:
                 os.kill(row.pid, signal.SIGKILL)
                 kills.workers += 1
                 kills.pids.add(row.pid)
         if not kills.frontends and kills.workers >= 2:
             kills.frontends += _kill_frontend(daemon)
+
+
+async def _alive(client: AdminClient, number: int) -> DeviceInfo:
+    """Return a device's state when its worker is up with all models: slow machines need time."""
+    while True:
+        now = await asyncio.to_thread(client.ps)
+        row = now.devices[number]
+        num_loaded = sum(any(one.device == number for one in m.engines) for m in now.models)
+        if row.state == "ready" and num_loaded == len(now.models):
+            return row
+        await asyncio.sleep(_POLL_S)
 
 
 def _kill_frontend(daemon: PrivateDaemon) -> int:

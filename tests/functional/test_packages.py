@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.functional.test_install import Stage, system_python
 
 PACKAGES = ("gpupoold", "cli/gpupool_cli", "state/gpupool_state", "tui/gpupool_tui")
-UNITS = {path.name for path in (ROOT / "systemd").glob("gpupoold*.*")}
+UNITS = {path.name for path in (ROOT / "systemd").glob("gpupool*.*")}
 
 
 def run(

@@ -30,10 +30,11 @@ PROXY = "proxy of process"
 _MODULE = "gpupoold.system.fork_server"
 _MAX_BYTES = 100_000
 # What vLLM does not read at its import; the import path is compared by itself.
-# The last two are set by frontends and workers, each to another value.
+# The last three are set by frontends and workers, each to another value, and for simulated devices
+# to the value that the CPU build has anyway.
 _MAY_DIFFER = (
     *("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD"),
-    *("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING"),
+    *("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_TARGET_DEVICE"),
 )
 # Of emulated devices alone; others do no harm by it.
 _MAY_BE_ABSENT = "GLIBC_TUNABLES"

@@ -5,7 +5,7 @@ What the core is told and what it wants is checked at every step against what th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
@@ -306,7 +306,7 @@ class Box:
         """Return whether those that wait for KV room have it, whoever of them is first.
 
         They have none while requests that are on their way to the device, and are served when
-        they have come, keep it.
+        they have come, keep it: all of it, or all that fits beside the weights of their model.
         """
         waiting = [
             one for queue in device.waiting_for_kv.values() for one in queue.requests.values()
@@ -316,8 +316,19 @@ class Box:
         sizes = self.sizes
         assert sizes.kv_host_bytes is not None
         room_bytes = sizes.capacity_bytes - sizes.weight_bytes + HOST_SHARE * sizes.kv_host_bytes
-        kept_bytes = sum(one.kv_need_bytes for one in device.moving.values())
-        return all(kept_bytes + one.kv_need_bytes <= room_bytes for one in waiting)
+        own_room_bytes = sizes.capacity_bytes - sizes.weight_bytes
+        kept_bytes, of_model = 0.0, defaultdict[str, float](float)
+        for one in device.moving.values():
+            kept_bytes += one.kv_need_bytes
+            of_model[one.model.name] += one.kv_need_bytes
+        return all(
+            kept_bytes + one.kv_need_bytes <= room_bytes
+            and (
+                not of_model[one.model.name]
+                or of_model[one.model.name] + one.kv_need_bytes <= own_room_bytes
+            )
+            for one in waiting
+        )
 
     def _nobody_waits_for_an_idle_device(self) -> None:
         for request in self.state.held.values():

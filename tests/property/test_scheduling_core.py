@@ -272,3 +272,25 @@ def test_requests_do_not_take_memory_from_each_other_without_end() -> None:
     box.arrive("m2", 1000, 1, 4.0, Priority.HIGH)
     box.arrive("m1", 2000, 1, 4.0, Priority.LOW)
     box.finish()
+
+
+def test_requests_on_their_way_keep_the_memory_of_their_model() -> None:
+    """A request of the same model waits meanwhile, although the host cache has room."""
+    box = Box("aegaeon", 2, 1, Sizes(GB, 1_000_000, 2 * GB, GB))
+    for number in range(2):
+        box.up(number)
+    box.add_model("m0", Targets(5.0, 0.1))
+    for number in range(2):
+        box.host(number, "m0")
+    for _ in range(4):
+        box.arrive("m0", 1, 2, 0.0, Priority.HIGH)
+    source, target = (box.devices[n] for n in ((0, 1) if box.devices[0].has else (1, 0)))
+    for _ in range(3):
+        box.step(source, 1, 0.0)
+        box.hear(source, len(source.said))
+    box.tell(e.DrainSet(source.number, True))
+    state = box.state.devices[target.number]
+    assert len(state.moving) == 3
+    assert len(state.waiting_for_kv["m0"].requests) == 1
+    assert state.turn is None
+    box.finish()

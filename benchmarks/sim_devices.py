@@ -238,7 +238,7 @@ async def _ask(
         sent.num_tokens += num_tokens
         if num_tokens != request.output_tokens:
             sent.errors[f"{num_tokens - request.output_tokens:+} tokens"] += 1
-    except (OSError, ValueError, KeyError, IndexError, TimeoutError) as error:
+    except (OSError, EOFError, ValueError, KeyError, IndexError, TimeoutError) as error:
         sent.errors[f"{type(error).__name__}: {error}"[:200]] += 1
 
 

@@ -81,6 +81,7 @@ _LOOK_AGAIN_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
 # Statuses after which the next node is tried.
 _TRIES_NEXT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY)
+_NO_MODEL = b"model_not_found"
 _FAULTS = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
@@ -349,6 +350,9 @@ class Entrance:
         is_stream = answer.content_type == "text/event-stream"
         if not is_stream and not asked.has_begun:
             whole = await answer.read()
+            if answer.status == HTTPStatus.NOT_FOUND and _NO_MODEL in whole:
+                # The fleet has moved the model since the table.
+                raise NodeFailed(502, whole, headers_of(answer))
             await send_whole(send, answer.status, headers_of(answer), whole, node.name)
             return True
         return is_stream and await self._pass_on(asked, node, answer, send)

@@ -219,6 +219,21 @@ async def test_the_last_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         assert answer.headers["retry-after"] == "7"
 
 
+async def test_a_model_that_the_fleet_has_moved_is_asked_for_elsewhere() -> None:
+    async def moved(node: ScriptedNode, body: bytes, send: Any) -> None:
+        await whole(send, 404, {"error": {"code": "model_not_found"}})
+
+    async with fleet(a=moved, b=works) as (client, _):
+        assert (await client.post(PATH, json=asking())).json() == {"node": "b"}
+        assert (await client.post(PATH, json=asking(stream=True))).json() == {"node": "b"}
+
+
+async def test_what_a_node_does_not_find_is_told() -> None:
+    async with fleet(a=refuses(404), b=works) as (client, nodes):
+        assert (await client.post(PATH, json=asking())).status_code == 404
+        assert not nodes[1].bodies
+
+
 async def test_other_errors_are_the_clients() -> None:
     async with fleet(a=refuses(400), b=works) as (client, nodes):
         assert (await client.post(PATH, json=asking())).status_code == 400

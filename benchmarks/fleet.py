@@ -70,7 +70,7 @@ def main() -> int:
         during = _requests(models, args, light, _DEATH_S)
         dying = fleet.alive[-1]
         parts["death_under_load"] = asyncio.run(death_under_load(fleet, dying, during, STREAMED))
-        fleet.settled_after_s(dict.fromkeys(models, 1) | {STREAMED: 2}, 120.0)
+        fleet.settled_after_s(wanted, 120.0)
         parts["death"] = asyncio.run(death_with_streams(fleet, STREAMED, args.streams))
     parts["arguments"] = {key: str(value) for key, value in vars(args).items()}
     return finish(args.out, _figures(parts), **parts)

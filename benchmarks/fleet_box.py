@@ -35,9 +35,8 @@ class Fleet:
         entrance = operations.EntranceOptions(
             host=ip, port=_HTTP_PORT, num_replicas=num_replicas, is_everywhere=False
         )
-        socket_path = self.daemons[self.head].socket_path
-        operations.up(socket_path, self.head, ip, "", _RAY_PORT, entrance)
-        secret = operations.secret_of(socket_path)
+        operations.up(self._socket_path, self.head, ip, "", _RAY_PORT, entrance)
+        secret = operations.secret_of(self._socket_path)
         for node, daemon in self.daemons.items():
             if node != self.head:
                 address = f"{ip}:{_RAY_PORT}"

@@ -69,18 +69,22 @@ def fleet(num_nodes: int, num_models: int) -> tuple[dict[str, Node], dict[str, F
             )
         )
     nodes = {
-        name: Node(name, f"http://{name}", _report(each), 0.0) for name, each in models.items()
+        name: Node(name, f"http://{name}", report(each, [80 * _GIB] * 2, 50e9), 0.0)
+        for name, each in models.items()
     }
     return nodes, {name: FleetSpec(AddModelRequest(name=name)) for name in names}
 
 
-def _report(models: list[FleetModel]) -> FleetReport:
+def report(
+    models: list[FleetModel], device_bytes: list[int], bandwidth_bytes_per_s: float
+) -> FleetReport:
+    """Return the report of a node that is ready, with these models."""
     return FleetReport(
         secret="",
         http_url="",
         is_ready=True,
-        device_bytes=[80 * _GIB] * 2,
-        bandwidth_bytes_per_s=50e9,
+        device_bytes=device_bytes,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         models=models,
     )
 

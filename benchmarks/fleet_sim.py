@@ -19,14 +19,16 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from benchmarks.fleet_scale import report
 from benchmarks.sim_devices import CappedLengths
-from gpupoold.api.schemas_fleet import FleetModel, FleetReport
+from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.domain import Targets
 from gpupoold.fleet.nodes import FleetSpec, Node
 from gpupoold.fleet.placement import changes
 from gpupoold.scheduling.policies.homes import expected_work
 from gpupoold.scheduling.policies.planned_turns import Tuning
+from gpupoold.scheduling.pressure import ModelDemand
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.host_defaults import host_memory
@@ -113,37 +115,24 @@ class SimulatedFleet:
         for model_name in names:
             model = state.models[model_name]
             work = expected_work(model, rates.get(model_name, {}), model.speed(), _LEAD_SHARE)
-            one = _fleet_model(model_name, self.models[model_name])
-            found.append(
-                one.model_copy(
-                    update={
-                        "load": work.load,
-                        "busy_share": work.busy_share,
-                        "kv_bytes": work.kv_bytes,
-                    }
-                )
-            )
+            found.append(_fleet_model(self.models[model_name], work))
+        device_bytes = [self.box.device_bytes] * self.box.num_devices
         bandwidth = state.devices[0].bandwidth_bytes_per_s
-        report = FleetReport(
-            secret="",
-            http_url="",
-            is_ready=True,
-            device_bytes=[self.box.device_bytes] * self.box.num_devices,
-            bandwidth_bytes_per_s=bandwidth,
-            models=found,
-        )
-        return Node(name, "", report, 0.0)
+        return Node(name, "", report(found, device_bytes, bandwidth), 0.0)
 
 
-def _fleet_model(name: str, model: SimModel) -> FleetModel:
+def _fleet_model(model: SimModel, work: ModelDemand) -> FleetModel:
     return FleetModel(
-        name=name,
-        names=[name],
+        name=model.name,
+        names=[model.name],
         state="ready",
         weights_bytes=model.weight_bytes,
         num_live=0,
         first_token_in_s=0.1,
         ttft_s=model.targets.ttft_s,
+        load=work.load,
+        busy_share=work.busy_share,
+        kv_bytes=work.kv_bytes,
         window_s=_LEAD_SHARE * model.targets.ttft_s,
     )
 

@@ -53,6 +53,21 @@ def checkpoint_dir(download_dir: Path, repo_id: str, revision: str | None = None
     return download_dir / f"{name}{suffix}"
 
 
+def finished_downloads(download_dir: Path, repo_id: str) -> dict[Path, Manifest]:
+    """Return the finished downloads of a repository, of all revisions, by folder."""
+    found = {}
+    try:
+        names = [entry.name for entry in os.scandir(download_dir) if entry.is_dir()]
+    except OSError:
+        return {}
+    for name in sorted(names):
+        if name.partition("@")[0] == checkpoint_dir(download_dir, repo_id).name:
+            manifest = read_manifest(download_dir / name)
+            if manifest is not None and manifest.complete and manifest.repo_id == repo_id:
+                found[download_dir / name] = manifest
+    return found
+
+
 async def download(
     repo_id: str,
     revision: str | None,

@@ -6,6 +6,7 @@ A node serves its finished downloads to the nodes that have the fleet's secret, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import ssl
 import time
@@ -70,7 +71,7 @@ class PeerHub(Hub):
         query = f"?{urlencode({'revision': revision})}" if revision else ""
         try:
             with self._opened(path, query, {}) as response:
-                body = response.read()
+                body = _whole(response)
         except (Interrupted, httpx.HTTPError) as error:
             raise Failed(str(error)) from error
         signature = verified(
@@ -111,19 +112,38 @@ class PeerHub(Hub):
     def _opened(self, path: str, query: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
         signed = {HEADER: sign(self.secret, "GET", path, b""), "accept-encoding": "identity"}
         url = self.endpoint + quote(path) + query
-        # The machine's certificates, and no proxy for the Internet: nodes are neighbours.
-        context = ssl.create_default_context()
+        # Without a proxy for the Internet: nodes are neighbours.
         with httpx.stream(
             "GET",
             url,
             headers=signed | headers,
             timeout=READ_TIMEOUT_S,
-            verify=context,
+            verify=_certificates(),
             trust_env=False,
         ) as response:
             if response.is_error:
                 raise Interrupted(f"{self.endpoint} answers HTTP {response.status_code}")
             yield response
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return the certificates that the machine trusts."""
+    return ssl.create_default_context()
+
+
+def _whole(response: httpx.Response) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        Interrupted: the body is too long for a list of files.
+    """
+    body = bytearray()
+    for part in response.iter_bytes():
+        body += part
+        if len(body) > MAX_LISTING_BYTES:
+            raise Interrupted(f"a list of files has more than {MAX_LISTING_BYTES:,} bytes")
+    return bytes(body)
 
 
 class Sources:

@@ -106,18 +106,23 @@ async def send_body(send: Send, body: bytes, *, more: bool) -> None:
 
 
 async def send_whole(
-    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, node: str = ""
+    send: Send,
+    status: int,
+    headers: Iterable[tuple[bytes, bytes]],
+    body: bytes,
+    node: str = "",
+    *,
+    with_body: bool = True,
 ) -> None:
+    """Send an answer, or only its headers."""
     await send_start(send, status, [*headers, (b"content-length", b"%d" % len(body))], node)
-    await send_body(send, body, more=False)
+    await send_body(send, body if with_body else b"", more=False)
 
 
 async def send_json(send: Send, status: int, value: object, *, with_body: bool = True) -> None:
     """Send a JSON answer, or only its headers."""
-    body = msgspec.json.encode(value)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send_start(send, status, headers)
-    await send_body(send, body if with_body else b"", more=False)
+    body, headers = msgspec.json.encode(value), [(b"content-type", b"application/json")]
+    await send_whole(send, status, headers, body, with_body=with_body)
 
 
 async def send_error(

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
-_DATA = b"data: "
+from gpupoold.fleet.asgi import error_body
+from gpupoold.fleet.relay import DATA, Relay
+
 _DONE = b"[DONE]"
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 _THOUGHTS = ("reasoning", "reasoning_content")
@@ -64,8 +66,8 @@ class _Chunk(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Chunk)
 
 
-class Choices:
-    """Chunks for the client: see :class:`.relay.Events`.
+class ChoicesRelay(Relay):
+    """A relay of chunks with choices.
 
     Texts and lists of a continuation are cut by the number of characters and items in each field
     that the client has.
@@ -75,10 +77,8 @@ class Choices:
         """``has_logprobs``: a continuation begins after the last token with log-probabilities at
         the client, because those of repeated tokens are not known.
         """
-        self.is_complete = False
-        self.lost = b""
+        super().__init__()
         self._has_logprobs = has_logprobs
-        self._is_continued = False
         self._created: int | None = None
         self._delivered: Counter[_Field] = Counter()
         self._seen: Counter[_Field] = Counter()  # in the continuation
@@ -96,21 +96,20 @@ class Choices:
         return not (self._has_logprobs and (self._calls or has_thoughts))
 
     def begin_again(self) -> None:
-        self.lost = b""
-        self._is_continued = self.has_begun
+        super().begin_again()
         self._seen.clear()
 
-    def num_kept(self, number: int, /) -> int | None:
+    def ending(self, text: str) -> bytes:
+        error = error_body(HTTPStatus.SERVICE_UNAVAILABLE, text)
+        return b"data: %s\n\ndata: [DONE]\n\n" % error
+
+    def _num_kept(self, number: int) -> int | None:
         return self._delivered[number, "logprobs", 0] if self._has_logprobs else None
 
-    def ending(self, text: str) -> bytes:
-        error = {"message": text, "type": "Service Unavailable", "param": None, "code": 503}
-        return b"data: %s\n\ndata: [DONE]\n\n" % msgspec.json.encode({"error": error})
-
-    def passed(self, event: bytes) -> bytes:
-        if not event.startswith(_DATA):
+    def _passed(self, event: bytes) -> bytes:
+        if not event.startswith(DATA):
             return event + b"\n\n"
-        data = event[len(_DATA) :]
+        data = event[len(DATA) :]
         if data == _DONE:
             self.is_complete = True
             return event + b"\n\n"
@@ -160,7 +159,7 @@ class Choices:
             return b""
         if self._created is not None:
             chunk["created"] = self._created
-        return _DATA + msgspec.json.encode(chunk) + b"\n\n"
+        return DATA + msgspec.json.encode(chunk) + b"\n\n"
 
     def _cut(self, choice: dict[str, Any]) -> bool:
         """Drop what the client has from a choice; return whether any part is left."""

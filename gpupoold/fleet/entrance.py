@@ -49,6 +49,7 @@ from gpupoold.fleet.asgi import (
 from gpupoold.fleet.liveness import Liveness
 from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.fleet.relay import Relay
+from gpupoold.fleet.relays import make_relay
 from gpupoold.fleet.routing import conversation_of, order
 from gpupoold.fleet.wanted import Wanted
 from gpupoold.wire.continuation import CONTINUES_HEADER
@@ -118,7 +119,7 @@ class Asked:
     def __post_init__(self) -> None:
         """Decide once, because each part of a stream asks."""
         self.can_continue = self.wanted.can_continue(self.path)
-        self.relay = Relay(self.path, self.wanted)
+        self.relay = make_relay(self.path, self.wanted)
 
 
 class Entrance:
@@ -352,7 +353,8 @@ class Entrance:
             whole = await answer.read()
             if answer.status == HTTPStatus.NOT_FOUND and _NO_MODEL in whole:
                 # The fleet has moved the model since the table.
-                raise NodeFailed(502, whole, headers_of(answer))
+                text = f"The node {node.name} has {asked.model} no more."
+                raise NodeFailed(502, error_body(502, text), ())
             await send_whole(send, answer.status, headers_of(answer), whole, node.name)
             return True
         return is_stream and await self._pass_on(asked, node, answer, send)

@@ -56,10 +56,12 @@ def changes(
         for model in node.report.models:
             if model.name in having:
                 having[model.name][node.name] = model
-    demands = {name: demand_of(spec, having[name].values()) for name, spec in specs.items()}
+    work = [demand_of(spec, having[name].values()) for name, spec in specs.items()]
+    # The models with most work go first, here and below.
+    demands = {one.model: one for one in sorted(work, key=lambda one: (-one.load, one.model))}
     targets = _targets(specs, demands, having, usable, rebalances=rebalances)
     found = []
-    for name in sorted(specs, key=lambda one: (-demands[one].load, one)):
+    for name in demands:
         found += _missing(name, targets[name], having[name], usable)
         found += _superfluous(name, targets[name], having[name], nodes)
         if demands[name].load > LEAST_LOAD:
@@ -96,10 +98,10 @@ def _targets(
     # Without a node for a model, no node shall have the model.
     targets: dict[str, set[str]] = {name: set() for name in specs}
     single: dict[str, ModelDemand] = {}
-    for name in sorted(specs, key=lambda one: (-demands[one].load, one)):
+    for name, demand in demands.items():
         there = present[name]
-        num = num_replicas(demands[name], specs[name], usable, len(there))
-        share = shared(demands[name], num)
+        num = num_replicas(demand, specs[name], usable, len(there))
+        share = shared(demand, num)
         if num == 1 and len(there) <= 1:
             single[name] = share
             continue

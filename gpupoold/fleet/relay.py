@@ -7,88 +7,59 @@ comment, never before, so no text is missing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from typing import Protocol
 
 import msgspec
 
-from gpupoold.fleet.choices import Choices
-from gpupoold.fleet.typed_events import TypedEvents
-from gpupoold.fleet.wanted import CHOICES_PATHS, Wanted
 from gpupoold.wire.continuation import TOKENS_COMMENT, Continuation, OutputSoFar
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_OUTPUTS = 1 << 10
+DATA = b"data: "
 _TOKENS = f": {TOKENS_COMMENT} ".encode()
 
 
-class Events(Protocol):
-    """The events of one protocol, which knows what the client has."""
+class Relay(ABC):
+    """One stream of events; ``feed`` takes a node's bytes and returns the client's.
 
-    is_complete: bool
-    """True when the client has the end of the stream."""
-    lost: bytes
-    """The node's last event if the node gave the answer up, else empty; held back."""
+    A subclass for each form of events knows what the client has.
+    """
 
-    @property
-    def has_begun(self) -> bool:
-        """True if the client has a part of the answer."""
-        ...
-
-    @property
-    def can_continue(self) -> bool:
-        """False if the answer so far has parts that a continuation could not repeat."""
-        ...
-
-    def begin_again(self) -> None:
-        """Expect the events of a different node, from the beginning of the answer."""
-
-    def passed(self, event: bytes) -> bytes:
-        """Return the bytes of an event for the client, empty for what the client has.
-
-        Raises:
-            ValueError: the event has another form than the protocol's.
-        """
-        ...
-
-    def num_kept(self, number: int, /) -> int | None:
-        """Return the number of tokens of a sample to continue after, None for all tokens."""
-        ...
-
-    def ending(self, text: str) -> bytes:
-        """Return the events that tell the client of an error of code 503."""
-        ...
-
-
-class Relay:
-    """One stream of events; ``feed`` takes a node's bytes and returns the client's."""
-
-    def __init__(self, path: str, wanted: Wanted) -> None:
-        self._events: Events = (
-            Choices(has_logprobs=wanted.wants_logprobs) if path in CHOICES_PATHS else TypedEvents()
-        )
+    def __init__(self) -> None:
+        self.is_complete = False
+        """True when the client has the end of the stream."""
+        self.lost = b""
+        """The node's last event if the node gave the answer up, else empty; held back."""
+        self._is_continued = False
         self._outputs: defaultdict[int, OutputSoFar] = defaultdict(OutputSoFar)
         self._rest = b""
 
     @property
+    @abstractmethod
     def has_begun(self) -> bool:
         """True if the client has a part of the answer."""
-        return self._events.has_begun
-
-    @property
-    def is_complete(self) -> bool:
-        """True when the client has the end of the stream."""
-        return self._events.is_complete
 
     @property
     def can_continue(self) -> bool:
         """False if the answer so far has parts that a continuation could not repeat."""
-        return self._events.can_continue
+        return True
 
-    @property
-    def lost(self) -> bytes:
-        """The node's last event if the node gave the answer up, else empty; held back."""
-        return self._events.lost
+    @abstractmethod
+    def ending(self, text: str) -> bytes:
+        """Return the events that tell the client of an error of code 503."""
+
+    @abstractmethod
+    def _passed(self, event: bytes) -> bytes:
+        """Return the bytes of an event for the client, empty for what the client has.
+
+        Raises:
+            ValueError: the event has another form.
+        """
+
+    def _num_kept(self, _: int) -> int | None:
+        """Return the number of tokens of a sample to continue after, None for all tokens."""
+        return None
 
     def outputs(self) -> list[OutputSoFar]:
         """Return the samples to continue, without samples at the end that have no tokens."""
@@ -101,15 +72,11 @@ class Relay:
         """Return the body of the request to continue after the tokens so far."""
         return msgspec.json.encode(Continuation(msgspec.Raw(request), self.outputs()))
 
-    def ending(self, text: str) -> bytes:
-        """Return the events that tell the client of an error of code 503."""
-        return self._events.ending(text)
-
     def begin_again(self) -> None:
         """Expect bytes of a different node, from the beginning of the answer."""
-        self._rest = b""
+        self._rest = self.lost = b""
         self._outputs = defaultdict(OutputSoFar, enumerate(self.outputs()))
-        self._events.begin_again()
+        self._is_continued = self.has_begun
 
     def feed(self, received: bytes) -> bytes:
         """Return the bytes for the client.
@@ -120,24 +87,25 @@ class Relay:
         *events, self._rest = (self._rest + received).split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of a node has more than {MAX_EVENT_BYTES:,} bytes")
-        return b"".join(self._passed(event) for event in events)
+        return b"".join(map(self._told, events))
 
-    def _passed(self, event: bytes) -> bytes:
-        if not event.startswith(b":"):
-            return self._events.passed(event)
-        if not event.startswith(_TOKENS):
-            return event + b"\n\n"
-        number, ids, *reason = event[len(_TOKENS) :].decode().split(" ")
+    def _told(self, event: bytes) -> bytes:
+        if event.startswith(_TOKENS):
+            self._note_tokens(event[len(_TOKENS) :].decode())
+            return b""
+        return event + b"\n\n" if event.startswith(b":") else self._passed(event)
+
+    def _note_tokens(self, comment: str) -> None:
+        number, ids, *reason = comment.split(" ")
         if not 0 <= int(number) < MAX_OUTPUTS:
             raise ValueError(f"a node tells tokens of sample {number}")
         output = self._outputs[int(number)]
         output.token_ids += map(int, ids.split(","))
         output.finish_reason = (reason and reason[0]) or None
-        return b""
 
     def _kept(self, number: int) -> OutputSoFar:
         output = self._outputs.get(number) or OutputSoFar()
-        num_kept = self._events.num_kept(number)
+        num_kept = self._num_kept(number)
         if num_kept is None or num_kept >= len(output.token_ids):
             return output
         return OutputSoFar(output.token_ids[:num_kept])

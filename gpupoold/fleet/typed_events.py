@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-_DATA = b"data: "
+from gpupoold.fleet.relay import DATA, Relay
+
 _LAST = frozenset(
     {"message_stop", "response.completed", "response.incomplete", "response.failed", "error"}
 )
@@ -17,46 +18,40 @@ _INDICES = ("index", "output_index", "content_index", "summary_index")
 # A node that stops, or whose worker has ended for good.
 _LOST = frozenset({"internal_error", "overloaded_error"})
 
+# Events with the first mention of an id.
+_NAMING = ("response.created", "response.output_item.added")
+
 _Place = tuple[object, ...]
 """Type and indices of an event."""
 
 
-class TypedEvents:
-    """Events for the client: see :class:`.relay.Events`.
+class TypedRelay(Relay):
+    """A relay of events with types.
 
     Deltas of a continuation are cut by the number of characters that the client has in each place;
     other events are counted by type and place. Random ids of a continuation are replaced by the
     ids that the client has.
     """
 
-    def __init__(self) -> None:
-        self.is_complete = False
-        self.lost = b""
+    def __init__(self, *, is_responses: bool) -> None:
+        """``is_responses``: the events are OpenAI's, else Anthropic's."""
+        super().__init__()
+        self._is_responses = is_responses
         self._delivered: Counter[_Place] = Counter()
         self._seen: Counter[_Place] = Counter()  # in the continuation
         self._ids: dict[_Place, str] = {}
         self._replaced: dict[bytes, bytes] = {}
         self._next_number = 0
         self._created: object = None
-        self._is_responses = False
-        self._is_continued = False
 
     @property
     def has_begun(self) -> bool:
         return bool(self._delivered)
 
-    @property
-    def can_continue(self) -> bool:
-        return True
-
     def begin_again(self) -> None:
-        self.lost = b""
-        self._is_continued = self.has_begun
+        super().begin_again()
         self._seen.clear()
         self._replaced.clear()
-
-    def num_kept(self, _: int, /) -> int | None:
-        return None
 
     def ending(self, text: str) -> bytes:
         if self._is_responses:
@@ -65,25 +60,26 @@ class TypedEvents:
             return _event({**error, "sequence_number": number})
         return _event({"type": "error", "error": {"type": "overloaded_error", "message": text}})
 
-    def passed(self, event: bytes) -> bytes:
-        _, found, data = event.partition(_DATA)
+    def _passed(self, event: bytes) -> bytes:
+        _, found, data = event.partition(DATA)
         if not found:
             return event + b"\n\n"
         for new, had in self._replaced.items():
             data = data.replace(new, had)
         fields: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+        kind = str(fields.get("type"))
         if _kind_of_error(fields) in _LOST:
             self.lost = event + b"\n\n"
             return b""
-        self._is_responses |= str(fields.get("type")).startswith("response.")
-        if self._keep_ids(fields):
-            return self.passed(event)
-        self.is_complete |= fields.get("type") in _LAST
-        rest = self._rest_of(fields)
-        return rest if self._is_continued or not rest else event + b"\n\n"
+        if kind in _NAMING and self._keep_ids(fields):
+            return self._passed(event)
+        self.is_complete |= kind in _LAST
+        if not self._cut(fields):
+            return b""
+        return _event(fields) if self._is_continued else event + b"\n\n"
 
-    def _rest_of(self, fields: dict[str, Any]) -> bytes:
-        """Return an event without the text that the client has; may be empty."""
+    def _cut(self, fields: dict[str, Any]) -> bool:
+        """Drop the text that the client has from an event; return whether any part is left."""
         place = _place_of(fields)
         holder, key = _text_of(fields)
         text = holder[key] if key else "."  # an event without a text counts as one character
@@ -92,7 +88,7 @@ class TypedEvents:
         self._delivered[place] = max(self._delivered[place], self._seen[place])
         rest = text[num_had:]
         if not rest:
-            return b""
+            return False
         if key:
             holder[key] = rest
         if "sequence_number" in fields:
@@ -101,7 +97,7 @@ class TypedEvents:
         if isinstance(response := fields.get("response"), dict):
             self._created = self._created or response.get("created_at")
             response["created_at"] = self._created
-        return _event(fields)
+        return True
 
     def _keep_ids(self, fields: dict[str, Any]) -> bool:
         """Note the random ids of an event; return whether any is to be replaced from now on."""
@@ -110,17 +106,13 @@ class TypedEvents:
             holder = fields.get(name)
             for key in ("id", "call_id"):
                 value = holder.get(key) if isinstance(holder, dict) else None
-                if not isinstance(value, str) or fields["type"] not in _NAMING:
+                if not isinstance(value, str):
                     continue
                 had = self._ids.setdefault((*place, name, key), value)
                 if had != value:
                     self._replaced[value.encode()] = had.encode()
                     is_new = True
         return is_new
-
-
-# Events with the first mention of an id.
-_NAMING = ("response.created", "response.output_item.added")
 
 
 def _event(fields: dict[str, Any]) -> bytes:

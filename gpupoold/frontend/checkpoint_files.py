@@ -6,7 +6,6 @@ Requests must be signed with the fleet's secret; API keys do not count here.
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -14,7 +13,8 @@ import msgspec
 from starlette.responses import FileResponse, Response
 
 from gpupoold.access.fleet import HEADER, sign
-from gpupoold.checkpoints.manifest import Manifest, read_manifest
+from gpupoold.checkpoints.download import finished_downloads
+from gpupoold.checkpoints.manifest import Manifest
 from gpupoold.checkpoints.peers import LISTING_METHOD, PATH, Listing
 from gpupoold.checkpoints.resolve import is_hub_id
 from gpupoold.frontend.errors import method_not_allowed, no_such_path, unauthorised
@@ -23,11 +23,10 @@ from gpupoold.frontend.mounts import Receive, Scope, Send
 
 
 class CheckpointFiles:
-    """Serves the downloads in ``folder``, which comes from the daemon."""
+    """Serves the daemon's downloads."""
 
     def __init__(self, calls: FleetCalls) -> None:
         self._calls = calls
-        self.folder = ""
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of a path below :data:`PATH`.
@@ -45,9 +44,10 @@ class CheckpointFiles:
         org, _, rest = path.removeprefix(PATH).partition("/")
         name, _, rest = rest.partition("/")
         commit, _, file = rest.partition("/")
-        if not self.folder or not is_hub_id(f"{org}/{name}"):
+        folder, repo_id = self._calls.downloads, f"{org}/{name}"
+        if not folder or not is_hub_id(repo_id):
             raise no_such_path(method, path)
-        found = await asyncio.to_thread(finished_downloads, Path(self.folder), f"{org}/{name}")
+        found = await asyncio.to_thread(finished_downloads, Path(folder), repo_id)
         response = self._listing(scope, found) if not commit else _file(found, commit, file)
         if response is None:
             raise no_such_path(method, path)
@@ -71,18 +71,3 @@ def _file(found: dict[Path, Manifest], commit: str, file: str) -> Response | Non
         if manifest.commit == commit and file in {one.path for one in manifest.files}:
             return FileResponse(folder / file, media_type="application/octet-stream")
     return None
-
-
-def finished_downloads(folder: Path, repo_id: str) -> dict[Path, Manifest]:
-    """Return the finished downloads of a repository, of all revisions, by folder."""
-    found = {}
-    try:
-        names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
-    except OSError:
-        return {}
-    for name in sorted(names):
-        if name.partition("@")[0] == repo_id.replace("/", "--"):
-            manifest = read_manifest(folder / name)
-            if manifest is not None and manifest.complete and manifest.repo_id == repo_id:
-                found[folder / name] = manifest
-    return found

@@ -60,10 +60,14 @@ class FleetCall:
 
 
 class FleetCalls:
-    """Recognises the requests of the fleet's entrance; ``secret`` comes from the daemon."""
+    """Recognises signed requests; ``secret`` and ``downloads`` come from the daemon.
+
+    ``downloads`` is the folder of the checkpoints for other nodes, empty before.
+    """
 
     def __init__(self) -> None:
         self.secret = ""
+        self.downloads = ""
 
     def find(self, scope: Scope) -> FleetCall | None:
         """Return the call of a signed request, None for other requests.

@@ -98,7 +98,6 @@ class Router:
         traces: Traces | None = None,
         batches: BatchService | None = None,
         fleet_calls: FleetCalls | None = None,
-        checkpoint_files: CheckpointFiles | None = None,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
@@ -110,7 +109,7 @@ class Router:
         self._traces = traces or Traces("")
         self._batches = batches
         self._fleet_calls = fleet_calls or FleetCalls()
-        self._checkpoint_files = checkpoint_files or CheckpointFiles(self._fleet_calls)
+        self._checkpoint_files = CheckpointFiles(self._fleet_calls)
         self._decoding = asyncio.Semaphore(NUM_DECODING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,7 +21,6 @@ from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
-from gpupoold.frontend.checkpoint_files import CheckpointFiles
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting
@@ -133,7 +132,6 @@ class FrontendServer:
             BytesInFlight(settings.max_bytes_in_flight),
         )
         self._fleet_calls = FleetCalls()
-        self._checkpoint_files = CheckpointFiles(self._fleet_calls)
         self._traces = Traces(settings.traces_endpoint, settings.traces_share)
         self._batches = (
             None
@@ -150,7 +148,6 @@ class FrontendServer:
             self._traces,
             self._batches,
             self._fleet_calls,
-            self._checkpoint_files,
         )
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []
@@ -269,7 +266,7 @@ class FrontendServer:
                 self._callers.replace(message)
             case FleetSecret():
                 self._fleet_calls.secret = message.secret
-                self._checkpoint_files.folder = message.downloads
+                self._fleet_calls.downloads = message.downloads
             case RateAnswer():
                 self._rates.answered(message)
             case Accept():

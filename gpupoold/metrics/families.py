@@ -64,7 +64,7 @@ class Histograms:
 Family = Numbers | Histograms
 
 
-def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Family:
+def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Numbers:
     """Return a gauge."""
     return Numbers(GaugeMetricFamily, name, text, labels, list(rows))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
 from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each, renamed
-from gpupoold.metrics.scrape import Scrape, memories, waiting_requests
+from gpupoold.metrics.scrape import Scrape, memories
 
 _MODEL = ("model",)
 
@@ -156,7 +156,6 @@ def _use(scrape: Scrape) -> Iterator[Family]:
 def _now(scrape: Scrape) -> Iterator[Family]:
     fleet, dispatcher = scrape.control_plane.fleet, scrape.control_plane.dispatcher
     states = {name: fleet.availability(name).state for name in scrape.rows}
-    waiting = waiting_requests(scrape)
     yield gauge(
         "model_state",
         "1 for the model's state, 0 for other states.",
@@ -184,7 +183,7 @@ def _now(scrape: Scrape) -> Iterator[Family]:
         "waiting_requests",
         "Live requests before their first step.",
         _MODEL,
-        (((name,), waiting[name]) for name in scrape.rows),
+        (((name,), scrape.waiting[name]) for name in scrape.rows),
     )
 
 

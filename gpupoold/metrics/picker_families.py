@@ -9,34 +9,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-
-from prometheus_client.core import GaugeMetricFamily
+from dataclasses import replace
 
 from gpupoold.domain import ModelState
-from gpupoold.metrics.families import Family, Numbers, Row
-from gpupoold.metrics.scrape import Scrape, memories, waiting_requests
+from gpupoold.metrics.families import Family, Numbers, gauge
+from gpupoold.metrics.scrape import Scrape, memories
 
 
 def picker_families(scrape: Scrape) -> Iterator[Family]:
     """Yield the families of one scrape."""
-    waiting = waiting_requests(scrape)
-    num_waiting = sum(waiting.values())
+    for family in (*_load(scrape), _residency(scrape)):
+        yield replace(family, prefix="vllm:")
+
+
+def _load(scrape: Scrape) -> Iterator[Numbers]:
     live = scrape.control_plane.dispatcher.live
-    num_live = sum(live.num_of(name) for name in scrape.rows)
-    yield _gauge("num_requests_waiting", "Live requests before their first step.", num_waiting)
-    yield _gauge(
-        "num_requests_running", "Live requests after their first step.", num_live - num_waiting
+    num_waiting = scrape.waiting.total()
+    num_running = sum(live.num_of(name) for name in scrape.rows) - num_waiting
+    yield gauge(
+        "num_requests_waiting", "Live requests before their first step.", (), [((), num_waiting)]
     )
-    yield _gauge(
+    yield gauge(
+        "num_requests_running", "Live requests after their first step.", (), [((), num_running)]
+    )
+    yield gauge(
         "kv_cache_usage_perc",
         "KV on devices, as a share of the memory beside the largest model of each device.",
-        _kv_share(scrape),
+        (),
+        [((), _kv_share(scrape))],
     )
-    ready = [
-        row.spec.name
-        for row in scrape.rows.values()
-        if scrape.control_plane.fleet.availability(row.spec.name).state is ModelState.READY
-    ]
+
+
+def _residency(scrape: Scrape) -> Numbers:
+    fleet = scrape.control_plane.fleet
+    ready = [name for name in scrape.rows if fleet.availability(name).state is ModelState.READY]
     resident = {
         one.model
         for worker in scrape.workers
@@ -44,23 +50,13 @@ def picker_families(scrape: Scrape) -> Iterator[Family]:
         if one.weights_resident_bytes and one.weights_resident_bytes == one.weights_total_bytes
     }
     running = _names(scrape, resident.intersection(ready))
-    queued = _names(scrape, {name for name, num in waiting.items() if num} - resident)
-    yield Numbers(
-        GaugeMetricFamily,
+    queued = _names(scrape, {name for name, num in scrape.waiting.items() if num} - resident)
+    return gauge(
         "lora_requests_info",
         "Time of the scrape; the labels have the resident and the waiting models.",
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         [((str(len(ready)), running, queued), time.time())],
-        _PREFIX,
     )
-
-
-_PREFIX = "vllm:"
-
-
-def _gauge(name: str, text: str, value: float | None) -> Family:
-    row: Row = ((), value)
-    return Numbers(GaugeMetricFamily, name, text, (), [row], _PREFIX)
 
 
 def _kv_share(scrape: Scrape) -> float | None:

@@ -26,7 +26,8 @@ class Scrape:
 
     Requests of a preset or adapter count under its name, memory and states under its model's name.
     An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
-    read. ``drafts`` has the models with speculative decoding.
+    read. ``drafts`` has the models with speculative decoding, ``waiting`` the number of live
+    requests before their first step by model.
     """
 
     control_plane: ControlPlane
@@ -37,6 +38,7 @@ class Scrape:
     drafts: dict[str, DraftCounts]
     background_tokens: dict[str, int]
     paced: dict[str, Histogram]
+    waiting: Counter[str]
 
     @classmethod
     async def of(cls, control_plane: ControlPlane, known: dict[str, ModelRow]) -> Scrape:
@@ -71,6 +73,7 @@ class Scrape:
             {name: one.drafts for name, one in stats.items() if one.drafts.num_drafts},
             {name: one.background_tokens for name, one in stats.items()},
             {name: one.paced for name, one in stats.items() if len(one.paced)},
+            _waiting(control_plane, rows),
         )
 
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
@@ -103,18 +106,18 @@ def _names(rows: dict[str, ModelRow]) -> list[str]:
     return [*rows, *further]
 
 
+def _waiting(control_plane: ControlPlane, rows: dict[str, ModelRow]) -> Counter[str]:
+    """Return the number of live requests before their first step by model."""
+    live = control_plane.dispatcher.live
+    waiting = Counter({name: live.num_waiting(name) for name in rows})
+    for worker in control_plane.supervisor.workers:
+        for held in memories(worker):
+            waiting[held.model] += held.num_waiting
+    return waiting
+
+
 def memories(worker: Worker) -> list[ModelMemory]:
     """Return the models' memory in a worker's latest report, an empty list while the worker is
     down.
     """
     return worker.status.models if worker.status else []
-
-
-def waiting_requests(scrape: Scrape) -> Counter[str]:
-    """Return the number of live requests before their first step by model."""
-    live = scrape.control_plane.dispatcher.live
-    waiting = Counter({name: live.num_waiting(name) for name in scrape.rows})
-    for worker in scrape.workers:
-        for held in memories(worker):
-            waiting[held.model] += held.num_waiting
-    return waiting

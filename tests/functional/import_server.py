@@ -196,7 +196,7 @@ class _Server:
     def _take(self, proxy: socket.socket) -> None:
         text, fds, _, _ = socket.recv_fds(proxy, _MAX_BYTES, 3)
         order = _decoder.decode(text)
-        if reason := self._refusal(order):
+        if reason := self._refusal(order) if len(fds) == 3 else f"{len(fds)} descriptors":
             proxy.send(reason.encode())
             proxy.close()
         elif (pid := os.fork()) == 0:

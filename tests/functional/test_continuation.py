@@ -15,6 +15,7 @@ import pytest
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.access.fleet import HEADER, make_secret, sign
 from gpupoold.fleet.relay import Relay
+from gpupoold.fleet.relays import make_relay
 from gpupoold.fleet.wanted import Wanted
 from gpupoold.wire.continuation import CONTINUES_HEADER
 from tests.functional.daemon_tools import (
@@ -123,7 +124,7 @@ def assert_like(found: Any, expected: Any) -> None:
 
 
 def relay_for(path: str, body: bytes) -> Relay:
-    return Relay(path, msgspec.json.decode(body, type=Wanted))
+    return make_relay(path, msgspec.json.decode(body, type=Wanted))
 
 
 def chunks_of(text: bytes) -> list[dict[str, Any]]:

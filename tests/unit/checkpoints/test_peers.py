@@ -38,9 +38,8 @@ SECRET = make_secret()
 def node(folder: Path, secret: str = SECRET) -> Iterator[str]:
     """The address of a node with downloads in a folder."""
     calls = FleetCalls()
-    calls.secret = secret
+    calls.secret, calls.downloads = secret, str(folder)
     files = CheckpointFiles(calls)
-    files.folder = str(folder)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -132,6 +131,12 @@ def test_a_node_of_another_fleet_lists_nothing(peer: str, tmp_path: Path) -> Non
             with pytest.raises(Failed):
                 PeerHub(REPO, (), url, SECRET).list_files(None)
     assert PeerHub(REPO, (), peer, SECRET).list_files(None)[0]
+
+
+def test_a_list_of_files_is_bounded(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "MAX_LISTING_BYTES", 100)
+    with pytest.raises(Failed, match="more than 100 bytes"):
+        PeerHub(REPO, (), peer, SECRET).list_files(None)
 
 
 @pytest.mark.parametrize(("of_hub", "best"), [(5e6, "quick"), (2e6, "quick"), (9e6, None)])

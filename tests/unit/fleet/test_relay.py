@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from gpupoold.fleet import relay as relay_module
 from gpupoold.fleet.relay import Relay
+from gpupoold.fleet.relays import make_relay
 from gpupoold.fleet.wanted import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Wanted
 from gpupoold.wire.continuation import Continuation, OutputSoFar
 
@@ -26,7 +27,7 @@ def tokens(*ids: int, reason: str = "", number: int = 0) -> bytes:
 
 
 def relay_of(path: str = CHAT, **fields: Any) -> Relay:
-    return Relay(path, msgspec.convert(fields, Wanted))
+    return make_relay(path, msgspec.convert(fields, Wanted))
 
 
 def deltas(text: bytes) -> list[dict[str, Any]]:
@@ -177,6 +178,14 @@ def test_a_node_that_stops_does_not_end_a_message() -> None:
     assert relay.feed(typed("error", error={"type": "internal_error", "message": "m"})) == b""
     assert relay.lost
     assert b"overloaded_error" in relay.ending("no node")
+
+
+def test_an_end_before_the_first_event_has_the_form_of_the_api() -> None:
+    ends = {path: relay_of(path).ending("no") for path in (CHAT, MESSAGES, RESPONSES)}
+    assert b'"code":503' in ends[CHAT]
+    assert b'"overloaded_error"' in ends[MESSAGES]
+    assert b'"code":"503"' in ends[RESPONSES]
+    assert b'"sequence_number":0' in ends[RESPONSES]
 
 
 def response(name: str, *texts: str, first: int = 0) -> bytes:

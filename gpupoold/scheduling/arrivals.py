@@ -27,10 +27,15 @@ class _Sums:
     prompt_tokens: int = 0
     output_tokens: int = 0
 
-    def add(self, other: _Sums, sign: int = 1) -> None:
-        self.num_requests += sign * other.num_requests
-        self.prompt_tokens += sign * other.prompt_tokens
-        self.output_tokens += sign * other.output_tokens
+    def add(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.num_requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+
+    def subtract(self, other: _Sums) -> None:
+        self.num_requests -= other.num_requests
+        self.prompt_tokens -= other.prompt_tokens
+        self.output_tokens -= other.output_tokens
 
 
 @dataclass(slots=True)
@@ -63,9 +68,14 @@ class ArrivalWindow:
         if not self._buckets or self._buckets[-1].number != number:
             self._buckets.append(_Bucket(number))
         length_class = prompt_class(prompt_tokens)
-        one = _Sums(1, prompt_tokens, max(1, output_tokens))
-        self._buckets[-1].sums.setdefault((model, length_class), _Sums()).add(one)
-        self._sums.setdefault(model, {}).setdefault(length_class, _Sums()).add(one)
+        output_tokens = max(1, output_tokens)
+        in_bucket, classes = self._buckets[-1].sums, self._sums.setdefault(model, {})
+        if (model, length_class) not in in_bucket:  # quicker than setdefault(..., _Sums())
+            in_bucket[model, length_class] = _Sums()
+        if length_class not in classes:
+            classes[length_class] = _Sums()
+        in_bucket[model, length_class].add(prompt_tokens, output_tokens)
+        classes[length_class].add(prompt_tokens, output_tokens)
 
     def seen_s(self, now_s: float) -> float:
         """Return the seconds of recorded arrivals, at most the window."""
@@ -96,7 +106,7 @@ class ArrivalWindow:
         while self._buckets and self._buckets[0].number <= last:
             for (model, length_class), gone in self._buckets.popleft().sums.items():
                 classes = self._sums[model]
-                classes[length_class].add(gone, -1)
+                classes[length_class].subtract(gone)
                 if not classes[length_class].num_requests:
                     del classes[length_class]
                     if not classes:

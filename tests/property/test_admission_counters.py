@@ -249,9 +249,7 @@ class DroppingMachine(AdmissionMachine):
     drop_late = True
 
 
-AdmissionMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
-DroppingMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+DroppingMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestAdmission = AdmissionMachine.TestCase
 TestDropping = DroppingMachine.TestCase

@@ -172,7 +172,7 @@ HAPPENING = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(HAPPENING, max_size=40))
 def test_no_client_waits_longer_than_the_bound(happenings: list[tuple[str, int]]) -> None:
     pool = ControlPlane()

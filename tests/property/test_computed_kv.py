@@ -149,7 +149,7 @@ def run(engine: Engine, request: Request, num_steps: int, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     num_prompt_tokens=st.integers(1, 200),
     num_steps=st.integers(1, 60),

@@ -189,7 +189,7 @@ REQUEST = st.tuples(st.sampled_from(MODELS), st.none() | st.none() | POISON)
 STEP = st.tuples(st.integers(0, NUM_WORKERS - 1), st.sampled_from(MODELS), st.integers(0, 30))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(REQUEST, min_size=1, max_size=12), st.lists(STEP, max_size=60))
 def test_exactly_the_poisonous_requests_end(
     requests: list[tuple[str, Poison | None]], steps: list[tuple[int, str, int]]

@@ -147,7 +147,7 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 TestFleet = FleetMachine.TestCase
-TestFleet.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestFleet.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 class HostMachine(RuleBasedStateMachine):
@@ -177,4 +177,4 @@ class HostMachine(RuleBasedStateMachine):
 
 
 TestHost = HostMachine.TestCase
-TestHost.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestHost.settings = settings(max_examples=50, stateful_step_count=30)

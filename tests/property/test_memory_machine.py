@@ -457,7 +457,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 MemoryMachine.TestCase.settings = settings(
-    max_examples=OPERATIONS // STEPS, stateful_step_count=STEPS, deadline=None
+    max_examples=OPERATIONS // STEPS, stateful_step_count=STEPS
 )
 TestMemoryMachine = MemoryMachine.TestCase
 

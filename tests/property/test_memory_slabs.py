@@ -110,4 +110,4 @@ class SlabMachine(RuleBasedStateMachine):
 
 
 TestSlabs = SlabMachine.TestCase
-TestSlabs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSlabs.settings = settings(max_examples=150, stateful_step_count=40)

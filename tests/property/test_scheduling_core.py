@@ -211,7 +211,6 @@ def test_core(policy: str, has_little_kv: bool) -> None:
     limits = settings(
         max_examples=40 if has_little_kv else 60,
         stateful_step_count=40,
-        deadline=None,
         phases=[Phase.generate, Phase.shrink],
         report_multiple_bugs=False,
     )

@@ -46,7 +46,7 @@ class Arrivals:
         return covers(devices)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), RATES_RPS, PROMPTS)
 def test_under_a_constant_load_roles_settle(num_devices: int, rps: int, prompt: int) -> None:
     box = Arrivals(num_devices)
@@ -63,7 +63,7 @@ HAPPENINGS = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(1, 5),
     st.lists(st.tuples(HAPPENINGS, st.integers(0, 4), st.sampled_from("ab")), max_size=12),

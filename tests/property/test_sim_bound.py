@@ -49,7 +49,7 @@ REQUESTS = st.lists(
     num_devices=st.integers(2, 3),
     is_roomy=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_policy_attains_more(
     box: dict[str, tuple[Targets, object, int]],
     drawn: list[tuple[int, float, int, int]],

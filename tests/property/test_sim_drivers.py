@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
@@ -285,7 +285,6 @@ def compare(script: Script) -> tuple[Virtual, Real]:
     return virtual, real
 
 
-@settings(deadline=None)
 @given(scripts())
 def test_the_same_orders_give_the_same_events(script: Script) -> None:
     compare(script)

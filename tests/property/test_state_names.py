@@ -88,7 +88,7 @@ async def agree(changes: list[tuple[str, str, tuple[str, ...]]]) -> None:
                 assert (None if row is None else row.spec.name) == names.owner(name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(CHANGES)
 def test_names_are_unique_over_models_and_aliases(
     changes: list[tuple[str, str, tuple[str, ...]]],

@@ -36,7 +36,9 @@ def place(
     are eligible.
     """
     planned = request.model.home
-    home = next((one for one in devices if planned and one.number == planned.device), None)
+    if planned is None:
+        return choose(request, devices, loads, homes, tuning)
+    home = next((one for one in devices if one.number == planned.device), None)
     able = able_devices(request.model, devices)
     if home is None:
         return choose(request, able, loads, homes, tuning)
@@ -146,7 +148,8 @@ def _has_work(model: Model, device: DeviceState) -> bool:
     name = model.name
     if name in device.working or name in device.queued or name in device.waiting_for_kv:
         return True
-    return any(one.model is model for one in device.moving.values())
+    moving = device.moving
+    return bool(moving) and any(one.model is model for one in moving.values())
 
 
 def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:

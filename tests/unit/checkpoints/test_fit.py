@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, check_fits, estimate_weight_bytes
@@ -94,7 +94,6 @@ class TestCheckFits:
             check(replace(BF16, quantization="awq"), "auto", MIB)
         assert "quantized" not in caught.value.hint
 
-    @settings(deadline=None)
     @given(
         count=st.integers(1, 2**40),
         stored=st.sampled_from(["F32", "BF16", "I8", "F4"]),

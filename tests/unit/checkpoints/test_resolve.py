@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.checkpoints.builtin import BUILTIN_MODELS
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, is_hub_id, resolve
@@ -90,7 +90,6 @@ class TestSource:
         with pytest.raises(UsageError):
             resolve("x", source, ())
 
-    @settings(deadline=None)
     @given(st.text(max_size=20))
     def test_any_text_is_answered(self, source: str) -> None:
         """A folder, an id or a ``ClientError``; never another exception."""

@@ -157,13 +157,12 @@ def library_accepts(content: bytes) -> bool:
 
 
 class TestRandomDamage:
-    @settings(deadline=None)
     @given(size=st.integers(0, len(INTACT) + 64))
     def test_truncation(self, size: int, scratch: Path) -> None:
         content = INTACT[:size].ljust(size, b"\0")
         assert accepted(scratch, content) == (size == len(INTACT))
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(
         patches=st.lists(
             st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=8)), max_size=4
@@ -180,7 +179,6 @@ class TestRandomDamage:
         if accepted(scratch, damaged):
             assert library_accepts(damaged)
 
-    @settings(deadline=None)
     @given(digits=st.lists(st.tuples(st.integers(0, 250), st.sampled_from(b'0123456789,[]{}":')),
                            min_size=1, max_size=3))  # fmt: skip
     def test_changed_header_text(self, digits: list[tuple[int, int]], scratch: Path) -> None:
@@ -190,13 +188,11 @@ class TestRandomDamage:
         if accepted(scratch, bytes(content)):
             assert library_accepts(bytes(content))
 
-    @settings(deadline=None)
     @given(content=st.binary(max_size=300))
     def test_noise(self, content: bytes, scratch: Path) -> None:
         if accepted(scratch, content):
             assert library_accepts(content)
 
-    @settings(deadline=None)
     @given(
         header=st.dictionaries(
             st.text(max_size=5),

@@ -208,7 +208,7 @@ def test_large_fleets_take_few_evaluations(monkeypatch: pytest.MonkeyPatch) -> N
     assert num <= 500
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 3), st.floats(0, 2)),

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
@@ -64,7 +64,6 @@ class TestOrder:
         if is_on_time(tuple(by_deadline), start_in_s):
             assert order == by_deadline
 
-    @settings(deadline=None)
     @given(DUES_S, START_IN_S)
     def test_planned_turns_of_equal_length_all_go_by_deadline_if_any_order_meets_all(
         self, dues_s: list[int], start_in_s: int
@@ -74,7 +73,6 @@ class TestOrder:
             dues = [one.due_in_s for one in order_planned_turns(planned_turns, start_in_s)]
             assert dues == sorted(dues_s)
 
-    @settings(deadline=None)
     @given(
         st.lists(st.tuples(st.integers(-1, 6), st.integers(1, 9)), min_size=1, max_size=5),
         START_IN_S,

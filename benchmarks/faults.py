@@ -21,7 +21,7 @@ import psutil
 from openai import AsyncOpenAI
 
 from benchmarks.load import Ask, Stream, ask_all, client_of
-from benchmarks.processes import module_of
+from benchmarks.processes import descendants, module_of
 from gpupool_cli.bench.rig import emulated_config, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.client import AdminClient
@@ -183,7 +183,7 @@ async def _alive(client: AdminClient, number: int) -> DeviceInfo:
 
 
 def _kill_frontend(daemon: PrivateDaemon) -> int:
-    for process in psutil.Process(daemon.process.pid).children(recursive=True):
+    for process in descendants(daemon):
         with contextlib.suppress(psutil.Error):
             if module_of(process) == "gpupoold.frontend":
                 process.kill()

@@ -7,6 +7,7 @@ import contextlib
 import psutil
 
 from gpupool_cli.private_daemon import PrivateDaemon
+from tests.functional.import_server import forked_for
 
 _CHECKER = "gpupoold.frontend.grammar_checker.checker"
 
@@ -16,10 +17,26 @@ def processes(daemon: PrivateDaemon) -> list[psutil.Process]:
 
     The children in which grammar checkers try one grammar each are left out.
     """
-    root = psutil.Process(daemon.process.pid)
-    descendants = root.children(recursive=True)
-    checkers = {one.pid for one in descendants if _is_checker(one)}
-    return [root, *(one for one in descendants if _parent_pid(one) not in {None, *checkers})]
+    found = descendants(daemon)
+    checkers = {one.pid for one in found if _is_checker(one)}
+    lasting = [one for one in found if _parent_pid(one) not in {None, *checkers}]
+    return [psutil.Process(daemon.process.pid), *lasting]
+
+
+def descendants(daemon: PrivateDaemon) -> list[psutil.Process]:
+    """Return the processes that descend from the daemon.
+
+    In functional tests a fork server may be the proxy of a process elsewhere, which counts instead.
+    """
+    found = []
+    for process in psutil.Process(daemon.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if (pid := forked_for(process.cmdline())) is not None:
+                forked = psutil.Process(pid)
+                found += [forked, *forked.children(recursive=True)]
+            else:
+                found.append(process)
+    return found
 
 
 def module_of(process: psutil.Process) -> str | None:

@@ -20,13 +20,13 @@ import pytest
 from openai import AsyncOpenAI
 from typer.testing import CliRunner, Result
 
+from benchmarks.processes import descendants
 from gpupool_cli.main import app
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo
 from tests.functional.daemon_tools import (
     admin_http,
     ask,
-    children,
 )
 
 MODELS = ("one", "two")
@@ -151,7 +151,7 @@ def places(box: Box) -> Iterator[tuple[str, bytes]]:
     for file in box.folder.rglob("*"):
         if file.is_file():
             yield str(file), file.read_bytes()
-    for process in [psutil.Process(box.daemon.process.pid), *children(box.daemon)]:
+    for process in [psutil.Process(box.daemon.process.pid), *descendants(box.daemon)]:
         for name in ("cmdline", "environ"):
             yield f"{process.pid} {name}", Path(f"/proc/{process.pid}/{name}").read_bytes()
     paths = ("/keys?revoked=true", "/status", "/ps", "/events?limit=1000", "/requests", "/models")

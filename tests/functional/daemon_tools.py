@@ -20,12 +20,12 @@ import psutil
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
 
+from benchmarks.processes import descendants
 from gpupool_cli.bench.rig import emulated_config as emulated_config, weight_bytes as weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.conftest import PYTHON_PATH
-from tests.functional.import_server import forked_for
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
@@ -309,22 +309,9 @@ def child_env() -> dict[str, str]:
 # Starting and ending
 
 
-def children(daemon: PrivateDaemon) -> list[psutil.Process]:
-    """The daemon's child processes, and theirs; without proxies of its fork server."""
-    found = []
-    for process in psutil.Process(daemon.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if (pid := forked_for(process.cmdline())) is not None:
-                forked = psutil.Process(pid)
-                found += [forked, *forked.children(recursive=True)]
-            else:
-                found.append(process)
-    return found
-
-
 def child(daemon: PrivateDaemon, module: str) -> psutil.Process:
     """The child, or child of its fork server, that runs ``python -m gpupoold.MODULE``."""
-    [found] = [c for c in children(daemon) if f"-m gpupoold.{module} " in " ".join(c.cmdline())]
+    [found] = [c for c in descendants(daemon) if f"-m gpupoold.{module} " in " ".join(c.cmdline())]
     return found
 
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
+from benchmarks.processes import descendants
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.latency.stored import StoredLatency
 from tests.functional.daemon_tools import (
@@ -33,7 +34,6 @@ from tests.functional.daemon_tools import (
     ask,
     child,
     child_env,
-    children,
     emulated_config,
     eventually,
     frontend,
@@ -155,7 +155,7 @@ class TestDaemon:
     ) -> None:
         await same_answers(daemon, expected)
         latencies = measured(daemon)
-        processes = children(daemon)
+        processes = descendants(daemon)
         assert {row.pid for row in ps(daemon).devices} < {process.pid for process in processes}
         with Terminal(daemon) as terminal:
             terminal.until("5 Events")
@@ -181,7 +181,7 @@ class TestDaemon:
     async def test_terminated_in_the_middle_of_work(
         self, restartable: Restartable, daemon: PrivateDaemon, tiny_models: dict[str, Path]
     ) -> None:
-        processes = children(daemon)
+        processes = descendants(daemon)
         async with api_client(daemon.http_url) as api:
             expected = await ask(api, QWEN2, "interrupted", 100)
             # More than the seconds that open streams are given.

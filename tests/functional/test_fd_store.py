@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import descendants
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import GpupoolError
@@ -26,7 +27,6 @@ from tests.functional.daemon_tools import (
     ask,
     check,
     child_env,
-    children,
     emulated_config,
     until,
 )
@@ -101,7 +101,7 @@ async def test_snapshots_and_sockets_outlive_a_daemon_that_is_killed(
             assert manager.values("READY") == ["1"]
             assert manager.values("WATCHDOG")
 
-            processes = children(first)
+            processes = descendants(first)
             os.kill(first.process.pid, signal.SIGKILL)
             first.process.wait()
             assert all_gone(processes, 20)

@@ -14,6 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from benchmarks.processes import descendants
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.access.secret import make_key
 from gpupoold.api.schemas_access import AddKeyRequest
@@ -24,7 +25,6 @@ from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     QWEN2,
     api_client,
-    children,
     emulated_config,
     eventually,
     weight_bytes,
@@ -70,7 +70,7 @@ def serving(fleet: LocalFleet, model: str) -> list[str]:
 
 def kill(daemon: PrivateDaemon) -> None:
     """As when a machine dies: nothing of the daemon says goodbye."""
-    for process in children(daemon):
+    for process in descendants(daemon):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     daemon.process.kill()

@@ -14,11 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.processes import descendants
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.fleet import cluster
 from tests.conftest import PYTHON_PATH
-from tests.functional.daemon_tools import SIM_SHAPE, children, free_port, until
+from tests.functional.daemon_tools import SIM_SHAPE, free_port, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,7 +124,7 @@ def test_a_fleet(box: Box, tmp_path: Path) -> None:
 
         # The node of the second model dies; the fleet places the model anew.
         doomed = next(one for one in ("west", "north") if one in box.homes("one"))
-        for process in children(box.daemons[doomed]):
+        for process in descendants(box.daemons[doomed]):
             process.kill()
         box.daemons[doomed].process.kill()
         body["model"] = "one"

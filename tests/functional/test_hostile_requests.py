@@ -15,12 +15,12 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.processes import descendants
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     Background,
     api_client,
     ask,
-    children,
     cli,
     emulated_config,
     eventually,
@@ -105,7 +105,7 @@ def post(box: PrivateDaemon, path: str, **fields: Any) -> httpx.Response:
 
 def processes(box: PrivateDaemon) -> dict[int, str]:
     """The daemon and its children, by their process ids."""
-    found = [psutil.Process(box.process.pid), *children(box)]
+    found = [psutil.Process(box.process.pid), *descendants(box)]
     return {one.pid: " ".join(one.cmdline()) for one in found}
 
 

@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.processes import descendants
 from gpupool_cli.bench.rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.errors import Refused, UsageError
@@ -23,7 +24,6 @@ from tests.functional.daemon_tools import (
     api_client,
     ask,
     check_all,
-    children,
     cli,
     eventually,
     open_stream,
@@ -55,7 +55,7 @@ def states(daemon: PrivateDaemon) -> list[str]:
 
 def num_workers(daemon: PrivateDaemon) -> int:
     num = 0
-    for child in children(daemon):
+    for child in descendants(daemon):
         with contextlib.suppress(psutil.Error):  # it has just ended
             num += "gpupoold.worker --device" in " ".join(child.cmdline())
     return num

@@ -13,6 +13,7 @@ import openai
 import psutil
 import pytest
 
+from benchmarks.processes import descendants
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import DeviceInfo
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
@@ -24,7 +25,6 @@ from tests.functional.daemon_tools import (
     admin_http,
     api_client,
     ask,
-    children,
     cli,
     open_stream,
     ps,
@@ -64,7 +64,7 @@ def test_devices_are_what_they_simulate(box: PrivateDaemon) -> None:
     assert (first.kind, second.kind) == ("sim", "sim")
     assert first.device_bytes == 20 * 2**30
     assert second.device_bytes == pytest.approx(0.9 * 24_146_608_128, abs=1)
-    processes = [one for one in children(box) if "gpupoold.simdevice" in one.cmdline()]
+    processes = [one for one in descendants(box) if "gpupoold.simdevice" in one.cmdline()]
     assert len(processes) == 2
     assert all(one.memory_info().rss < 60e6 for one in processes)
     with box.client() as client:

@@ -99,7 +99,7 @@ def lines_of(whole: core.Core) -> Iterator[Line]:
             return ["float", str(value)]
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        if isinstance(value, tuple):
+        if isinstance(value, tuple | frozenset):
             return [type(value).__name__, *map(raw, value)]
         if isinstance(value, types.FunctionType):
             return ["function", value.__name__]
@@ -206,6 +206,8 @@ def _value(raw: Any, made: Sequence[Any]) -> Any:
             return found[name]
         case ["tuple", *items]:
             return tuple(_value(item, made) for item in items)
+        case ["frozenset", *items]:
+            return frozenset(_value(item, made) for item in items)
         case [str(kind), *items] if issubclass(found := _CLASSES.get(kind, object), tuple):
             value: Any = found(*(_value(item, made) for item in items))
             _check_types(value)

@@ -194,6 +194,9 @@ class Core:
         for request in lost:
             self._lose_device(request, now_s)
 
+    def _hostable(self, event: e.Hostable, now_s: float) -> None:
+        self._model(event.model).hostable = frozenset(event.devices)
+
     def _arrived(self, event: e.Arrived, now_s: float) -> None:
         if event.request_id in self.state.requests:
             raise ValueError(f"request {event.request_id} arrived, but is live already")
@@ -466,6 +469,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     e.Tick: Core._tick,
     e.Hosted: Core._hosted,
     e.Unhosted: Core._unhosted,
+    e.Hostable: Core._hostable,
     e.Arrived: Core._arrived,
     e.Stepped: Core._stepped,
     e.PromptCached: Core._prompt_cached,

@@ -128,6 +128,17 @@ class Unhosted:
 
 
 @dataclass(frozen=True, slots=True)
+class Hostable:
+    """The devices that do not run a model yet: they load the engine now, or could load the engine.
+
+    Replaces the devices of the model's earlier event.
+    """
+
+    model: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """A request has arrived.
 
@@ -223,6 +234,7 @@ Event = (
     | Tick
     | Hosted
     | Unhosted
+    | Hostable
     | Arrived
     | Stepped
     | PromptCached

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from gpupoold.scheduling.arrivals import LASTING_S
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 
 LATE_IDLE_S = 60.0
 """Seconds without use after which an engine is evicted for the late requests of another model."""
+
+HOME_IDLE_S = LASTING_S
+"""Seconds without use after which the only engine of a model makes place for a planned home."""
 
 _PROMPT_TOKENS = 256
 
@@ -36,6 +40,7 @@ class HostingReason(StrEnum):
 
     FIXED = "fixed", "the device was chosen by hand"
     NEEDED = "needed", "no other device in service had the model"
+    HOME = "home", "the planned home of the model, by the arrivals of the last minutes"
     LATE = "late", "requests would have been late on the other devices"
     SPARE = "spare", "the device had memory for the engine"
 
@@ -46,7 +51,8 @@ class HostedEngine:
 
     An engine is busy while its model has requests on the device or changes its engines, or while
     the model has requests and no other device. ``idle_s`` are the seconds since the model's last
-    use. Its end frees ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged
+    use, and ``is_home`` whether the model's requests are planned for this device. Its end frees
+    ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged
     with memory that all engines share.
     """
 
@@ -55,6 +61,7 @@ class HostedEngine:
     is_busy: bool = False
     is_only: bool = False
     is_fixed: bool = False
+    is_home: bool = False
     idle_s: float = math.inf
     freed_bytes: int | None = None
 
@@ -95,7 +102,8 @@ class HostingModel:
     """A model that may need devices; ``fixed`` are the devices chosen by hand, empty for none.
 
     ``need_bytes`` is the expected memory of its engine by device. ``is_wanted`` is false while the
-    model was evicted and has no requests. The GPUs of the ``undivided`` devices cannot share the
+    model was evicted and has no requests. ``home`` is the device planned for its requests. The GPUs
+    of the ``undivided`` devices cannot share the
     model equally.
     """
 
@@ -104,6 +112,7 @@ class HostingModel:
     need_bytes: Mapping[int, int] | None = None
     is_wanted: bool = True
     is_late: bool = False
+    home: int | None = None
     undivided: frozenset[int] = frozenset()
 
     def need(self, device: int) -> int:
@@ -151,6 +160,9 @@ def _first(
     model: HostingModel, candidates: Sequence[HostingDevice], *, is_hosted: bool
 ) -> list[HostingChoice]:
     """Return the device to load the model at once, if necessary by evicting other engines."""
+    home = next((one for one in candidates if is_hosted and one.number == model.home), None)
+    if home is not None and _victims(model, home, HostingReason.HOME) is not None:
+        return [HostingChoice(home.number, HostingReason.HOME)]
     if is_hosted and not model.is_late:
         return []
     reason = HostingReason.LATE if is_hosted else HostingReason.NEEDED
@@ -164,8 +176,9 @@ def victims(device: HostingDevice, num_bytes: int, reason: HostingReason) -> lis
     """Return the models whose engines make place for ``num_bytes``, the least useful first.
 
     Empty if there is enough memory, None if too little can be freed. Engines chosen by hand and
-    busy engines stay. A spare engine replaces no other; late requests replace only engines of
-    models that have another device and were not used for ``LATE_IDLE_S``.
+    busy engines stay. A spare engine replaces no other. A planned home replaces only engines of
+    models that have another home, and another device or no use for ``HOME_IDLE_S``; late requests
+    replace only engines of models that have another device and were not used for ``LATE_IDLE_S``.
     """
     short_bytes = device.short_bytes(num_bytes)
     chosen: list[str] = []
@@ -176,6 +189,23 @@ def victims(device: HostingDevice, num_bytes: int, reason: HostingReason) -> lis
             chosen.append(engine.model)
             short_bytes -= engine.gain_bytes
     return chosen if short_bytes <= 0 else None
+
+
+def hostable(model: HostingModel, devices: Sequence[HostingDevice]) -> set[int]:
+    """Return the devices that have the model's engine, and those that could become its home.
+
+    Requests there are expected to end.
+    """
+    return {
+        device.number
+        for device in devices
+        if model.name in device.engines
+        or (
+            not device.is_draining
+            and model.allows(device.number)
+            and _victims(model, _idle(device), HostingReason.HOME) is not None
+        )
+    }
 
 
 def is_late(state: State, name: str, now_s: float) -> bool:
@@ -191,26 +221,40 @@ def _victims(model: HostingModel, device: HostingDevice, reason: HostingReason) 
     return victims(device, model.need(device.number), reason)
 
 
+def _idle(device: HostingDevice) -> HostingDevice:
+    """Return the device as if its requests had ended."""
+    engines = {name: replace(one, is_busy=False) for name, one in device.engines.items()}
+    return replace(device, engines=engines)
+
+
 def _may_leave(engine: HostedEngine, reason: HostingReason) -> bool:
     if engine.is_busy or engine.is_fixed or reason is HostingReason.SPARE:
         return False
+    if reason is HostingReason.HOME:
+        is_unused = not engine.is_only or engine.idle_s >= HOME_IDLE_S
+        return is_unused and not engine.is_home
     if reason is HostingReason.LATE:
         return not engine.is_only and engine.idle_s >= LATE_IDLE_S
     return True
 
 
-def _usefulness(engine: HostedEngine) -> tuple[bool, float]:
-    return engine.is_only, -engine.idle_s
+def _usefulness(engine: HostedEngine) -> tuple[bool, bool, float]:
+    return engine.is_only, engine.is_home, -engine.idle_s
 
 
 def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[HostingDevice]:
-    """Return the devices, those without evictions and with little work first."""
+    """Return the devices: the planned home, then those without evictions and with little work.
 
-    def cost(device: HostingDevice) -> tuple[bool, bool, int, int, int]:
+    Among devices without work, those are first with few models that have no other device.
+    """
+
+    def cost(device: HostingDevice) -> tuple[bool, bool, bool, int, int, int, int]:
         need_bytes = model.need(device.number)
         evicted = victims(device, need_bytes, HostingReason.NEEDED) or []
         ends_others = any(device.engines[one].is_only for one in evicted)
         work = device.num_loads, device.num_requests
-        return (ends_others, bool(evicted), *work, device.number)
+        num_only = sum(one.is_only for one in device.engines.values())
+        is_home = device.number == model.home
+        return (ends_others, not is_home, bool(evicted), *work, num_only, device.number)
 
     return sorted(devices, key=cost)

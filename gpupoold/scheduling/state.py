@@ -54,7 +54,8 @@ class Model:
     """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
 
     A model that does not generate has no decode steps. ``revision`` increases with each change of
-    targets, costs or a ratio.
+    targets, costs or a ratio. ``hosts`` have its engine, ``hostable`` devices
+    load the engine or could load the engine.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Model:
     revision: int = 0
     home: PlannedHome | None = None
     hosts: set[int] = field(default_factory=set)
+    hostable: frozenset[int] = frozenset()
     speeds: dict[str, Speed] = field(default_factory=dict)
 
     def speed(self, kind: str = "") -> Speed:

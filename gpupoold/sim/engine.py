@@ -238,6 +238,8 @@ class Simulation:
 
     def _tick(self) -> None:
         self._events.append(e.Tick())
+        if self._hosting is not None:
+            self._events += self._hosting.hostable(self.core.state, self._queue.now_s)
         self._load_engines()
         self._tick_later()
 

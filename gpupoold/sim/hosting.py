@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.errors import UsageError
+from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.hosting import (
     HostedEngine,
     HostingDevice,
     HostingModel,
     choose,
+    hostable,
     is_late,
     victims,
 )
@@ -90,6 +92,7 @@ class Hosting:
         self._loading: dict[int, str] = {}
         self._num_live: Counter[str] = Counter()
         self._used_at_s: dict[str, float] = {}
+        self._homes: dict[str, int] = {}
         self.num_loads = 0
         self._place()
 
@@ -116,7 +119,8 @@ class Hosting:
 
     def due(self, state: State, now_s: float) -> list[EngineLoad]:
         """Begin the loads that are due, at most one on each device, and return them."""
-        asked = [name for name in self._models if self._num_live[name]]
+        self._homes = {one.name: one.home.device for one in state.models.values() if one.home}
+        asked = [one for one in self._models if self._num_live[one] or one in self._homes]
         if not asked:
             return []
         num_requests = Counter(one.device for one in state.requests.values())
@@ -145,6 +149,17 @@ class Hosting:
                 devices[number] = look(number)
         return loads
 
+    def hostable(self, state: State, now_s: float) -> list[Hostable]:
+        """Return the changes of the devices that could run models."""
+        devices = [self._device(number, now_s=now_s) for number in self._numbers]
+        changes = []
+        for name in self._models:
+            model = state.models[name]
+            further = hostable(self._model(name), devices) - model.hosts
+            if further != model.hostable:
+                changes.append(Hostable(name, tuple(sorted(further))))
+        return changes
+
     def loaded(self, device: int) -> str:
         """End the load of a device; return the model."""
         name = self._loading.pop(device)
@@ -171,8 +186,13 @@ class Hosting:
 
     def _model(self, name: str, *, is_late: bool = False) -> HostingModel:
         need_bytes = dict.fromkeys(self._numbers, self.costs.bytes_of(name))
-        undivided = self._undivided[name]
-        return HostingModel(name, need_bytes=need_bytes, is_late=is_late, undivided=undivided)
+        return HostingModel(
+            name,
+            need_bytes=need_bytes,
+            is_late=is_late,
+            home=self._homes.get(name),
+            undivided=self._undivided[name],
+        )
 
     def _device(
         self,
@@ -200,5 +220,6 @@ class Hosting:
             self.costs.bytes_of(name),
             is_busy=is_busy or (is_only and self._num_live[name] > 0),
             is_only=is_only,
+            is_home=self._homes.get(name) == number,
             idle_s=now_s - self._used_at_s.get(name, -math.inf),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
@@ -77,6 +79,47 @@ class TestSimulatedDevices:
             assert cli(box, "host", name, "--auto").returncode == 0
         async with api_client(box.http_url) as api:
             assert len((await ask(api, "five", "Hello", 8)).token_ids) == 8
+
+
+@pytest.mark.slow
+async def test_two_busy_models_do_not_stay_on_one_device(tmp_path: Path) -> None:
+    """Both begin on device 0; no two models fit on a GPU together, and targets are tight.
+
+    Each device has memory for three engines; the other models are hardly used.
+    """
+    config = 'devices = ["sim:2xA10"]\n[memory]\nengines = "800MiB"\n'
+    names = ("one", "two", "three", "four", "both")
+    with sim_daemon(config, tmp_path, names, ttft_s=1.0, tbt_s=0.1) as box:
+        for name, devices in (("one", "0"), ("two", "0"), ("three", "1"), ("four", "1")):
+            assert cli(box, "host", name, devices).returncode == 0
+        assert cli(box, "host", "both", "0", "1").returncode == 0
+        for name in names:
+            assert cli(box, "host", name, "--auto").returncode == 0
+        assert [_devices(box, name) for name in ("one", "two", "both")] == [[0], [0], [0, 1]]
+
+        async def use(api: AsyncOpenAI, name: str) -> None:
+            while 1 not in _devices(box, "one") + _devices(box, "two"):
+                assert (await ask(api, name, "Hello", 100)).token_ids
+
+        async def keep_used(api: AsyncOpenAI, name: str) -> None:
+            """Otherwise late requests replace its second engine."""
+            while True:
+                assert (await ask(api, name, "Hello", 8)).token_ids
+                await asyncio.sleep(5.0)
+
+        async with api_client(box.http_url) as api:
+            await ask(api, "both", "Hello", 8)
+            keeper = asyncio.create_task(keep_used(api, "both"))
+            await asyncio.gather(*(use(api, name) for name in ("one", "two", "one", "two")))
+            keeper.cancel()
+            [moved] = [name for name in ("one", "two") if 1 in _devices(box, name)]
+            assert "the planned home of the model" in cli(box, "why", moved).stdout
+            for name in names:
+                assert (await ask(api, name, "Hello", 8)).token_ids
+
+
+def _devices(box: PrivateDaemon, name: str) -> list[int]:
+    return [one.device for one in usage(box, name).engines]
 
 
 @pytest.mark.slow

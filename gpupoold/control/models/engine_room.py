@@ -105,6 +105,7 @@ class EngineRoom:
             is_late=now_s is not None
             and is_asked
             and is_late(self._dispatcher.scheduler.state, name, now_s),
+            home=self._home(name),
             undivided=self.divisions.lacking(row.spec),
         )
 
@@ -167,9 +168,15 @@ class EngineRoom:
             is_busy=has_requests or is_asked or not self._fleet.lock(name).is_free,
             is_only=is_only,
             is_fixed=number in self._fleet.fixed_devices(name),
+            is_home=self._home(name) == number,
             idle_s=self._wall_clock() - (self._cache.last_used_at(name) or 0.0),
             freed_bytes=freed_bytes,
         )
+
+    def _home(self, name: str) -> int | None:
+        """Return the device that the policy plans for a model's requests."""
+        model = self._dispatcher.scheduler.state.models.get(name)
+        return None if model is None or model.home is None else model.home.device
 
     async def _evict_for(
         self, name: str, worker: Worker, num_bytes: int, reason: HostingReason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -23,7 +24,13 @@ from gpupoold.control.workers.worker import Worker, WorkerEnded, WorkerIsDown
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, Refused, TimedOut, Unavailable, UsageError
-from gpupoold.scheduling.hosting import HostingChoice, HostingDevice, HostingReason, choose
+from gpupoold.scheduling.hosting import (
+    HostingChoice,
+    HostingDevice,
+    HostingReason,
+    choose,
+    hostable,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -34,6 +41,8 @@ _POLL_S = 0.1
 _FIRST_WAIT_S = 10.0
 _MAX_WAIT_S = 600.0
 _MIGRATIONS_S = 10.0
+# The policy plans homes as often.
+_HOSTABLE_PERIOD_S = 5.0
 
 
 class EnginePlacement:
@@ -65,6 +74,7 @@ class EnginePlacement:
         self._waits: dict[tuple[str, int], tuple[float, float]] = {}  # wait, next try
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancing: asyncio.Task[None] | None = None
+        self._next_hostable_s = -math.inf
 
     async def load_first(
         self, spec: ModelSpec, expected_bytes: int = 0, wait_s: float = 0.0
@@ -303,6 +313,11 @@ class EnginePlacement:
             if one.is_ready and one.has_loaded and not one.num_loads
         }
         engines, devices = self._fleet.hosts.engines(), self._room.devices()
+        if now_s >= self._next_hostable_s:
+            self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
+            for row in rows:
+                possible = hostable(self._room.model(row), devices)
+                self._dispatcher.scheduler.hostable(row.spec.name, possible)
         for row in rows:
             if idle.difference(engines.get(row.spec.name, ())):
                 self._start_due(row, devices, idle, now_s)

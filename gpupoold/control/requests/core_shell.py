@@ -139,6 +139,12 @@ class Scheduler:
         """Remove a model from a worker."""
         self._handle(e.Unhosted(number, name))
 
+    def hostable(self, name: str, numbers: set[int]) -> None:
+        """Set the workers that run, load or could load a model."""
+        model = self.state.models.get(name)
+        if model is not None and model.hostable != numbers - model.hosts:
+            self._handle(e.Hostable(name, tuple(sorted(numbers - model.hosts))))
+
     def arrived(self, request: LiveRequest) -> None:
         """Schedule a request; the policy decides the time of the action ``Send``."""
         order = request.order

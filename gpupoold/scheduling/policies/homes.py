@@ -18,14 +18,18 @@ from gpupoold.scheduling.velocity import RequestClass
 _PERIOD_S = 5.0
 # Less is no reason to move a model: rates are estimates, and a move costs a copy.
 _THRESHOLD = 0.1
+# A home that must load the engine is planned from the arrivals of at least so long.
+_LEAST_SEEN_S = 30.0
 # The share of a device's time for switches to and from a model whose home is elsewhere.
 _HELPER_SWITCHING = 0.15
 
 
 class HomePlanner:
-    """Plans homes for models if switches between them may make answers late.
+    """Plans homes for models if switches between them may make answers late, or if not all devices
+    host all models.
 
-    Otherwise a request is best placed by the loads of the moment.
+    Otherwise a request is best placed by the loads of the moment. A home may lack the engine, which
+    is then loaded (:mod:`gpupoold.scheduling.hosting`).
     """
 
     def __init__(self, lead_share: float) -> None:
@@ -41,8 +45,9 @@ class HomePlanner:
         if now_s < self._next_s:
             return {}
         self._next_s = now_s + _PERIOD_S
-        devices = [] if state.is_split else self._devices(state, now_s)
-        if any(map(has_hurried, devices)):
+        devices = [] if state.is_split else _devices(state, now_s, self._lead_share)
+        is_partly_hosted = any(model.hostable for model in state.models.values())
+        if is_partly_hosted or any(map(has_hurried, devices)):
             self._homes = better_homes(self._homes, devices, _THRESHOLD)
         else:
             self._homes = {}
@@ -70,33 +75,36 @@ class HomePlanner:
             and switching_growth(device, placed[device.number], name) <= _HELPER_SWITCHING
         )
 
-    def _devices(self, state: State, now_s: float) -> list[HomeDevice]:
-        rates = {
-            name: by_class
-            for name, by_class in state.arrivals.lasting.rates_rps(now_s).items()
-            if name in state.models
+
+def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
+    """Return the devices in service with the expected work of the models that may live there.
+
+    Those are the hosts of a model, and devices that could load its engine once arrivals are known
+    for longer than a load takes. Models without arrivals have no work.
+    """
+    models, lasting = state.models, state.arrivals.lasting
+    rates = {name: one for name, one in lasting.rates_rps(now_s).items() if name in models}
+    may_load = lasting.seen_s(now_s) >= _LEAST_SEEN_S
+    devices = [one for one in state.devices.values() if not one.is_draining]
+    by_kind: dict[str, dict[str, ModelDemand]] = {}
+    for kind in {one.kind for one in devices}:
+        by_kind[kind] = {
+            name: expected_work(models[name], by_class, models[name].speed(kind), lead_share)
+            for name, by_class in rates.items()
         }
-        by_kind: dict[str, dict[str, ModelDemand]] = {}
-        devices = [one for one in state.devices.values() if not one.is_draining]
-        for kind in {one.kind for one in devices}:
-            by_kind[kind] = {
-                name: expected_work(model, by_class, model.speed(kind), self._lead_share)
-                for name, by_class in rates.items()
-                if (model := state.models[name]).hosts
-            }
-        return [
-            HomeDevice(
-                device.number,
-                device.capacity_bytes,
-                device.bandwidth_bytes_per_s,
-                {
-                    name: demand
-                    for name, demand in by_kind[device.kind].items()
-                    if name in device.batches
-                },
-            )
-            for device in devices
-        ]
+    return [
+        HomeDevice(
+            device.number,
+            device.capacity_bytes,
+            device.bandwidth_bytes_per_s,
+            {
+                name: demand
+                for name, demand in by_kind[device.kind].items()
+                if name in device.batches or (may_load and device.number in models[name].hostable)
+            },
+        )
+        for device in devices
+    ]
 
 
 def expected_work(

@@ -12,6 +12,7 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.event_log import RecordedCore, replay_on
 from gpupoold.scheduling.invariants import check_state
+from gpupoold.scheduling.state import PlannedHome
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import Driver
 
@@ -56,6 +57,14 @@ def test_shared_objects_stay_shared() -> None:
     state = core_of(decoded(plain)).state
     assert state.requests
     assert all(one.model is state.models[one.model.name] for one in state.requests.values())
+
+
+def test_planned_homes_survive() -> None:
+    plain = Driver(make_policy("gpupool"), num_devices=3).core
+    plain.handle([e.Unhosted(2, "a"), e.Hostable("a", (2,))], 1.0)
+    plain.state.models["a"].home = PlannedHome(2, frozenset({0, 1}))
+    found = core_of(decoded(plain)).state.models["a"]
+    assert (found.home, found.hostable) == (PlannedHome(2, frozenset({0, 1})), frozenset({2}))
 
 
 def nested(depth: int) -> list[Any]:

@@ -46,6 +46,8 @@ EVENTS: tuple[e.Event, ...] = (
     e.Hosted(0, "a"),
     e.Hosted(3, "a", ModelCosts(decode_base_s=0.01)),
     e.Unhosted(0, "ä\n"),
+    e.Hostable("a", (0, 2)),
+    e.Hostable("a", ()),
     e.Arrived("r", "a", 0.1 + 0.2, 5, None),
     e.Arrived("r", "a", 12345.678901234567, 5, 9),
     e.Arrived("r", "a", 1.0, 5, num_tokens=3, max_tokens=16),

@@ -75,3 +75,25 @@ def test_a_home_that_drains_or_goes_is_replaced() -> None:
     box.send(e.Tick(), at_s=box.now_s + 10.0)
     box.arrive("a", "after")
     assert box.state.requests["after"].device == other
+
+
+def test_a_home_may_lack_the_engine() -> None:
+    """Both models are on one device; one of them would be better off on the other."""
+    box = driver(ttft_s=1.0)
+    box.send(e.Unhosted(1, "a"), e.Unhosted(1, "b"), e.Hostable("a", (1,)), e.Hostable("b", (1,)))
+    found = serve(box, "a", "b")
+    assert {*found["a"], *found["b"]} == {0}
+    homes = {name: box.state.models[name].home for name in "ab"}
+    [moved] = [name for name, home in homes.items() if home and home.device == 1]
+    box.send(e.Hosted(1, moved), e.Hostable(moved, ()))
+    assert set(serve(box, moved)[moved]) == {1}
+
+
+def test_a_load_waits_for_known_arrivals() -> None:
+    box = driver(ttft_s=1.0)
+    box.send(e.Unhosted(1, "a"), e.Unhosted(1, "b"), e.Hostable("a", (1,)), e.Hostable("b", (1,)))
+    for name in "ab":
+        box.arrive(name, name)
+        box.send(e.Ended(name))
+    box.send(e.Tick(), at_s=box.now_s + 10.0)
+    assert all(one.home is None or one.home.device == 0 for one in box.state.models.values())

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.scheduling.hosting import (
+    HOME_IDLE_S,
     LATE_IDLE_S,
     HostedEngine,
     HostingDevice,
     HostingModel,
     HostingReason,
     choose,
+    hostable,
     victims,
 )
 
 FIXED, NEEDED = HostingReason.FIXED, HostingReason.NEEDED
-LATE, SPARE = HostingReason.LATE, HostingReason.SPARE
+LATE, SPARE, HOME = HostingReason.LATE, HostingReason.SPARE, HostingReason.HOME
 
 
 def engine(name: str, num_bytes: int = 10, **options: object) -> HostedEngine:
@@ -141,3 +143,48 @@ class TestLateRequests:
     def test_others_are_not_disturbed(self, other: HostingDevice) -> None:
         hosts = device(0, engine("new"), num_requests=9)
         assert choose(model(is_late=True), [hosts, other]) == []
+
+
+class TestHomes:
+    def test_the_planned_home_gets_the_engine(self) -> None:
+        hosts = device(0, engine("new"))
+        busy = device(1, engine("double"), limit=10, num_requests=9)
+        assert choose(model(home=1), [hosts, busy]) == [(1, HOME)]
+        assert choose(model(home=0), [hosts, busy]) == []
+
+    @pytest.mark.parametrize("why", ["is_busy", "is_only", "is_fixed", "is_home"])
+    def test_engines_that_stay(self, why: str) -> None:
+        stays = engine("a", **{why: True}, idle_s=HOME_IDLE_S - 1)
+        hosts, full = device(0, engine("new")), device(1, stays, limit=10)
+        assert choose(model(home=1), [hosts, full]) == []
+
+    def test_an_only_engine_that_nobody_uses_leaves(self) -> None:
+        full = device(1, engine("a", is_only=True, idle_s=HOME_IDLE_S), limit=10)
+        assert choose(model(home=1), [device(0, engine("new")), full]) == [(1, HOME)]
+
+    def test_a_model_without_a_device_is_loaded_there_first(self) -> None:
+        devices = [device(0), device(1, num_requests=9)]
+        assert choose(model(home=1), devices)[0] == (1, NEEDED)
+
+    def test_an_engine_at_home_leaves_after_others(self) -> None:
+        full = device(0, engine("home", idle_s=9, is_home=True), engine("a", idle_s=1), limit=20)
+        assert victims(full, 10, NEEDED) == ["a"]
+        assert victims(full, 20, NEEDED) == ["a", "home"]
+
+    def test_models_without_another_device_are_spread(self) -> None:
+        devices = [device(0, engine("a", is_only=True)), device(1, engine("b"))]
+        assert choose(model(), devices)[0] == (1, NEEDED)
+
+    def test_devices_that_could_load(self) -> None:
+        devices = [
+            device(0, engine("new"), limit=10),
+            device(1, engine("a", is_busy=True), limit=10),
+            device(2, engine("b", is_only=True, idle_s=HOME_IDLE_S - 1), limit=10),
+            device(3, engine("c", is_home=True), limit=10),
+            device(4, limit=10),
+            device(5, limit=10, is_draining=True),
+            device(6, limit=5),
+        ]
+        need_bytes = dict.fromkeys(range(7), 10)
+        assert hostable(model(need_bytes=need_bytes), devices) == {0, 1, 4}
+        assert hostable(model(need_bytes=need_bytes, fixed=frozenset({2, 4})), devices) == {0, 4}

@@ -163,6 +163,19 @@ def test_late_requests_get_a_further_device() -> None:
     assert all(device.steps for device in outcome.devices)
 
 
+def test_busy_models_on_one_device_get_others() -> None:
+    """Device 0 has the only engines of d and f, which need more than one device."""
+    names = "abcdef"
+    assert hosting(names, 2, 3).hosts()[:3] == [(0, "d"), (0, "e"), (0, "f")]
+    lengths = LengthSampler([Lengths(300, 200)])
+    requests = poisson_workload(equal_rates("df", 4.0), 600.0, lengths, 0)
+    outcome = run(list(requests), names, 3, num_devices=2)
+    assert outcome.num_loads
+    first, second = (one.steps for one in outcome.devices)
+    assert second > first / 3
+    assert all(one.is_finished for one in outcome.results)
+
+
 @pytest.mark.parametrize("policy", ["gpupool", "request-level", "shortest-queue", "best-fit"])
 @pytest.mark.parametrize("seed", range(3))
 def test_scarce_engines_serve_every_request(policy: str, seed: int) -> None:

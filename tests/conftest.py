@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
 # A bundle's packages may be on the path by it alone (docs/gpu.md).
 PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
+_SLOW_TIMEOUT_S = 900
 _MAKERS = ROOT / "gpupoold/checkpoints"
 
 
@@ -29,10 +30,13 @@ settings.load_profile("untimed")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where there is no NVIDIA GPU.
 
-    Those marked ``gpu(emulated=True)`` run on emulated devices where that is asked for.
+    Those marked ``gpu(emulated=True)`` run on emulated devices where that is asked for. Slow tests
+    get more time: ranks of a group that run beside them compute and poll on all cores.
     """
     on_emulated = os.environ.get("GPUPOOL_GPU_TESTS_ON") == "emulated"
     for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
         mark = item.get_closest_marker("gpu")
         if mark is None or (on_emulated and mark.kwargs.get("emulated")) or has_nvidia_gpu():
             continue

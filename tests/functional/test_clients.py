@@ -262,7 +262,7 @@ def test_continue_answers_with_its_configuration(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=800,
             check=False,
             cwd=tmp_path,
         )

@@ -14,7 +14,6 @@ NUM_REQUESTS = 120
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_every_answer_is_complete_and_the_same(tiny_models: dict[str, Path]) -> None:
     run = run_faults([tiny_models[name] for name in MODELS], NUM_REQUESTS)
     assert run["completed"] == run["requests"] == NUM_REQUESTS, run["problems"]

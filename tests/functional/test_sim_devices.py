@@ -211,7 +211,6 @@ def test_removed_model_is_gone(box: PrivateDaemon) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_loaded_box_does_what_the_simulator_says(project_env: dict[str, str]) -> None:
     command = [sys.executable, "benchmarks/sim_devices.py", "--devices", "4xH800", "--models", "8"]
     command += ["--rps", "12", "--duration", "20", "--max-output", "500"]

@@ -76,8 +76,9 @@ MAX_HELD_BYTES = 1 << 30
 """Limit of the bodies that one entrance process holds at once."""
 # Further nodes that are tried for one request.
 _ATTEMPTS = 8
-# Time to wait for a node with the model, while the fleet replaces a lost node.
-_PATIENCE_S = 20.0
+# Time to wait for a node with the model. A lost node has tens of models, which other nodes load in
+# turn.
+_PATIENCE_S = 120.0
 _LOOK_AGAIN_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
 # Statuses after which the next node is tried.

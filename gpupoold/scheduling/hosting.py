@@ -52,8 +52,8 @@ class HostedEngine:
     An engine is busy while its model has requests on the device or changes its engines, or while
     the model has requests and no other device. ``idle_s`` are the seconds since the model's last
     use, and ``is_home`` whether the model's requests are planned for this device. Its end frees
-    ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged
-    with memory that all engines share.
+    ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged with memory that all
+    engines share.
     """
 
     model: str
@@ -103,8 +103,7 @@ class HostingModel:
 
     ``need_bytes`` is the expected memory of its engine by device. ``is_wanted`` is false while the
     model was evicted and has no requests. ``home`` is the device planned for its requests. The GPUs
-    of the ``undivided`` devices cannot share the
-    model equally.
+    of the ``undivided`` devices cannot share the model equally.
     """
 
     name: str

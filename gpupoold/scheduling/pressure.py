@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import NamedTuple
 
 # The most pressed devices decide how many tokens are late. With this power the homes chosen for
@@ -17,6 +18,8 @@ from typing import NamedTuple
 _POWER = 4
 # A turn for a waiting request takes about so long.
 _LEAST_TURN_S = 0.25
+_NUM_SOURCES = 3
+_NUM_TARGETS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +78,54 @@ def has_hurried(device: HomeDevice) -> bool:
     return is_exposed and any(one.window_s < 2 * absence_s for one in device.demands.values())
 
 
-def switching_growth(device: HomeDevice, names: Sequence[str], more: str) -> float:
-    """Return the further share of the device's time for switches with one more model."""
+def switching_shares(device: HomeDevice, names: Sequence[str]) -> dict[str, float]:
+    """Return the share of the device's time for switches because of each model of ``demands``.
+
+    ``names`` are at home on the device. For a model at home the share would be saved without the
+    model, for another model the share would be added.
+    """
     demands = [device.demands[name] for name in names]
-    return _switching(device, [*demands, device.demands[more]]) - _switching(device, demands)
+    present = _switching(device, demands)
+    shares = {}
+    for name, demand in device.demands.items():
+        if name in names:
+            without = [one for one in demands if one is not demand]
+            shares[name] = present - _switching(device, without)
+        else:
+            shares[name] = _switching(device, [*demands, demand]) - present
+    return shares
 
 
 def _switching(device: HomeDevice, demands: Sequence[ModelDemand]) -> float:
-    if len(demands) < 2 or sum(one.num_bytes for one in demands) <= device.capacity_bytes:
-        return 0.0
-    hurried, *rest = sorted(demands, key=lambda one: one.window_s)
-    return sum(_switching_to(one, hurried, demands, device) for one in rest)
-
-
-def _switching_to(
-    demand: ModelDemand, hurried: ModelDemand, demands: Sequence[ModelDemand], device: HomeDevice
-) -> float:
-    """Return the share of time for switches to a model, and back to the ``hurried`` model.
+    """Return the share of time for switches to each model, and back to the ``hurried`` model.
 
     The latter has the shortest window and a turn after each turn of another model. If the window is
     shorter than the absence, the answers are late in the meantime: lost time too.
     """
-    others = [one for one in demands if one is not demand]
-    idle_share = math.prod(1 - one.busy_share for one in others)
-    largest = max(others, key=lambda one: one.num_bytes)
-    lost_s = _copy_s(demand, largest, device) + _copy_s(hurried, demand, device)
-    absence_s = lost_s + _LEAST_TURN_S
-    if absence_s > hurried.window_s:
-        lost_s += hurried.busy_share * absence_s
-    return demand.busy_share * (1 - idle_share) / demand.window_s * lost_s
+    if len(demands) < 2 or sum(one.num_bytes for one in demands) <= device.capacity_bytes:
+        return 0.0
+    hurried = min(demands, key=lambda one: one.window_s)
+    largest, second = nlargest(2, demands, key=lambda one: one.num_bytes)
+    idle_share = math.prod(1 - one.busy_share for one in demands)
+    share = 0.0
+    for one in demands:
+        if one is hurried:
+            continue
+        others_idle = _idle_without(one, demands, idle_share)
+        lost_s = _copy_s(one, second if one is largest else largest, device)
+        lost_s += _copy_s(hurried, one, device)
+        absence_s = lost_s + _LEAST_TURN_S
+        if absence_s > hurried.window_s:
+            lost_s += hurried.busy_share * absence_s
+        share += one.busy_share * (1 - others_idle) / one.window_s * lost_s
+    return share
+
+
+def _idle_without(demand: ModelDemand, demands: Sequence[ModelDemand], idle_share: float) -> float:
+    """Return the share of time without requests of the others; ``idle_share``: of all models."""
+    if demand.busy_share < 1:
+        return idle_share / (1 - demand.busy_share)
+    return math.prod(1 - one.busy_share for one in demands if one is not demand)
 
 
 def _absence_s(one: ModelDemand, other: ModelDemand, device: HomeDevice) -> float:
@@ -160,19 +182,24 @@ def _cost(device: HomeDevice, names: Iterable[str]) -> float:
 def _best_move(
     devices: Sequence[HomeDevice], placed: Mapping[int, Sequence[str]], threshold: float
 ) -> _Move | None:
-    """Return the best change that concerns the most pressed device with a good enough one."""
+    """Return the best change that concerns the most pressed device with a good enough one.
+
+    Only the most and the least pressed devices are tried, which bounds the time.
+    """
     costs = {device.number: _cost(device, placed[device.number]) for device in devices}
     least_gain = threshold * sum(costs.values())
-    for source in sorted(devices, key=lambda one: -costs[one.number]):
-        moves = [
-            (_gain(move, placed, costs), move)
-            for target in devices
-            if target is not source
-            for move in _moves(source, target, placed)
-        ]
-        gain, move = max(moves, key=lambda one: one[0], default=(0.0, None))
-        if move is not None and gain > least_gain:
-            return move
+    ranked = sorted(devices, key=lambda one: -costs[one.number])
+    for source in ranked[:_NUM_SOURCES]:
+        best, best_gain = None, least_gain
+        for target in ranked[-_NUM_TARGETS:]:
+            for move in _moves(source, target, placed) if target is not source else ():
+                if _gain_of_loads(move, placed, costs) <= best_gain:
+                    continue
+                gain = _gain(move, placed, costs)
+                if gain > best_gain:
+                    best, best_gain = move, gain
+        if best is not None:
+            return best
     return None
 
 
@@ -184,6 +211,23 @@ def _moves(
         if name in target.demands:
             for come in coming:
                 yield _Move(source, target, (name,), come)
+
+
+def _gain_of_loads(
+    move: _Move, placed: Mapping[int, Sequence[str]], costs: Mapping[int, float]
+) -> float:
+    """Return the gain of a move if switches took no time afterwards: quick, and never too small."""
+    source, target = move.source, move.target
+    left = sum(source.demands[one].load for one in placed[source.number])
+    there = sum(target.demands[one].load for one in placed[target.number])
+    for one in move.leave:
+        left -= source.demands[one].load
+        there += target.demands[one].load
+    for one in move.come:
+        left += source.demands[one].load
+        there -= target.demands[one].load
+    before = costs[source.number] + costs[target.number]
+    return before - left**_POWER - there**_POWER
 
 
 def _gain(move: _Move, placed: Mapping[int, Sequence[str]], costs: Mapping[int, float]) -> float:

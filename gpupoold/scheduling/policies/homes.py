@@ -10,7 +10,7 @@ from gpupoold.scheduling.pressure import (
     ModelDemand,
     better_homes,
     has_hurried,
-    switching_growth,
+    switching_shares,
 )
 from gpupoold.scheduling.state import Model, PlannedHome, Speed, State
 from gpupoold.scheduling.velocity import RequestClass
@@ -51,29 +51,27 @@ class HomePlanner:
             self._homes = better_homes(self._homes, devices, _THRESHOLD)
         else:
             self._homes = {}
+        helpers = self._helpers(devices)
         planned = {
-            name: PlannedHome(number, self._helpers_of(name, devices))
+            name: PlannedHome(number, frozenset(helpers[name]))
             for name, number in self._homes.items()
         }
         changed = {name: home for name, home in planned.items() if state.models[name].home != home}
         gone = [name for name, model in state.models.items() if model.home and name not in planned]
         return changed | dict.fromkeys(gone)
 
-    def _helpers_of(self, name: str, devices: Sequence[HomeDevice]) -> frozenset[int]:
-        """Return the devices where switches to a model would take little time.
+    def _helpers(self, devices: Sequence[HomeDevice]) -> dict[str, set[int]]:
+        """Return the devices where switches to each model would take little time.
 
         Such switches make no answers of other models late either.
         """
-        placed: dict[int, list[str]] = {device.number: [] for device in devices}
-        for one, number in self._homes.items():
-            if one != name:
-                placed[number].append(one)
-        return frozenset(
-            device.number
-            for device in devices
-            if name in device.demands
-            and switching_growth(device, placed[device.number], name) <= _HELPER_SWITCHING
-        )
+        helpers: dict[str, set[int]] = {name: set() for name in self._homes}
+        for device in devices:
+            here = [name for name, number in self._homes.items() if number == device.number]
+            for name, share in switching_shares(device, here).items():
+                if name in helpers and share <= _HELPER_SWITCHING:
+                    helpers[name].add(device.number)
+        return helpers
 
 
 def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:

@@ -13,7 +13,7 @@ from gpupoold.scheduling.pressure import (
     better_homes,
     has_hurried,
     pressure,
-    switching_growth,
+    switching_shares,
 )
 
 GB = 10**9
@@ -76,7 +76,8 @@ def test_switches_cost_time_where_models_do_not_fit() -> None:
     one = device(demand("a", window_s=7.0), demand("b", window_s=10.0))
     assert pressure(one, ["a", "b"]) == pytest.approx(0.8 + 0.8 / 10)
     assert pressure(one, ["a", "b"]) == pressure(one, ["b", "a"])
-    assert switching_growth(one, ["a"], "b") == pytest.approx(0.08)
+    assert switching_shares(one, ["a"])["b"] == pytest.approx(0.08)
+    assert switching_shares(one, ["a", "b"])["b"] == pytest.approx(0.08)
     assert not has_hurried(one)
 
 

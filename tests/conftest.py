@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import signal
 import subprocess
@@ -48,6 +49,12 @@ def pytest_configure() -> None:
     shells start what runs in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> None:
+    """Reset the level of logs, which daemons and engines in this process set for themselves."""
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 _exit_status = 0

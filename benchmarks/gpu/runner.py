@@ -18,7 +18,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from io import BytesIO
@@ -62,6 +62,7 @@ class Runner:
         self._dry_kind = dry_kind
         self._budget_s = budget_s
         self._started_s = time.monotonic()
+        self._others = set(psutil.Process().children(recursive=True))
         self._lock = threading.Lock()  # of the results, where pieces run together
         self.results: dict[str, Any] = {}
 
@@ -85,7 +86,7 @@ class Runner:
                 self._note(piece.name, results.NO_TIME)
                 continue
             self._run_piece(piece, seconds, size)
-            end_descendants()
+            end_descendants(self._others)
         self._finish()
 
     def _size(self, piece: Piece) -> int:
@@ -121,7 +122,7 @@ class Runner:
         with ThreadPoolExecutor(len(pieces)) as threads:
             for ended in [threads.submit(run, piece) for piece in pieces]:
                 ended.result()
-        end_descendants()
+        end_descendants(self._others)
         self._finish()
 
     def _run_piece(self, piece: Piece, seconds: float, num_gpus: int) -> None:
@@ -180,9 +181,12 @@ class Runner:
         results.write(self._out / "results.json", self.results)
 
 
-def end_descendants() -> None:
-    """End whatever a piece has left behind: orphans are this process's children."""
-    left = psutil.Process().children(recursive=True)
+def end_descendants(others: Set[psutil.Process]) -> None:
+    """End whatever a piece has left behind: orphans are this process's children.
+
+    The ``others`` were there before the pieces.
+    """
+    left = [one for one in psutil.Process().children(recursive=True) if one not in others]
     for process in left:
         try:
             process.kill()

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.gpu import machine, results
 from benchmarks.gpu.pieces import Piece
-from benchmarks.gpu.runner import Runner, junit_figures, last_words, main, pack_logs
+from benchmarks.gpu.runner import (
+    Runner,
+    end_descendants,
+    junit_figures,
+    last_words,
+    main,
+    pack_logs,
+)
 from gpupoold.doctor.probe_memory import memory_facts
 
 _PIECE = """
@@ -150,3 +159,13 @@ class TestMachine:
 
     def test_the_processors_name_is_read(self) -> None:
         assert machine.cpu_model("processor\t: 0\nmodel name\t: A Good One\n") == "A Good One"
+
+
+def test_processes_from_before_stay(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as earlier:
+        runner = Runner(tmp_path / "out", tmp_path / "scratch", 100.0, dry_kind=None)
+        with subprocess.Popen(["sleep", "60"]) as later:
+            end_descendants(runner._others)
+            assert not psutil.pid_exists(later.pid)
+        assert earlier.poll() is None
+        earlier.kill()

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from gpupoold.scheduling.arrivals import LASTING_S
+from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 
@@ -190,12 +191,17 @@ def victims(device: HostingDevice, num_bytes: int, reason: HostingReason) -> lis
     return chosen if short_bytes <= 0 else None
 
 
-def hostable(model: HostingModel, devices: Sequence[HostingDevice]) -> set[int]:
-    """Return the devices that have the model's engine, and those that could become its home.
+def hostable_change(
+    state: State, model: HostingModel, devices: Sequence[HostingDevice]
+) -> Hostable | None:
+    """Return the devices that load the model's engine, and those that could become its home.
 
-    Requests there are expected to end.
+    Requests there are expected to end. None for the devices in ``state``, or an unknown model.
     """
-    return {
+    known = state.models.get(model.name)
+    if known is None:
+        return None
+    further = {
         device.number
         for device in devices
         if model.name in device.engines
@@ -204,7 +210,8 @@ def hostable(model: HostingModel, devices: Sequence[HostingDevice]) -> set[int]:
             and model.allows(device.number)
             and _victims(model, _idle(device), HostingReason.HOME) is not None
         )
-    }
+    } - known.hosts
+    return Hostable(model.name, tuple(sorted(further))) if further != known.hostable else None
 
 
 def is_late(state: State, name: str, now_s: float) -> bool:

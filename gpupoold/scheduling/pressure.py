@@ -64,8 +64,12 @@ class _Move(NamedTuple):
 
 def pressure(device: HomeDevice, names: Iterable[str]) -> float:
     """Return the share of the device's time that the models and their switches need."""
-    demands = [device.demands[name] for name in names]
-    return sum(one.load for one in demands) + _switching(device, demands)
+    names = list(names)
+    return _load(device, names) + _switching(device, [device.demands[name] for name in names])
+
+
+def _load(device: HomeDevice, names: Iterable[str]) -> float:
+    return sum(device.demands[name].load for name in names)
 
 
 def has_hurried(device: HomeDevice) -> bool:
@@ -187,13 +191,14 @@ def _best_move(
     Only the most and the least pressed devices are tried, which bounds the time.
     """
     costs = {device.number: _cost(device, placed[device.number]) for device in devices}
+    loads = {device.number: _load(device, placed[device.number]) for device in devices}
     least_gain = threshold * sum(costs.values())
     ranked = sorted(devices, key=lambda one: -costs[one.number])
     for source in ranked[:_NUM_SOURCES]:
         best, best_gain = None, least_gain
         for target in ranked[-_NUM_TARGETS:]:
             for move in _moves(source, target, placed) if target is not source else ():
-                if _gain_of_loads(move, placed, costs) <= best_gain:
+                if _gain_of_loads(move, loads, costs) <= best_gain:
                     continue
                 gain = _gain(move, placed, costs)
                 if gain > best_gain:
@@ -213,19 +218,11 @@ def _moves(
                 yield _Move(source, target, (name,), come)
 
 
-def _gain_of_loads(
-    move: _Move, placed: Mapping[int, Sequence[str]], costs: Mapping[int, float]
-) -> float:
+def _gain_of_loads(move: _Move, loads: Mapping[int, float], costs: Mapping[int, float]) -> float:
     """Return the gain of a move if switches took no time afterwards: quick, and never too small."""
-    source, target = move.source, move.target
-    left = sum(source.demands[one].load for one in placed[source.number])
-    there = sum(target.demands[one].load for one in placed[target.number])
-    for one in move.leave:
-        left -= source.demands[one].load
-        there += target.demands[one].load
-    for one in move.come:
-        left += source.demands[one].load
-        there -= target.demands[one].load
+    source, target, leave, come = move
+    left = loads[source.number] - _load(source, leave) + _load(source, come)
+    there = loads[target.number] + _load(target, leave) - _load(target, come)
     before = costs[source.number] + costs[target.number]
     return before - left**_POWER - there**_POWER
 

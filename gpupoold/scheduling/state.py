@@ -54,8 +54,8 @@ class Model:
     """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
 
     A model that does not generate has no decode steps. ``revision`` increases with each change of
-    targets, costs or a ratio. ``hosts`` have its engine, ``hostable`` devices
-    load the engine or could load the engine.
+    targets, costs or a ratio. ``hosts`` have its engine, ``hostable`` devices load the
+    engine or could load the engine.
     """
 
     name: str

@@ -19,7 +19,7 @@ from gpupoold.scheduling.hosting import (
     HostingDevice,
     HostingModel,
     choose,
-    hostable,
+    hostable_change,
     is_late,
     victims,
 )
@@ -152,13 +152,8 @@ class Hosting:
     def hostable(self, state: State, now_s: float) -> list[Hostable]:
         """Return the changes of the devices that could run models."""
         devices = [self._device(number, now_s=now_s) for number in self._numbers]
-        changes = []
-        for name in self._models:
-            model = state.models[name]
-            further = hostable(self._model(name), devices) - model.hosts
-            if further != model.hostable:
-                changes.append(Hostable(name, tuple(sorted(further))))
-        return changes
+        changes = (hostable_change(state, self._model(name), devices) for name in self._models)
+        return [change for change in changes if change is not None]
 
     def loaded(self, device: int) -> str:
         """End the load of a device; return the model."""

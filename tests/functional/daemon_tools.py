@@ -20,7 +20,7 @@ import psutil
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
 
-from benchmarks.processes import descendants
+from benchmarks.processes import descendants, module_of
 from gpupool_cli.bench.rig import emulated_config as emulated_config, weight_bytes as weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
@@ -311,7 +311,7 @@ def child_env() -> dict[str, str]:
 
 def child(daemon: PrivateDaemon, module: str) -> psutil.Process:
     """The child, or child of its fork server, that runs ``python -m gpupoold.MODULE``."""
-    [found] = [c for c in descendants(daemon) if f"-m gpupoold.{module} " in " ".join(c.cmdline())]
+    [found] = [one for one in descendants(daemon) if module_of(one) == f"gpupoold.{module}"]
     return found
 
 

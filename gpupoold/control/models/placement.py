@@ -29,7 +29,7 @@ from gpupoold.scheduling.hosting import (
     HostingDevice,
     HostingReason,
     choose,
-    hostable,
+    hostable_change,
 )
 
 _logger = logging.getLogger(__name__)
@@ -316,8 +316,10 @@ class EnginePlacement:
         if now_s >= self._next_hostable_s:
             self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
             for row in rows:
-                possible = hostable(self._room.model(row), devices)
-                self._dispatcher.scheduler.hostable(row.spec.name, possible)
+                state = self._dispatcher.scheduler.state
+                change = hostable_change(state, self._room.model(row), devices)
+                if change is not None:
+                    self._dispatcher.scheduler.hostable(change)
         for row in rows:
             if idle.difference(engines.get(row.spec.name, ())):
                 self._start_due(row, devices, idle, now_s)

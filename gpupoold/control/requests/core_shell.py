@@ -139,11 +139,9 @@ class Scheduler:
         """Remove a model from a worker."""
         self._handle(e.Unhosted(number, name))
 
-    def hostable(self, name: str, numbers: set[int]) -> None:
-        """Set the workers that run, load or could load a model."""
-        model = self.state.models.get(name)
-        if model is not None and model.hostable != numbers - model.hosts:
-            self._handle(e.Hostable(name, tuple(sorted(numbers - model.hosts))))
+    def hostable(self, change: e.Hostable) -> None:
+        """Set the workers that load or could load a model."""
+        self._handle(change)
 
     def arrived(self, request: LiveRequest) -> None:
         """Schedule a request; the policy decides the time of the action ``Send``."""

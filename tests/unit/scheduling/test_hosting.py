@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gpupoold.domain import Targets
+from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.hosting import (
     HOME_IDLE_S,
     LATE_IDLE_S,
@@ -12,9 +15,10 @@ from gpupoold.scheduling.hosting import (
     HostingModel,
     HostingReason,
     choose,
-    hostable,
+    hostable_change,
     victims,
 )
+from gpupoold.scheduling.state import Model, State
 
 FIXED, NEEDED = HostingReason.FIXED, HostingReason.NEEDED
 LATE, SPARE, HOME = HostingReason.LATE, HostingReason.SPARE, HostingReason.HOME
@@ -186,5 +190,12 @@ class TestHomes:
             device(6, limit=5),
         ]
         need_bytes = dict.fromkeys(range(7), 10)
-        assert hostable(model(need_bytes=need_bytes), devices) == {0, 1, 4}
-        assert hostable(model(need_bytes=need_bytes, fixed=frozenset({2, 4})), devices) == {0, 4}
+        state = State({"new": Model("new", Targets(), 10, 1, ModelCosts())})
+        found = hostable_change(state, model(need_bytes=need_bytes), devices)
+        assert found == Hostable("new", (0, 1, 4))
+        fixed = model(need_bytes=need_bytes, fixed=frozenset({2, 4}))
+        assert hostable_change(state, fixed, devices) == Hostable("new", (0, 4))
+        state.models["new"].hosts.add(0)
+        state.models["new"].hostable = frozenset({4})
+        assert hostable_change(state, fixed, devices) is None
+        assert hostable_change(State(), fixed, devices) is None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
+from gpupoold.access.rate_use import RateUse
 from gpupoold.api.calls import AdminCalls
-from gpupoold.api.schemas_fleet import FleetReport, SetFleetRequest
+from gpupoold.api.schemas_fleet import ChargeKeysRequest, FleetReport, SetFleetRequest
 
 _REPORT = TypeAdapter(FleetReport)
 
@@ -16,6 +17,10 @@ class NodeCalls(AdminCalls):
     def fleet_report(self) -> FleetReport:
         """Return what the fleet needs to know of the daemon."""
         return self._call(_REPORT, "GET", "/fleet")
+
+    def charge_keys(self, uses: dict[str, RateUse]) -> FleetReport:
+        """Charge use of API keys on other nodes to the rates of the daemon's keys."""
+        return self._call(_REPORT, "POST", "/fleet/charges", body=ChargeKeysRequest(uses=uses))
 
     def set_fleet_secret(self, secret: str) -> FleetReport:
         """Let the daemon take requests of a fleet's entrance; an empty secret ends that.

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
+from pydantic import Field, field_validator
+
+from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas import Body
+
+_MAX_KEYS = 10_000
+_MAX_COUNT = 10**15
 
 
 class SetFleetRequest(Body):
     """Body of ``PUT /fleet``: the secret of the fleet in hex, empty to leave the fleet."""
 
     secret: str = Field(max_length=64)
+
+
+class ChargeKeysRequest(Body):
+    """Body of ``POST /fleet/charges``: new use of API keys on other nodes, by the keys' ids."""
+
+    uses: Annotated[dict[str, RateUse], Field(max_length=_MAX_KEYS)]
+
+    @field_validator("uses")
+    @classmethod
+    def _bounded(cls, uses: dict[str, RateUse]) -> dict[str, RateUse]:
+        if any(not 0 <= count <= _MAX_COUNT for use in uses.values() for count in use):
+            raise ValueError(f"a number of requests or tokens is not from 0 to {_MAX_COUNT}")
+        return uses
 
 
 class FleetModel(Body):
@@ -41,7 +60,7 @@ class FleetReport(Body):
 
     ``device_bytes`` has the memory of each ready device, ``bandwidth_bytes_per_s`` the highest rate
     of switches, ``cache_free_bytes`` the free host memory for weights, ``key_names`` the names of
-    API keys by id.
+    API keys by id, ``rate_uses`` the use of keys with rates since the daemon's start.
     """
 
     secret: str
@@ -51,4 +70,5 @@ class FleetReport(Body):
     bandwidth_bytes_per_s: float
     cache_free_bytes: int = 0
     key_names: dict[str, str] = Field(default={})
+    rate_uses: dict[str, RateUse] = Field(default={})
     models: list[FleetModel]

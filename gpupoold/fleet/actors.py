@@ -16,6 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.errors import Failed
@@ -43,8 +44,8 @@ class AgentActor:
     async def join(self, secret: str) -> FleetReport:
         return await self._agent.join(secret)
 
-    async def report(self, moment: Moment) -> AgentReport:
-        return await self._agent.report(moment)
+    async def report(self, moment: Moment, uses_elsewhere: dict[str, RateUse]) -> AgentReport:
+        return await self._agent.report(moment, uses_elsewhere)
 
     async def carry_out(self, order: Order, moment: Moment) -> None:
         await self._agent.carry_out(order, moment)
@@ -57,8 +58,8 @@ class _RemoteAgent:
         self._node = node
         self._actor: Any = None
 
-    async def report(self, moment: Moment) -> AgentReport:
-        found: AgentReport = await self._call("report", moment)
+    async def report(self, moment: Moment, uses_elsewhere: dict[str, RateUse]) -> AgentReport:
+        found: AgentReport = await self._call("report", moment, uses_elsewhere)
         return found
 
     async def carry_out(self, order: Order, moment: Moment) -> None:

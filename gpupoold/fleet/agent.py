@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from gpupoold.access.rate_use import RateUse
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import GpupoolError, NoSuchKey, NoSuchModel, Refused
+from gpupoold.fleet.rate_use import RateGrowth
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Agent:
         self._latest = Moment(0, 0)
         self._ongoing: dict[str, asyncio.Task[None]] = {}
         self._failed: dict[str, str] = {}
+        self._rate_growth = RateGrowth()
 
     async def join(self, secret: str) -> FleetReport:
         """Give the daemon the fleet's secret; an empty secret ends the membership.
@@ -84,12 +87,17 @@ class Agent:
         """
         return await asyncio.to_thread(self._join, secret)
 
-    async def report(self, moment: Moment) -> AgentReport:
-        """Return the state of the daemon, for a controller at this moment."""
+    async def report(self, moment: Moment, uses_elsewhere: dict[str, RateUse]) -> AgentReport:
+        """Return the state of the daemon, for a controller at this moment.
+
+        The growth of ``uses_elsewhere``, the use of API keys on other nodes, is charged to the
+        rates of the daemon's keys.
+        """
         self._check(moment)
         ongoing = tuple(self._ongoing)
+        due = self._rate_growth.due(moment.epoch, uses_elsewhere)
         try:
-            found = await asyncio.to_thread(self._report)
+            found = await asyncio.to_thread(self._report, due)
         except GpupoolError as error:
             return AgentReport(None, str(error), ongoing, dict(self._failed))
         return AgentReport(found, "", ongoing, dict(self._failed))
@@ -155,10 +163,10 @@ class Agent:
                 for _ in client.add_model(order.request):
                     pass
 
-    def _report(self) -> FleetReport:
+    def _report(self, due: dict[str, RateUse]) -> FleetReport:
         client, self._client = self._client or self._connect(self._socket_path), None
         try:
-            found = client.fleet_report()
+            found = client.charge_keys(due) if due else client.fleet_report()
         except BaseException:
             client.close()
             raise

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import MAX_PEERS
 from gpupoold.domain import Priority
@@ -18,6 +19,7 @@ from gpupoold.fleet import store
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.nodes import FleetSpec, FleetTable, Node
 from gpupoold.fleet.placement import Change, changes
+from gpupoold.fleet.rate_use import RateSums
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ _RETRY_S = 60.0
 class AgentHandle(Protocol):
     """An agent; both methods raise any exception while the agent cannot be reached."""
 
-    async def report(self, moment: Moment) -> AgentReport: ...
+    async def report(self, moment: Moment, uses_elsewhere: dict[str, RateUse]) -> AgentReport: ...
 
     async def carry_out(self, order: Order, moment: Moment) -> None: ...
 
@@ -68,6 +70,7 @@ class Controller:
         self.has_asked = asyncio.Event()
         """Set when all agents have been asked once; before, nodes are missing in the table."""
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
+        self._rate_sums = RateSums()
 
     @property
     def table(self) -> FleetTable:
@@ -200,7 +203,8 @@ class Controller:
     async def _ask(self, name: str) -> None:
         stored = self._stored.nodes[name]
         try:
-            asked = self._agent_of(name).report(self._moment)
+            elsewhere = self._rate_sums.elsewhere(name)
+            asked = self._agent_of(name).report(self._moment, elsewhere)
             found = await asyncio.wait_for(asked, _REPORT_TIMEOUT_S)
         except Exception as error:
             self._not_seen(name, f"the agent does not answer: {str(error) or type(error).__name__}")
@@ -214,6 +218,7 @@ class Controller:
             self._not_seen(name, found.problem)
             return
         self._problems.pop(name, None)
+        self._rate_sums.counted(name, found.report.rate_uses)
         self._nodes[name] = Node(
             name,
             stored.url,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -163,6 +164,39 @@ async def test_a_key_of_the_fleet(fleet: LocalFleet) -> None:
     fleet.controller.remove_key("web")
     await eventually(lambda: having() == 0)
     assert await status() == 401
+
+
+@pytest.mark.slow
+async def test_rates_of_a_key_hold_for_all_nodes(
+    fleet: LocalFleet, spec: Callable[..., FleetSpec]
+) -> None:
+    key = make_key()
+    request = AddKeyRequest(name="web", id=key.id, digest=key.digest, requests_per_minute=6)
+    fleet.controller.add_key(request)
+    fleet.controller.add_model(spec(LLAMA, 2))
+    await eventually(lambda: len(serving(fleet, LLAMA)) == 2, timeout_s=90)
+    east, west = (one.url for one in fleet.controller.table.nodes)
+
+    async def statuses(url: str, num: int) -> list[int]:
+        headers = {"authorization": f"Bearer {key.text}"}
+        body = {"model": LLAMA, "prompt": "Hello", "max_tokens": 1}
+        async with httpx.AsyncClient(headers=headers, timeout=30) as http:
+            return [
+                (await http.post(f"{url}/v1/completions", json=body)).status_code
+                for _ in range(num)
+            ]
+
+    def num_known() -> int:
+        known = [one.report.rate_uses[key.id] for one in fleet.controller.table.nodes]
+        return sum(use.num_requests for use in known)
+
+    began_s = time.monotonic()
+    assert await statuses(east, 3) + await statuses(west, 3) == [200] * 6
+    await eventually(lambda: num_known() == 6)
+    await asyncio.sleep(1.5)  # both agents have charged their daemons
+    refused = await statuses(east, 2) + await statuses(west, 2) + await statuses(fleet.url, 2)
+    # One more request every ten seconds.
+    assert refused.count(429) >= 6 - (time.monotonic() - began_s) // 10, refused
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
 from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
+from gpupoold.access.rate_use import RateUse
 from gpupoold.access.secret import make_key
 from gpupoold.control.access.rates import KeyLeft, KeyRates
 from gpupoold.control.accounting.refusals import RefusalEvents
@@ -75,6 +76,11 @@ class Keyring:
     def names(self) -> dict[str, str]:
         """The names of all keys that are not revoked, by id."""
         return {row.id: row.name for row in self._rows.values()}
+
+    @property
+    def rate_uses(self) -> dict[str, RateUse]:
+        """The use of keys with rates since the start, by id, without the use on other nodes."""
+        return self._rates.used
 
     @property
     def num_valid(self) -> int:
@@ -229,6 +235,12 @@ class Keyring:
     def charge(self, key_id: str, num_tokens: int) -> None:
         """Count tokens of a prompt or an answer for the rate of a key."""
         self._rates.charge(key_id, num_tokens, self._clock())
+
+    def charge_elsewhere(self, uses: Mapping[str, RateUse]) -> None:
+        """Charge use on other nodes of the fleet to the rates of keys; ignore unknown keys."""
+        now_s = self._clock()
+        for key_id, use in uses.items():
+            self._rates.charge_elsewhere(key_id, use, now_s)
 
     def reported(self, message: m.AccessReport) -> None:
         """Add a frontend's count of requests without a valid key."""

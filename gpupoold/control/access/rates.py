@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gpupoold.access.bucket import Bucket
+from gpupoold.access.rate_use import RateUse
 
 
 class KeyLeft(NamedTuple):
@@ -24,6 +25,12 @@ class KeyRates:
     def __init__(self) -> None:
         self._requests: dict[str, Bucket] = {}
         self._tokens: dict[str, Bucket] = {}
+        self._used: dict[str, RateUse] = {}
+
+    @property
+    def used(self) -> dict[str, RateUse]:
+        """The use of keys with limits in this process, without :meth:`charge_elsewhere`."""
+        return dict(self._used)
 
     def set(
         self,
@@ -35,11 +42,16 @@ class KeyRates:
         """Change a key's limits, None for no limit; past use stays counted."""
         _set(self._requests, key_id, requests_per_minute, now_s)
         _set(self._tokens, key_id, tokens_per_minute, now_s)
+        if requests_per_minute is None and tokens_per_minute is None:
+            self._used.pop(key_id, None)
+        else:
+            self._used.setdefault(key_id, RateUse())
 
     def forget(self, key_id: str) -> None:
         """Remove the buckets of a revoked key."""
         self._requests.pop(key_id, None)
         self._tokens.pop(key_id, None)
+        self._used.pop(key_id, None)
 
     def begin(self, key_id: str, now_s: float) -> tuple[str, float]:
         """Count an HTTP request of a key if the rates permit the request.
@@ -53,15 +65,24 @@ class KeyRates:
             wait_s = 0.0 if bucket is None else bucket.wait_s(1, now_s)
             if bucket is not None and wait_s > longest_s:
                 longest_s, limit = wait_s, f"{bucket.per_minute} {what} per minute"
-        if not longest_s and requests is not None:
-            requests.take(1, now_s)
+        if not longest_s:
+            self._count(key_id, RateUse(1, 0))
+            if requests is not None:
+                requests.take(1, now_s)
         return limit, longest_s
 
     def charge(self, key_id: str, num_tokens: int, now_s: float) -> None:
-        """Count tokens of a prompt or an answer; a key without a limit on tokens is ignored."""
-        bucket = self._tokens.get(key_id)
-        if bucket is not None:
-            bucket.take(num_tokens, now_s)
+        """Count tokens of a prompt or an answer."""
+        self._count(key_id, RateUse(0, num_tokens))
+        self.charge_elsewhere(key_id, RateUse(0, num_tokens), now_s)
+
+    def charge_elsewhere(self, key_id: str, use: RateUse, now_s: float) -> None:
+        """Take use of a key from the buckets, without counting the use as this process's."""
+        requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
+        if requests is not None:
+            requests.take(use.num_requests, now_s)
+        if tokens is not None:
+            tokens.take(use.num_tokens, now_s)
 
     def left(self, key_id: str, now_s: float) -> KeyLeft:
         """Return the remaining rates of a key."""
@@ -70,6 +91,11 @@ class KeyRates:
             None if requests is None else requests.level(now_s),
             None if tokens is None else tokens.level(now_s),
         )
+
+    def _count(self, key_id: str, use: RateUse) -> None:
+        known = self._used.get(key_id)
+        if known is not None:
+            self._used[key_id] = known + use
 
 
 def _set(buckets: dict[str, Bucket], key_id: str, per_minute: int | None, now_s: float) -> None:

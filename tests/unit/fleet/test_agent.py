@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 
 import pytest
 
+from gpupoold.access.rate_use import RateUse
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
@@ -23,6 +24,7 @@ class WrittenDaemon:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ...]] = []
+        self.charged: list[dict[str, RateUse]] = []
         self.may_add = threading.Event()
         self.problem: Exception | None = None
 
@@ -37,6 +39,10 @@ class WrittenDaemon:
         if self.problem is not None:
             raise self.problem
         return report(model("m"))
+
+    def charge_keys(self, uses: dict[str, RateUse]) -> FleetReport:
+        self.charged.append(uses)
+        return report()
 
     def set_fleet_secret(self, secret: str) -> FleetReport:
         self.asked.append(("secret", secret))
@@ -72,20 +78,20 @@ def order(kind: Any, name: str = "m") -> Order:
 
 
 async def test_a_report(agent: Agent, daemon: WrittenDaemon) -> None:
-    found = await agent.report(Moment(1, 1))
+    found = await agent.report(Moment(1, 1), {})
     assert found.report is not None
     assert found.report.models[0].name == "m"
     daemon.problem = Failed("no daemon")
-    found = await agent.report(Moment(1, 2))
+    found = await agent.report(Moment(1, 2), {})
     assert (found.report, found.problem) == (None, "no daemon")
     daemon.problem = None
-    assert (await agent.report(Moment(1, 3))).report is not None
+    assert (await agent.report(Moment(1, 3), {})).report is not None
 
 
 async def test_orders(agent: Agent, daemon: WrittenDaemon) -> None:
     assert (await agent.join("s")).is_ready
     await agent.carry_out(order("add"), Moment(1, 1))
-    assert (await agent.report(Moment(1, 1))).ongoing == ("m",)
+    assert (await agent.report(Moment(1, 1), {})).ongoing == ("m",)
     with pytest.raises(Refused, match="is being changed"):
         await agent.carry_out(order("remove"), Moment(1, 1))
     daemon.may_add.set()
@@ -95,7 +101,20 @@ async def test_orders(agent: Agent, daemon: WrittenDaemon) -> None:
     await agent.carry_out(order("warm"), Moment(1, 1))
     await until_idle(agent)
     assert daemon.asked == [("secret", "s"), ("add", "m"), ("remove", "m", "drain"), ("warm", "m")]
-    assert not (await agent.report(Moment(1, 1))).failed
+    assert not (await agent.report(Moment(1, 1), {})).failed
+
+
+async def test_growth_of_use_elsewhere_is_charged_once(agent: Agent, daemon: WrittenDaemon) -> None:
+    await agent.report(Moment(1, 1), {"web": RateUse(5, 500)})  # from before this agent
+    await agent.report(Moment(1, 2), {"web": RateUse(7, 500), "app": RateUse(1, 0)})
+    await agent.report(Moment(1, 3), {"web": RateUse(7, 500), "app": RateUse(1, 0)})
+    await agent.report(Moment(1, 2), {"web": RateUse(6, 500)})  # late
+    await agent.report(Moment(1, 4), {"web": RateUse(7, 530), "app": RateUse(1, 0)})
+    await agent.report(Moment(2, 1), {"web": RateUse(0, 1)})  # another controller
+    assert daemon.charged == [
+        {"web": RateUse(2, 0), "app": RateUse(1, 0)},
+        {"web": RateUse(0, 30)},
+    ]
 
 
 async def test_failures_are_told_until_the_next_order(agent: Agent, daemon: WrittenDaemon) -> None:
@@ -104,23 +123,23 @@ async def test_failures_are_told_until_the_next_order(agent: Agent, daemon: Writ
     await agent.carry_out(order("add"), Moment(1, 1))
     await until_idle(agent)
     daemon.problem = None
-    assert (await agent.report(Moment(1, 1))).failed == {"m": "no room"}
+    assert (await agent.report(Moment(1, 1), {})).failed == {"m": "no room"}
     await agent.carry_out(order("add"), Moment(1, 1))
     await until_idle(agent)
-    assert not (await agent.report(Moment(1, 1))).failed
+    assert not (await agent.report(Moment(1, 1), {})).failed
 
 
 async def test_orders_of_the_past_are_refused(agent: Agent, daemon: WrittenDaemon) -> None:
     """Those of an earlier controller, and those that a divided network delivers late."""
-    await agent.report(Moment(2, 50))
+    await agent.report(Moment(2, 50), {})
     for moment in (Moment(1, 99), Moment(2, 50 - Agent.MAX_TICKS_LATE - 1)):
         with pytest.raises(Refused, match="came after"):
             await agent.carry_out(order("warm"), moment)
         with pytest.raises(Refused, match="came after"):
-            await agent.report(moment)
+            await agent.report(moment, {})
     await agent.carry_out(order("warm"), Moment(2, 50 - Agent.MAX_TICKS_LATE))
     await until_idle(agent)
-    await agent.report(Moment(3, 1))
+    await agent.report(Moment(3, 1), {})
     with pytest.raises(Refused):
         await agent.carry_out(order("warm"), Moment(2, 60))
     assert daemon.asked == [("warm", "m")]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.api.schemas_models import AddModelRequest
@@ -28,13 +29,18 @@ class WrittenAgent:
         self.moments: list[Moment] = []
         self.carries_out = True
         self.keys: dict[str, str] = {}
+        self.rate_uses: dict[str, RateUse] = {}
+        self.uses_elsewhere: dict[str, RateUse] = {}
         self.peers: dict[str, list[str]] = {}
 
-    async def report(self, moment: Moment) -> AgentReport:
+    async def report(self, moment: Moment, uses_elsewhere: dict[str, RateUse]) -> AgentReport:
         if self.is_away:
             raise ConnectionError("no route")
         self.moments.append(moment)
-        found = report(*self.models.values(), key_names=dict(self.keys))
+        self.uses_elsewhere = uses_elsewhere
+        found = report(
+            *self.models.values(), key_names=dict(self.keys), rate_uses=dict(self.rate_uses)
+        )
         return AgentReport(found, failed=dict(self.failed))
 
     async def carry_out(self, order: Order, moment: Moment) -> None:
@@ -222,3 +228,11 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
 
 def test_the_file_is_private(rig: Rig) -> None:
     assert (rig.folder / store.FILE).stat().st_mode & 0o777 == 0o600
+
+
+async def test_agents_learn_the_use_of_keys_on_other_nodes(rig: Rig) -> None:
+    await rig.steps(1)
+    rig.agents["a"].rate_uses = {"web": RateUse(4, 90)}
+    await rig.steps(2)
+    assert rig.agents["b"].uses_elsewhere == {"web": RateUse(4, 90)}
+    assert rig.agents["a"].uses_elsewhere == {}

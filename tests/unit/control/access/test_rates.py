@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpupoold.access.rate_use import RateUse
 from gpupoold.control.access.rates import KeyRates
 
 
@@ -65,3 +66,20 @@ def test_unknown_keys_and_keys_without_limits_may_begin() -> None:
     rates.charge("web", 5, 0.0)
     assert rates.begin("web", 0.0) == ("", 0.0)
     assert rates.left("web", 0.0) == (None, None)
+
+
+def test_use_elsewhere_is_charged_but_not_counted() -> None:
+    rates = KeyRates()
+    rates.set("web", 3, 100, 0.0)
+    rates.set("free", None, None, 0.0)
+    rates.begin("web", 0.0)
+    rates.begin("free", 0.0)
+    rates.charge("web", 40, 0.0)
+    rates.charge_elsewhere("web", RateUse(2, 30), 0.0)
+    rates.charge_elsewhere("unknown", RateUse(2, 30), 0.0)
+    assert rates.used == {"web": RateUse(1, 40)}
+    assert rates.left("web", 0.0) == (0.0, 30.0)
+    assert rates.begin("web", 0.0) == ("3 requests per minute", 20.0)
+    assert rates.used == {"web": RateUse(1, 40)}
+    rates.forget("web")
+    assert rates.used == {}

@@ -48,6 +48,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ids of an answer": (COMPLETIONS, {"prompt": "Sea", "return_token_ids": True}),
 }
+QUICK = ("chat", "usage", "grammar", "samples", "logprobs")
 
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -172,7 +173,10 @@ async def relayed(
     return text
 
 
-@pytest.mark.parametrize("case", BODIES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in BODIES],
+)
 async def test_the_text_goes_on(case: str, http: httpx.AsyncClient, secret: str) -> None:
     path, body = body_of(case)
     assert msgspec.json.decode(body, type=Wanted).can_continue(path)

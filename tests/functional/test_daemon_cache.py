@@ -180,6 +180,7 @@ async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> No
     assert [line.split()[0] for line in text.splitlines()[1:4]] == list(MODELS)
 
 
+@pytest.mark.slow
 async def test_a_model_in_flight_is_never_dropped(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
@@ -216,6 +217,7 @@ async def test_a_request_waits_until_there_is_room(
         await stream.finished()
 
 
+@pytest.mark.slow
 async def test_pins(daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]) -> None:
     assert cli(daemon, "cache", "warm", LLAMA).returncode == 0
     assert cli(daemon, "cache", "pin", LLAMA).returncode == 0
@@ -255,6 +257,7 @@ async def test_drop_and_warm(
     assert await ask(api, QWEN2, PROMPT) == expected[QWEN2]
 
 
+@pytest.mark.slow
 async def test_a_model_that_cannot_be_warmed(
     daemon: PrivateDaemon,
     api: AsyncOpenAI,

@@ -196,6 +196,7 @@ async def test_killed_by_somebody_again_and_again(usual: PrivateDaemon, api: Asy
     assert told(usual, "model_quarantined") == []
 
 
+@pytest.mark.slow
 async def test_out_of_memory_is_told(usual: PrivateDaemon, api: AsyncOpenAI) -> None:
     """The worker gets no more memory, and its first long prompts need some."""
     await eventually(lambda: is_whole(usual), BACK_S)

@@ -124,6 +124,7 @@ class TestWorker:
 
 
 class TestFrontends:
+    @pytest.mark.slow
     async def test_all_killed(self, daemon: PrivateDaemon, expected: dict[str, Answer]) -> None:
         await same_answers(daemon, expected)
         async with api_client(daemon.http_url) as api:
@@ -212,6 +213,7 @@ class TestDaemon:
         assert not daemon.socket_path.exists()
         assert "Traceback" not in daemon.log_path.read_text()
 
+    @pytest.mark.slow
     def test_a_second_one_on_the_same_folder(self, daemon: PrivateDaemon) -> None:
         config = daemon.log_path.parent / "gpupool.toml"
         done = run_gpupoold(config)

@@ -93,6 +93,7 @@ def last_event(pool: PrivateDaemon) -> tuple[str, str]:
     return event.kind, event.message
 
 
+@pytest.mark.slow
 async def test_streams_do_not_notice_a_hundred_reloads(
     pool: PrivateDaemon, api: AsyncOpenAI, rewrite: Rewrite
 ) -> None:

@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -49,6 +51,7 @@ def damage(snapshot: Path) -> bytes:
     return saved
 
 
+@pytest.mark.slow
 async def test_snapshots_and_pins_outlive_the_daemon(
     tiny_models: dict[str, Path], device_bytes: int, tmp_path: Path
 ) -> None:

@@ -177,6 +177,7 @@ class TestModelsComeAndGo:
         assert "--drain" in told
         assert await stream.finished() == expected
 
+    @pytest.mark.slow
     async def test_draining_lets_requests_end(
         self, pool: PrivateDaemon, api: AsyncOpenAI, tiny_models: dict[str, Path]
     ) -> None:
@@ -197,6 +198,7 @@ class TestModelsComeAndGo:
         assert (await removal)[0] == 0
         assert Traces.of(pool) == before
 
+    @pytest.mark.slow
     async def test_force_ends_requests_and_spares_others(
         self, pool: PrivateDaemon, api: AsyncOpenAI, tiny_models: dict[str, Path]
     ) -> None:

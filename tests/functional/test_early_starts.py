@@ -67,6 +67,7 @@ def peer(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterat
     peer.close()
 
 
+@pytest.mark.slow
 def test_answers_equal_those_of_resident_models(peer: WorkerPeer) -> None:
     rng = random.Random(1)
     names = ("llama", "mixtral")

@@ -157,6 +157,7 @@ def test_wrong_requests_are_told_what_is_wrong(peer: EnginePeer) -> None:
     assert post(peer, "/v1/chat/completions", messages=[], stream=True).status_code == 400
 
 
+@pytest.mark.slow
 def test_official_client_comes_again(peer: EnginePeer) -> None:
     peer.num_to_admit = 0
     start = len(peer.received)
@@ -188,6 +189,7 @@ def test_official_client_without_retries(peer: EnginePeer) -> None:
     assert raised.value.type == "rate_limit_error"
 
 
+@pytest.mark.slow
 def test_a_stopping_server_asks_clients_to_try_again(tiny_models: dict[str, Path]) -> None:
     with serving(tiny_models) as peer, concurrent.futures.ThreadPoolExecutor() as threads:
         peer.hold_steps.set()

@@ -145,6 +145,7 @@ async def test_one_that_crashes_again_and_again_hurts_nobody_else(
     assert check(pool)
 
 
+@pytest.mark.slow
 def test_crash_leaves_a_python_traceback(pool: PrivateDaemon) -> None:
     """And no native one, which takes seconds: see ``end_at_faults``."""
     log = (pool.log_path.parent / "state" / "logs" / "frontend-0.log").read_text()

@@ -184,7 +184,7 @@ def complete(peer: EnginePeer, structured: dict[str, Any], **more: Any) -> httpx
 
 
 @pytest.mark.usefixtures("neighbour")
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_deep_pattern(peer: EnginePeer, stream: bool) -> None:
     for way, (path, body) in WAYS.items():
         if way == "batch" and stream:
@@ -213,6 +213,7 @@ def test_many_tools(peer: EnginePeer) -> None:
     assert "`tools` has 2000 entries; the bound is 512" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("neighbour")
 def test_within_bounds_but_useless(peer: EnginePeer) -> None:
     """The second time the verdict is known."""

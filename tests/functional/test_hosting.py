@@ -54,6 +54,7 @@ class TestSimulatedDevices:
                     assert device.engine_bytes <= (device.engine_limit_bytes or 0)
         assert "engine_evicted" in cli(box, "events").stdout
 
+    @pytest.mark.slow
     async def test_by_hand_and_back(self, box: PrivateDaemon) -> None:
         done = cli(box, "host", "one", "1")
         assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ class TestSimulatedDevices:
         assert cli(box, "host", "one", "--auto").returncode == 0
         assert json.loads(cli(box, "show", "one", "--json").stdout)["devices"] == []
 
+    @pytest.mark.slow
     async def test_the_last_memory_is_refused_with_the_arithmetic(
         self, box: PrivateDaemon, tmp_path: Path
     ) -> None:

@@ -25,6 +25,7 @@ def test_a_fork_ends_with_its_daemon(tmp_path: Path) -> None:
     assert FORKED in log_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_another_path_means_another_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     assert FORKED not in log_of(tmp_path / "daemon")

@@ -83,6 +83,7 @@ async def test_prompts_on_one_device_and_answers_on_the_other(
     assert cli(daemon, "ps").stdout.count("prefill") == 1
 
 
+@pytest.mark.slow
 async def test_answers_follow_roles_and_drains(daemon: PrivateDaemon, api: AsyncOpenAI) -> None:
     asked = prompts(6, seed=2)
     num_tokens = 250

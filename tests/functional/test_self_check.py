@@ -14,9 +14,8 @@ INTERVAL = 3
 PROMPT = [11, 7, 42, 5]
 
 
-@pytest.mark.parametrize(
-    "damaged", ["tiny-llama", pytest.param("tiny-bert-embed", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", ["tiny-llama", "tiny-bert-embed"])
 def test_a_damaged_snapshot_is_noticed(
     tiny_models: dict[str, Path], tiny_pooling_models: dict[str, Path], damaged: str
 ) -> None:

@@ -116,6 +116,7 @@ def test_requests_near_the_limits_do_no_harm(unharmed: PrivateDaemon) -> None:
     assert felt.beside.longest_pause_s < PAUSE_S
 
 
+@pytest.mark.slow
 def test_public_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
     description = httpx.get(f"{unharmed.http_url}/openapi.json", timeout=60).json()
     assert {"/v1/chat/completions", "/v1/models", "/health"} <= description["paths"].keys()
@@ -134,6 +135,7 @@ def test_public_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
     assert len(requests) > 2 * NUM_EXAMPLES * 8
 
 
+@pytest.mark.slow
 def test_admin_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
     with admin_http(unharmed) as http:
         description = http.get("/openapi.json").json()

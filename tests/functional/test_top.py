@@ -39,6 +39,7 @@ def look(daemon: PrivateDaemon, turns_after: int = 0) -> Top:
         return client.top(turns_after)
 
 
+@pytest.mark.slow
 def test_devices_tell_how_their_memory_and_turn_are_split(daemon: PrivateDaemon) -> None:
     async def run() -> None:
         async with api_client(daemon.http_url) as api:

@@ -114,6 +114,7 @@ def test_a_request_is_a_span_with_its_stages(box: PrivateDaemon, collector: Coll
     assert abs(shift_ns) < 2e9
 
 
+@pytest.mark.slow
 def test_a_stream_ends_with_its_last_event(box: PrivateDaemon, collector: Collector) -> None:
     trace_id = "1" * 32
     ask(box, trace_id, stream=True, max_tokens=50)
@@ -122,6 +123,7 @@ def test_a_stream_ends_with_its_last_event(box: PrivateDaemon, collector: Collec
     assert decode.end_time_unix_nano - decode.start_time_unix_nano > 20e6
 
 
+@pytest.mark.slow
 def test_a_refusal_has_its_status(box: PrivateDaemon, collector: Collector) -> None:
     trace_id = "2" * 32
     assert ask(box, trace_id, model="unknown").status_code == 404

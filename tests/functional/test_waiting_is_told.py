@@ -97,6 +97,7 @@ def test_headers_tell_how_an_answer_waited(box: PrivateDaemon, stream: bool) -> 
     assert ":" not in answer.text[:1]
 
 
+@pytest.mark.slow
 def test_clients_of_the_openai_package_see_no_comments(box: PrivateDaemon) -> None:
     async def run() -> list[str]:
         async with (
@@ -110,6 +111,7 @@ def test_clients_of_the_openai_package_see_no_comments(box: PrivateDaemon) -> No
     assert len(asyncio.run(run())) >= 3
 
 
+@pytest.mark.slow
 def test_clients_of_the_anthropic_package_see_no_comments(box: PrivateDaemon) -> None:
     async def run() -> list[str]:
         async with (

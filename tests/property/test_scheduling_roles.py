@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from gpupoold.domain import Role, Targets
@@ -46,6 +47,7 @@ class Arrivals:
         return covers(devices)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(1, 6), RATES_RPS, PROMPTS)
 def test_under_a_constant_load_roles_settle(num_devices: int, rps: int, prompt: int) -> None:

@@ -30,6 +30,7 @@ def test_made_folders_are_listed(cli: Cli, tmp_path: Path) -> None:
     assert made["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_pooling_models_are_made(cli: Cli, tmp_path: Path) -> None:
     options = [str(tmp_path), "--kind", "bert-rerank", "--json"]
     [made] = json.loads(cli("make-tiny-pooling-models", *options).stdout)
@@ -39,6 +40,7 @@ def test_pooling_models_are_made(cli: Cli, tmp_path: Path) -> None:
     assert refused.exit_code == UsageError.exit_code
 
 
+@pytest.mark.slow
 def test_vision_models_have_a_processor(cli: Cli, tmp_path: Path) -> None:
     options = [str(tmp_path), "--vision", "--arch", "qwen3_vl", "--json"]
     [made] = json.loads(cli("make-tiny-models", *options).stdout)
@@ -51,6 +53,7 @@ def test_vision_models_have_a_processor(cli: Cli, tmp_path: Path) -> None:
     assert (folder / "model.safetensors").stat() == before  # kept
 
 
+@pytest.mark.slow
 def test_an_adapter_fits_its_checkpoint(cli: Cli, tmp_path: Path) -> None:
     cli("make-tiny-models", str(tmp_path), "--arch", "llama", "--size", "4MB")
     base = tmp_path / "tiny-llama"

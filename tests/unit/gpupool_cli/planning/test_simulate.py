@@ -128,6 +128,7 @@ def test_a_single_point_has_no_goodput(env: dict[str, str]) -> None:
     assert len(simulate(env, *SMALL).stdout.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_preset_with_changes_in_several_processes(env: dict[str, str]) -> None:
     done = simulate(
         env, "aegaeon-fig12", "--policy", "request-level", "--models", "2", "--duration", "9s",
@@ -276,6 +277,7 @@ def cpu_s(pid: int) -> float:
     return sum(one.user + one.system for one in times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_an_interrupt_ends_it_at_once(env: dict[str, str], jobs: str) -> None:
     arguments = ("--models", "100,101,102,103", "--policy", "gpupool", "--duration", "1h")

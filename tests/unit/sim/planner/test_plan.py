@@ -57,6 +57,7 @@ class TestPlan:
         assert plan.growth >= 1
         assert plan.growth_limit is None or plan.growth_limit > plan.growth
 
+    @pytest.mark.slow
     def test_the_least_number_of_devices(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         assert not plan.fits
@@ -77,11 +78,13 @@ class TestPlan:
         bigger = replace(asked, box=replace(asked.box, num_devices=more.num_devices))
         assert make_plan(bigger).attained == more.attained
 
+    @pytest.mark.slow
     def test_it_repeats(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         assert make_plan(asked) == plan
         assert make_plan(replace(asked, seeds=(5, 6))).attained != plan.attained
 
+    @pytest.mark.slow
     def test_every_run_must_reach_the_target(self, tight: tuple[PlanQuestion, Plan]) -> None:
         asked, plan = tight
         assert len(plan.attained.by_run) == 2

@@ -247,6 +247,8 @@ def test_continue_answers_with_its_configuration(
     settings = json.loads((tmp_path / "coder" / "config.json").read_text())
     settings["max_position_embeddings"] = 1 << 16
     (tmp_path / "coder" / "config.json").write_text(json.dumps(settings))
+    # The tiny model rarely ends an answer by itself.
+    (tmp_path / "coder" / "generation_config.json").write_text(json.dumps({"max_new_tokens": 64}))
     home = {"HOME": str(tmp_path), "CONTINUE_GLOBAL_DIR": str(tmp_path / "continue")}
     quiet = {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_METRICS_ENABLED": "0"}
     with private_daemon(emulated_config(512 << 20), tmp_path / "box") as daemon:
@@ -262,7 +264,7 @@ def test_continue_answers_with_its_configuration(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=800,
+            timeout=240,
             check=False,
             cwd=tmp_path,
         )

@@ -137,6 +137,7 @@ class Additions:
                 async with changing.alone():
                     await self._undo(added, str(error) or "the client disconnected")
                 raise
+        self._snapshots.touch(spec.name)  # else a new engine would be the first to be evicted
         text = f"serving from {spec.path}"
         self._history.record_event("info", "model_added", spec.name, text)
         return row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -41,6 +42,12 @@ async def test_a_snapshot_is_built_once_and_attached_to_the_other_worker(
         row = await registry.get("a")
         assert row is not None
         assert (row.state, row.loaded_max_model_len) == (ModelState.READY, 100)
+
+
+async def test_an_addition_is_a_use(box: ModelsBox) -> None:
+    used_at = box.cache.last_used_at("a")
+    assert used_at is not None
+    assert 0 <= time.time() - used_at < 60
 
 
 async def test_a_killed_worker_loads_all_again_while_the_other_serves(box: ModelsBox) -> None:

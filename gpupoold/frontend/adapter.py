@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
@@ -155,7 +156,7 @@ class VllmModelApi:
         vetting: GrammarVetting,
         on_prefilled: Callable[[str, int], None],
     ) -> None:
-        """May take some 100 ms and is meant for a worker thread; ``start`` must follow.
+        """May take some 100 ms and is meant for a worker thread.
 
         Raises:
             Exception: whatever vLLM says about the model.
@@ -190,11 +191,17 @@ class VllmModelApi:
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
         self._paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
+        self._init_state()
 
-    async def start(self) -> None:
-        """Finish the start on the serving event loop."""
-        state = self._app.state
-        await init_app_state(self._llm, state, self._args, self._tasks)
+    def _init_state(self) -> None:
+        state, args = self._app.state, copy.copy(self._args)
+        # Computed once, because each of vLLM's six serving classes would hash the configuration.
+        args.fingerprint_value = build_system_fingerprint(
+            self._llm.vllm_config, args.fingerprint_mode, args.fingerprint_value
+        )
+        args.fingerprint_mode = "none" if args.fingerprint_value is None else "custom"
+        # On a loop of its own: no part binds to a loop before its first request.
+        asyncio.run(init_app_state(self._llm, state, args, self._tasks))
         # Not by vLLM's loading of adapters: the engines have the adapters, by the daemon's numbers.
         state.openai_serving_models.lora_requests.update(
             (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
@@ -338,16 +345,14 @@ async def build_model_api(
     vetting: GrammarVetting,
     on_prefilled: Callable[[str, int], None],
 ) -> VllmModelApi:
-    """Build a model's API with most of the work off the event loop; one call at a time.
+    """Build a model's API in a thread; one call at a time.
 
     ``on_prefilled`` gets each request's id and its cached prompt tokens.
 
     Raises:
         Exception: any error of vLLM about the model.
     """
-    api = await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting, on_prefilled)
-    await api.start()
-    return api
+    return await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting, on_prefilled)
 
 
 def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:

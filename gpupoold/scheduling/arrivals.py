@@ -63,9 +63,9 @@ class ArrivalWindow:
         """Count a request with its expected length; ``at_s`` never decreases."""
         if self._first_s is None:
             self._first_s = at_s
-        self._forget(at_s)
         number = int(at_s / self._bucket_s)
         if not self._buckets or self._buckets[-1].number != number:
+            self._forget(at_s)  # the window is a whole number of buckets
             self._buckets.append(_Bucket(number))
         length_class = prompt_class(prompt_tokens)
         output_tokens = max(1, output_tokens)

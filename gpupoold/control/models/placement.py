@@ -116,7 +116,8 @@ class EnginePlacement:
     ) -> HostingChoice | None:
         """Wait for a device that can load a model, or for a worker that starts.
 
-        None if a worker that has started has the model already, as all its models.
+        None if a device has loaded the model meanwhile: a worker that has started, with all its
+        models, or a device that was due to load the model.
 
         Raises:
             EnginesFull, Refused, Unavailable: no device can load the model by the deadline.
@@ -124,7 +125,7 @@ class EnginePlacement:
         started = False
         while True:
             row = await find_model(self._registry, name)
-            if started and self._fleet.availability(name).devices:
+            if self._fleet.availability(name).devices:
                 return None
             try:
                 return self._first_choice(row, weight_bytes, full)
@@ -159,11 +160,11 @@ class EnginePlacement:
             reason = reason or self._reason_for(row, worker)
             if reason is None:
                 return
-            was_open = self._fleet.is_open(name)  # mounting is slow, and must be done once only
+            was_open, num_opened = self._fleet.is_open(name), self._mounts.num_opened
             self._fleet.loading(name)
             await self._loader.load(row.spec, worker, row.weight_bytes, reason)
             if not was_open:
-                await self._mounts.open(row.spec)
+                await self._mounts.open_once(row.spec, num_opened)
 
     async def spread(self, name: str) -> None:
         """Load a served model side by side on all further devices that should host the model.

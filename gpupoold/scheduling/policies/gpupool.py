@@ -269,7 +269,7 @@ class GpupoolPolicy(SimplePolicy):
         A moved model does not move back, because the other device does not become full.
         """
         full_load = self._tuning.full_load
-        for device in state.devices.values():
+        for device in [one for one in state.devices.values() if one.queued]:
             for name in [one for one in device.queued if one not in device.working]:
                 batch = device.queued[name]
                 able = able_devices(batch.model, state.prefill_hosts(batch.model))

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -150,6 +151,9 @@ class ServedModels:
     def __init__(self) -> None:
         self.lists: list[m.ModelList] = []
         self.mounted: set[str] = set()
+        self.num_mounts = Counter[str]()
+        self.may_mount = asyncio.Event()
+        self.may_mount.set()
         self.error: GpupoolError | None = None
 
     def send(self, message: m.Message) -> None:
@@ -161,6 +165,8 @@ class ServedModels:
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         if self.error is not None:
             raise self.error
+        self.num_mounts[model.name] += 1
+        await self.may_mount.wait()
         self.mounted.add(model.name)
 
     def states_of(self, model: str) -> list[str]:

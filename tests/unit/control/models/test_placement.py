@@ -61,6 +61,27 @@ class TestSideBySide:
         await asyncio.gather(adding, second)
         assert box.told.count("attach new on 1") == 1
 
+    async def test_an_api_is_mounted_once_for_all_devices(self, box: ModelsBox) -> None:
+        box.frontends.may_mount.clear()
+        adding = asyncio.create_task(added(box, "new"))
+        await box.until(lambda: bool(box.hosts_of("new")))
+        box.lifecycle.placement.check(asyncio.get_running_loop().time())
+        await box.until(lambda: box.hosts_of("new") == [0, 1])
+        box.frontends.may_mount.set()
+        await adding
+        assert box.frontends.num_mounts["new"] == 1
+        assert box.frontends.states()["new"] == "ready"
+
+    async def test_a_model_that_was_due_before_its_first_load(self, box: ModelsBox) -> None:
+        await box.register("due")
+        placement = box.lifecycle.placement
+        await asyncio.gather(*(placement.load_on("due", one) for one in box.supervisor.workers))
+        row = await box.registry.get("due")
+        assert row is not None
+        box.told.clear()
+        await placement.load_first(row.spec)
+        assert not box.told
+
     async def test_it_stays_when_the_reader_leaves_then(self, box: ModelsBox) -> None:
         async for line in box.lifecycle.add(request(box, "new")):
             if line.stage == "spread":

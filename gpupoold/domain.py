@@ -37,6 +37,11 @@ class Targets:
         """
         return arrival_s + self.ttft_s + token_index * self.tbt_s
 
+    def deadlines_s(self, arrival_s: float, num_tokens: int) -> list[float]:
+        """Return the deadlines of the first tokens; quicker than :meth:`deadline_s` for each."""
+        first_s, tbt_s = arrival_s + self.ttft_s, self.tbt_s
+        return [first_s + index * tbt_s for index in range(num_tokens)]
+
 
 class ModelState(StrEnum):
     """Life of a registered model.

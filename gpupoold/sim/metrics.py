@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class RequestResult:
         if len(times) > one.output_tokens:
             raise ValueError(f"{one.id}: {len(times)} tokens of {one.output_tokens}")
         path_s = (one.arrival_s, *times, end_s)
-        if any(later < earlier for earlier, later in itertools.pairwise(path_s)):
+        if any(map(operator.lt, path_s[1:], path_s)):
             raise ValueError(f"{one.id}: times go back: arrival, tokens, end of the run {path_s}")
 
     @property
@@ -123,7 +124,7 @@ def count_tokens(result: RequestResult, end_s: float = math.inf) -> TokenCount:
     """
     deadline_s, arrival_s = result.targets.deadline_s, result.request.arrival_s
     times = result.token_times_s
-    in_time = sum(at_s <= deadline_s(arrival_s, index) for index, at_s in enumerate(times))
+    in_time = sum(map(operator.le, times, result.targets.deadlines_s(arrival_s, len(times))))
     missing = range(len(times), result.request.output_tokens)
     overdue = bisect.bisect_right(missing, end_s, key=lambda index: deadline_s(arrival_s, index))
     return TokenCount(len(times) + overdue, in_time)
@@ -252,10 +253,10 @@ class _Tally:
         if times:
             self.ttfts_s.append(times[0] - arrival_s)
             self.num_first_in_time += times[0] <= arrival_s + targets.ttft_s
-            gaps_s = [later - earlier for earlier, later in itertools.pairwise(times)]
+            gaps_s = list(map(operator.sub, times[1:], times))
             self.gaps_s += gaps_s
             longest_s = targets.tbt_s + _ROUNDING_S
-            self.num_gaps_in_time += sum(gap_s <= longest_s for gap_s in gaps_s)
+            self.num_gaps_in_time += sum(map(longest_s.__ge__, gaps_s))
 
     def summary(self) -> Summary:
         return Summary(

@@ -11,9 +11,10 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import JsonOption
+from gpupool_cli.options import JsonOption, PaceOption, TbtOption, TtftOption
 from gpupool_cli.output import Column
 from gpupool_cli.session import socket_path_of
+from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import UsageError
 from gpupoold.units import format_bytes
 
@@ -200,6 +201,30 @@ def undrain(ctx: typer.Context, node: NodeArgument) -> None:
 
     operations.drain(socket_path_of(ctx), node, is_draining=False)
     say(f"{node} gets requests again.")
+
+
+@app.command("set")
+def set_model(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model that the fleet places.")],
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
+    pace: PaceOption = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option("--replicas", min=1, max=1000, metavar="N", help="At least so many nodes."),
+    ] = None,
+) -> None:
+    """Change a model's targets and pace on all nodes, or the least number of nodes."""
+    from gpupoold.fleet import operations
+
+    change = SetModelRequest(ttft_s=ttft, tbt_s=tbt, pace=pace)
+    if change == SetModelRequest() and replicas is None:
+        raise UsageError(
+            f"no change given for {model!r}", "give --ttft, --tbt, --pace or --replicas"
+        )
+    operations.set_model(socket_path_of(ctx), model, change, replicas)
+    say(f"{model}: changed; `gpupool fleet status` shows the nodes")
 
 
 @app.command("rm")

@@ -35,7 +35,8 @@ class ChargeKeysRequest(Body):
 class FleetModel(Body):
     """A model of a node, for the fleet's routing and placement.
 
-    ``names`` are the model's name, aliases, presets and adapters. ``first_token_in_s`` is the
+    ``names`` are the model's name, aliases, presets and adapters; ``ttft_s``, ``tbt_s`` and
+    ``pace`` are those of the registry. ``first_token_in_s`` is the
     estimate for a request that arrives now, None without one. ``load``, ``busy_share``,
     ``window_s`` and ``kv_bytes`` are those of :class:`gpupoold.scheduling.pressure.ModelDemand` on
     one device.
@@ -49,6 +50,8 @@ class FleetModel(Body):
     num_live: int
     first_token_in_s: float | None
     ttft_s: float
+    tbt_s: float
+    pace: str = ""
     load: float = 0.0
     busy_share: float = 0.0
     window_s: float

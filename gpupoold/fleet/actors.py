@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
+from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import Failed
 from gpupoold.fleet.agent import Agent, AgentReport, Moment, Order
 from gpupoold.fleet.asgi import Receive, Scope, Send
@@ -114,6 +115,11 @@ class ControllerActor:
 
     async def add_model(self, spec: FleetSpec) -> None:
         self._controller.add_model(spec)
+
+    async def set_model(
+        self, name: str, change: SetModelRequest, least_replicas: int | None
+    ) -> None:
+        self._controller.set_model(name, change, least_replicas)
 
     async def remove_model(self, name: str) -> None:
         await self._controller.remove_model(name)

@@ -14,7 +14,7 @@ from gpupoold.access.rate_use import RateUse
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
-from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import GpupoolError, NoSuchKey, NoSuchModel, Refused
 from gpupoold.fleet.rate_use import RateGrowth
 
@@ -33,13 +33,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order to add, remove or warm a model, or to add or remove an API key."""
+    """An order to add, remove, warm or change a model, or to add or remove an API key."""
 
-    kind: Literal["add", "remove", "warm", "add-key", "remove-key"]
+    kind: Literal["add", "remove", "warm", "set", "add-key", "remove-key"]
     model: str
     """Name of the model, or of the API key."""
-    request: AddModelRequest | AddKeyRequest | None = None
-    """The model or key to add."""
+    request: AddModelRequest | SetModelRequest | AddKeyRequest | None = None
+    """The model or key to add, or the change."""
 
     @property
     def subject(self) -> str:
@@ -158,6 +158,8 @@ class Agent:
                     client.remove_key(order.model)
             elif isinstance(order.request, AddKeyRequest):
                 client.add_key(order.request)
+            elif isinstance(order.request, SetModelRequest):
+                client.set_model(order.model, order.request)
             else:
                 assert order.request is not None
                 for _ in client.add_model(order.request):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
-from gpupoold.api.schemas_models import MAX_PEERS
+from gpupoold.api.schemas_models import MAX_PEERS, SetModelRequest
 from gpupoold.domain import Priority
 from gpupoold.errors import NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import store
@@ -33,6 +33,8 @@ _REPORT_TIMEOUT_S = 5.0
 _SETTLING_S = 10.0
 # Time until a failed addition is tried again on the same node.
 _RETRY_S = 60.0
+# Fields of a model that can be changed, equal in all requests and in the reports.
+_SETTABLE = {"ttft_s", "tbt_s", "pace"}
 
 
 class AgentHandle(Protocol):
@@ -139,6 +141,23 @@ class Controller:
         self._failed = {one: why for one, why in self._failed.items() if one[0] != spec.name}
         self._save()
 
+    def set_model(self, name: str, change: SetModelRequest, least_replicas: int | None) -> None:
+        """Change targets and pace of a model on all nodes, also on nodes that come back later.
+
+        ``change`` has no other fields; None keeps a value.
+
+        Raises:
+            NoSuchModel: the fleet does not place such a model.
+        """
+        spec = self._stored.models.get(name)
+        if spec is None:
+            raise NoSuchModel(f"the fleet has no model {name}")
+        changed = change.model_dump(include=_SETTABLE, exclude_none=True)
+        self._stored.models[name] = FleetSpec(
+            spec.request.model_copy(update=changed), least_replicas or spec.least_replicas
+        )
+        self._save()
+
     async def remove_model(self, name: str) -> None:
         """Remove a model from the fleet and from all nodes.
 
@@ -195,6 +214,7 @@ class Controller:
         if is_settled and self._tick % _PLACES_EVERY == 0:
             await self._place(rebalances=self._tick % _REBALANCES_EVERY == 0)
             await self._share_keys()
+            await self._share_settings()
 
     @property
     def _moment(self) -> Moment:
@@ -259,6 +279,20 @@ class Controller:
             for key_id in self._stored.removed_keys:
                 if key_id in having:
                     orders.append((node.name, Order("remove-key", having[key_id])))
+        await asyncio.gather(*(self._ask_to(node, order) for node, order in orders))
+
+    async def _share_settings(self) -> None:
+        """Change the models whose targets or pace differ from the fleet's."""
+        orders = []
+        for node in self._nodes.values():
+            for model in node.report.models:
+                spec = self._stored.models.get(model.name)
+                if spec is None or model.name in node.ongoing | node.failed:
+                    continue
+                wanted = spec.request.model_dump(include=_SETTABLE)
+                if wanted != model.model_dump(include=_SETTABLE):
+                    change = SetModelRequest.model_validate(wanted)
+                    orders.append((node.name, Order("set", model.name, change)))
         await asyncio.gather(*(self._ask_to(node, order) for node, order in orders))
 
     async def _order(self, change: Change) -> None:

@@ -15,6 +15,7 @@ from gpupoold.access.fleet import is_secret, make_secret
 from gpupoold.access.secret import make_key
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_access import AddKeyRequest
+from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from gpupoold.fleet import cluster
 from gpupoold.fleet.cluster import EntranceOptions as EntranceOptions, NodeMembership
@@ -162,6 +163,14 @@ def add_model(socket_path: Path, spec: FleetSpec) -> None:
     """Let the fleet place a model; errors as :func:`state`."""
     with _controller(socket_path) as ask:
         ask("add_model", spec)
+
+
+def set_model(
+    socket_path: Path, name: str, change: SetModelRequest, least_replicas: int | None
+) -> None:
+    """Change a model on all nodes; errors as :func:`state`, and NoSuchModel."""
+    with _controller(socket_path) as ask:
+        ask("set_model", name, change, least_replicas)
 
 
 def remove_model(socket_path: Path, name: str) -> None:

@@ -19,7 +19,7 @@ from benchmarks.processes import descendants
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.access.secret import make_key
 from gpupoold.api.schemas_access import AddKeyRequest
-from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.fleet.nodes import FleetSpec
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -197,6 +197,26 @@ async def test_rates_of_a_key_hold_for_all_nodes(
     refused = await statuses(east, 2) + await statuses(west, 2) + await statuses(fleet.url, 2)
     # One more request every ten seconds.
     assert refused.count(429) >= 6 - (time.monotonic() - began_s) // 10, refused
+
+
+@pytest.mark.slow
+async def test_a_change_reaches_all_nodes(
+    fleet: LocalFleet, spec: Callable[..., FleetSpec]
+) -> None:
+    fleet.controller.add_model(spec(LLAMA, 2))
+    await eventually(lambda: len(serving(fleet, LLAMA)) == 2, timeout_s=90)
+
+    def settings() -> set[tuple[float, float, str]]:
+        models = [one.model(LLAMA) for one in fleet.controller.table.nodes]
+        return {(one.ttft_s, one.tbt_s, one.pace) for one in models if one is not None}
+
+    [(_, tbt_s, _)] = settings()
+    fleet.controller.set_model(LLAMA, SetModelRequest(ttft_s=3.3, pace="steady"), None)
+    await eventually(lambda: settings() == {(3.3, tbt_s, "steady")})
+    fleet.controller.set_model(LLAMA, SetModelRequest(pace="off"), None)
+    await eventually(lambda: {pace for *_, pace in settings()} <= {"", "off"})
+    await asyncio.sleep(3)  # some further placements
+    assert not fleet.controller.problems
 
 
 @pytest.mark.slow

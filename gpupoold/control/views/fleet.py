@@ -32,7 +32,7 @@ async def fleet_models(
     rates_rps = state.arrivals.lasting.rates_rps(now_s)
     found = []
     for row in rows:
-        name, ttft_s = row.spec.name, row.spec.targets.ttft_s
+        name, targets = row.spec.name, row.spec.targets
         one = FleetModel(
             name=name,
             names=list(row.spec.names),
@@ -41,8 +41,10 @@ async def fleet_models(
             weights_bytes=row.weight_bytes,
             num_live=dispatcher.live.num_of(name),
             first_token_in_s=None,
-            ttft_s=ttft_s,
-            window_s=_LEAD_SHARE * ttft_s,
+            ttft_s=targets.ttft_s,
+            tbt_s=targets.tbt_s,
+            pace=row.spec.pace,
+            window_s=_LEAD_SHARE * targets.ttft_s,
         )
         known = state.models.get(name)
         if known is not None:

@@ -20,6 +20,7 @@ def model(name: str, **changes: Any) -> FleetModel:
         "num_live": 0,
         "first_token_in_s": 0.1,
         "ttft_s": 10.0,
+        "tbt_s": 0.1,
         "window_s": 7.0,
     }
     return FleetModel(**fields | changes)

@@ -9,7 +9,7 @@ import pytest
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetModel
-from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import store
 from gpupoold.fleet.agent import AgentReport, Moment, Order
@@ -54,6 +54,10 @@ class WrittenAgent:
             self.keys = {key_id: name for key_id, name in self.keys.items() if name != order.model}
         elif order.kind == "remove":
             self.models.pop(order.model, None)
+        elif order.kind == "set":
+            assert isinstance(order.request, SetModelRequest)
+            change = order.request.model_dump(include={"ttft_s", "tbt_s", "pace"})
+            self.models[order.model] = self.models[order.model].model_copy(update=change)
         elif self.carries_out:
             assert isinstance(order.request, AddModelRequest)
             self.peers[order.model] = order.request.peers
@@ -236,3 +240,26 @@ async def test_agents_learn_the_use_of_keys_on_other_nodes(rig: Rig) -> None:
     await rig.steps(2)
     assert rig.agents["b"].uses_elsewhere == {"web": RateUse(4, 90)}
     assert rig.agents["a"].uses_elsewhere == {}
+
+
+async def test_changes_of_a_model_reach_all_nodes_once(rig: Rig) -> None:
+    rig.controller.add_model(spec("m", 2))
+    await rig.steps(12)
+    assert rig.having("m") == ["a", "b"]
+    rig.agents["b"].is_away = True
+    for agent in rig.agents.values():
+        agent.orders.clear()
+    rig.controller.set_model("m", SetModelRequest(ttft_s=2.5), None)
+    await rig.steps(12)
+    assert rig.agents["a"].orders == [("set", "m")]
+    assert rig.agents["a"].models["m"].ttft_s == 2.5
+    rig.agents["b"].is_away = False
+    rig.restart()
+    await rig.steps(12)
+    assert rig.agents["b"].orders == [("set", "m")]
+    assert (rig.agents["b"].models["m"].ttft_s, rig.agents["b"].models["m"].tbt_s) == (2.5, 0.1)
+    rig.controller.set_model("m", SetModelRequest(), 1)
+    assert rig.controller.specs["m"].least_replicas == 1
+    assert rig.controller.specs["m"].request.ttft_s == 2.5
+    with pytest.raises(NoSuchModel):
+        rig.controller.set_model("n", SetModelRequest(ttft_s=2.5), None)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from gpupool_cli import output
 from gpupool_cli.main import app
 from gpupoold.api.schemas_access import AddKeyRequest
+from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.fleet import operations
 from gpupoold.fleet.cluster import NodeMembership
 from gpupoold.fleet.nodes import FleetSpec, FleetTable
@@ -155,5 +156,10 @@ def test_models_and_keys_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys[0].models == ["m"]
     assert json.loads(run("key", "add", "ui", "--fleet", "--json").stdout)["text"] == "gpk_text"
     assert run("key", "rm", "web", "--fleet").exit_code == 0
+    changed: list[Any] = []
+    monkeypatch.setattr(operations, "set_model", lambda path, *change: changed.append(change))
+    assert run("fleet", "set", "m", "--ttft", "3s", "--replicas", "4").exit_code == 0
+    assert changed == [("m", SetModelRequest(ttft_s=3.0), 4)]
+    assert run("fleet", "set", "m").exit_code == 2
     assert run("fleet", "rm", "m").exit_code == 0
     assert removed == ["web", "m"]

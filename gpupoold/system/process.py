@@ -167,10 +167,11 @@ def end_at_faults() -> None:
     the native stack. The handler delays the end by seconds and allocates memory, which may hang
     after a fault.
     """
+    # faulthandler passes a signal on to the handler found when enabled, and puts that handler back
+    # when disabled.
+    faulthandler.disable()
     for number in _FAULTS:
         signal.signal(number, signal.SIG_DFL)
-    # Enabled again, because faulthandler passes a signal on to the handler found when enabled.
-    faulthandler.disable()
     faulthandler.enable()
 
 

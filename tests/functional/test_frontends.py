@@ -145,9 +145,14 @@ async def test_one_that_crashes_again_and_again_hurts_nobody_else(
     assert check(pool)
 
 
-@pytest.mark.slow
-def test_crash_leaves_a_python_traceback(pool: PrivateDaemon) -> None:
+async def test_crash_leaves_a_python_traceback(pool: PrivateDaemon) -> None:
     """And no native one, which takes seconds: see ``end_at_faults``."""
+    crashed = frontend(pool, 0)
+    crashed.send_signal(signal.SIGSEGV)
+    await eventually(
+        lambda: frontend_pids(pool)[0] not in (None, crashed.pid) and are_frontends_ready(pool),
+        BACK_S,
+    )
     log = (pool.log_path.parent / "state" / "logs" / "frontend-0.log").read_text()
     assert log.count("Fatal Python error: Segmentation fault") == num_restarts(pool)[0]
     assert "Segfault encountered" not in log

@@ -106,10 +106,16 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
-def test_fault_ends_a_process_at_once_whatever_handler_was_installed() -> None:
-    """A handler as a library's, which does something else first, and may never be done."""
-    script = "import os, signal; from gpupoold.system.process import end_at_faults; "
-    script += "signal.signal(signal.SIGSEGV, lambda *_: print('handled')); end_at_faults(); "
+@pytest.mark.parametrize("is_first", [False, True])
+def test_fault_ends_a_process_at_once_whatever_handler_was_installed(is_first: bool) -> None:
+    """A handler as a library's, which does something else first, and may never be done;
+    installed before faulthandler is enabled, or after."""
+    install = [
+        "signal.signal(signal.SIGSEGV, lambda *_: print('handled'))",
+        "faulthandler.enable()",
+    ]
+    script = "import faulthandler, os, signal; from gpupoold.system.process import end_at_faults; "
+    script += "; ".join(install if is_first else reversed(install)) + "; end_at_faults(); "
     script += "pid = os.fork(); "
     script += "code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if pid else None; "
     script += "pid or os.kill(os.getpid(), signal.SIGSEGV); raise SystemExit(-code)"

@@ -69,7 +69,9 @@ def main() -> int:
         parts["partition"] = asyncio.run(partition(fleet, fleet.alive[1], during, wanted))
         during = _requests(models, args, light, _DEATH_S)
         dying = fleet.alive[-1]
-        parts["death_under_load"] = asyncio.run(death_under_load(fleet, dying, during, STREAMED))
+        parts["death_under_load"] = asyncio.run(
+            death_under_load(fleet, dying, during, STREAMED, args.ttft)
+        )
         fleet.settled_after_s(wanted, 120.0)
         parts["death"] = asyncio.run(death_with_streams(fleet, STREAMED, args.streams))
     parts["arguments"] = {key: str(value) for key, value in vars(args).items()}
@@ -132,6 +134,7 @@ def _figures(parts: Mapping[str, Any]) -> dict[str, Figure]:
         ),
         "failed_requests_death": at_most(killed["errors"], 0),
         "attainment_back_s": at_most(killed["attainment_back_s"], 30.0),
+        "first_tokens_back_s": at_most(killed["first_tokens_back_s"], 30.0),
         "lost_streams": at_most(death["lost"], 0),
         "resumed_p99_s": at_most(death["resumed_p99_s"], 2.0),
         "streams_of_the_dead_node": at_least(death["of_dead_node"], 1),

@@ -47,23 +47,29 @@ async def partition(
 
 
 async def death_under_load(
-    fleet: Fleet, node: str, requests: Sequence[SimRequest], streamed: str
+    fleet: Fleet, node: str, requests: Sequence[SimRequest], streamed: str, ttft_s: float
 ) -> dict[str, Any]:
-    """Kill a node under load; follow the attainment at the other nodes."""
+    """Kill a node under load; follow the attainment at the other nodes, and first tokens as clients
+    see them."""
     async with _counting(fleet, streamed) as samples:
-        sending = asyncio.create_task(send_all(fleet.url, requests, 2, 0.2))
+        sending = asyncio.create_task(send_all(fleet.url, requests, 2, 1.0))
         await asyncio.sleep(_LEAD_S)
         killed_s = time.monotonic()
         await asyncio.to_thread(fleet.kill, node)
         sent = await sending
     windows = _windows(samples, killed_s)
     bad = [end_s for end_s, attainment in windows if attainment < _GOOD]
+    firsts = zip(sent.asked_s, sent.ttfts_s, strict=True)
+    late_s = [asked_s - killed_s for asked_s, one_s in firsts if one_s > ttft_s]
     return {
         "requests": len(requests),
         "errors": sent.errors.total(),
         "first_errors": dict(sent.errors.most_common(3)),
         "attainment_by_second": [[round(at_s, 1), round(one, 4)] for at_s, one in windows],
         "attainment_back_s": max(bad, default=0.0),
+        "late_first_tokens": len(late_s),
+        "largest_ttft_s": max(sent.ttfts_s),
+        "first_tokens_back_s": max(late_s, default=0.0),
     }
 
 

@@ -62,10 +62,11 @@ class CappedLengths:
 
 @dataclass(slots=True)
 class Sent:
-    """What the client saw of all requests."""
+    """What the client saw of all requests; of streams also when asked, with each TTFT."""
 
     errors: Counter[str] = field(default_factory=Counter)
     ttfts_s: list[float] = field(default_factory=list)
+    asked_s: list[float] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
     num_streamed: int = 0
     num_tokens: int = 0
@@ -258,6 +259,7 @@ async def _exchange(
             sent.num_streamed += 1
             first = await reader.readuntil(b"data: ")
             sent.ttfts_s.append(time.monotonic() - stream_began_s)
+            sent.asked_s.append(stream_began_s)
             answer = first + await reader.read()
         else:
             answer = await reader.read()

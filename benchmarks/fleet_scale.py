@@ -63,6 +63,7 @@ def fleet(num_nodes: int, num_models: int) -> tuple[dict[str, Node], dict[str, F
                 num_live=0,
                 first_token_in_s=0.1,
                 ttft_s=10.0,
+                tbt_s=0.1,
                 load=load,
                 busy_share=busy_share,
                 window_s=7.0,

@@ -130,6 +130,7 @@ def _fleet_model(model: SimModel, work: ModelDemand) -> FleetModel:
         num_live=0,
         first_token_in_s=0.1,
         ttft_s=model.targets.ttft_s,
+        tbt_s=model.targets.tbt_s,
         load=work.load,
         busy_share=work.busy_share,
         kv_bytes=work.kv_bytes,

@@ -20,6 +20,7 @@ class RateSums:
     def __init__(self) -> None:
         self._counted: dict[str, Mapping[str, RateUse]] = {}
         self._grown: dict[str, dict[str, RateUse]] = {}
+        self._total: dict[str, RateUse] = {}
 
     def counted(self, node: str, uses: Mapping[str, RateUse]) -> None:
         """Add the growth of a node's counts; the first counts of a node are where growth begins."""
@@ -29,16 +30,16 @@ class RateSums:
             return
         sums = self._grown.setdefault(node, {})
         for key_id, use in uses.items():
-            sums[key_id] = sums.get(key_id, _NONE) + _growth(use, before.get(key_id, _NONE))
+            growth = _growth(use, before.get(key_id, _NONE))
+            if growth != _NONE:
+                sums[key_id] = sums.get(key_id, _NONE) + growth
+                self._total[key_id] = self._total.get(key_id, _NONE) + growth
 
     def elsewhere(self, node: str) -> dict[str, RateUse]:
         """Return the use of each key on the other nodes."""
-        sums: dict[str, RateUse] = {}
-        for other, uses in self._grown.items():
-            if other != node:
-                for key_id, use in uses.items():
-                    sums[key_id] = sums.get(key_id, _NONE) + use
-        return sums
+        own = self._grown.get(node, {})
+        rest = {key_id: use - own.get(key_id, _NONE) for key_id, use in self._total.items()}
+        return {key_id: use for key_id, use in rest.items() if use != _NONE}
 
 
 class RateGrowth:

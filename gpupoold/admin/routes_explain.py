@@ -20,7 +20,7 @@ from gpupoold.errors import Failed
 
 Since = Annotated[float, Query(gt=0, le=10 * 365 * 86400)]
 # Age of the use of the GPUs that an answer may lack.
-_FRESH_S = 2.0
+FRESH_S = 2.0
 Limit = Annotated[int, Query(gt=0, le=10_000)]
 
 
@@ -45,7 +45,7 @@ def add_explain_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.get("/usage")
     async def usage(since_s: Since = 3600.0) -> UsageInfo:
-        control_plane.dispatcher.accounts.usage.close(_FRESH_S)
+        control_plane.dispatcher.accounts.usage.close(FRESH_S)
         history, since = control_plane.history, time.time() - since_s
         await history.flush()
         names = {row.id: row.name for row in await control_plane.keyring.list(with_revoked=True)}

@@ -67,7 +67,6 @@ def streams(peer: WorkerPeer, alone: dict[str, list[int]]) -> Iterator[list[str]
     peer.call("check_integrity")
 
 
-@pytest.mark.slow
 def test_a_model_is_added_beside_streams(
     peer: WorkerPeer,
     streams: list[str],

@@ -55,6 +55,7 @@ def daemon(
             yield made
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_a_shared_cache_is_used_in_place(daemon: PrivateDaemon, hub: FakeHub) -> None:
     hub.requests.clear()
     model = added(daemon, "org/cached", check_only=True)

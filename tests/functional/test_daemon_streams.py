@@ -166,6 +166,7 @@ class TestModelsComeAndGo:
         check(pool)
         assert Traces.of(pool) == before
 
+    @pytest.mark.slow
     async def test_a_busy_model_is_not_removed(self, pool: PrivateDaemon, api: AsyncOpenAI) -> None:
         expected = await ask(api, LLAMA, "busy", LONG)
         stream = Background(api, LLAMA, "busy", LONG)

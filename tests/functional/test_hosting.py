@@ -42,6 +42,7 @@ class TestSimulatedDevices:
         with sim_daemon(config, tmp_path_factory.mktemp("hosting"), NAMES) as daemon:
             yield daemon
 
+    @pytest.mark.slow
     async def test_all_models_answer(self, box: PrivateDaemon) -> None:
         assert {model.state for model in ps(box).models} == {"ready"}
         assert any(not model.engines for model in ps(box).models)

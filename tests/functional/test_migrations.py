@@ -69,6 +69,7 @@ def prompts(num_prompts: int, seed: int) -> list[tuple[str, str]]:
     return [(rng.choice(MODELS), text) for text in texts]
 
 
+@pytest.mark.slow
 async def test_prompts_on_one_device_and_answers_on_the_other(
     daemon: PrivateDaemon, api: AsyncOpenAI
 ) -> None:

@@ -109,6 +109,7 @@ def test_answers_survive_a_full_host_cache(tiny_models: dict[str, Path]) -> None
         peer.close()
 
 
+@pytest.mark.slow
 def test_a_burst_leaves_an_idle_model_its_weights(tmp_path: Path) -> None:
     """KV is backed for the requests that can run, not for the whole queue."""
     path = make_checkpoint(tmp_path, Recipe("llama", 8 << 20))

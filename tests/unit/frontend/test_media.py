@@ -89,6 +89,7 @@ def server() -> Iterator[_Server]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_media_come_from_listed_hosts_only(server: _Server) -> None:
     base = f"http://127.0.0.1:{server.server_address[1]}"
     asked = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +35,8 @@ _SETTLING_S = 10.0
 # Time until a failed addition is tried again on the same node.
 _RETRY_S = 60.0
 # Fields of a model that can be changed, equal in all requests and in the reports.
-_SETTABLE = {"ttft_s", "tbt_s", "pace"}
+_SETTABLE = ("ttft_s", "tbt_s", "pace")
+_settings = operator.attrgetter(*_SETTABLE)
 
 
 class AgentHandle(Protocol):
@@ -152,7 +154,7 @@ class Controller:
         spec = self._stored.models.get(name)
         if spec is None:
             raise NoSuchModel(f"the fleet has no model {name}")
-        changed = change.model_dump(include=_SETTABLE, exclude_none=True)
+        changed = change.model_dump(include={*_SETTABLE}, exclude_none=True)
         self._stored.models[name] = FleetSpec(
             spec.request.model_copy(update=changed), least_replicas or spec.least_replicas
         )
@@ -270,7 +272,7 @@ class Controller:
     async def _share_keys(self) -> None:
         """Add the fleet's keys where they are missing, and remove removed keys."""
         orders = []
-        for node in self._nodes.values():
+        for node in self._seen():
             having = node.report.key_names
             for key in self._stored.keys.values():
                 order = Order("add-key", key.name, key)
@@ -284,15 +286,16 @@ class Controller:
     async def _share_settings(self) -> None:
         """Change the models whose targets or pace differ from the fleet's."""
         orders = []
-        for node in self._nodes.values():
+        for node in self._seen():
             for model in node.report.models:
                 spec = self._stored.models.get(model.name)
                 if spec is None or model.name in node.ongoing | node.failed:
                     continue
-                wanted = spec.request.model_dump(include=_SETTABLE)
-                if wanted != model.model_dump(include=_SETTABLE):
-                    change = SetModelRequest.model_validate(wanted)
-                    orders.append((node.name, Order("set", model.name, change)))
+                wanted = _settings(spec.request)
+                if wanted != _settings(model):
+                    change = dict(zip(_SETTABLE, wanted, strict=True))
+                    order = Order("set", model.name, SetModelRequest.model_validate(change))
+                    orders.append((node.name, order))
         await asyncio.gather(*(self._ask_to(node, order) for node, order in orders))
 
     async def _order(self, change: Change) -> None:
@@ -305,9 +308,12 @@ class Controller:
 
     def _peers_with(self, model: str) -> list[str]:
         """Return the addresses of nodes that may have the checkpoint of a model."""
-        nodes = self._nodes.values()
-        urls = [one.url for one in nodes if not one.is_lost and one.serves(model)]
+        urls = [one.url for one in self._seen() if one.serves(model)]
         return urls[:MAX_PEERS]
+
+    def _seen(self) -> list[Node]:
+        """Return the nodes that are not lost; orders to a lost node would hold up the round."""
+        return [one for one in self._nodes.values() if not one.is_lost]
 
     async def _ask_to(self, node: str, order: Order) -> None:
         try:

@@ -194,7 +194,7 @@ class VllmModelApi:
         self._init_state()
 
     def _init_state(self) -> None:
-        state, args = self._app.state, copy.copy(self._args)
+        state, args = self._app.state, self._args
         # Computed once, because each of vLLM's six serving classes would hash the configuration.
         args.fingerprint_value = build_system_fingerprint(
             self._llm.vllm_config, args.fingerprint_mode, args.fingerprint_value

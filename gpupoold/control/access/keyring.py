@@ -240,7 +240,7 @@ class Keyring:
         """Charge use on other nodes of the fleet to the rates of keys; ignore unknown keys."""
         now_s = self._clock()
         for key_id, use in uses.items():
-            self._rates.charge_elsewhere(key_id, use, now_s)
+            self._rates.take(key_id, use, now_s)
 
     def reported(self, message: m.AccessReport) -> None:
         """Add a frontend's count of requests without a valid key."""

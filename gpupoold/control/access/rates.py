@@ -29,7 +29,7 @@ class KeyRates:
 
     @property
     def used(self) -> dict[str, RateUse]:
-        """The use of keys with limits in this process, without :meth:`charge_elsewhere`."""
+        """The use of keys with limits in this process, without what :meth:`take` took."""
         return dict(self._used)
 
     def set(
@@ -74,9 +74,9 @@ class KeyRates:
     def charge(self, key_id: str, num_tokens: int, now_s: float) -> None:
         """Count tokens of a prompt or an answer."""
         self._count(key_id, RateUse(0, num_tokens))
-        self.charge_elsewhere(key_id, RateUse(0, num_tokens), now_s)
+        self.take(key_id, RateUse(0, num_tokens), now_s)
 
-    def charge_elsewhere(self, key_id: str, use: RateUse, now_s: float) -> None:
+    def take(self, key_id: str, use: RateUse, now_s: float) -> None:
         """Take use of a key from the buckets, without counting the use as this process's."""
         requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
         if requests is not None:

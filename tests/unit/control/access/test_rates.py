@@ -75,8 +75,8 @@ def test_use_elsewhere_is_charged_but_not_counted() -> None:
     rates.begin("web", 0.0)
     rates.begin("free", 0.0)
     rates.charge("web", 40, 0.0)
-    rates.charge_elsewhere("web", RateUse(2, 30), 0.0)
-    rates.charge_elsewhere("unknown", RateUse(2, 30), 0.0)
+    rates.take("web", RateUse(2, 30), 0.0)
+    rates.take("unknown", RateUse(2, 30), 0.0)
     assert rates.used == {"web": RateUse(1, 40)}
     assert rates.left("web", 0.0) == (0.0, 30.0)
     assert rates.begin("web", 0.0) == ("3 requests per minute", 20.0)

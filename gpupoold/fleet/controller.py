@@ -74,6 +74,7 @@ class Controller:
         self.has_asked = asyncio.Event()
         """Set when all agents have been asked once; before, nodes are missing in the table."""
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
+        self._retiring: dict[str, frozenset[str]] = {}
         self._rate_sums = RateSums()
 
     @property
@@ -248,6 +249,7 @@ class Controller:
             now_s,
             stored.is_draining,
             ongoing=frozenset(found.ongoing),
+            retiring=self._retiring.get(name, frozenset()),
         )
 
     def _not_seen(self, name: str, why: str) -> None:
@@ -267,6 +269,10 @@ class Controller:
             self._nodes[name] = replace(node, failed=failed)
         # In a thread, because reports go on meanwhile.
         due = await asyncio.to_thread(changes, self.specs, dict(self._nodes), rebalances=rebalances)
+        retiring = [(one.node, one.model) for one in due if one.kind == "retire"]
+        self._retiring = {
+            node: frozenset(model for at, model in retiring if at == node) for node, _ in retiring
+        }
         await asyncio.gather(*(self._order(one) for one in due))
 
     async def _share_keys(self) -> None:
@@ -299,6 +305,8 @@ class Controller:
         await asyncio.gather(*(self._ask_to(node, order) for node, order in orders))
 
     async def _order(self, change: Change) -> None:
+        if change.kind == "retire":  # the entrances carry it out
+            return
         spec = self._stored.models.get(change.model)
         request = None
         if spec is not None and change.kind == "add":

@@ -19,7 +19,8 @@ class Node:
     """A daemon of the fleet with its latest report.
 
     ``url`` is the daemon's address for the entrance. ``seen_s`` is the controller's time of the
-    report. ``ongoing`` has the models of orders under way, ``failed`` the models of failed orders.
+    report. ``ongoing`` has the models of orders under way, ``failed`` the models of failed orders,
+    ``retiring`` the models whose requests go to other nodes.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Node:
     is_lost: bool = False
     ongoing: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    retiring: frozenset[str] = frozenset()
 
     @property
     def takes_requests(self) -> bool:

@@ -32,9 +32,13 @@ _ADDITIONS, _ADDITIONS_OF_LOST = 1, 4
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Add a model to a node, remove it there, or bring its weights to the node's host memory."""
+    """Add a model to a node, remove it there, or bring its weights to the node's host memory.
 
-    kind: Literal["add", "remove", "warm"]
+    ``retire``: requests go to the model's other nodes, until the node has none and the model is
+    removed there.
+    """
+
+    kind: Literal["add", "remove", "warm", "retire"]
     model: str
     node: str
     why: str
@@ -46,7 +50,8 @@ def changes(
     """Return the changes due now; further changes follow later.
 
     Only models in ``specs`` are touched. A model is removed from a node when a different node
-    serves the model and no request is left. ``rebalances`` False only replaces lost models.
+    serves the model and no request is left, and retired until then. ``rebalances`` False only
+    replaces lost models.
     """
     usable = {name: one for name, one in nodes.items() if one.takes_requests and one.num_devices}
     if not usable:
@@ -247,16 +252,21 @@ def _superfluous(
     having: Mapping[str, FleetModel],
     nodes: Mapping[str, Node],
 ) -> list[Change]:
-    """Return the removals of a model, if all wanted nodes serve the model."""
+    """Return the removals of a model, if all wanted nodes serve the model.
+
+    With requests left, which under load may be always, the model is retired there.
+    """
     if not wanted or not all(nodes[node].serves(name) for node in wanted):
         return []
     return [
-        Change("remove", name, node, f"served by {', '.join(sorted(wanted))}")
+        Change(
+            "retire" if model.num_live else "remove",
+            name,
+            node,
+            f"served by {', '.join(sorted(wanted))}",
+        )
         for node, model in sorted(having.items())
-        if node not in wanted
-        and not nodes[node].is_lost
-        and name not in nodes[node].ongoing
-        and not model.num_live
+        if node not in wanted and not nodes[node].is_lost and name not in nodes[node].ongoing
     ]
 
 
@@ -285,7 +295,7 @@ def _limited(
     num_loads = {name: len(one.ongoing) for name, one in nodes.items()}
     kept = []
     for one in found:
-        if one.kind != "remove":
+        if one.kind in ("add", "warm"):
             most = _ADDITIONS_OF_LOST if one.model in lost else _ADDITIONS
             if num_loads[one.node] >= most:
                 continue

@@ -48,13 +48,14 @@ def order(
     """Return the nodes able to answer a request of a model, the best first.
 
     ``sent`` has the number of requests of the model sent to each node since the latest report.
-    Nodes in ``avoided`` are left out.
+    Nodes in ``avoided`` are left out, and nodes where the model retires if others are able.
     """
     able = [
         node
         for node in table.nodes
         if node.takes_requests and node.name not in avoided and node.serves(model)
     ]
+    able = [node for node in able if model not in node.retiring] or able
     waits_s = {node.name: _wait_s(node, model, sent.get(node.name, 0)) for node in able}
     able.sort(key=lambda node: (waits_s[node.name], node.name))
     ttft_s = min((one.ttft_s for node in able if (one := node.model(model))), default=0.0)

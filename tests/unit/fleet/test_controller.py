@@ -15,6 +15,7 @@ from gpupoold.fleet import store
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.controller import LOST_S, Controller
 from gpupoold.fleet.nodes import FleetSpec
+from gpupoold.fleet.routing import order
 from tests.unit.fleet.fleets import model, report, spec
 
 SECRET = "ab" * 32
@@ -115,6 +116,23 @@ async def test_a_new_replica_is_told_of_the_nodes_with_the_checkpoint(rig: Rig) 
     await rig.steps()
     (second,) = {"a", "b"} - {first}
     assert rig.agents[second].peers == {"m": [f"http://{first}"]}
+
+
+async def test_requests_leave_a_replica_that_is_not_wanted_before_its_removal(rig: Rig) -> None:
+    rig.controller.add_model(spec("m", 2))
+    await rig.steps(16)
+    rig.controller.set_model("m", SetModelRequest(), 1)
+    for agent in rig.agents.values():
+        agent.models["m"] = model("m", num_live=1)
+    await rig.steps()
+    assert rig.having("m") == ["a", "b"]
+    (retiring,) = [one.name for one in rig.controller.table.nodes if one.retiring]
+    (first, *_) = order(rig.controller.table, "m", b"", {})
+    assert first.name != retiring
+    rig.agents[retiring].models["m"] = model("m")
+    await rig.steps()
+    assert rig.having("m") == [first.name]
+    assert not any(one.retiring for one in rig.controller.table.nodes)
 
 
 async def test_models_without_a_node_are_known(rig: Rig) -> None:

@@ -39,6 +39,13 @@ def test_only_nodes_that_serve() -> None:
     assert [one.name for one in order(table, "m", b"", {}, {"a"})] == ["b"]
 
 
+def test_a_retiring_model_only_without_other_nodes() -> None:
+    retiring = node("a", model("m"), retiring=frozenset({"m"}))
+    assert names(retiring, node("b", model("m", first_token_in_s=9.0))) == ["b"]
+    assert names(retiring, node("b", model("m", state="loading"))) == ["a"]
+    assert names(node("a", model("m"), retiring=frozenset({"n"}))) == ["a"]
+
+
 def test_requests_on_their_way_count() -> None:
     both = node("a", model("m", num_live=3)), node("b", model("m", first_token_in_s=0.12))
     assert names(*both) == ["a", "b"]

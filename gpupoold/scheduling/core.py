@@ -34,7 +34,8 @@ class Core:
         self._actions: list[Action] = []
         self._to_plan: dict[int, None] = {}  # a set that keeps its order
         self._prefilled: list[Request] = []
-        self._must_assign = False
+        self._has_arrivals = False  # requests to assign to devices
+        self._has_changed = False  # devices, or memory on devices, as far as requests may benefit
 
     def handle(self, events: Iterable[e.Event], now_s: float) -> list[Action]:
         """Apply events and decide; the actions are to be carried out in order.
@@ -53,9 +54,10 @@ class Core:
             requests, self._prefilled = self._prefilled, []
             for request in requests:
                 self._go_on(request, now_s)
-        if self._must_assign:
-            self._migrate_out(now_s)
-            self._must_assign = False
+        if self._has_arrivals or self._has_changed:
+            if self._has_changed:
+                self._migrate_out(now_s)
+            self._has_arrivals = self._has_changed = False
             # Freed KV memory goes to waiting requests before new requests.
             for number in self._to_plan:
                 if number in self.state.devices:
@@ -117,7 +119,7 @@ class Core:
             is_role_fixed=event.is_role_fixed,
             kind=event.kind,
         )
-        self._must_assign = True
+        self._has_changed = True
 
     def _device_down(self, event: e.DeviceDown, now_s: float) -> None:
         device = self.state.devices.pop(event.device, None)
@@ -127,20 +129,20 @@ class Core:
             model.hosts.discard(device.number)
         for request in [r for r in self.state.requests.values() if r.device == device.number]:
             self._lose_device(request, now_s)
-        self._must_assign = True  # other devices may have to take its role
+        self._has_changed = True  # other devices may have to take its role
 
     def _role_set(self, event: e.RoleSet, now_s: float) -> None:
         device = self.state.devices.get(event.device)
         if device is not None:
             device.role, device.is_role_fixed = event.role, event.is_fixed
-            self._must_assign = True
+            self._has_changed = True
 
     def _drain_set(self, event: e.DrainSet, now_s: float) -> None:
         device = self.state.devices.get(event.device)
         if device is None:
             return
         device.is_draining = event.is_draining
-        self._must_assign = True
+        self._has_changed = True
         if not event.is_draining:
             return
         # Requests that were not sent to the device yet can go to other devices.
@@ -165,7 +167,7 @@ class Core:
             if role is not device.role and not device.is_role_fixed:
                 device.role = role
                 self._actions.append(ChangeRole(device.number, role))
-                self._must_assign = True
+                self._has_changed = True
         for name, home in self.policy.homes(self.state, now_s).items():
             self.state.models[name].home = home
         for request, target in self.policy.rebalance(self.state, now_s):
@@ -178,7 +180,7 @@ class Core:
         model.set_costs(device.kind, event.costs or model.costs)
         if model.name not in device.batches:
             device.batches[model.name] = Batch(model, kind=device.kind)
-        self._must_assign = True
+        self._has_changed = True
 
     def _unhosted(self, event: e.Unhosted, now_s: float) -> None:
         model = self.state.models.get(event.model)
@@ -190,7 +192,7 @@ class Core:
         for request in lost:
             _remove(request, device)
         self._take_off(device, model)
-        self._must_assign = True  # the model's only host may now be a draining device
+        self._has_changed = True  # the model's only host may now be a draining device
         for request in lost:
             self._lose_device(request, now_s)
 
@@ -275,9 +277,23 @@ class Core:
         """Migrate answers from devices that should have none, as far as memory allows."""
         for device in self.state.devices.values():
             if device.migrates_out:
-                batches = list(device.working.values())
-                for request in [one for batch in batches for one in batch.requests.values()]:
-                    self._go_on(request, now_s)
+                for batch in list(device.working.values()):
+                    self._migrate_batch_out(batch, now_s)
+
+    def _migrate_batch_out(self, batch: Batch, now_s: float) -> None:
+        """Migrate the answers of a model away.
+
+        After an answer that had to stay, later answers that need as much KV memory stay too, so
+        that full devices are not asked for each of many answers.
+        """
+        stayed_bytes, stayed_s = math.inf, math.inf
+        for request in list(batch.requests.values()):
+            need_bytes = request.kv_need_bytes
+            if need_bytes >= stayed_bytes and request.arrival_s >= stayed_s:
+                continue
+            self._go_on(request, now_s)
+            if request.phase is RequestPhase.DECODING:
+                stayed_bytes, stayed_s = need_bytes, request.arrival_s
 
     def _try_migrate(self, request: Request, target: DeviceState, rule: Rule) -> None:
         """Migrate a decoding request, unless to its own device or to a device without memory."""
@@ -293,7 +309,7 @@ class Core:
         _move(request, Trigger.MIGRATE)
         request.device, request.rule = target.number, rule
         target.moving[request.id] = request
-        self._must_assign = True  # the source has free memory
+        self._has_changed = True  # the source has free memory
 
     def _prompt_cached(self, event: e.PromptCached, now_s: float) -> None:
         request = self.state.requests.get(event.request_id)
@@ -325,7 +341,7 @@ class Core:
         if event.is_complete and request.num_tokens:
             self._learn_length(request)
         self.policy.ended(request, self.state)
-        self._must_assign = True
+        self._has_changed = True
 
     def _memory_changed(self, event: e.MemoryChanged, now_s: float) -> None:
         device = self.state.devices.get(event.device)
@@ -397,7 +413,7 @@ class Core:
                 request.model.name, now_s, request.prompt_tokens, request.expected_tokens
             )
         self.policy.arrived(request, self.state)
-        self._must_assign = True
+        self._has_arrivals = True
 
     def _take_off(self, device: DeviceState, model: Model) -> None:
         model.hosts.discard(device.number)

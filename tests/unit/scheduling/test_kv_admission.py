@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
 from gpupoold.scheduling.policies.unified import DecodeFirstPolicy, PrefillFirstPolicy
-from gpupoold.scheduling.state import Model
+from gpupoold.scheduling.state import DeviceState, Model, Request, State
 from tests.unit.scheduling.driver import COSTS, GB, Driver, migrations_in, runs, sends
 from tests.unit.scheduling.test_core import Prefills
 
@@ -391,3 +391,40 @@ class TestMigrate:
         assert sends(driver.arrive("a", "r2", prompt_tokens=1500)) == []
         actions = driver.step(0, "r1")
         assert (migrations_in(actions), sends(actions)) == ([("r1", 0, 1)], [("r2", 0)])
+
+    def test_small_answers_leave_where_large_ones_must_stay(self) -> None:
+        driver = driver_of(Prefills(), num_devices=2)
+        driver.send(e.RoleSet(0, Role.PREFILL))
+        for name, tokens in (("r1", 1200), ("r2", 10)):
+            driver.arrive("a", name, prompt_tokens=tokens)
+            assert migrations_in(driver.step(0, name)) == [(name, 0, 1)]
+        for name, tokens in (("large", 300), ("small", 10)):
+            driver.arrive("a", name, prompt_tokens=tokens)
+            assert migrations_in(driver.step(0, name)) == []
+        assert migrations_in(driver.send(e.Ended("r2"))) == [("small", 0, 1)]
+
+    def test_a_full_device_is_asked_once_for_many_answers(self) -> None:
+        policy = CountingPrefills()
+        driver = driver_of(policy, num_devices=2)
+        driver.send(e.RoleSet(0, Role.PREFILL))
+        driver.arrive("a", "r1", prompt_tokens=1500)
+        driver.step(0, "r1")
+        for name in ("r2", "r3", "r4"):
+            driver.arrive("a", name, prompt_tokens=300)
+            driver.step(0, name)
+        policy.num_asked = 0
+        driver.arrive("b", "r5")
+        assert policy.num_asked == 0
+        driver.send(e.Ended("r4"))
+        assert policy.num_asked == 1
+        assert driver.place("r2") == driver.place("r3") == ("DECODING", 0)
+
+
+class CountingPrefills(Prefills):
+    """Counts the questions for a device to continue an answer."""
+
+    num_asked = 0
+
+    def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
+        self.num_asked += 1
+        return super().first_token(request, state, now_s)

@@ -20,7 +20,7 @@ _PYDANTIC = re.compile(
     r"^\d+ validation errors? for \w+\s+(?:Value error, )?|\s*\[type=\w+,.*$", re.S
 )
 # Errors whose text is shown without the type. The text of a KeyError, for example, is only the key.
-_SPEAKING = (ValueError, RuntimeError, NotImplementedError, OSError)
+_SPEAKING = (ValueError, RuntimeError, OSError)
 _LOGS = "see `gpupool logs` for the engine's full message"
 _OTHER_MODEL = "the weights and config.json are of different models; fetch the checkpoint again"
 _PLAIN = "use the model's unquantised checkpoint, or one in AWQ, GPTQ or FP8"

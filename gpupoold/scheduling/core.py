@@ -54,9 +54,9 @@ class Core:
             requests, self._prefilled = self._prefilled, []
             for request in requests:
                 self._go_on(request, now_s)
+        if self._has_changed:
+            self._migrate_out(now_s)
         if self._has_arrivals or self._has_changed:
-            if self._has_changed:
-                self._migrate_out(now_s)
             self._has_arrivals = self._has_changed = False
             # Freed KV memory goes to waiting requests before new requests.
             for number in self._to_plan:

@@ -42,13 +42,14 @@ _VELOCITIES = {
     "Llama-3.1-8B": (23535, 8146, 5138, 33106, 9794, 5766, 39551, 11310, 6495),
     "Qwen2.5-32B": (17500, 8401, 6667, 24917, 12536, 8812, 24044, 11547, 9128),
 }
+_DECODER_GPUS = {"Llama-3.1-8B": 1, "Qwen2.5-32B": 4}
+# Prism, figure 9: seconds to activate a model on H100s, and the GPUs.
+_ACTIVATIONS = {"Llama-3.1-8B": (0.7, 1), "Qwen-14B": (1.3, 1), "Llama-3.1-70B": (1.5, 8)}
+# Aladdin, figure 10.
 _BEST_FIT_REMARK = (
     "the paper: 40 % fewer GPUs for all requests in time; here KV needs a quarter of its memory "
     "at 4 requests/s, so that the shortest queue has the shortest steps"
 )
-_DECODER_GPUS = {"Llama-3.1-8B": 1, "Qwen2.5-32B": 4}
-# Prism, figure 9: seconds to activate a model on H100s, and the GPUs.
-_ACTIVATIONS = {"Llama-3.1-8B": (0.7, 1), "Qwen-14B": (1.3, 1), "Llama-3.1-70B": (1.5, 8)}
 
 
 class PaperFigure(TypedDict):

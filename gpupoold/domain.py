@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any, ClassVar, Literal, NewType, Self, get_args
 
 ModelName = NewType("ModelName", str)
@@ -93,6 +94,21 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class FinalFailure(StrEnum):
+    """A failure that another try would only repeat; the value is the ``code`` of the API's error.
+
+    Client libraries repeat 408, 409, 429 and all statuses from 500 on by themselves, but not 422.
+    """
+
+    CRASHED_WORKER = "request_crashed_worker"
+    CANCELLED = "request_cancelled"
+
+    @property
+    def status(self) -> HTTPStatus:
+        """HTTP status of the answer."""
+        return HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 @dataclass(frozen=True, slots=True)

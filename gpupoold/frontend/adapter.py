@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -78,12 +79,16 @@ class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unu
     """The pool cannot answer a request; clients see the message and the status, by default 503.
 
     ``AsyncLLM.generate`` passes the first base on unchanged, the streaming
-    endpoints turn the second into an error event.
+    endpoints turn the second into an error event. ``code`` is the error's code if different from
+    the status.
     """
 
-    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE) -> None:
+    def __init__(
+        self, message: str, status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE, code: str = ""
+    ) -> None:
         super().__init__(message, status)
         self.status_code = status
+        self.code = code
 
 
 class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
@@ -188,6 +193,7 @@ class VllmModelApi:
         ]
         for kind in _FAULTS:
             self._app.add_exception_handler(kind, _on_fault)
+        self._app.add_exception_handler(RequestLost, _on_lost)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
         self._paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
@@ -260,6 +266,7 @@ class VllmModelApi:
         request_ids: Iterable[str],
         message: str,
         status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
+        code: str = "",
     ) -> None:
         """End these requests' streams with an error; ignore unknown ids.
 
@@ -274,7 +281,7 @@ class VllmModelApi:
             if state is None or state.queue is None:
                 continue
             # The error goes first, so that the abort's output does not replace the error.
-            state.queue.put(RequestLost(message, status))
+            state.queue.put(RequestLost(message, status, code))
             whole = request_id if state.parent_req is None else state.parent_req.request_id
             gone = processor.abort_requests([whole], internal=True)
             self._client.abort([sample for sample in gone if sample not in failed])
@@ -312,6 +319,16 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     """Answer 400 for a malformed request where vLLM would answer 500."""
     handled = error if has_asked() else VLLMValidationError(str(not_understood(error)))
     return await exception_handler(request, handled)
+
+
+async def _on_lost(request: Request, error: Exception) -> Response:
+    """Answer as vLLM does, with the code of the failure where there is one."""
+    response = await exception_handler(request, error)
+    if not (isinstance(error, RequestLost) and error.code):
+        return response
+    body = msgspec.json.decode(bytes(response.body))
+    body["error"]["code"] = error.code
+    return JSONResponse(body, response.status_code)
 
 
 def _assign_request_id(request: EngineCoreRequest) -> None:

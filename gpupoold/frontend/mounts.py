@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from gpupoold.stats.histogram import Histogram
@@ -37,8 +38,13 @@ class ModelApi(Protocol):
         """Pass on the outputs of one engine step; ignore unknown ids."""
         ...
 
-    def fail(self, request_ids: Iterable[str], message: str) -> None:
-        """End these requests' streams with an error; unknown ids are ignored."""
+    def fail(
+        self, request_ids: Iterable[str], message: str, status: HTTPStatus, code: str = ""
+    ) -> None:
+        """End these requests' streams with an error; unknown ids are ignored.
+
+        ``code`` is the error's code if different from the status.
+        """
         ...
 
     def stop(self, message: str) -> None:
@@ -144,7 +150,8 @@ class Mounts:
         current = self._current.get(failed.model)
         for mount in [current, *self._retired.get(failed.model, ())]:
             if mount is not None:
-                mount.api.fail(failed.request_ids, failed.message)
+                status = HTTPStatus(failed.status)
+                mount.api.fail(failed.request_ids, failed.message, status, failed.code)
 
     async def serve(self, mount: Mount, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one HTTP request in the mount's application."""

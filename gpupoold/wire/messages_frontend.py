@@ -115,11 +115,17 @@ class MetricsText(Message):
 
 
 class RequestsFailed(Message):
-    """Requests that failed (worker → daemon → frontend); their streams end."""
+    """Requests that failed (worker → daemon → frontend); their streams end.
+
+    ``status`` is the HTTP status. ``code`` names a failure that a further try would only repeat; a
+    failure without a code may be of the moment.
+    """
 
     model: str
     request_ids: list[str]
     message: str
+    status: int = 503
+    code: str = ""
 
 
 class AdmissionAnswer(Message):

@@ -345,6 +345,19 @@ class TestEndings:
         answer = self._failing(held_engines, body)
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "the device is gone"
+        assert answer.json()["error"]["code"] == 503
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_a_final_failure_is_not_repeated_by_client_libraries(
+        self, held_engines: EnginePeer, path: str
+    ) -> None:
+        body: dict[str, Any] = {"model": QWEN3, "max_tokens": 9}
+        body |= {"prompt": "go on"} if path == "/v1/completions" else {"messages": GREETING}
+        code = "request_crashed_worker"
+        answer = self._failing(held_engines, body, path, status=422, code=code)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, code)
+        with openai.OpenAI(base_url=held_engines.url, api_key="x") as client:
+            assert not client._should_retry(answer)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
     def test_failed_stream_names_the_reason(self, held_engines: EnginePeer, path: str) -> None:
@@ -362,7 +375,7 @@ class TestEndings:
         assert answer.text.startswith("event: error")
 
     def _failing(
-        self, peer: EnginePeer, body: dict[str, Any], path: str = "/v1/completions"
+        self, peer: EnginePeer, body: dict[str, Any], path: str = "/v1/completions", **kind: Any
     ) -> httpx.Response:
         """The answer to a request of which one sample fails."""
         start = len(peer.received)
@@ -370,7 +383,7 @@ class TestEndings:
             answer = thread.submit(httpx.post, f"{peer.url}{path}", json=body)
             failed, *others = added_since(peer, start, body["model"], body.get("n", 1))
             message = "the device is gone"
-            peer.send(RequestsFailed(model=body["model"], request_ids=[failed], message=message))
+            peer.send(RequestsFailed(body["model"], [failed], message, **kind))
             response = answer.result(20)
         wait_aborted(peer, *others)
         return response

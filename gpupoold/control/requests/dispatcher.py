@@ -30,6 +30,7 @@ from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import (
     BACKGROUND_TTFT_S,
     DeviceEvent,
+    FinalFailure,
     FinishReason,
     ModelSpec,
     Role,
@@ -290,7 +291,7 @@ class Dispatcher:
                 f"no live request has the id {request_id!r}",
                 "the request may have ended: see `gpupool top`",
             )
-        self._stop([request], reason)
+        self._stop([request], reason, FinalFailure.CANCELLED)
         return request
 
     def worker_down(self, worker: Worker, reason: str, candidates: Candidates = NOBODY) -> None:
@@ -307,7 +308,8 @@ class Dispatcher:
         for request in lost:
             if not request.is_held and request not in convicted:
                 self._restart(request)
-        self._fail(convicted, f"the request crashed a second worker when retried alone: {reason}")
+        text = f"the request crashed a second worker when retried alone: {reason}"
+        self._fail(convicted, text, FinalFailure.CRASHED_WORKER)
         for request in convicted:
             self.isolation.convicted(request)
         self._wake_asleep()
@@ -428,19 +430,23 @@ class Dispatcher:
         if any(item.finish_reason is not None for item in message.progress):
             self._background.fill()
 
-    def _stop(self, requests: list[LiveRequest], reason: str) -> None:
+    def _stop(
+        self, requests: list[LiveRequest], reason: str, final: FinalFailure | None = None
+    ) -> None:
         """End requests with an error, also on the workers."""
         self._orders.abort(requests)
-        self._fail(requests, reason)
+        self._fail(requests, reason, final)
 
     def _abandon(self, requests: list[LiveRequest]) -> None:
         """End requests without a client."""
         self._orders.abort(requests)
         self._end(requests, FinishReason.ABORT)
 
-    def _fail(self, requests: list[LiveRequest], reason: str) -> None:
+    def _fail(
+        self, requests: list[LiveRequest], reason: str, final: FinalFailure | None = None
+    ) -> None:
         """End requests with an error; no worker has any of the requests."""
-        self.replies.failed(requests, reason)
+        self.replies.failed(requests, reason, final)
         self._end(requests, FinishReason.ERROR, reason)
 
     def _end(self, requests: list[LiveRequest], reason: FinishReason, error: str = "") -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 
 import msgspec
 
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
+from gpupoold.domain import FinalFailure
 from gpupoold.wire import messages as m
 
 
@@ -25,13 +27,17 @@ class Replies:
         for number, part in parts_of(message, self._frontend_of).items():
             self.send(number, part)
 
-    def failed(self, requests: Iterable[LiveRequest], reason: str) -> None:
-        """Report that these live requests end with an error."""
+    def failed(
+        self, requests: Iterable[LiveRequest], reason: str, final: FinalFailure | None = None
+    ) -> None:
+        """Report that these live requests end with an error, which may be ``final``."""
+        status = HTTPStatus.SERVICE_UNAVAILABLE if final is None else final.status
         ids: dict[tuple[int, str], list[str]] = {}
         for one in requests:
             ids.setdefault((one.frontend, one.model), []).append(one.request_id)
         for (number, model), request_ids in ids.items():
-            self.send(number, m.RequestsFailed(model, request_ids, reason))
+            failed = m.RequestsFailed(model, request_ids, reason, status, final or "")
+            self.send(number, failed)
 
     def _frontend_of(self, request_id: str) -> int | None:
         request = self._live.get(request_id)

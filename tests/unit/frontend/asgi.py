@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from gpupoold.frontend.mounts import Receive, Scope, Send
@@ -102,7 +103,9 @@ class EchoApi:
         """Record outputs."""
         self.pushed.append(outputs)
 
-    def fail(self, request_ids: Iterable[str], message: str) -> None:
+    def fail(
+        self, request_ids: Iterable[str], message: str, status: HTTPStatus, code: str = ""
+    ) -> None:
         """Record failures."""
         self.failed.append((list(request_ids), message))
 

@@ -214,6 +214,7 @@ async def test_a_request_is_cancelled_by_hand(bench: Bench) -> None:
     assert request.request_id == "a"
     [failed] = [one for one in bench.frontend.sent if isinstance(one, m.RequestsFailed)]
     assert (failed.request_ids, failed.message) == (["a"], "cancelled by the operator")
+    assert (failed.status, failed.code) == (422, "request_cancelled")
     assert list(bench.scheduled) == ["b"]
     with pytest.raises(NoSuchRequest, match="'a'"):
         bench.dispatcher.cancel("a", "again")

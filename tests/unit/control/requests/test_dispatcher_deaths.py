@@ -76,6 +76,8 @@ class TestDeadWorker:
         assert isinstance(failed, m.RequestsFailed)
         assert failed.request_ids == ["a"]
         assert "when retried alone: died again" in failed.message
+        # Neither clients' libraries nor batches repeat it.
+        assert (failed.status, failed.code) == (422, "request_crashed_worker")
         assert {one.request_id: one.is_isolated for one in sent} == {"b": True, "c": False}
         bench.check()
 

@@ -366,7 +366,7 @@ DeviceEvent = Literal[
     "worker_ready",
 ]
 FrontendEvent = Literal["frontend_down"]
-KeyEvent = Literal["key_added", "key_changed", "key_revoked", "key_rotated"]
+KeyEvent = Literal["batch_waits", "key_added", "key_changed", "key_revoked", "key_rotated"]
 DaemonEvent = Literal[
     "config_refused",
     "config_reloaded",

@@ -11,6 +11,7 @@ from gpupool_cli import (
     add_adapter,
     add_model,
     add_preset,
+    batches,
     cache,
     completion,
     config,
@@ -72,6 +73,7 @@ app.command("cancel")(unload.cancel)
 app.command("switches")(history.switches)
 app.command("history")(history.history)
 app.command("usage")(usage.usage)
+app.command("batches")(batches.batches)
 app.command("why")(why.why)
 app.command("doctor")(doctor.doctor)
 app.command("run")(run.run)

@@ -16,6 +16,7 @@ from gpupool_state import RequestRow
 from gpupoold import __version__
 from gpupoold.admin.log_reader import follow_logs
 from gpupoold.admin.routes_access import add_access_routes
+from gpupoold.admin.routes_batches import add_batch_routes
 from gpupoold.admin.routes_config import add_config_routes
 from gpupoold.admin.routes_explain import add_explain_routes
 from gpupoold.admin.routes_fleet import add_fleet_routes
@@ -66,6 +67,7 @@ def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
     _add_device_routes(app, control_plane)
     _add_view_routes(app, control_plane)
     add_access_routes(app, control_plane)
+    add_batch_routes(app, control_plane)
     add_config_routes(app, control_plane)
     add_machine_routes(app, control_plane)
     add_metrics_routes(app, exporter)

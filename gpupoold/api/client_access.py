@@ -1,4 +1,4 @@
-"""Calls of the admin API about API keys."""
+"""Calls of the admin API about API keys and the batches of clients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from gpupoold.api.schemas_access import (
     RotateKeyRequest,
     SetKeyRequest,
 )
+from gpupoold.api.schemas_batches import BatchInfo
 
 _KEY = TypeAdapter(KeyInfo)
 _KEYS = TypeAdapter(list[KeyInfo])
 _NEW_KEY = TypeAdapter(NewKey)
+_BATCHES = TypeAdapter(list[BatchInfo])
 
 
 class KeyCalls(AdminCalls):
@@ -27,6 +29,11 @@ class KeyCalls(AdminCalls):
         """Return all API keys by name, with their use."""
         query = {"revoked": "true"} if with_revoked else None
         return self._call(_KEYS, "GET", "/keys", query=query)
+
+    def batches(self, limit: int, *, with_ended: bool = False) -> list[BatchInfo]:
+        """Return the latest batches of all keys."""
+        query = {"limit": limit, "ended": "true" if with_ended else "false"}
+        return self._call(_BATCHES, "GET", "/batches", query=query)
 
     def add_key(self, request: AddKeyRequest) -> NewKey:
         """Create a key; only this answer contains the key's text.

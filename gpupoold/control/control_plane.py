@@ -300,6 +300,10 @@ class ControlPlane:
                 frontend.send(self.keyring.begin(message))
             case m.AccessReport():
                 self.keyring.reported(message)
+            case m.BatchWaits():
+                key = self.keyring.names.get(message.key_id, "")
+                text = f"batch {message.batch_id}: {message.reason}"
+                self.history.record_event("warning", "batch_waits", key, text)
             case m.Pong():
                 self.dispatcher.accounts.paced(message.paced_gaps)
             case m.AskWaits():

@@ -46,6 +46,8 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser.add_argument("--batches-max-requests", type=int, default=0)
     parser.add_argument("--batches-max-live", type=int, default=1)
     parser.add_argument("--batches-keep-s", type=float, default=0.0)
+    parser.add_argument("--batches-max-key-files", type=int, default=0)
+    parser.add_argument("--batches-max-key-batches", type=int, default=0)
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     found = parser.parse_args(arguments)
@@ -78,6 +80,8 @@ def _batches(found: argparse.Namespace) -> BatchBounds | None:
         found.batches_max_requests,
         found.batches_max_live,
         found.batches_keep_s,
+        found.batches_max_key_files,
+        found.batches_max_key_batches,
         runs_batches=found.number == 0,
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from gpupool_state.batches import BatchRow
 from gpupoold.access.tls import Tls
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.batches.limits import BatchBounds
@@ -44,6 +45,7 @@ from gpupoold.wire.messages import (
     AccessRules,
     AddRequest,
     AdmissionAnswer,
+    BatchWaits,
     CallResult,
     FirstTokens,
     FleetSecret,
@@ -311,7 +313,11 @@ class FrontendServer:
 
     async def _run_batches(self) -> None:
         if self._batches is not None:
-            await self._batches.run(self._router.ask)
+            await self._batches.run(self._router.ask, self._tell_wait)
+
+    def _tell_wait(self, batch: BatchRow, reason: str) -> None:
+        with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end
+            self._channel.send(BatchWaits(batch.id, batch.owner, reason))
 
     async def _mount_in_order(self) -> None:
         adapter = await self._load_adapter()

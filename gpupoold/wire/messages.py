@@ -47,6 +47,7 @@ from gpupoold.wire.messages_frontend import (
     AdmissionAnswer as AdmissionAnswer,
     AskMetrics as AskMetrics,
     AskWaits as AskWaits,
+    BatchWaits as BatchWaits,
     FirstTokens as FirstTokens,
     FrontendReady as FrontendReady,
     MetricsText as MetricsText,
@@ -166,6 +167,7 @@ FromFrontend = (
     | AskWaits
     | AskRate
     | AccessReport
+    | BatchWaits
 )
 ToForkServer = Fork | KillForked
 FromForkServer = Forked | ForkFailed | ForkEnded

@@ -101,6 +101,17 @@ class Waits(Message):
     waits: list[RequestWait]
 
 
+class BatchWaits(Message):
+    """Requests of a batch begin to wait for a further try (frontend → daemon).
+
+    ``key_id`` is the id of the batch's API key, empty without one.
+    """
+
+    batch_id: str
+    key_id: str
+    reason: str
+
+
 class AskMetrics(Message):
     """A request for the text of ``/metrics`` (frontend → daemon), answered by ``MetricsText``."""
 

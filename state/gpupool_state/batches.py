@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from gpupool_state.batches_schema import BATCH_MIGRATIONS, RESULT_BYTES
 from gpupool_state.db import Database
-from gpupool_state.migrations import SchemaMigration
-from gpupool_state.writer import Transaction
+from gpupool_state.faults import explained
+from gpupool_state.writer import Source, Transaction
 
 BATCHES_NAME = "batches.db"
+_NOT_EXPIRED = "(expires_at IS NULL OR expires_at > CAST(strftime('%s', 'now') AS INTEGER))"
 BatchStatus = Literal[
     "validating",
     "in_progress",
@@ -29,53 +32,7 @@ BatchStatus = Literal[
     "expired",
     "cancelled",
 ]
-_UNDER_WAY = ("validating", "in_progress", "finalizing", "cancelling")
-
-_CREATE = (
-    """
-    CREATE TABLE files (
-        id TEXT PRIMARY KEY,
-        owner TEXT NOT NULL,
-        purpose TEXT NOT NULL,
-        filename TEXT NOT NULL,
-        num_bytes INTEGER NOT NULL,
-        created_at INTEGER NOT NULL
-    ) WITHOUT ROWID
-    """,
-    """
-    CREATE TABLE batches (
-        id TEXT PRIMARY KEY,
-        owner TEXT NOT NULL,
-        endpoint TEXT NOT NULL,
-        input_file_id TEXT NOT NULL,
-        completion_window TEXT NOT NULL,
-        metadata TEXT NOT NULL,
-        status TEXT NOT NULL,
-        errors TEXT NOT NULL DEFAULT '[]',
-        output_file_id TEXT,
-        error_file_id TEXT,
-        num_requests INTEGER NOT NULL DEFAULT 0,
-        num_completed INTEGER NOT NULL DEFAULT 0,
-        num_failed INTEGER NOT NULL DEFAULT 0,
-        created_at INTEGER NOT NULL,
-        expires_at INTEGER NOT NULL,
-        in_progress_at INTEGER,
-        finalizing_at INTEGER,
-        cancelling_at INTEGER,
-        ended_at INTEGER
-    ) WITHOUT ROWID
-    """,
-    """
-    CREATE TABLE results (
-        batch_id TEXT NOT NULL REFERENCES batches (id) ON DELETE CASCADE,
-        line INTEGER NOT NULL,
-        has_failed INTEGER NOT NULL,
-        body BLOB NOT NULL,
-        PRIMARY KEY (batch_id, line)
-    ) WITHOUT ROWID
-    """,
-)
-_MIGRATIONS = (SchemaMigration(1, "batches", _CREATE),)
+Order = Literal["asc", "desc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +45,16 @@ class FileRow:
     filename: str
     num_bytes: int
     created_at: int
+    expires_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """A batch. ``completion_window`` is as the client wrote it.
 
-    ``errors`` has the problems of an invalid input file, as JSON objects of the API.
+    ``errors`` has the problems of an invalid input file, as JSON objects of the API; ``models``
+    some models of the requests. ``waits_because`` is the reason if requests wait for a further try,
+    the next at ``next_try_at``. Files of results are kept for ``output_expires_after_s``.
     """
 
     id: str
@@ -116,6 +76,23 @@ class BatchRow:
     finalizing_at: int | None = None
     cancelling_at: int | None = None
     ended_at: int | None = None
+    models: list[str] = field(default_factory=list)
+    waits_because: str = ""
+    next_try_at: int | None = None
+    output_expires_after_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What an owner has: bytes of files, results and rows; files; batches."""
+
+    num_bytes: int = 0
+    num_files: int = 0
+    num_batches: int = 0
+
+
+CheckAccount = Callable[[Account, int], None]
+"""Raises an error if an owner has too much, or all owners together have too many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +106,9 @@ class ResultRow:
 
 _FILE_COLUMNS = tuple(one.name for one in fields(FileRow))
 _BATCH_COLUMNS = tuple(one.name for one in fields(BatchRow))
+_JSON_COLUMNS = ("metadata", "errors", "models")
+# Without the texts that only clients read, which may be long.
+_WORK_COLUMNS = tuple(name for name in _BATCH_COLUMNS if name not in ("metadata", "errors"))
 
 
 class BatchStore:
@@ -144,34 +124,49 @@ class BatchStore:
         Raises:
             Failed, Refused: see :meth:`Database.open`.
         """
-        return cls(await Database.open(folder / BATCHES_NAME, migrations=_MIGRATIONS))
+        return cls(await Database.open(folder / BATCHES_NAME, migrations=BATCH_MIGRATIONS))
 
     async def close(self) -> None:
         """Close the database; repeated calls have no effect."""
         await self._db.close()
 
-    async def add_file(self, row: FileRow) -> None:
-        """Add a file whose content is on disk."""
+    async def add_file(self, row: FileRow, check: CheckAccount | None = None) -> None:
+        """Add a file whose content is on disk.
+
+        Raises:
+            Exception: an error of ``check``; nothing is added.
+        """
         async with self._db.write() as tx:
             await _add_file(tx, row)
+            await _check(tx, row.owner, check)
 
     async def file(self, file_id: str, owner: str) -> FileRow | None:
-        """Return a file of the owner, or None."""
+        """Return a file of the owner, or None; an expired file is none."""
         row = await self._db.fetch_one(
-            "SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)
+            f"SELECT * FROM files WHERE id = ? AND owner = ? AND {_NOT_EXPIRED}", (file_id, owner)
         )
         return None if row is None else _file(row)
 
-    async def files(self, owner: str, limit: int, after: str | None = None) -> list[FileRow]:
-        """Return the owner's files, latest first, from behind the file ``after``."""
-        rows = await self._page("files", owner, limit, after)
+    async def files(
+        self,
+        owner: str,
+        limit: int,
+        after: str | None = None,
+        order: Order = "desc",
+        purpose: str | None = None,
+    ) -> list[FileRow]:
+        """Return the owner's files by the time of creation, from behind the file ``after``."""
+        condition = f"{_NOT_EXPIRED} AND (?4 IS NULL OR purpose = ?4)"
+        rows = await self._page("files", owner, limit, after, order, condition, purpose)
         return [_file(row) for row in rows]
 
     async def old_files(self, before: float) -> list[FileRow]:
-        """Return files created before a time that no batch under way reads."""
+        """Return files that have expired, or were created before a time, and that no batch under
+        way reads.
+        """
         rows = await self._db.fetch_all(
-            "SELECT * FROM files WHERE created_at < ? AND id NOT IN "
-            f"(SELECT input_file_id FROM batches WHERE status IN {_UNDER_WAY})",
+            f"SELECT * FROM files WHERE (created_at < ? OR NOT {_NOT_EXPIRED}) AND id NOT IN "
+            "(SELECT input_file_id FROM batches WHERE ended_at IS NULL) LIMIT 1000",
             (before,),
         )
         return [_file(row) for row in rows]
@@ -183,7 +178,7 @@ class BatchStore:
     async def is_in_use(self, file_id: str) -> bool:
         """Return whether a batch under way reads a file."""
         row = await self._db.fetch_one(
-            f"SELECT 1 FROM batches WHERE input_file_id = ? AND status IN {_UNDER_WAY}", (file_id,)
+            "SELECT 1 FROM batches WHERE input_file_id = ? AND ended_at IS NULL", (file_id,)
         )
         return row is not None
 
@@ -192,21 +187,24 @@ class BatchStore:
         async with self._db.write() as tx:
             await tx.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
-    async def bytes_of(self, owner: str | None = None) -> int:
-        """Return the bytes of an owner's files and stored results, or of all."""
-        row = await self._db.fetch_one(
-            "SELECT (SELECT coalesce(sum(num_bytes), 0) FROM files WHERE ?1 IS NULL OR owner = ?1)"
-            " + (SELECT coalesce(sum(length(body)), 0) FROM results WHERE ?1 IS NULL OR batch_id IN"
-            " (SELECT id FROM batches WHERE owner = ?1)) AS num_bytes",
-            (owner,),
-        )
-        return 0 if row is None else int(row["num_bytes"])
+    async def account(self, owner: str) -> Account:
+        """Return what an owner has."""
+        return await _account(self._db, owner)
 
-    async def add_batch(self, row: BatchRow) -> None:
-        """Add a batch."""
+    async def num_bytes(self) -> int:
+        """Return the bytes of all owners."""
+        return await _num_bytes(self._db)
+
+    async def add_batch(self, row: BatchRow, check: CheckAccount | None = None) -> None:
+        """Add a batch.
+
+        Raises:
+            Exception: an error of ``check``; nothing is added.
+        """
         values = [_stored(getattr(row, name)) for name in _BATCH_COLUMNS]
         async with self._db.write() as tx:
             await tx.execute(_insert("batches", _BATCH_COLUMNS), values)
+            await _check(tx, row.owner, check)
 
     async def batch(self, batch_id: str, owner: str | None = None) -> BatchRow | None:
         """Return a batch of the owner, or of anybody with None."""
@@ -215,19 +213,27 @@ class BatchStore:
         )
         return None if row is None else _batch(row)
 
-    async def batches(self, owner: str, limit: int, after: str | None = None) -> list[BatchRow]:
-        """Return the owner's batches, latest first, from behind the batch ``after``."""
-        rows = await self._page("batches", owner, limit, after)
+    async def batches(
+        self, owner: str, limit: int, after: str | None = None, order: Order = "desc"
+    ) -> list[BatchRow]:
+        """Return the owner's batches by the time of creation, from behind the batch ``after``."""
+        rows = await self._page("batches", owner, limit, after, order)
         return [_batch(row) for row in rows]
 
-    async def under_way(self, owner: str | None = None) -> list[BatchRow]:
-        """Return the batches that have not ended, oldest first, of an owner or of all."""
+    async def under_way(self) -> list[BatchRow]:
+        """Return the batches that have not ended, oldest first, without metadata and errors."""
         rows = await self._db.fetch_all(
-            f"SELECT * FROM batches WHERE status IN {_UNDER_WAY} AND (?1 IS NULL OR owner = ?1) "
-            "ORDER BY created_at, id",
-            (owner,),
+            f"SELECT {', '.join(_WORK_COLUMNS)} FROM batches WHERE ended_at IS NULL "
+            "ORDER BY created_at, id"
         )
         return [_batch(row) for row in rows]
+
+    async def num_under_way(self, owner: str) -> int:
+        """Return how many batches of an owner have not ended."""
+        row = await self._db.fetch_one(
+            "SELECT count(*) AS num FROM batches WHERE owner = ? AND ended_at IS NULL", (owner,)
+        )
+        return 0 if row is None else int(row["num"])
 
     async def change(self, batch_id: str, expected: BatchStatus, **values: Any) -> bool:
         """Change fields of a batch that has the status ``expected``; return whether it had."""
@@ -249,8 +255,12 @@ class BatchStore:
                 (batch_id, result.line, result.has_failed, result.body),
             )
             if added:
+                num_bytes = RESULT_BYTES.format("")
                 await tx.execute(
-                    f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (batch_id,)
+                    f"UPDATE batches SET {count} = {count} + 1, result_bytes = result_bytes + "
+                    f"(SELECT {num_bytes} FROM results WHERE batch_id = ?1 AND line = ?2) "
+                    "WHERE id = ?1",
+                    (batch_id, result.line),
                 )
 
     async def done_lines(self, batch_id: str) -> set[int]:
@@ -282,7 +292,8 @@ class BatchStore:
                 await _add_file(tx, one)
             await tx.execute(
                 "UPDATE batches SET status = ?, ended_at = ?, output_file_id = ?, "
-                "error_file_id = ? WHERE id = ?",
+                "error_file_id = ?, result_bytes = 0, waits_because = '', next_try_at = NULL "
+                "WHERE id = ?",
                 (
                     status,
                     ended_at,
@@ -299,14 +310,66 @@ class BatchStore:
             await tx.execute("DELETE FROM batches WHERE ended_at < ?", (before,))
 
     async def _page(
-        self, table: str, owner: str, limit: int, after: str | None
+        self,
+        table: str,
+        owner: str,
+        limit: int,
+        after: str | None,
+        order: Order,
+        condition: str = "?4 IS NULL",
+        value: str | None = None,
     ) -> list[sqlite3.Row]:
+        sign = "<" if order == "desc" else ">"
         return await self._db.fetch_all(
-            f"SELECT * FROM {table} WHERE owner = ?1 AND (?2 IS NULL OR (created_at, id) < "
-            f"(SELECT created_at, id FROM {table} WHERE id = ?2 AND owner = ?1)) "
-            "ORDER BY created_at DESC, id DESC LIMIT ?3",
-            (owner, after, limit),
+            f"SELECT * FROM {table} WHERE owner = ?1 AND (?2 IS NULL OR (created_at, id) {sign} "
+            f"(SELECT created_at, id FROM {table} WHERE id = ?2 AND owner = ?1)) AND {condition} "
+            f"ORDER BY created_at {order}, id {order} LIMIT ?3",
+            (owner, after, limit, value),
         )
+
+
+def read_batches(folder: Path, limit: int, *, with_ended: bool) -> list[BatchRow]:
+    """Return batches of all owners, the latest first, without metadata and errors; blocking.
+
+    For processes that do not own the database: nothing is created or changed.
+
+    Raises:
+        Failed: the database cannot be read.
+    """
+    path = folder / BATCHES_NAME
+    if not path.exists():
+        return []
+    with explained(path), closing(_open_reader(path)) as connection:
+        rows = connection.execute(
+            f"SELECT {', '.join(_WORK_COLUMNS)} FROM batches WHERE ?1 OR ended_at IS NULL "
+            "ORDER BY created_at DESC, id DESC LIMIT ?2",
+            (with_ended, limit),
+        )
+        return [_batch(row) for row in rows]
+
+
+def _open_reader(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+async def _account(source: Source, owner: str) -> Account:
+    rows = await source.fetch_all(
+        "SELECT num_bytes, num_files, num_batches FROM accounts WHERE owner = ?", (owner,)
+    )
+    return Account(*rows[0]) if rows else Account()
+
+
+async def _num_bytes(source: Source) -> int:
+    [row] = await source.fetch_all("SELECT coalesce(sum(num_bytes), 0) FROM accounts")
+    return int(row[0])
+
+
+async def _check(tx: Transaction, owner: str, check: CheckAccount | None) -> None:
+    if check is not None:
+        check(await _account(tx, owner), await _num_bytes(tx))
 
 
 async def _add_file(tx: Transaction, row: FileRow) -> None:
@@ -320,7 +383,7 @@ def _insert(table: str, columns: Sequence[str]) -> str:
 
 
 def _stored(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) else value
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 
 
 def _file(row: sqlite3.Row) -> FileRow:
@@ -328,6 +391,7 @@ def _file(row: sqlite3.Row) -> FileRow:
 
 
 def _batch(row: sqlite3.Row) -> BatchRow:
-    values = {name: row[name] for name in _BATCH_COLUMNS}
-    parsed = {name: json.loads(row[name]) for name in ("metadata", "errors")}
+    """Return a row, whose columns may be a part of all."""
+    values = {name: row[name] for name in _BATCH_COLUMNS if name in row.keys()}  # noqa: SIM118
+    parsed = {name: json.loads(values[name]) for name in _JSON_COLUMNS if name in values}
     return BatchRow(**values | parsed)

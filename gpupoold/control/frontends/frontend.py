@@ -177,6 +177,8 @@ def _batch_options(settings: Settings) -> dict[str, object]:
         "--batches-max-requests": bounds.max_requests,
         "--batches-max-live": bounds.max_live,
         "--batches-keep-s": bounds.keep_s,
+        "--batches-max-key-files": bounds.max_key_files,
+        "--batches-max-key-batches": bounds.max_key_batches,
     }
 
 

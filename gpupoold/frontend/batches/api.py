@@ -6,23 +6,20 @@ A caller sees the files and batches of the caller's key only; callers without a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, MutableMapping
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
-from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException
-from starlette.requests import Request
+from starlette.datastructures import UploadFile
 
-from gpupool_state.batches import BatchRow, BatchStore, FileRow
+from gpupool_state.batches import Account, BatchRow, BatchStore, FileRow
 from gpupoold.frontend.batches.input_file import ENDPOINTS
 from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.objects import batch_object, file_object, list_object
+from gpupoold.frontend.batches.parameters import ExpiresAfter, expiry_of_form, read_page
 from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
-from gpupoold.frontend.body import BODY_TIMEOUT_S, Disconnected, read_body
+from gpupoold.frontend.batches.uploads import MAX_FORM_BYTES, Uploads
+from gpupoold.frontend.body import read_body
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import (
     ApiError,
@@ -32,7 +29,6 @@ from gpupoold.frontend.errors import (
     over_rate,
     send_json,
     too_large,
-    too_slow,
 )
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import Receive, Scope, Send
@@ -40,12 +36,10 @@ from gpupoold.units import format_duration, parse_duration_s
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 
-_MAX_UPLOADS = 4
-_MAX_FORM_BYTES = 64 << 10
 _MAX_BODY_BYTES = 1 << 20
 _MAX_UNDER_WAY = 100
 _MAX_NAME_CHARS = 255
-_MAX_PAGE = 100
+_MAX_WINDOW_CHARS = 32
 _MIN_WINDOW_S, _MAX_WINDOW_S = 60.0, 7 * 86_400.0
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 _PIECE_BYTES = 1 << 18
@@ -56,6 +50,7 @@ class _NewBatch(msgspec.Struct):
     endpoint: str
     completion_window: str = "24h"
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class BatchApi:
@@ -68,7 +63,7 @@ class BatchApi:
         self._files = files
         self._bounds = bounds
         self._in_flight = in_flight
-        self._uploads = asyncio.Semaphore(_MAX_UPLOADS)
+        self._uploads = Uploads(bounds.max_file_bytes)
 
     async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to a path of files or batches.
@@ -106,54 +101,61 @@ class BatchApi:
 
     async def _upload(self, caller: Caller, scope: Scope, receive: Receive) -> dict[str, Any]:
         await self._check_room(caller, _declared_bytes(scope))
-        if self._uploads.locked():
-            raise over_rate(f"{_MAX_UPLOADS} files are being uploaded at the moment.", 5.0)
-        async with self._uploads, self._form(scope, receive) as form:
-            file, purpose = form.get("file"), form.get("purpose")
+        async with self._uploads.form(caller.key_id, scope, receive) as form:
+            file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise bad_request("The form has no field `file` with a file.", param="file")
-            if purpose != "batch":
+            if form.get("purpose") != "batch":
                 raise bad_request("The purpose of a file must be `batch`.", param="purpose")
+            expires_after = expiry_of_form(form)
             await self._check_room(caller, file.size or 0)
             kept = await asyncio.to_thread(self._files.save, file.file)
             name = (file.filename or kept.id)[:_MAX_NAME_CHARS]
         now = int(time.time())
-        row = FileRow(kept.id, caller.key_id, "batch", name, kept.num_bytes, now)
-        await self._store.add_file(row)
+        expires_at = None if expires_after is None else now + expires_after.seconds
+        row = FileRow(kept.id, caller.key_id, "batch", name, kept.num_bytes, now, expires_at)
+        try:
+            await self._store.add_file(row, self._check_account)
+        except ApiError:
+            await asyncio.to_thread(self._files.remove, kept.id)
+            raise
         return file_object(row)
 
-    @contextlib.asynccontextmanager
-    async def _form(self, scope: Scope, receive: Receive) -> AsyncIterator[FormData]:
-        """Read a form with one file, which is kept in a temporary file."""
-        bounded = _bounded(receive, self._bounds.max_file_bytes + _MAX_FORM_BYTES)
-        request = Request(scope, bounded)
-        try:
-            async with request.form(
-                max_files=1, max_fields=8, max_part_size=_MAX_FORM_BYTES
-            ) as form:
-                yield form
-        except MultiPartException as error:
-            raise bad_request(f"The form cannot be read: {error.message}") from error
-        except TimeoutError:
-            raise too_slow(BODY_TIMEOUT_S) from None
-
     async def _check_room(self, caller: Caller, num_bytes: int) -> None:
-        """Raise ApiError: 413 or 429: a file of this size exceeds a bound."""
+        """Check that a file of this size may be added, before the file is read.
+
+        Raises:
+            ApiError: 413 or 429; the file exceeds a bound.
+        """
+        if num_bytes > self._bounds.max_file_bytes + MAX_FORM_BYTES:
+            raise too_large(self._bounds.max_file_bytes)
+        had = await self._store.account(caller.key_id)
+        account = Account(had.num_bytes + num_bytes, had.num_files + 1, had.num_batches)
+        self._check_account(account, await self._store.num_bytes() + num_bytes)
+
+    def _check_account(self, account: Account, num_bytes_of_all: int) -> None:
+        """Check that an owner, and all owners together, have no more than allowed.
+
+        Raises:
+            ApiError: 429.
+        """
         bounds = self._bounds
-        if num_bytes > bounds.max_file_bytes + _MAX_FORM_BYTES:
-            raise too_large(bounds.max_file_bytes)
-        for bound, owner, whose in (
-            (bounds.max_key_bytes, caller.key_id, "Your files and results"),
-            (bounds.max_bytes, None, "All files and results"),
+        for had, bound, what in (
+            (account.num_bytes, bounds.max_key_bytes, "Your files, batches and results: bytes"),
+            (account.num_files, bounds.max_key_files, "Your files: number"),
+            (account.num_batches, bounds.max_key_batches, "Your batches: number"),
+            (num_bytes_of_all, bounds.max_bytes, "Files, batches and results of all: bytes"),
         ):
-            if await self._store.bytes_of(owner) + num_bytes > bound:
-                text = f"{whose} may have at most {bound:,} bytes: delete files first."
+            if had > bound:
+                text = f"{what} is at most {bound:,}. Delete files; ended batches go with time."
                 raise over_rate(text, 60.0)
 
     async def _list_files(self, caller: Caller, scope: Scope) -> dict[str, Any]:
-        limit, after = _page(scope)
-        rows = await self._store.files(caller.key_id, limit + 1, after)
-        return list_object([file_object(row) for row in rows], limit)
+        page = read_page(scope, max_limit=10_000, default=10_000)
+        rows = await self._store.files(
+            caller.key_id, page.num_rows, page.after, page.order, page.purpose
+        )
+        return list_object(map(file_object, rows), page.limit)
 
     async def _file(self, caller: Caller, file_id: str) -> FileRow:
         row = await self._store.file(file_id, caller.key_id)
@@ -189,9 +191,9 @@ class BatchApi:
                 raise bad_request(f"The request body is no batch: {error}.") from error
         window_s = _checked(asked)
         file = await self._file(caller, asked.input_file_id)
-        if len(await self._store.under_way(caller.key_id)) >= _MAX_UNDER_WAY:
+        if await self._store.num_under_way(caller.key_id) >= _MAX_UNDER_WAY:
             raise over_rate(f"{_MAX_UNDER_WAY} of your batches are under way already.", 60.0)
-        now = int(time.time())
+        now, kept = int(time.time()), asked.output_expires_after
         row = BatchRow(
             new_id("batch_"),
             caller.key_id,
@@ -201,14 +203,15 @@ class BatchApi:
             now,
             now + round(window_s),
             metadata=asked.metadata or {},
+            output_expires_after_s=None if kept is None else kept.seconds,
         )
-        await self._store.add_batch(row)
+        await self._store.add_batch(row, self._check_account)
         return batch_object(row)
 
     async def _list_batches(self, caller: Caller, scope: Scope) -> dict[str, Any]:
-        limit, after = _page(scope)
-        rows = await self._store.batches(caller.key_id, limit + 1, after)
-        return list_object([batch_object(row) for row in rows], limit)
+        page = read_page(scope, max_limit=100, default=20)
+        rows = await self._store.batches(caller.key_id, page.num_rows, page.after, page.order)
+        return list_object(map(batch_object, rows), page.limit)
 
     async def _batch(self, caller: Caller, batch_id: str) -> BatchRow:
         row = await self._store.batch(batch_id, caller.key_id)
@@ -238,10 +241,11 @@ def _checked(asked: _NewBatch) -> float:
         text = f"The endpoint of a batch is one of {', '.join(sorted(ENDPOINTS))}."
         raise bad_request(text, param="endpoint")
     try:
-        window_s = parse_duration_s(asked.completion_window[:32])
+        window_s = parse_duration_s(asked.completion_window[:_MAX_WINDOW_CHARS])
     except ValueError as error:
         raise bad_request(f"{error}.", param="completion_window") from None
-    if not _MIN_WINDOW_S <= window_s <= _MAX_WINDOW_S:
+    is_long = len(asked.completion_window) > _MAX_WINDOW_CHARS
+    if is_long or not _MIN_WINDOW_S <= window_s <= _MAX_WINDOW_S:
         shortest, longest = map(format_duration, (_MIN_WINDOW_S, _MAX_WINDOW_S))
         text = f"A completion window is {shortest} to {longest}, such as 24h."
         raise bad_request(text, param="completion_window")
@@ -256,41 +260,9 @@ def _checked(asked: _NewBatch) -> float:
             f"{_MAX_VALUE_CHARS} characters."
         )
         raise bad_request(text, param="metadata")
+    if asked.output_expires_after is not None:
+        asked.output_expires_after.check("output_expires_after")
     return window_s
-
-
-def _page(scope: Scope) -> tuple[int, str | None]:
-    """Return the parameters ``limit`` and ``after`` of a list.
-
-    Raises:
-        ApiError: 400.
-    """
-    try:
-        found = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16)
-        limit = int(found.get("limit", ["20"])[-1])
-    except ValueError:
-        limit = 0
-    if not 1 <= limit <= _MAX_PAGE:
-        raise bad_request(f"`limit` is a number from 1 to {_MAX_PAGE}.", param="limit")
-    return limit, found.get("after", [None])[-1]
-
-
-def _bounded(receive: Receive, max_bytes: int) -> Receive:
-    """Return ``receive`` for a body of at most ``max_bytes`` that arrives without long pauses."""
-    num_bytes = 0
-
-    async def receive_bounded() -> MutableMapping[str, Any]:
-        nonlocal num_bytes
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Disconnected
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > max_bytes:
-            raise too_large(max_bytes)
-        return message
-
-    return receive_bounded
 
 
 def _declared_bytes(scope: Scope) -> int:

@@ -6,8 +6,12 @@ import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
+import msgspec
+
 from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.mounts import Scope
+
+_MAX_REASON_CHARS = 400
 
 
 class Exchange:
@@ -35,6 +39,7 @@ class Exchange:
         }
         self._unread: bytes | None = body
         self._status = 500
+        self._retry_after_s = 0.0
         self._pieces: list[bytes] = []
 
     async def receive(self) -> MutableMapping[str, Any]:
@@ -48,9 +53,29 @@ class Exchange:
         """Take a part of the answer."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
+            found = dict(message.get("headers", ())).get(b"retry-after", b"")
+            self._retry_after_s = float(found) if found.isdigit() else 0.0
         elif message["type"] == "http.response.body":
             self._pieces.append(message.get("body", b""))
 
     def answer(self, request_id: str) -> JsonAnswer:
         """Return the answer; 500 without one."""
-        return JsonAnswer(self._status, request_id, b"".join(self._pieces) or b"null")
+        body = b"".join(self._pieces) or b"null"
+        reason = _message_of(body) if self._status >= 400 else ""
+        return JsonAnswer(self._status, request_id, body, self._retry_after_s, reason)
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+def _message_of(body: bytes) -> str:
+    """Return the message of an error's body, empty if there is none."""
+    try:
+        return msgspec.json.decode(body, type=_ErrorBody).error.message[:_MAX_REASON_CHARS]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,9 +15,7 @@ MAX_LINE_BYTES = 16 << 20
 _MAX_ID_CHARS = 512
 
 
-class BatchLine(msgspec.Struct, frozen=True):
-    """A request; ``body`` is JSON as the client wrote it."""
-
+class _Line(msgspec.Struct):
     custom_id: str
     method: str
     url: str
@@ -28,6 +27,23 @@ class _Body(msgspec.Struct):
     stream: Any = None
 
 
+class BatchLine(NamedTuple):
+    """A request for a model; ``body`` is JSON as the client wrote it."""
+
+    custom_id: str
+    url: str
+    model: str
+    body: bytes
+
+
+class CheckedLine(NamedTuple):
+    """A line of the file, numbered from 1; ``model`` is empty with a ``problem``."""
+
+    number: int
+    model: str
+    problem: LineProblem | None
+
+
 class LineProblem(ValueError):
     """A line is no request of the batch; ``code`` and ``param`` as in OpenAI's errors."""
 
@@ -37,7 +53,7 @@ class LineProblem(ValueError):
         self.param = param
 
 
-_line_decoder = msgspec.json.Decoder(BatchLine)
+_line_decoder = msgspec.json.Decoder(_Line)
 _body_decoder = msgspec.json.Decoder(_Body)
 
 
@@ -47,6 +63,8 @@ def parse_line(text: bytes, endpoint: str) -> BatchLine:
     Raises:
         LineProblem: the line is no request to ``endpoint``.
     """
+    if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise LineProblem("invalid_json_line", "the file is in UTF-16: write it in UTF-8")
     try:
         line = _line_decoder.decode(text)
         body = _body_decoder.decode(line.body)
@@ -62,34 +80,35 @@ def parse_line(text: bytes, endpoint: str) -> BatchLine:
         raise LineProblem("invalid_url", problem, "url")
     if body.stream:
         raise LineProblem("stream_unsupported", "answers of a batch cannot stream", "body.stream")
-    return line
+    return BatchLine(line.custom_id, line.url, body.model, bytes(line.body))
 
 
 def lines_of(path: Path, endpoint: str, skip: frozenset[int]) -> Iterator[tuple[int, BatchLine]]:
-    """Yield the number and the request of each line of a valid file, but those to ``skip``.
+    """Yield the place and the request of each line of a valid file, but those to ``skip``.
+
+    The place counts requests from 0, without empty lines.
 
     Raises:
         OSError: the file cannot be read.
     """
-    for number, text in _numbered(path):
-        if number not in skip:
-            yield number, parse_line(text, endpoint)
+    for place, (_, text) in enumerate(_numbered(path)):
+        if place not in skip:
+            yield place, parse_line(text, endpoint)
 
 
-def check_lines(
-    path: Path, endpoint: str, max_requests: int
-) -> Iterator[tuple[int, LineProblem | None]]:
-    """Yield the number of each line with its problem, or None.
+def check_lines(path: Path, endpoint: str, max_requests: int) -> Iterator[CheckedLine]:
+    """Yield the verdict on each line that is not empty.
 
     Raises:
         OSError: the file cannot be read.
     """
     known: set[str] = set()
-    number = -1
-    for number, text in _numbered(path):
-        if number >= max_requests:
+    is_empty = True
+    for place, (number, text) in enumerate(_numbered(path)):
+        is_empty = False
+        if place >= max_requests:
             problem = f"more than {max_requests:,} requests"
-            yield number, LineProblem("too_many_requests", problem)
+            yield CheckedLine(number, "", LineProblem("too_many_requests", problem))
             return
         try:
             line = parse_line(text, endpoint)
@@ -97,18 +116,23 @@ def check_lines(
                 raise LineProblem("duplicate_custom_id", "the custom_id occurs twice", "custom_id")
             known.add(line.custom_id)
         except LineProblem as error:
-            yield number, error
+            yield CheckedLine(number, "", error)
         else:
-            yield number, None
-    if number < 0:
-        yield 0, LineProblem("empty_file", "the input file has no requests")
+            yield CheckedLine(number, line.model, None)
+    if is_empty:
+        yield CheckedLine(1, "", LineProblem("empty_file", "the input file has no requests"))
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not empty, numbered from 0; a line that is too long is cut off."""
-    number = 0
+    """Yield the lines that are not empty, with their numbers in the file, from 1.
+
+    A line that is too long is cut off; a byte order mark is left out.
+    """
+    number = 1
     with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            if line := line.strip():
+        if file.read(len(BOM_UTF8)) != BOM_UTF8:
+            file.seek(0)
+        while piece := file.readline(MAX_LINE_BYTES):
+            if line := piece.strip():
                 yield number, line
-                number += 1
+            number += piece.endswith(b"\n")

@@ -20,4 +20,6 @@ class BatchBounds:
     max_requests: int
     max_live: int
     keep_s: float
+    max_key_files: int
+    max_key_batches: int
     runs_batches: bool

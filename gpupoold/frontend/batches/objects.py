@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable
 from typing import Any
 
 from gpupool_state.batches import BatchRow, FileRow
 
 _ENDED_AT = ("completed", "failed", "expired", "cancelled")
+_MAX_PAGE_BYTES = 1 << 18
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
@@ -20,11 +22,15 @@ def file_object(row: FileRow) -> dict[str, Any]:
         "filename": row.filename,
         "purpose": row.purpose,
         "status": "processed",
+        **({} if row.expires_at is None else {"expires_at": row.expires_at}),
     }
 
 
 def batch_object(row: BatchRow) -> dict[str, Any]:
-    """Return a batch as an object of the API."""
+    """Return a batch as an object of the API.
+
+    ``status_details``, which OpenAI does not have, says why requests wait.
+    """
     ended = {f"{status}_at": row.ended_at if row.status == status else None for status in _ENDED_AT}
     return {
         "id": row.id,
@@ -48,16 +54,31 @@ def batch_object(row: BatchRow) -> dict[str, Any]:
             "failed": row.num_failed,
         },
         "metadata": row.metadata or None,
+        "status_details": (
+            {"reason": row.waits_because, "next_try_at": row.next_try_at}
+            if row.waits_because
+            else None
+        ),
     }
 
 
-def list_object(items: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Return a page of at most ``limit`` items; one item more tells of a further page."""
-    page = list(items[:limit])
+def list_object(items: Iterable[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """Return a page of at most ``limit`` items and about ``_MAX_PAGE_BYTES``.
+
+    One item more tells of a further page.
+    """
+    page: list[dict[str, Any]] = []
+    num_bytes, has_more = 0, False
+    for item in items:
+        has_more = len(page) == limit or num_bytes >= _MAX_PAGE_BYTES
+        if has_more:
+            break
+        page.append(item)
+        num_bytes += len(json.dumps(item))
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
+        "has_more": has_more,
     }

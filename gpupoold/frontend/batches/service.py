@@ -11,11 +11,12 @@ from gpupoold.frontend.batches.api import BatchApi
 from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.runner import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
-from gpupoold.frontend.batches.work import Ask, BatchWorker
+from gpupoold.frontend.batches.work import Ask, BatchWorker, TellWait
 from gpupoold.frontend.callers import Caller, Callers
 from gpupoold.frontend.errors import ApiError, starting
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import Receive, Scope, Send
+from gpupoold.frontend.places import Places
 
 _logger = logging.getLogger(__name__)
 _RETRY_S = 5.0
@@ -31,17 +32,19 @@ class BatchService:
         self._files = StoredFiles(bounds.folder / "files")
         self._api: BatchApi | None = None
 
-    async def run(self, ask: Ask) -> None:
-        """Serve until cancelled; ``ask`` answers a request of a batch."""
+    async def run(self, ask: Ask, tell_wait: TellWait) -> None:
+        """Serve until cancelled; ``ask`` answers a request of a batch.
+
+        ``tell_wait`` is told about a batch whose requests begin to wait, and why.
+        """
         store = await self._open()
         self._api = BatchApi(store, self._files, self._bounds, self._in_flight)
         try:
             if not self._bounds.runs_batches:
                 await asyncio.Event().wait()
             await self._callers.known.wait()
-            free = asyncio.Semaphore(self._bounds.max_live)
-            find = self._callers.of_batch
-            work = BatchWorker(store, self._files, ask, find, free, self._bounds)
+            places, find = Places(self._bounds.max_live), self._callers.of_batch
+            work = BatchWorker(store, self._files, ask, find, places, self._bounds, tell_wait)
             await BatchRunner(store, self._files, work, self._bounds.keep_s).run()
         finally:
             self._api = None

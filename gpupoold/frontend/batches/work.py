@@ -2,16 +2,17 @@
 
 Each request goes through the frontend's own application, as from a client with the batch's key, but
 with background priority. A stored result is never computed again; a request whose result was not
-stored is asked again.
+stored is asked again. A refused request is left for a later pass over the input file, and holds
+neither a place nor memory until then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -24,40 +25,44 @@ from gpupoold.frontend.batches.input_file import (
     lines_of,
 )
 from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.frontend.batches.repeats import Repeats
 from gpupoold.frontend.batches.results import expired_line, result_line
 from gpupoold.frontend.batches.stored_files import NewFile, StoredFiles
 from gpupoold.frontend.callers import Caller
-
-_logger = logging.getLogger(__name__)
+from gpupoold.frontend.places import Places
 
 T = TypeVar("T")
-# Lines that are read, checked or written at once, in a thread.
+# Lines that are read, checked or written at once, in a thread, and their bytes.
 _CHUNK = 200
-# Statuses of answers that tell of the moment, not of the request.
-_TRY_AGAIN = frozenset({429, 503})
-_MAX_TRIES = 3
-_RETRY_S = 1.0
-_MAX_RETRY_S = 30.0
-# Results of so many seconds may exceed a bound of space: looking sums all results up.
+_CHUNK_BYTES = 1 << 18
+# Shortest time between two passes over an input file.
+_PASS_S = 1.0
+# Time between two looks for room. Results of the requests that run may exceed a bound of space.
 _ROOM_S = 5.0
+_MAX_MODELS, _MAX_NAME_CHARS = 8, 200
+_NO_ROOM = "the results have no room until files are deleted, see max_bytes in [batches]"
 
 
 class JsonAnswer(NamedTuple):
-    """An HTTP answer with JSON."""
+    """An HTTP answer with JSON; ``reason`` is the message of an error."""
 
     status: int
     request_id: str
     body: bytes
+    retry_after_s: float = 0.0
+    reason: str = ""
 
 
 Ask = Callable[[Caller, str, bytes], Awaitable[JsonAnswer]]
 FindCaller = Callable[[str], Caller | None]
+TellWait = Callable[[BatchRow, str], None]
 
 
 class BatchWorker:
     """Works on batches; ``ask`` answers one request, ``find_caller`` finds an owner by id.
 
-    ``free`` bounds the requests of all batches that run at once.
+    ``places`` bounds the requests of all batches that run at once. ``tell_wait`` is told about a
+    batch whose requests begin to wait, and why.
     """
 
     def __init__(
@@ -66,15 +71,17 @@ class BatchWorker:
         files: StoredFiles,
         ask: Ask,
         find_caller: FindCaller,
-        free: asyncio.Semaphore,
+        places: Places,
         bounds: BatchBounds,
+        tell_wait: TellWait,
     ) -> None:
         self._store = store
         self._files = files
         self._ask = ask
         self._find_caller = find_caller
-        self._free = free
+        self._places = places
         self._bounds = bounds
+        self._tell_wait = tell_wait
 
     def why_stop(self, row: BatchRow) -> BatchStatus | None:
         """Return the status in which a batch has to end now, None for a batch that may go on."""
@@ -106,70 +113,117 @@ class BatchWorker:
         path = self._files.path(row.input_file_id)
         checked = check_lines(path, row.endpoint, self._bounds.max_requests)
         errors: list[dict[str, object]] = []
+        models: dict[str, None] = {}
         num_lines = 0
         while chunk := await asyncio.to_thread(_take, checked):
             num_lines += len(chunk)
-            errors += [_problem(number, one) for number, one in chunk if one is not None]
+            errors += [_problem(one.number, one.problem) for one in chunk if one.problem]
+            if len(models) < _MAX_MODELS:
+                models |= dict.fromkeys(one.model[:_MAX_NAME_CHARS] for one in chunk if one.model)
             if len(errors) >= MAX_ERRORS:
                 break
         now = int(time.time())
-        values: dict[str, object]
+        values: dict[str, object] = {"models": list(models)[:_MAX_MODELS]}
         if errors:
-            values = {"status": "failed", "errors": errors[:MAX_ERRORS], "ended_at": now}
+            values |= {"status": "failed", "errors": errors[:MAX_ERRORS], "ended_at": now}
         else:
-            values = {"status": "in_progress", "num_requests": num_lines, "in_progress_at": now}
+            values |= {"status": "in_progress", "num_requests": num_lines, "in_progress_at": now}
         await self._store.change(row.id, "validating", **values)
 
     async def _answer_all(self, row: BatchRow) -> None:
-        """Answer all requests without a result.
+        """Answer all requests without a result, in passes over the input file.
 
-        A batch whose results have no room pauses until files are deleted, or the batch ends.
+        A pass asks each request that is due. Each next pass begins when a refused request is due.
         """
-        seen_s, is_told = -math.inf, False
-        async with asyncio.TaskGroup() as tasks:
-            async for number, line in self._open_lines(row):
-                while time.monotonic() - seen_s > _ROOM_S:
-                    if await self._has_room(row.owner):
-                        seen_s = time.monotonic()
-                        break
-                    if not is_told:
-                        text = "batch %s pauses until its results have room: delete files"
-                        _logger.warning(text, row.id)
-                    is_told = True
-                    await asyncio.sleep(_ROOM_S)
-                await self._free.acquire()
-                task = tasks.create_task(self._answer(row, number, line))
-                task.add_done_callback(lambda _: self._free.release())
+        batch = _Batch(row, Repeats())
+        while True:
+            batch.has_skipped = False
+            async with asyncio.TaskGroup() as tasks:
+                await self._pass(batch, tasks)
+            if not batch.has_skipped:
+                return
+            due_s = batch.repeats.due_s or time.monotonic()
+            await self._note_wait(batch, batch.repeats.reason, due_s)
+            await asyncio.sleep(max(due_s - time.monotonic(), _PASS_S))
+
+    async def _pass(self, batch: _Batch, tasks: asyncio.TaskGroup) -> None:
+        """Begin to answer each request that is due, as far as there are places."""
+        row = batch.row
+        lines = self._due_lines(batch)
+        while True:
+            await self._wait_for_room(batch)
+            # A line is read with a place only: batches that wait for places take no memory.
+            await self._places.take(row.owner, row.id)
+            try:
+                found = await anext(lines, None)
+            except BaseException:
+                self._places.release(row.owner, row.id)
+                raise
+            if found is None:
+                self._places.release(row.owner, row.id)
+                return
+            task = tasks.create_task(self._answer(batch, *found))
+            task.add_done_callback(lambda _: self._places.release(row.owner, row.id))
+
+    async def _wait_for_room(self, batch: _Batch) -> None:
+        """Return when results of the batch may be stored."""
+        while time.monotonic() - batch.had_room_s > _ROOM_S:
+            if await self._has_room(batch.row.owner):
+                batch.had_room_s = time.monotonic()
+            else:
+                await self._note_wait(batch, _NO_ROOM, time.monotonic() + _ROOM_S)
+                await asyncio.sleep(_ROOM_S)
 
     async def _has_room(self, owner: str) -> bool:
         """Return whether results of an owner may be stored."""
         bounds = self._bounds
-        if await self._store.bytes_of(owner) >= bounds.max_key_bytes:
+        if (await self._store.account(owner)).num_bytes >= bounds.max_key_bytes:
             return False
-        return await self._store.bytes_of() < bounds.max_bytes
+        return await self._store.num_bytes() < bounds.max_bytes
+
+    async def _note_wait(self, batch: _Batch, reason: str, due_s: float) -> None:
+        """Store why requests wait; an empty reason means that none waits any more."""
+        if reason == batch.waits_because:
+            return
+        if reason and not batch.waits_because:
+            self._tell_wait(batch.row, reason)
+        batch.waits_because = reason
+        next_try_at = round(time.time() + due_s - time.monotonic()) if reason else None
+        values = {"waits_because": reason, "next_try_at": next_try_at}
+        await self._store.change(batch.row.id, "in_progress", **values)
+
+    async def _due_lines(self, batch: _Batch) -> AsyncIterator[tuple[int, BatchLine]]:
+        """Yield the requests without a result that may be asked now."""
+        async for number, line in self._open_lines(batch.row):
+            if batch.repeats.may_ask(number, line.model, time.monotonic()):
+                yield number, line
+            else:
+                batch.has_skipped = True
 
     async def _open_lines(self, row: BatchRow) -> AsyncIterator[tuple[int, BatchLine]]:
         """Yield the requests without a result."""
         done = frozenset(await self._store.done_lines(row.id))
         lines = lines_of(self._files.path(row.input_file_id), row.endpoint, done)
-        while chunk := await asyncio.to_thread(_take, lines):
+        while chunk := await asyncio.to_thread(_take_lines, lines):
             for number, line in chunk:
                 yield number, line
 
-    async def _answer(self, row: BatchRow, number: int, line: BatchLine) -> None:
-        """Answer one request, and store the result."""
-        num_tries, pause_s = 0, _RETRY_S
-        while True:
-            caller = self._find_caller(row.owner)
-            if caller is None:
-                return  # the batch is about to be stopped
-            answer = await self._ask(caller, line.url, bytes(line.body))
-            is_momentary = answer.status in _TRY_AGAIN
-            num_tries += not is_momentary
-            if not is_momentary and (answer.status < 500 or num_tries == _MAX_TRIES):
-                break
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_RETRY_S)
+    async def _answer(self, batch: _Batch, number: int, line: BatchLine) -> None:
+        """Ask one request; store the answer if it is the result."""
+        row = batch.row
+        caller = self._find_caller(row.owner)
+        if caller is None:
+            batch.has_skipped = True  # the batch is about to be stopped
+            return
+        answer = await self._ask(caller, line.url, line.body)
+        now_s = time.monotonic()
+        if not batch.repeats.is_result(
+            number, line.model, answer.status, now_s, answer.retry_after_s, answer.reason
+        ):
+            batch.has_skipped = True
+            return
+        if not batch.repeats.reason:
+            await self._note_wait(batch, "", now_s)
         body = result_line(line.custom_id, answer.status, answer.request_id, answer.body)
         await self._store.add_result(row.id, ResultRow(number, answer.status >= 400, body))
 
@@ -200,7 +254,9 @@ class BatchWorker:
             file.discard()
             raise
         name = f"{row.id}_{purpose.removeprefix('batch_')}.jsonl"
-        return FileRow(file.id, row.owner, purpose, name, file.num_bytes, int(time.time()))
+        now, kept_s = int(time.time()), row.output_expires_after_s
+        expires_at = None if kept_s is None else now + kept_s
+        return FileRow(file.id, row.owner, purpose, name, file.num_bytes, now, expires_at)
 
     async def _write_results(self, file: NewFile, row: BatchRow, *, has_failed: bool) -> None:
         after = -1
@@ -209,8 +265,38 @@ class BatchWorker:
             after = page[-1].line
 
 
+@dataclass(slots=True)
+class _Batch:
+    """A batch whose requests are being answered.
+
+    ``has_skipped``: the present pass has left requests without a result.
+    """
+
+    row: BatchRow
+    repeats: Repeats
+    has_skipped: bool = False
+    had_room_s: float = -math.inf
+    waits_because: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with what is stored."""
+        self.waits_because = self.row.waits_because
+
+
 def _take(items: Iterator[T]) -> list[T]:
     return list(islice(items, _CHUNK))
+
+
+def _take_lines(lines: Iterator[tuple[int, BatchLine]]) -> list[tuple[int, BatchLine]]:
+    """Return the next lines, of ``_CHUNK_BYTES`` and one line at most."""
+    taken: list[tuple[int, BatchLine]] = []
+    num_bytes = 0
+    for one in islice(lines, _CHUNK):
+        taken.append(one)
+        num_bytes += len(one[1].body)
+        if num_bytes >= _CHUNK_BYTES:
+            break
+    return taken
 
 
 def _problem(number: int, problem: LineProblem) -> dict[str, object]:
@@ -218,5 +304,5 @@ def _problem(number: int, problem: LineProblem) -> dict[str, object]:
         "code": problem.code,
         "message": str(problem),
         "param": problem.param,
-        "line": number + 1,
+        "line": number,
     }

@@ -137,6 +137,8 @@ MESSAGES: list[m.Message] = [
     m.AdmissionAnswer("llama", "r1"),
     m.AdmissionAnswer("llama", "r2", 429, "too many", 7.5),
     m.RequestsFailed("llama", ["r1"], "the worker ended"),
+    m.RequestsFailed("llama", ["r1"], "the request ended it", 422, "request_crashed_worker"),
     m.AccessRules([KEY, m.KeyRecord("Ef34", "all", "d")], True),
     m.AccessReport(3),
+    m.BatchWaits("batch_1", "Ab12", "the model has failed"),
 ]

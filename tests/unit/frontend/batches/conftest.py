@@ -17,12 +17,14 @@ from gpupoold.frontend.batches.stored_files import StoredFiles
 def bounds(tmp_path: Path) -> BatchBounds:
     return BatchBounds(
         tmp_path,
-        max_bytes=50_000,
-        max_key_bytes=20_000,
+        max_bytes=100_000,
+        max_key_bytes=40_000,
         max_file_bytes=10_000,
         max_requests=100,
         max_live=4,
         keep_s=3600.0,
+        max_key_files=6,
+        max_key_batches=5,
         runs_batches=True,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ def text(custom_id: Any = "a", method: Any = "POST", url: Any = CHAT, **body: An
 
 def problems(path: Path, max_requests: int = 100) -> list[tuple[int, str]]:
     found = check_lines(path, CHAT, max_requests)
-    return [(number, problem.code) for number, problem in found if problem is not None]
+    return [(one.number, one.problem.code) for one in found if one.problem is not None]
 
 
 def test_a_request() -> None:
     line = parse_line(text(messages=[1, 2], stream=False), CHAT)
-    assert (line.custom_id, line.url) == ("a", CHAT)
-    assert json.loads(bytes(line.body)) == {"model": "m", "messages": [1, 2], "stream": False}
+    assert (line.custom_id, line.url, line.model) == ("a", CHAT, "m")
+    assert json.loads(line.body) == {"model": "m", "messages": [1, 2], "stream": False}
 
 
 @pytest.mark.parametrize(
@@ -65,10 +66,10 @@ def test_no_line_is_worse_than_a_problem(line: bytes) -> None:
         parse_line(line, CHAT)
 
 
-def test_lines_are_numbered_without_empty_ones(tmp_path: Path) -> None:
+def test_problems_have_the_lines_of_the_file_and_results_count_requests(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"\n".join([text("a"), b"", b"  ", text("b"), b"?", text("a")]) + b"\n")
-    assert problems(path) == [(2, "invalid_json_line"), (3, "duplicate_custom_id")]
+    assert problems(path) == [(5, "invalid_json_line"), (6, "duplicate_custom_id")]
     path.write_bytes(b"\n".join([text("a"), b"", text("b"), text("c")]))
     found = [(number, line.custom_id) for number, line in lines_of(path, CHAT, frozenset({1}))]
     assert found == [(0, "a"), (2, "c")]
@@ -78,9 +79,28 @@ def test_too_many_and_none(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"\n".join(text(str(number)) for number in range(5)))
     assert problems(path, 5) == []
-    assert problems(path, 4) == [(4, "too_many_requests")]
+    assert problems(path, 4) == [(5, "too_many_requests")]
     path.write_bytes(b"\n \n")
-    assert problems(path) == [(0, "empty_file")]
+    assert problems(path) == [(1, "empty_file")]
+
+
+def test_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(BOM_UTF8 + text("a") + b"\n" + text("b"))
+    assert problems(path) == []
+    assert [line.custom_id for _, line in lines_of(path, CHAT, frozenset())] == ["a", "b"]
+    path.write_bytes(text("a").decode().encode("utf-16"))
+    [checked] = check_lines(path, CHAT, 100)
+    assert (checked.number, str(checked.problem)) == (
+        1,
+        "the file is in UTF-16: write it in UTF-8",
+    )
+
+
+def test_a_line_that_is_cut_off_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"x" * (MAX_LINE_BYTES + 5) + b"\n" + text("a") + b"\n{}")
+    assert [number for number, _ in problems(path)] == [1, 1, 3]
 
 
 def test_a_line_without_end_costs_bounded_memory(tmp_path: Path) -> None:

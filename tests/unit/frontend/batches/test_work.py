@@ -7,7 +7,7 @@ import io
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,12 @@ import pytest
 
 from gpupool_state.batches import BatchRow, BatchStore, FileRow, ResultRow
 from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.frontend.batches.objects import batch_object
 from gpupoold.frontend.batches.runner import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import BatchWorker, JsonAnswer
 from gpupoold.frontend.callers import Caller
+from gpupoold.frontend.places import Places
 
 pytestmark = pytest.mark.asyncio
 CHAT = "/v1/chat/completions"
@@ -45,27 +47,41 @@ class Rig:
         self.caller: Caller | None = Caller(is_batch=True)
         self.num_at_once = self.most_at_once = 0
         self.num_answered = 1000
+        self.waits: list[tuple[str, str]] = []
         self.work = BatchWorker(
-            store, files, self._ask, lambda owner: self.caller, asyncio.Semaphore(4), bounds
+            store,
+            files,
+            self._ask,
+            lambda owner: self.caller,
+            Places(5),
+            bounds,
+            lambda row, reason: self.waits.append((row.id, reason)),
         )
 
-    async def begin(self, window_s: float = 3600.0) -> BatchRow:
+    async def begin(
+        self,
+        window_s: float = 3600.0,
+        batch_id: str = "batch_1",
+        owner: str = "k",
+        models: Sequence[str] | None = None,
+    ) -> BatchRow:
+        """Begin a batch with a line for each of ``models``, by default all different."""
         lines = [
             json.dumps(
-                {"custom_id": f"c{k}", "method": "POST", "url": CHAT, "body": {"model": str(k)}}
+                {"custom_id": f"c{k}", "method": "POST", "url": CHAT, "body": {"model": one}}
             )
-            for k in range(self.num_lines)
+            for k, one in enumerate(models or map(str, range(self.num_lines)))
         ]
         kept = self.files.save(io.BytesIO("\n".join(lines).encode()))
         now = int(time.time())
-        await self.store.add_file(FileRow(kept.id, "k", "batch", "in", kept.num_bytes, now))
-        row = BatchRow("batch_1", "k", CHAT, kept.id, "1h", now, now + int(window_s))
+        await self.store.add_file(FileRow(kept.id, owner, "batch", "in", kept.num_bytes, now))
+        row = BatchRow(batch_id, owner, CHAT, kept.id, "1h", now, now + int(window_s))
         await self.store.add_batch(row)
         return row
 
-    async def bring_to_end(self) -> BatchRow:
+    async def bring_to_end(self, batch_id: str = "batch_1") -> BatchRow:
         while True:
-            row = await self.store.batch("batch_1")
+            row = await self.store.batch(batch_id)
             assert row is not None
             if row.ended_at is not None:
                 return row
@@ -93,7 +109,8 @@ class Rig:
             self.num_at_once -= 1
         statuses = self.answers.get(name, [])
         status = statuses.pop(0) if statuses else 200
-        return JsonAnswer(status, f"id-{name}", b'{\n "of": "%s"\n}' % name.encode())
+        reason = f"{name} says {status}" if status >= 400 else ""
+        return JsonAnswer(status, f"id-{name}", b'{\n "of": "%s"\n}' % name.encode(), 0.02, reason)
 
 
 @pytest.fixture
@@ -103,7 +120,8 @@ def rig(store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> Rig:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpupoold.frontend.batches.work._RETRY_S", 0.01)
+    monkeypatch.setattr("gpupoold.frontend.batches.repeats._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("gpupoold.frontend.batches.work._PASS_S", 0.01)
     monkeypatch.setattr("gpupoold.frontend.batches.runner._POLL_S", 0.01)
 
 
@@ -133,14 +151,64 @@ async def test_all_is_answered_once_and_few_at_a_time(rig: Rig) -> None:
 
 
 async def test_momentary_refusals_are_repeated_and_errors_are_results(rig: Rig) -> None:
-    rig.answers = {"1": [429, 503, 503, 429, 429], "2": [500, 500], "3": [500] * 9, "4": [400]}
+    rig.answers = {
+        "1": [429, 503, 503, 429, 429],
+        "2": [500, 500],
+        "3": [500] * 9,
+        "4": [400],
+        "5": [422] * 9,  # a request that has ended workers
+    }
     await rig.begin()
     row = await rig.bring_to_end()
-    assert (row.num_completed, row.num_failed) == (8, 2)
-    assert [rig.asked[name] for name in "1234"] == [6, 3, 3, 1]
+    assert (row.num_completed, row.num_failed) == (7, 3)
+    assert [rig.asked[name] for name in "12345"] == [6, 3, 3, 1, 1]
     errors = await rig.lines(row.error_file_id)
     statuses = {name: one["response"]["status_code"] for name, one in errors.items()}
-    assert statuses == {"c3": 500, "c4": 400}
+    assert statuses == {"c3": 500, "c4": 400, "c5": 422}
+    assert rig.waits == [("batch_1", "1 says 429")]
+    assert (row.waits_because, row.next_try_at) == ("", None)
+    assert row.models == [str(number) for number in range(8)]
+
+
+async def test_a_refused_model_stops_no_other_batch(rig: Rig) -> None:
+    rig.answers = {"bad": [503] * 10**6}
+    await rig.begin(batch_id="batch_a", owner="a", models=["bad"] * 100)
+    await rig.begin(batch_id="batch_b", owner="b", models=["good", "good"])
+    await rig.begin(batch_id="batch_c", owner="a", models=["bad"] * 3 + ["good"])
+    runner = asyncio.create_task(BatchRunner(rig.store, rig.files, rig.work, 3600.0).run())
+    async with asyncio.timeout(20):
+        while (row := await rig.store.batch("batch_b")) is None or row.ended_at is None:
+            await asyncio.sleep(0.01)
+        while (mixed := await rig.store.batch("batch_c")) is None or not mixed.waits_because:
+            await asyncio.sleep(0.01)
+    assert (row.status, row.num_completed) == ("completed", 2)
+    assert (mixed.status, mixed.num_completed, mixed.num_failed) == ("in_progress", 1, 0)
+    stuck = await rig.store.batch("batch_a")
+    assert stuck is not None
+    assert (stuck.status, stuck.num_completed, stuck.num_failed) == ("in_progress", 0, 0)
+    assert stuck.waits_because == "bad says 503"
+    assert stuck.next_try_at is not None
+    assert batch_object(stuck)["status_details"]["reason"] == "bad says 503"
+    assert sorted(rig.waits) == [("batch_a", "bad says 503"), ("batch_c", "bad says 503")]
+    rig.answers.clear()
+    async with asyncio.timeout(20):
+        while (ended := await rig.store.batch("batch_a")) is None or ended.ended_at is None:
+            await asyncio.sleep(0.01)
+    assert (ended.status, ended.num_completed, ended.waits_because) == ("completed", 100, "")
+    runner.cancel()
+    await asyncio.wait([runner])
+
+
+async def test_a_batch_takes_no_more_than_its_share_of_places(rig: Rig) -> None:
+    await rig.begin(batch_id="batch_a", owner="a", models=["slow"] * 20)
+    rig.gate.clear()
+    runner = asyncio.create_task(BatchRunner(rig.store, rig.files, rig.work, 3600.0).run())
+    await until(lambda: rig.asked["slow"] == 4)
+    await rig.begin(batch_id="batch_b", owner="b", models=["other"])
+    await until(lambda: rig.asked["other"] == 1)
+    assert rig.asked["slow"] == 4
+    runner.cancel()
+    await asyncio.wait([runner])
 
 
 async def test_stored_results_are_not_asked_again(rig: Rig) -> None:
@@ -206,15 +274,16 @@ async def test_a_batch_without_room_for_results_pauses(
     monkeypatch.setattr("gpupoold.frontend.batches.work._ROOM_S", 0.01)
     large = rig.files.save(io.BytesIO(b"x" * 9_000))
     await rig.store.add_file(FileRow(large.id, "k", "batch", "large", 9_000, int(time.time())))
-    all_bytes, key_bytes = (50_000, 9_000) if is_of_key else (9_000, 50_000)
+    all_bytes, key_bytes = (50_000, 12_000) if is_of_key else (12_000, 50_000)
     rig.work._bounds = replace(rig.bounds, max_bytes=all_bytes, max_key_bytes=key_bytes)
     await rig.begin()
     ending = asyncio.create_task(rig.bring_to_end())
     async with asyncio.timeout(10):
         while (row := await rig.store.batch("batch_1")) is None or row.status != "in_progress":
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    await until(lambda: bool(rig.waits))
     assert not rig.asked
+    assert "until files are deleted" in rig.waits[0][1]
     await rig.store.remove_file(large.id)
     async with asyncio.timeout(10):
         row = await ending
@@ -226,8 +295,9 @@ async def test_old_files_and_batches_are_removed(rig: Rig) -> None:
     before = await rig.bring_to_end()
     await rig.store._db.close()
     rig.store = await BatchStore.open(rig.files.path("").parent)
-    free = asyncio.Semaphore(1)
-    work = BatchWorker(rig.store, rig.files, rig._ask, lambda _: None, free, rig.bounds)
+    work = BatchWorker(
+        rig.store, rig.files, rig._ask, lambda _: None, Places(1), rig.bounds, lambda *_: None
+    )
     runner = asyncio.create_task(BatchRunner(rig.store, rig.files, work, -10.0).run())
     async with asyncio.timeout(10):
         while await rig.store.batch(row.id) is not None:

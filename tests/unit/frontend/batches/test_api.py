@@ -310,7 +310,7 @@ async def test_pages_of_batches_are_bounded_in_bytes(rig: Rig, store: BatchStore
 
 
 async def test_files_expire(rig: Rig, store: BatchStore) -> None:
-    expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    expiry: dict[str, Any] = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     file = (await rig.upload(**expiry)).json()
     assert file["expires_at"] == file["created_at"] + 3600
     assert "expires_at" not in (await rig.upload()).json()
@@ -331,7 +331,7 @@ async def test_files_expire(rig: Rig, store: BatchStore) -> None:
         ({"expires_after[seconds]": "3600"}, "anchor"),
     ],
 )
-async def test_a_wrong_expiry(rig: Rig, fields: dict[str, str], param: str) -> None:
+async def test_a_wrong_expiry(rig: Rig, fields: dict[str, Any], param: str) -> None:
     answer = await rig.upload(**fields)
     assert (answer.status, answer.json()["error"]["param"]) == (400, f"expires_after.{param}")
     assert await rig.store.file_ids() == set()

@@ -310,7 +310,10 @@ async def test_pages_of_batches_are_bounded_in_bytes(rig: Rig, store: BatchStore
 
 
 async def test_files_expire(rig: Rig, store: BatchStore) -> None:
-    expiry: dict[str, Any] = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    expiry: dict[str, Any] = {
+        "expires_after[anchor]": "created_at",
+        "expires_after[seconds]": "3600",
+    }
     file = (await rig.upload(**expiry)).json()
     assert file["expires_at"] == file["created_at"] + 3600
     assert "expires_at" not in (await rig.upload()).json()

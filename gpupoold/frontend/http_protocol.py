@@ -8,6 +8,7 @@ from gpupoold.frontend.errors import ApiError
 from gpupoold.system.http_protocol import BoundedHttp
 
 _KINDS = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "RequestTooLargeError",
 }

@@ -114,9 +114,6 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
-        if scope["type"] != "http":
-            await _refuse_websocket(scope, receive, send)
-            return
         ids = RequestIds()
         send = sending_id(send, ids)
         try:
@@ -283,9 +280,3 @@ def _is_unix(scope: Scope) -> bool:
     """Return whether the connection uses a unix socket, which no browser can open."""
     server = scope.get("server")
     return server is not None and server[1] is None
-
-
-async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 1008})

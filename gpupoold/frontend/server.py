@@ -225,6 +225,7 @@ class FrontendServer:
             lifespan="off",
             server_header=False,
             http=PublicHttp,
+            ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             # The same context each time: renewed certificates are loaded into the context.
             ssl_context_factory=None if tls is None else lambda *_: tls.context(),

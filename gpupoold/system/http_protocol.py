@@ -1,8 +1,12 @@
 """Uvicorn's HTTP protocol with bounds per connection, for both HTTP servers.
 
 Uvicorn bounds only the time between two requests. Without further bounds a connection without a
-request, or with an endless head, would stay; a head could have any size; and a client that does not
-read would hold its answer as long as TCP allows.
+request, or with an endless head, would stay; a head or the framing of a chunked body could have any
+size; and a client that does not read would hold its answer as long as TCP allows.
+
+Parts of HTTP that uvicorn handles otherwise: trailers are refused instead of becoming headers;
+``Upgrade`` is ignored (RFC 9110, 7.8) instead of taking the body for another protocol; the host of
+an absolute URI replaces ``Host`` (RFC 9112, 3.2.2); and HTTP/1.0 gets no chunks.
 """
 
 from __future__ import annotations
@@ -13,10 +17,15 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_CHUNK_FRAMING_BYTES = 20  # of a chunk: sixteen digits and two ends of lines
+_UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 
 KEEP_ALIVE_S = 75
 """Idle time of a connection in seconds.
@@ -26,13 +35,19 @@ or a request could arrive at a closed connection.
 """
 
 
+class Unserved(Exception):
+    """A request in a form of HTTP that the servers refuse; the text is the reason."""
+
+
 class BoundedHttp(HttpToolsProtocol, ABC):
     """A connection with bounds, see the module.
 
     ``head_timeout_s`` bounds the time of the request line and headers. ``max_head_bytes`` bounds a
-    head that arrives in several reads; the event loop bounds one read. While data are unsent, at
-    least ``min_sent_bytes`` must be sent in every ``send_timeout_s``, not counting data in the
-    kernel's buffer.
+    head that arrives in several reads, and also what arrives outside of head and body: sizes and
+    extensions of chunks beyond ``_CHUNK_FRAMING_BYTES`` for each piece of the body, trailers, and
+    empty lines between requests. The event loop bounds one read. While data are unsent, at least
+    ``min_sent_bytes`` must be sent in every ``send_timeout_s``, not counting data in the kernel's
+    buffer.
     """
 
     head_timeout_s = 20.0
@@ -41,7 +56,12 @@ class BoundedHttp(HttpToolsProtocol, ABC):
     min_sent_bytes = 60 << 10
 
     _is_in_head = False
-    _head_bytes = 0
+    _is_in_body = False
+    _has_begun = False
+    _framing_bytes = 0
+    _body_bytes_of_read = 0
+    _num_pieces = 0
+    _running: RequestResponseCycle | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
     _unsent_bytes = 0
@@ -61,41 +81,67 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """End the timers and the running request, which may have pipelined requests behind."""
         self._stop_head_timer()
         self._stop_send_timer()
         self._unset_keepalive_if_required()
+        _disconnect(self._running)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data, then check the size of the head or of the malformed request."""
-        was_in_head = self._is_in_head
-        super().data_received(data)
-        if self.transport.is_closing() or self.transport.get_protocol() is not self:
+        """Parse the data, and check the size of everything outside of bodies."""
+        if self.transport.is_closing():
             return
-        if not self._is_in_head:
-            # Empty lines before a request, or the body of a request that was refused before.
-            if self._is_idle and self.timeout_keep_alive_task is None:
-                self._start_head_timer()
-            return
-        # The first read of a head is not counted: a part may belong to the previous request.
-        self._head_bytes += len(data) if was_in_head else 0
-        if self._head_bytes > self.max_head_bytes:
-            self.refuse(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                f"The request's headers are larger than {self.max_head_bytes} bytes.",
-            )
-        else:
-            self._start_head_timer()
+        self._unset_keepalive_if_required()
+        self._has_begun, self._body_bytes_of_read = False, 0
+        try:
+            self._parse(memoryview(data))
+        except httptools.HttpParserError as error:
+            reason = error.__context__
+            known = str(reason) if isinstance(reason, Unserved) else "The request is not HTTP/1.1."
+            self.refuse(HTTPStatus.BAD_REQUEST, known)
+        if not self.transport.is_closing():
+            self._check_framing(len(data))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head, self._has_begun, self._num_pieces = True, True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header.
+
+        Raises:
+            Unserved: the field follows a chunked body.
+        """
+        if not self._is_in_head:
+            raise Unserved("Fields after a chunked body (trailers) are not read; leave them out.")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Pass the request on to the application, which bounds the body."""
-        self._is_in_head = False
-        self._stop_head_timer()
+        """Pass the request on to the application, which bounds the body.
+
+        Raises:
+            Unserved: the method is CONNECT.
+        """
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise Unserved("This server is no proxy: CONNECT is not served.")
+            return  # the head is parsed again without the upgrade
+        if not self.url.startswith((b"/", b"*")):
+            self._take_host_of_url()
         super().on_headers_complete()
+        self._stop_head_timer()
+        self._is_in_head, self._is_in_body = False, True
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes_of_read += len(body)
+        self._num_pieces += 1
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            self._is_in_body = False
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         """Start to check that the client reads."""
@@ -107,9 +153,11 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         super().resume_writing()
 
     def refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer without the application, and close."""
+        """Close, with an answer unless the application has to answer or has begun to answer."""
         self._stop_head_timer()
-        self.transport.write(self.answer(status, self.refusal(status, message)))
+        if self._may_answer:
+            self.transport.write(self.answer(status, self.refusal(status, message)))
+        _disconnect(self._running)
         self.transport.close()
 
     def answer(self, status: HTTPStatus, content: dict[str, object]) -> bytes:
@@ -125,6 +173,67 @@ class BoundedHttp(HttpToolsProtocol, ABC):
     def _is_idle(self) -> bool:
         """True if no request is being answered."""
         return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
+
+    @property
+    def _may_answer(self) -> bool:
+        """True if an answer written now is the next answer that the client expects."""
+        if self._is_in_body:
+            return not (self.pipeline or self.cycle.response_started)
+        return self._is_idle
+
+    def _parse(self, data: memoryview) -> None:
+        """Parse the data; the parser stops after a head with ``Upgrade``.
+
+        Raises:
+            HttpParserError: the data are not HTTP, or :class:`Unserved` is the context.
+        """
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            self.parser.feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return the head of the present request as bytes, without the fields of an upgrade."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        kept = [header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
+        return b"\r\n".join([*lines, *(b": ".join(header) for header in kept), b"", b""])
+
+    def _take_host_of_url(self) -> None:
+        host = urlsplit(self.url).netloc.rpartition(b"@")[2]
+        self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+        self.headers.append((b"host", host))
+
+    def _check_framing(self, num_bytes: int) -> None:
+        """Count a read of ``num_bytes`` outside of bodies; refuse too much, or start the timer."""
+        # The first read of a request is not counted: a part may belong to the previous request.
+        outside_bytes = self._framing_bytes + num_bytes - self._body_bytes_of_read
+        self._framing_bytes = 0 if self._has_begun else outside_bytes
+        more_bytes = 0 if self._is_in_head else _CHUNK_FRAMING_BYTES * self._num_pieces
+        if self._framing_bytes > self.max_head_bytes + more_bytes:
+            self._refuse_framing()
+        elif self._is_in_head or (self._is_idle and self.timeout_keep_alive_task is None):
+            # The second case: empty lines, or the body of a request that was refused before.
+            self._start_head_timer()
+
+    def _refuse_framing(self) -> None:
+        if self._is_in_head:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            message = f"The request's headers are larger than {self.max_head_bytes} bytes."
+        else:
+            status = HTTPStatus.BAD_REQUEST
+            message = f"More than {self.max_head_bytes} bytes are neither headers nor body."
+        self.refuse(status, message)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if is_old else app)
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -168,3 +277,31 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+
+
+def _disconnect(cycle: RequestResponseCycle | None) -> None:
+    """Let the application of a request see that the client is gone."""
+    if cycle is not None and not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Return ``app`` for an HTTP/1.0 client: the connection's end ends a body without a length."""
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        has_length = True
+
+        async def send_unchunked(message: Any) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                names = [name.lower() for name, _ in message.get("headers", ())]
+                has_length = b"content-length" in names
+                cycle.chunked_encoding = None if has_length else False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return serve

@@ -281,3 +281,26 @@ async def test_client_that_does_not_read(folder: Path, monkeypatch: pytest.Monke
             while server.server_state.connections:
                 await asyncio.sleep(0.01)
         assert await own_answer(folder) == (200, True)
+
+
+@pytest.mark.parametrize("flood", [b"a:b\r\n" * 10_000, b"a: " + b"b" * 50_000])
+async def test_trailers_without_an_end(folder: Path, flood: bytes) -> None:
+    async with serving(folder, Door(groups())), connected(folder) as [(_, writer)]:
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while num_sent < LONG and not writer.is_closing():
+                writer.write(flood)
+                await writer.drain()
+                await asyncio.sleep(0)
+                num_sent += len(flood)
+        assert num_sent < LONG
+        assert (await own_answer(folder))[0] == 200
+
+
+async def test_body_behind_an_upgrade_is_read(folder: Path) -> None:
+    call = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    async with serving(folder, Door(groups())), connected(folder) as [opened]:
+        asked = call + b"Content-Length: %d\r\n\r\n" % len(GET) + GET + GET
+        assert await answer(opened, asked) == (200, True)
+        assert await answer(opened, b"") == (200, True)

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import select
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from gpupoold.frontend.errors import send_json
 from gpupoold.frontend.http_protocol import PublicHttp
 from gpupoold.frontend.mounts import Receive, Scope, Send
 from tests.certificates import make_certificate
+from tests.raw_http import PATIENCE_S, Connect, http_server
 
 LONG_GET = b"GET /long HTTP/1.1\r\nHost: a\r\n\r\n"
 GOOD = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 Pair = tuple[Path, Path]
-Connect = Callable[..., Awaitable["Client"]]
-# Nothing here may take so long, on however busy a machine.
-PATIENCE_S = 60
-
 
 LONG = 64 << 20
 
@@ -50,53 +44,8 @@ async def _send_long(send: Send) -> None:
         await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
 
 
-@contextlib.asynccontextmanager
-async def _server(keep_alive_s: int = 60, **options: Any) -> AsyncIterator[Connect]:
-    """A server; connections to it are closed at the end."""
-    config = uvicorn.Config(
-        _app, port=0, http=PublicHttp, lifespan="off", log_config=None,
-        timeout_keep_alive=keep_alive_s, **options,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    clients: list[Client] = []
-
-    async def connect(**tls: Any) -> Client:
-        clients.append(Client(*await asyncio.open_connection("127.0.0.1", port, **tls)))
-        return clients[-1]
-
-    try:
-        yield connect
-    finally:
-        for client in clients:
-            client.writer.close()
-            with contextlib.suppress(ConnectionError, ssl.SSLError):
-                await client.writer.wait_closed()
-        server.should_exit = True
-        await serving
-
-
-class Client:
-    """One connection."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = self._reader = reader
-        self.writer = writer
-
-    async def answer(self) -> tuple[int, Any]:
-        """Status and body of the next answer."""
-        async with asyncio.timeout(PATIENCE_S):
-            head = await self._reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-            return int(head.split()[1]), json.loads(await self._reader.readexactly(length))
-
-    async def closed(self) -> bool:
-        """Return whether the server closes without another word."""
-        async with asyncio.timeout(PATIENCE_S):
-            return await self._reader.read(1) == b""
+def _server(**options: Any) -> contextlib.AbstractAsyncContextManager[Connect]:
+    return http_server(_app, PublicHttp, **options)
 
 
 @pytest.mark.parametrize("begin", [b"G", b"GET / HT", GOOD[:-2], GOOD + GOOD[:-1]])

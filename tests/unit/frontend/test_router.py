@@ -286,22 +286,6 @@ def test_anthropic_errors_have_their_shape(served: Served) -> None:
     assert answer.json()["error"]["type"] == "NotFoundError"
 
 
-def test_websockets_are_closed(served: Served) -> None:
-    sent: list[Any] = []
-
-    async def connect() -> None:
-        async def receive() -> dict[str, Any]:
-            return {"type": "websocket.connect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await served.router({"type": "websocket", "path": "/v1/realtime"}, receive, send)
-
-    asyncio.run(connect())
-    assert sent == [{"type": "websocket.close", "code": 1008}]
-
-
 def test_name_wins_over_an_alias_spelt_the_same() -> None:
     catalog = Catalog()
     catalog.replace([model("a", aliases=("b",)), model("b")], ready=True)

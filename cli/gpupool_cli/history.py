@@ -20,6 +20,8 @@ from gpupoold.errors import UsageError
 from gpupoold.units import format_duration
 
 _HOUR_S = 3600.0
+# The longest period that the daemon accepts.
+_ALWAYS_S = 10 * 365 * 86400.0
 _SPAN_COLUMNS = (
     Column("FROM"),
     Column("SPAN", right=True),
@@ -90,6 +92,15 @@ def history(
     requests: Annotated[
         bool, typer.Option("--requests", help="Single requests, latest first, not spans of time.")
     ] = False,
+    request_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id",
+            metavar="REQUEST",
+            help="Only requests with this id, or a part of it, of any age: as shown here, or as a "
+            "client saw it (x-request-id, or the id of the answer). Implies --requests.",
+        ),
+    ] = None,
     breakdown: Annotated[
         bool,
         typer.Option(
@@ -105,15 +116,17 @@ def history(
     as_json: JsonOption = False,
 ) -> None:
     """Show counts of past requests: number, latency, and tokens on time."""
+    requests = requests or request_id is not None
     if requests and breakdown:
         raise UsageError("--requests and --breakdown exclude each other", "give one of the two")
-    since_s = _HOUR_S if since_s is None else since_s
+    if since_s is None:
+        since_s = _HOUR_S if request_id is None else _ALWAYS_S
     columns: tuple[Column, ...]
     found: Sequence[RequestRecord | SpanInfo]
     devices: Sequence[DeviceUse] = ()
     with open_client(ctx) as client:
         if requests:
-            found = records = client.past_requests(model, since_s, limit)
+            found = records = client.past_requests(model, since_s, limit, request_id)
             rows, columns = [_request_row(one) for one in records], _REQUEST_COLUMNS
         elif breakdown:
             found = sums = client.history_by_model(model, since_s)
@@ -129,7 +142,12 @@ def history(
         print_fragmentation(devices)
     else:
         what = "no request" if model is None else f"no request of {model}"
-        output.print_line(f"{what} in the last {format_duration(since_s)}")
+        what += "" if request_id is None else f" with the id {request_id} has ended"
+        output.print_line(f"{what}{_in_the_last(since_s)}")
+
+
+def _in_the_last(since_s: float) -> str:
+    return "" if since_s == _ALWAYS_S else f" in the last {format_duration(since_s)}"
 
 
 def switches(

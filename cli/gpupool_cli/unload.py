@@ -45,10 +45,19 @@ def unload(
 def cancel(
     ctx: typer.Context,
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="The request's id, as shown by `gpupool top`.")
+        str,
+        typer.Argument(
+            metavar="REQUEST",
+            help="The request's id, as `gpupool top` shows it or as its client saw it: "
+            "x-request-id, or the id of the answer.",
+        ),
     ],
 ) -> None:
     """End a live request with an error for its client."""
     with open_client(ctx) as client:
         ended = client.cancel(request_id)
-    say(f"{ended.request_id}: cancelled after {ended.num_output_tokens} tokens of {ended.model}")
+    others = f" and {ended.num_requests - 1} more of its client" if ended.num_requests > 1 else ""
+    say(
+        f"{ended.request_id}{others}: cancelled after {ended.num_output_tokens} tokens of "
+        f"{ended.model}"
+    )

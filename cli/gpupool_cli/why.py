@@ -39,7 +39,8 @@ def why(
         typer.Argument(
             metavar="MODEL|REQUEST",
             parser=model_name,
-            help="A model by name or alias, or a request by id or part of an id.",
+            help="A model by name or alias, or a request by its id, as `gpupool ps` shows it or as "
+            "a client saw it (x-request-id, or the id of the answer), or by part of its id.",
             autocompletion=complete_model_name,
         ),
     ],
@@ -72,6 +73,8 @@ def _show_request(request: RequestWhy) -> None:
         "next token": f"{due}; expected "
         + ("after the wait above" if expected is None else f"in about {format_duration(expected)}"),
     }
+    if request.also_live:
+        fields["same client"] = f"also live: {', '.join(request.also_live)}"
     if request.device is not None:
         fields["device"] = f"{request.device}: {request.why or 'sent to the device'}"
     output.print_fields(fields)

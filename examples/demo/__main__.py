@@ -27,10 +27,11 @@ from examples.demo.setting import (
     add_models,
     daemon_config,
     device_text,
+    gpupool,
     make_models,
     set_aside,
 )
-from gpupool_cli.private_daemon import private_daemon
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 INTERRUPTED = 130
 
@@ -66,9 +67,17 @@ def run(console: Console) -> bool:
         is_good = act_one.report(console, first)
         second = asyncio.run(act_two.play(console, daemon, list(models)))
         is_good &= act_two.report(console, second)
+        explain(console, daemon, second["hit"][:1])
     save({"act_one": first, "act_two": second})
     console.print("The figures are in build/demo.json.")
     return is_good
+
+
+def explain(console: Console, daemon: PrivateDaemon, stream_ids: list[str]) -> None:
+    """Show what the daemon says of answers by the ids that their clients have."""
+    for stream_id in stream_ids:
+        console.print(f"[bold]8.[/] one of the interrupted answers: gpupool why {stream_id}")
+        console.print(gpupool(["why", stream_id], daemon), markup=False, style="dim")
 
 
 def save(result: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -30,15 +31,16 @@ KILL_AFTER_TOKENS = NUM_REQUESTS * NUM_TOKENS // 4
 LOOK_EVERY_S = 0.1
 POLL_S = 0.02
 BACK_TIMEOUT_S = 120.0
-ELSEWHERE = "elsewhere"
+ON_KILLED, ELSEWHERE = "the killed one", "another GPU's"
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A killed worker process: the requests running then, and the time to the replacement."""
+    """A killed worker process: its time, the requests running then, the time to the replacement."""
 
     device: int
     pid: int
+    at_s: float
     requests: list[RequestInfo]
     back_s: float
 
@@ -50,10 +52,12 @@ async def play(console: Console, daemon: PrivateDaemon, models: list[str]) -> di
     bring_back(console, daemon)
     prompts = make_prompts(models[:NUM_MODELS], NUM_REQUESTS)
     async with open_api(daemon) as client:
-        console.print(f"[bold]6.[/] {NUM_REQUESTS} longer answers, undisturbed, for reference")
+        console.print(
+            f"[bold]6.[/] {NUM_REQUESTS} longer answers without a fault: the expected answers"
+        )
         bars = Bars(console, prompts, NUM_TOKENS)
         undisturbed = await answer_all(client, daemon, prompts, bars)
-        console.print("[bold]7.[/] the same again; on the way the process of a GPU is killed")
+        console.print("[bold]7.[/] the same again; meanwhile the worker process of a GPU is killed")
         bars = Bars(console, prompts, NUM_TOKENS)
         killing = asyncio.create_task(kill_one(console, daemon, bars))
         disturbed = await answer_all(client, daemon, prompts, bars)
@@ -93,8 +97,8 @@ async def kill_one(console: Console, daemon: PrivateDaemon, bars: Bars) -> Kill:
     killed_s = time.monotonic()
     requests = [row for row in now.requests if row.device == device.device]
     console.print(
-        f"   [bold red]kill -9 {device.pid}[/]  [dim](device {device.device} in gpupool ps; "
-        f"{len(requests)} answers in progress on it)[/]"
+        f"   [bold red]kill -9 {device.pid}[/]  [dim](the worker of device {device.device} in "
+        f"gpupool ps, with {len(requests)} of the answers)[/]"
     )
     new_pid = await new_worker(daemon, device.device, device.pid)
     back_s = time.monotonic() - killed_s
@@ -102,7 +106,7 @@ async def kill_one(console: Console, daemon: PrivateDaemon, bars: Bars) -> Kill:
         f"   [dim]device {device.device} is back, with process {new_pid}, "
         f"after {format_duration(back_s)}[/]"
     )
-    return Kill(device.device, device.pid, requests, back_s)
+    return Kill(device.device, device.pid, killed_s, requests, back_s)
 
 
 async def new_worker(daemon: PrivateDaemon, number: int, killed_pid: int) -> int:
@@ -133,44 +137,59 @@ def summarise(
         "killed_device": kill.device,
         "worker_back_s": kill.back_s,
         "answers": {
-            "on the killed process": pauses(hit),
-            ELSEWHERE: pauses(spared),
+            ON_KILLED: longest_pauses(hit, kill.at_s),
+            ELSEWHERE: longest_pauses(spared, kill.at_s),
         },
+        "hit": [answer.stream_id for _, answer in hit],
     }
 
 
-def pauses(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
-    """Return the longest time between two tokens of an answer, undisturbed and disturbed."""
+def longest_pauses(pairs: Sequence[tuple[Answer, Answer]], killed_s: float) -> dict[str, Any]:
+    """Return the longest times between two tokens of the answers.
+
+    ``without_kill_s`` is of the undisturbed answers, ``at_kill_s`` of pauses that contain the time
+    of the kill, ``later_s`` of pauses that begin after it.
+    """
+    gaps = [pair for _, answer in pairs for pair in itertools.pairwise(answer.token_times_s)]
+    at_kill = (end - begin for begin, end in gaps if begin <= killed_s <= end)
+    later = (end - begin for begin, end in gaps if begin > killed_s)
     return {
         "requests": len(pairs),
-        "undisturbed_pause_s": max((max(one.gaps_s) for one, _ in pairs), default=0.0),
-        "longest_pause_s": max((max(one.gaps_s) for _, one in pairs), default=0.0),
+        "without_kill_s": max((max(one.gaps_s) for one, _ in pairs), default=0.0),
+        "at_kill_s": max(at_kill, default=0.0),
+        "later_s": max(later, default=0.0),
     }
 
 
 def report(console: Console, result: dict[str, Any]) -> bool:
-    """Print the result; return whether every answer is complete and correct."""
+    """Print the result; return whether the kill hit answers, and all are complete and correct."""
     console.print(pauses_table(result["answers"]))
+    if not result["hit"]:
+        console.print("[red]No answer was in progress on the killed process: nothing is shown.[/]")
+        return False
     if result["answers"][ELSEWHERE]["requests"]:
-        console.print("After the kill, all answers share the other GPU, and sometimes wait.")
+        console.print(
+            "[dim]Until the new process is there all answers share the other GPU, so the answers "
+            "there wait longer too.[/]"
+        )
     differing, completed = result["differing_tokens"], result["completed"]
     is_good = bool(differing == 0 and completed == result["requests"])
     style = "green" if is_good else "red"
     console.print(
         f"[{style}]{completed} of {result['requests']} answers complete; {differing} tokens "
-        "differ from the undisturbed answers.[/]\n"
+        "differ from the expected answers.[/]\n"
         f"The killed process was replaced after {format_duration(result['worker_back_s'])}.\n"
     )
     return is_good
 
 
 def pauses_table(answers: dict[str, dict[str, Any]]) -> Table:
-    table = new_table("longest pause between two tokens that a client saw")
-    table.add_column("answers in progress", no_wrap=True)
-    for title in ("number", "undisturbed", "with the kill"):
+    table = new_table("longest pause between two tokens of an answer, as its client saw it")
+    table.add_column("process of the answer", no_wrap=True)
+    for title in ("answers", "without kill", "at the kill", "after it"):
         table.add_column(title, justify="right", no_wrap=True)
     for where, row in answers.items():
         if row["requests"]:
-            times = (row["undisturbed_pause_s"], row["longest_pause_s"])
+            times = (row["without_kill_s"], row["at_kill_s"], row["later_s"])
             table.add_row(where, str(row["requests"]), *map(format_duration, times))
     return table

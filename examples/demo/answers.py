@@ -11,6 +11,7 @@ from openai import AsyncOpenAI
 
 from examples.demo.setting import TARGETS
 from gpupool_cli.private_daemon import PrivateDaemon
+from gpupoold.api.request_ids import is_request
 from gpupoold.api.schemas import RequestInfo
 
 QUESTIONS = (
@@ -47,8 +48,8 @@ class Answer:
         return sum(at <= limit for at, limit in zip(self.token_times_s, due, strict=True))
 
     def is_of(self, request: RequestInfo) -> bool:
-        """Return whether this is the answer to a request; the daemon adds a suffix to the id."""
-        return bool(self.stream_id) and request.request_id.startswith(self.stream_id)
+        """Return whether this is the answer to a request in ``gpupool ps``."""
+        return is_request(request.request_id, self.stream_id)
 
 
 OnToken = Callable[[Answer], None]

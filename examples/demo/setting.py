@@ -68,21 +68,24 @@ def set_aside(console: Console, daemon: PrivateDaemon) -> None:
     """Drain all devices except the first."""
     for device in daemon_ps(daemon).devices[1:]:
         gpupool(["drain", str(device.device)], daemon)
-        console.print(f"   gpupool drain {device.device}  [dim](set aside until act two)[/]")
+        console.print(
+            f"   gpupool drain {device.device}  [dim](part one uses one GPU: GPU {device.device} "
+            "takes no work)[/]"
+        )
 
 
 def bring_back(console: Console, daemon: PrivateDaemon) -> None:
     """End all drains."""
     devices = daemon_ps(daemon).devices
-    console.print(f"[bold]5.[/] GPUs from here on: {len(devices)}")
+    console.print(f"[bold]5.[/] from here on {len(devices)} GPUs take work")
     for device in devices:
         if device.is_draining:
             gpupool(["undrain", str(device.device)], daemon)
             console.print(f"   gpupool undrain {device.device}")
 
 
-def gpupool(arguments: Sequence[str], daemon: PrivateDaemon | None = None) -> None:
-    """Run the command line as a user would."""
+def gpupool(arguments: Sequence[str], daemon: PrivateDaemon | None = None) -> str:
+    """Run the command line as a user would; return what it prints."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if daemon is not None:
         environment["GPUPOOL_SOCKET"] = str(daemon.socket_path)
@@ -90,6 +93,7 @@ def gpupool(arguments: Sequence[str], daemon: PrivateDaemon | None = None) -> No
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"gpupool {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def daemon_ps(daemon: PrivateDaemon) -> Ps:

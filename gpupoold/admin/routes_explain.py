@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 
+from gpupoold.api.request_ids import request_id_of
 from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_usage import UsageInfo
@@ -54,11 +55,17 @@ def add_explain_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.get("/history/requests")
     async def requests(
-        model: str | None = None, since_s: Since = 3600.0, limit: Limit = 100
+        model: str | None = None,
+        since_s: Since = 3600.0,
+        limit: Limit = 100,
+        request_id: str | None = None,
     ) -> list[RequestRecord]:
         await control_plane.history.flush()
         rows = await control_plane.history.recent_requests(
-            await _name(control_plane, model), time.time() - since_s, limit
+            await _name(control_plane, model),
+            time.time() - since_s,
+            limit,
+            None if request_id is None else request_id_of(request_id),
         )
         return [views.request_record(row) for row in rows]
 

@@ -42,14 +42,16 @@ def add_top_routes(app: FastAPI, control_plane: ControlPlane) -> None:
 
     @app.delete("/requests/{request_id:path}")
     async def cancel(request_id: str) -> CancelledRequest:
-        request = control_plane.dispatcher.cancel(request_id, "cancelled by the operator")
-        control_plane.history.record_event(
-            "info", "request_cancelled", request.model, f"{request_id}, by hand"
-        )
+        ended = control_plane.dispatcher.cancel(request_id, "cancelled by the operator")
+        for request in ended:
+            control_plane.history.record_event(
+                "info", "request_cancelled", request.model, f"{request.request_id}, by hand"
+            )
         return CancelledRequest(
-            request_id=request_id,
-            model=request.model,
-            num_output_tokens=len(request.token_times_s),
+            request_id=ended[0].request_id,
+            model=ended[0].model,
+            num_output_tokens=sum(len(request.token_times_s) for request in ended),
+            num_requests=len(ended),
         )
 
     @app.delete("/loaded/{name:path}")

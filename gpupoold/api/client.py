@@ -333,10 +333,17 @@ class AdminClient(KeyCalls, NodeCalls, TopCalls):
         return self._call(_USAGE, "GET", "/usage", query=given(since_s=since_s))
 
     def past_requests(
-        self, model: str | None = None, since_s: float = 3600.0, limit: int = 100
+        self,
+        model: str | None = None,
+        since_s: float = 3600.0,
+        limit: int = 100,
+        request_id: str | None = None,
     ) -> list[RequestRecord]:
-        """Return finished requests, latest arrival first."""
-        query = given(model=model, since_s=since_s, limit=limit)
+        """Return finished requests, latest arrival first.
+
+        ``request_id`` is an id, or part of it, as in ``ps`` or as a client saw it.
+        """
+        query = given(model=model, since_s=since_s, limit=limit, request_id=request_id)
         return self._call(_RECORDS, "GET", "/history/requests", query=query)
 
     def event_log(self) -> Iterator[bytes]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pydantic import Field
+
 from gpupoold.api.schemas import Body, EventInfo, LoadingInfo, RequestRecord
 from gpupoold.domain import Lateness, RequestCounts, RequestStages
 
@@ -81,7 +83,7 @@ class RequestWhy(Body):
 
     ``next_token_in_s`` is an estimate, None if impossible; ``late_s`` is the lateness of the latest
     token. ``num_before`` requests are ahead in the queue for KV memory. ``turns``: the turns of its
-    device.
+    device. ``also_live`` are further requests of the same HTTP request.
     """
 
     request_id: str
@@ -99,6 +101,7 @@ class RequestWhy(Body):
     next_token_in_s: float | None
     late_s: float
     turns: DeviceTurns | None
+    also_live: list[str] = Field(default_factory=list)
 
 
 class ModelOnDevice(Body):

@@ -85,8 +85,11 @@ class Unloaded(Body):
 
 
 class CancelledRequest(Body):
-    """The request that ``DELETE /requests/{id}`` ended."""
+    """What ``DELETE /requests/{id}`` ended: ``num_requests`` prompts or samples of one client's
+    request, of which ``request_id`` is the first.
+    """
 
     request_id: str
     model: str
     num_output_tokens: int
+    num_requests: int = 1

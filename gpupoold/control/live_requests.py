@@ -206,17 +206,6 @@ def num_bytes_of(message: m.AddRequest) -> int:
     return sum(map(len, message.frames))
 
 
-_API_PREFIXES = ("chatcmpl-", "cmpl-", "embd-", "score-", "classify-", "pooling-")
-
-
-def request_id_of(text: str) -> str:
-    """Return the internal id for the ``id`` of an answer, without the API's prefix."""
-    for prefix in _API_PREFIXES:
-        if text.startswith(prefix):
-            return text.removeprefix(prefix)
-    return text
-
-
 class LiveRequests:
     """All live requests by id, counted per model."""
 

@@ -51,7 +51,7 @@ from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.frontend.pooling_bounds import bound_pooling
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
-from gpupoold.frontend.request_ids import make_engine_id
+from gpupoold.frontend.request_ids import make_engine_id, name_responses
 from gpupoold.frontend.step_outputs import (
     join_steps,
     keep_steps_apart,
@@ -214,6 +214,8 @@ class VllmModelApi:
             for one in self._adapters
         )
         explain_missing_parser(state.online_renderer, self._llm.model_config.served_model_name)
+        if state.openai_serving_responses is not None:
+            name_responses(state.openai_serving_responses)
         bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)

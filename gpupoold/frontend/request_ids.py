@@ -54,6 +54,19 @@ def make_engine_id() -> str:
     return (_current.get() or RequestIds()).make()
 
 
+def name_responses(serving: Any) -> None:
+    """Give answers of vLLM's Responses API the server's id, where vLLM would take a random one."""
+    create = serving.create_responses
+
+    async def create_named(request: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = _current.get()
+        if ids is not None and "request_id" not in request.model_fields_set:
+            request.request_id = f"resp_{ids.http_id}"
+        return await create(request, *args, **kwargs)
+
+    serving.create_responses = create_named
+
+
 def sample_number(engine_id: str) -> int:
     """Return the number of an engine request among the samples of one prompt.
 

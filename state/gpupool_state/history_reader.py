@@ -35,10 +35,21 @@ class HistoryReader:
         self._db = db
 
     async def recent_requests(
-        self, model: str | None = None, since: float | None = None, limit: int = 100
+        self,
+        model: str | None = None,
+        since: float | None = None,
+        limit: int = 100,
+        id_part: str | None = None,
     ) -> list[RequestRow]:
-        """Return requests that arrived at ``since`` or later, latest arrival first."""
-        wanted: dict[str, Value] = {"model = ?": model, "arrived_at >= ?": since}
+        """Return requests that arrived at ``since`` or later, latest arrival first.
+
+        ``id_part`` is contained in the id of each.
+        """
+        wanted: dict[str, Value] = {
+            "model = ?": model,
+            "arrived_at >= ?": since,
+            "instr(request_id, ?)": id_part,
+        }
         rows = await self._select("requests", wanted, "arrived_at DESC, id DESC", limit)
         return [request_row(row) for row in rows]
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from gpupool_cli.private_daemon import PrivateDaemon
@@ -127,6 +129,61 @@ def test_a_request_that_has_ended_is_told_of_from_the_history(box: PrivateDaemon
         assert client.why(part).finished == finished
         with pytest.raises(NoSuchModel, match="'nothing'"):
             client.why("nothing")
+
+
+CALLS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "n": 2},
+    "/v1/completions": {"prompt": ["x", "y"]},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}]},
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_request_is_found_by_the_ids_that_its_client_saw(box: PrivateDaemon, path: str) -> None:
+    num_requests = 2 if "completions" in path else 1
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": "one", limit: 20, **CALLS[path]}
+    answer = httpx.post(box.http_url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    for seen in (answer.json()["id"], answer.headers["x-request-id"]):
+        with box.client() as client:
+            found = client.past_requests(request_id=seen)
+            assert len(found) == num_requests, seen
+            finished = client.why(seen).finished
+        assert finished is not None
+        assert finished.request in found
+        shown = cli(box, "history", "--id", seen)
+        assert [line.split()[2] for line in shown.stdout.splitlines()[1:]] == [
+            one.request_id for one in found
+        ]
+
+
+def test_a_client_cancels_all_samples_by_the_id_of_a_chunk(box: PrivateDaemon) -> None:
+    async def run() -> None:
+        async with api_client(box.http_url) as api:
+            stream = await api.chat.completions.create(
+                model="one",
+                messages=[{"role": "user", "content": "x"}],
+                max_completion_tokens=900,
+                n=3,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            chunk = await anext(aiter(stream))
+            live = {one.request_id for one in ps(box).requests}
+            with box.client() as client:
+                why = client.why(chunk.id).request
+                assert why is not None
+                assert {why.request_id, *why.also_live} == live
+                shown = await asyncio.to_thread(cli, box, "cancel", chunk.id)
+            assert "and 2 more of its client: cancelled" in shown.stderr
+            await eventually(lambda: not ps(box).requests)
+            with pytest.raises(openai.APIError, match="cancelled by the operator"):
+                async for _ in stream:
+                    pass
+
+    asyncio.run(run())
 
 
 def test_switches_can_be_filtered(box: PrivateDaemon) -> None:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from http import HTTPStatus
 
 from gpupool_state import History
+from gpupoold.api.request_ids import is_request
 from gpupoold.config.schema import LimitSettings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.live_requests import LiveRequest, LiveRequests, request_id_of
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.accounts import Accounts
 from gpupoold.control.requests.admission import Overload
@@ -279,20 +280,20 @@ class Dispatcher:
         """End all live requests counted under a name with an error."""
         self._stop(self.live.of_name(name), reason)
 
-    def cancel(self, request_id: str, reason: str) -> LiveRequest:
-        """End a live request with an error for the client; return the request.
+    def cancel(self, request_id: str, reason: str) -> list[LiveRequest]:
+        """End a live request, or all of a client's request, with an error; return what has ended.
 
         Raises:
             NoSuchRequest: no live request has this id.
         """
-        request = self.live.get(request_id_of(request_id))
-        if request is None:
+        found = [one for one in self.live.all() if is_request(one.request_id, request_id)]
+        if not found:
             raise NoSuchRequest(
                 f"no live request has the id {request_id!r}",
                 "the request may have ended: see `gpupool top`",
             )
-        self._stop([request], reason, FinalFailure.CANCELLED)
-        return request
+        self._stop(found, reason, FinalFailure.CANCELLED)
+        return found
 
     def worker_down(self, worker: Worker, reason: str, candidates: Candidates = NOBODY) -> None:
         """Remove a worker, and restart the requests there.

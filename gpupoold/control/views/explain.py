@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from gpupool_state import History, ModelRow, Registry, RequestRow
+from gpupoold.api.request_ids import is_request, request_id_of
 from gpupoold.api.schemas import LoadingInfo
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
@@ -20,7 +21,7 @@ from gpupoold.api.schemas_explain import (
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, ModelStats
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.transitions import ModelPhase
-from gpupoold.control.live_requests import LiveRequest, request_id_of
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.advice import advice, main_cause
@@ -83,7 +84,8 @@ class Explainer:
     async def why(self, name: str) -> Why:
         """Explain a model, a live request or a finished request.
 
-        An unambiguous part of a request's id suffices.
+        An unambiguous part of a request's id suffices. Of several requests of one HTTP request
+        the first is explained.
 
         Raises:
             NoSuchModel: no model or request has this name or id.
@@ -92,16 +94,17 @@ class Explainer:
         row = await self._registry.get(name)
         if row is not None:
             return Why(model=self.model(row))
-        request_id = request_id_of(name)
-        request = self._live(request_id)
-        if request is not None:
-            return Why(request=self.request(request))
+        found = self._live(name)
+        if found:
+            others = [one.request_id for one in found[1:]]
+            return Why(request=self.request(found[0]).model_copy(update={"also_live": others}))
         await self._history.flush()
-        ended = await self._history.find_request(request_id)
+        ended = await self._history.find_request(request_id_of(name))
         if ended is None:
             raise NoSuchModel(
                 f"neither a model nor a request is named {name!r}",
-                "see `gpupool list`, and `gpupool history --requests` for finished requests",
+                "see `gpupool list`, and `gpupool history --requests` for finished requests; an "
+                "id that a client chose itself is not known, but the answer's x-request-id is",
             )
         return Why(finished=await self._finished(ended))
 
@@ -164,17 +167,19 @@ class Explainer:
     def _state(self) -> State:
         return self._dispatcher.scheduler.state
 
-    def _live(self, text: str) -> LiveRequest | None:
-        exact = self._dispatcher.live.get(text)
-        if exact is not None:
-            return exact
-        found = [one for one in self._dispatcher.live.all() if text in one.request_id]
+    def _live(self, seen: str) -> list[LiveRequest]:
+        """Return the live requests of a client's request, the named one first."""
+        live, text = self._dispatcher.live.all(), request_id_of(seen)
+        named = [one for one in live if is_request(one.request_id, seen)]
+        if named:
+            return named
+        found = [one for one in live if text in one.request_id]
         if len(found) > 1:
             ids = ", ".join(one.request_id for one in found[:5])
             raise UsageError(
                 f"{len(found)} live requests have {text!r} in their id", f"for example: {ids}"
             )
-        return found[0] if found else None
+        return found
 
     def _turns(self, number: int, now_s: float) -> DeviceTurns:
         core = self._dispatcher.scheduler.core
@@ -261,7 +266,8 @@ class Explainer:
             events=[
                 views.event_info(one)
                 for one in events
-                if one.subject == row.model and row.arrived_at - 1 <= one.at <= end + 1
+                if row.arrived_at - 1 <= one.at <= end + 1
+                and (one.subject == row.model or one.kind == "worker_down")
             ],
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.control.live_requests import LiveRequest, LiveRequests, request_id_of
+from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.domain import Targets
 from tests.unit.control.live import live_request
 
@@ -92,14 +92,6 @@ def test_bytes_per_key() -> None:
     live.pop("r1")
     live.pop("r1")
     assert (live.num_bytes, live.bytes_of_key("k")) == (101, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "request_id"),
-    [("chatcmpl-ab12", "ab12"), ("cmpl-ab12-2", "ab12-2"), ("ab12", "ab12"), ("b1", "b1")],
-)
-def test_answers_name_their_requests(text: str, request_id: str) -> None:
-    assert request_id_of(text) == request_id
 
 
 def test_requests_of_an_adapter_are_those_of_its_model_under_another_name() -> None:

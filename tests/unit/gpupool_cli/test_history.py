@@ -153,6 +153,17 @@ def test_history_of_single_requests(daemon: FakeDaemon, cli: Cli) -> None:
     assert json.loads(cli("history", "--requests", "--json").stdout)[0]["request_id"] == "cmpl-1"
 
 
+def test_history_of_the_request_that_a_client_names(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.history = [RECORD]
+    assert "cmpl-1" in cli("history", "--id", "cmpl-1").stdout
+    [query] = daemon.queries
+    assert query == {"since_s": str(10 * 365 * 86400.0), "limit": "100", "request_id": "cmpl-1"}
+    daemon.history = []
+    assert cli("history", "--id", "x").stdout == "no request with the id x has ended\n"
+    shown = cli("history", "q", "--id", "x", "--since", "5m").stdout
+    assert shown == "no request of q with the id x has ended in the last 5m\n"
+
+
 def test_nothing_happened(daemon: FakeDaemon, cli: Cli) -> None:
     assert cli("history").stdout == "no request in the last 60m\n"
     assert cli("history", "q", "--since", "5m").stdout == "no request of q in the last 5m\n"

@@ -33,6 +33,8 @@ def test_cancel(daemon: FakeDaemon, cli: Cli) -> None:
     result = cli("cancel", "cmpl-1")
     assert result.exit_code == 0
     assert result.stderr == "cmpl-1: cancelled after 20 tokens of q\n"
+    daemon.live_requests = [samples.live_request(f"{n}_ab", "q") for n in range(3)]
+    assert cli("cancel", "0_ab").stderr == "0_ab: cancelled after 20 tokens of q\n"
     result = cli("cancel", "cmpl-1")
     assert result.exit_code == 4
     assert "cmpl-1" in result.stderr

@@ -9,6 +9,7 @@ import pytest
 from gpupool_state import History
 from gpupoold.domain import FinishReason, Targets
 from gpupoold.errors import NoSuchRequest
+from gpupoold.frontend.request_ids import RequestIds
 from gpupoold.wire import messages as m
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench
@@ -210,7 +211,7 @@ async def test_a_request_is_cancelled_by_hand(bench: Bench) -> None:
     bench.cold.warm.add(NAME)
     bench.ask("a")
     bench.ask("b")
-    request = bench.dispatcher.cancel("a", "cancelled by the operator")
+    [request] = bench.dispatcher.cancel("a", "cancelled by the operator")
     assert request.request_id == "a"
     [failed] = [one for one in bench.frontend.sent if isinstance(one, m.RequestsFailed)]
     assert (failed.request_ids, failed.message) == (["a"], "cancelled by the operator")
@@ -236,5 +237,16 @@ async def test_an_id_that_is_taken_is_refused_alone(history: History) -> None:
 async def test_an_answers_id_cancels_its_request(history: History) -> None:
     bench = Bench(history)
     bench.ask("r1")
-    assert bench.dispatcher.cancel("chatcmpl-r1", "by hand").request_id == "r1"
+    [ended] = bench.dispatcher.cancel("chatcmpl-r1", "by hand")
+    assert ended.request_id == "r1"
     assert len(bench.dispatcher.live) == 0
+
+
+def test_the_id_of_an_answer_cancels_all_samples(bench: Bench) -> None:
+    http_id = RequestIds().http_id
+    mine = [f"0_{http_id}", f"{http_id}-2"]
+    for request_id in (*mine, f"0_{RequestIds().http_id}"):
+        bench.ask(request_id)
+    ended = bench.dispatcher.cancel(f"chatcmpl-{http_id}", "by hand")
+    assert [one.request_id for one in ended] == mine
+    assert len(bench.dispatcher.live) == 1

@@ -14,6 +14,7 @@ from gpupoold.config.schema import DeviceSettings
 from gpupoold.control.views.explain import Explainer
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
+from gpupoold.frontend.request_ids import RequestIds
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench, due_to
 
@@ -72,6 +73,23 @@ async def test_a_request_that_may_have_crashed_a_worker(told: Told) -> None:
     model = (await told.explainer.why(NAME)).model
     assert model is not None
     assert model.standings == {"suspect": 1, "prefilling": 1}
+
+
+async def test_a_client_names_its_request_by_what_it_saw(told: Told) -> None:
+    http_id = RequestIds().http_id
+    samples = [f"0_{http_id}", f"1_{http_id}"]
+    for request_id in samples:
+        told.bench.ask(request_id)
+    for seen in (http_id, f"chatcmpl-{http_id}", f"resp_{http_id}"):
+        request = (await told.explainer.why(seen)).request
+        assert request is not None
+        assert (request.request_id, request.also_live) == (samples[0], samples[1:])
+    alone = (await told.explainer.why(samples[1])).request
+    assert alone is not None
+    assert (alone.request_id, alone.also_live) == (samples[1], [])
+    with pytest.raises(NoSuchModel) as none:
+        await told.explainer.why("chatcmpl-mine")
+    assert "x-request-id" in (none.value.hint or "")
 
 
 async def test_a_request_that_is_scheduled(told: Told) -> None:

@@ -63,11 +63,12 @@ def main() -> None:
     arguments = argument_parser().parse_args()
     try:
         file = read_config_file(arguments.config)
+        machine = find_machine(file.settings)
+        check_gpus_found(file, machine)
         if arguments.check_config:
-            fitted(file.settings, find_machine(file.settings))
+            fitted(file.settings, machine)
             print(f"{file.path or 'no file, the defaults'}: valid")
             return
-        check_gpus_found(file)
         _prepare_folders(file.settings)
         start_logging(file.settings)
         _drop_unlisted_variables(file.settings)

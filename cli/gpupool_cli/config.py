@@ -17,7 +17,6 @@ from gpupool_cli.session import open_client
 from gpupoold.api.schemas_config import ChangeInfo
 from gpupoold.config.file import (
     PlacedProblem,
-    check_named_files,
     check_on_machine,
     check_text,
     parsed_file,
@@ -49,13 +48,13 @@ _COLUMNS = (Column("KEY"), Column("NOW"), Column("FILE"), Column("HEEDED"))
 def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     """Check a configuration file; print all problems with lines. Needs no daemon.
 
-    Groups of GPUs and budgets of memory are checked against this machine. Exit status 0 without
+    GPUs, budgets of memory and the address are checked against this machine. Exit status 0 without
     problems, 1 otherwise.
     """
     path = file or chosen_path()
     text = "" if path is None else read_text(path)
-    problems = check_text(text)
-    problems = problems or check_named_files(text) + check_on_machine(text, find_machine)
+    found = check_text(text) + check_on_machine(text, find_machine)
+    problems = sorted(found, key=lambda one: one.line or 0)
     for sentence in () if problems else parsed_file(text, path).renamed:
         say(f"warning: {sentence}")
     if as_json:

@@ -10,6 +10,8 @@ from pathlib import Path
 from gpupoold.errors import Refused
 
 SOCKET_FILE_NAME = "admin.sock"
+# The size of sun_path in unix(7), less its last byte.
+MAX_SOCKET_PATH_BYTES = 107
 SYSTEM_RUNTIME_DIR = Path("/run/gpupool")
 
 

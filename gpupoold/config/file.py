@@ -11,6 +11,7 @@ from typing import Any
 from gpupoold.access.tls import TlsError, check_files
 from gpupoold.config.fitting import fitted
 from gpupoold.config.lines import line_of, line_of_error, lines_of
+from gpupoold.config.listening import why_not_listen
 from gpupoold.config.machine import Machine, MachineError
 from gpupoold.config.problems import Problem, place_of
 from gpupoold.config.renamed import renamed_keys
@@ -21,8 +22,12 @@ from gpupoold.config.schema import (
     parse_settings,
     read_text,
     with_device_tables,
+    without,
 )
+from gpupoold.config.unusable_gpus import unusable_gpu
 from gpupoold.errors import ConfigError
+
+_DEVICES = (("device",), ("devices",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,36 +99,56 @@ def check_text(text: str) -> list[PlacedProblem]:
     return sorted(placed, key=lambda one: one.line or 0)
 
 
-def check_named_files(text: str) -> list[PlacedProblem]:
-    """Return the problems with the files named in a text without problems.
+def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[PlacedProblem]:
+    """Return the problems of a text with a ``machine``, and with the files named in the text.
 
-    Raises:
-        ConfigError: the text has problems.
+    Sections and keys with problems of their own are left out. If the devices have a problem, the
+    machine is not looked at, because further problems would be misleading.
     """
-    server = parsed_file(text, None).settings.server
-    if server.tls_cert is None or server.tls_key is None:
+    settings = _settings_without_problems(text)
+    if settings is None:
         return []
+    found = [*_problems_of_files(settings), *_problems_of_machine(settings, machine(settings))]
+    lines = lines_of(text)
+    return [PlacedProblem(problem, _line(problem, lines)) for problem in found]
+
+
+def _settings_without_problems(text: str) -> Settings | None:
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+    settings, problems = examine(raw)
+    if settings is not None or any(one.where[:1] in _DEVICES for one in problems):
+        return settings
+    settings, _ = examine(without(raw, [one.where for one in problems]))
+    return settings
+
+
+def _problems_of_files(settings: Settings) -> Iterator[Problem]:
+    server = settings.server
+    if server.tls_cert is None or server.tls_key is None:
+        return
     try:
         check_files(server.tls_cert, server.tls_key)
     except TlsError as error:
-        problem = Problem(("server", error.key), error.what, error.hint)
-        return [PlacedProblem(problem, _line(problem, lines_of(text)))]
-    return []
+        yield Problem(("server", error.key), error.what, error.hint)
 
 
-def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[PlacedProblem]:
-    """Return the problem with groups or budgets of a text without problems on a ``machine``.
-
-    Raises:
-        ConfigError: the text has problems.
-    """
-    settings = parsed_file(text, None).settings
+def _problems_of_machine(settings: Settings, machine: Machine) -> Iterator[Problem]:
+    reason = why_not_listen(settings.server.host)
+    if reason:
+        what = f"{settings.server.host!r} is no address to listen at: {reason}"
+        hint = "write an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        yield Problem(("server", "host"), what, hint)
+    unusable = unusable_gpu(machine)
+    if unusable is not None:
+        yield Problem(place_of(unusable.key), unusable.what, unusable.hint)
     try:
-        fitted(settings, machine(settings))
+        fitted(settings, machine)
     except MachineError as error:
-        problem = Problem(place_of(error.key), error.what, error.hint)
-        return [PlacedProblem(problem, _line(problem, lines_of(text)))]
-    return []
+        if unusable is None or not error.key.startswith(unusable.key):
+            yield Problem(place_of(error.key), error.what, error.hint)
 
 
 def _line(problem: Problem, lines: dict[tuple[str | int, ...], int]) -> int | None:

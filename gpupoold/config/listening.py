@@ -22,6 +22,24 @@ def is_local(listener: socket.socket) -> bool:
     return address.is_loopback
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an address or name to listen at."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def why_not_listen(host: str) -> str:
+    """Return why no socket of this machine can listen at ``host``, empty if one can.
+
+    A free port is tried, so another program may use the configured one.
+    """
+    try:
+        with socket.socket(family_of(host), socket.SOCK_STREAM) as listener:
+            listener.bind((host, 0))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def why_keys_are_required(access: AccessSettings, listener: socket.socket) -> str:
     """Return why every request at this socket needs an API key; empty if no key is needed."""
     if not is_local(listener):

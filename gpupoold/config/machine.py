@@ -23,8 +23,8 @@ class DeviceFacts:
 
     ``memory_bytes`` is None if unknown. ``node`` is the NUMA node of a GPU, None if the
     kernel names none, and for other devices. ``name`` is the kind of GPU as the driver spells it,
-    empty if unknown. ``ordinal`` is the GPU of a CUDA device; ``is_missing`` is true if the driver
-    has no such GPU.
+    empty if unknown. ``ordinal`` is the GPU of a CUDA device; ``is_missing`` is true if there is no
+    driver, or the driver has no such GPU.
     """
 
     kind: str
@@ -42,6 +42,7 @@ class Machine:
 
     ``memory_bytes`` excludes reserved huge pages. ``limit_bytes`` is the limit of the daemon's
     control group, None without a limit. ``node_bytes`` is the memory of NUMA nodes by number.
+    ``has_cuda_engine`` is false if the installed vLLM is a build for CPUs.
     """
 
     memory_bytes: int
@@ -49,6 +50,7 @@ class Machine:
     limit_bytes: int | None = None
     node_bytes: Mapping[int, int] = field(default_factory=dict)
     is_simulated: bool = False
+    has_cuda_engine: bool = True
 
     @property
     def usable_bytes(self) -> int:

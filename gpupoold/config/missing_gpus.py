@@ -1,4 +1,4 @@
-"""Whether emulated devices stand in for GPUs that were not found."""
+"""GPUs that were expected, or are configured, and are not there."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import os
 
 from gpupoold.config import schema
 from gpupoold.config.file import ConfigFile
+from gpupoold.config.machine import Machine
+from gpupoold.config.unusable_gpus import unusable_gpu
 from gpupoold.engine_versions import is_built_for_gpus
 from gpupoold.errors import Failed
 
 
-def check_gpus_found(file: ConfigFile) -> None:
-    """Check that a daemon with an engine for GPUs has found GPUs, or devices in its file.
+def check_gpus_found(file: ConfigFile, machine: Machine) -> None:
+    """Check that the GPUs which a daemon's file or engine ask for are there.
 
     Raises:
-        Failed: no GPU was found. The driver may be loaded later, so another start may succeed.
+        Failed: a GPU is missing. The driver may be loaded later, so another start may succeed.
     """
     problem, fix = missing_gpus(file)
     if problem:
         raise Failed(problem, fix)
+    unusable = unusable_gpu(machine)
+    if unusable is not None:
+        raise Failed(unusable.message, unusable.hint)
 
 
 def missing_gpus(file: ConfigFile) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -258,24 +258,23 @@ def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[Err
     places = [problem["loc"] for problem in found if problem["loc"]]
     if any(place[0] in ("device", "memory") for place in places) or len(places) < len(found):
         return []
-    rest = copy.deepcopy(dict(data))
-    for place in places:
-        _without(rest, place)
     try:
-        Settings.model_validate(rest)
+        Settings.model_validate(without(data, places))
     except ValidationError as error:
         return [one for one in error.errors(include_url=False) if one["type"] == "at_key"]
     return []
 
 
-def _without(table: dict[str, Any], place: Sequence[int | str]) -> None:
-    """Remove the key at ``place``, or the section if ``place`` has no key."""
-    section, *names = place
-    inner = table.get(str(section))
-    if names and isinstance(inner, dict):
-        inner.pop(names[0], None)
-    else:
-        table.pop(str(section), None)
+def without(data: Mapping[str, Any], places: Iterable[Sequence[int | str]]) -> dict[str, Any]:
+    """Return a copy of parsed TOML without the keys, or whole sections, at ``places``."""
+    rest = copy.deepcopy(dict(data))
+    for section, *names in filter(None, places):
+        inner = rest.get(str(section))
+        if names and isinstance(inner, dict):
+            inner.pop(names[0], None)
+        else:
+            rest.pop(str(section), None)
+    return rest
 
 
 def default_devices() -> list[dict[str, object]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gpupoold.config.device_names import check_gpu, check_group, group_value
 from gpupoold.config.values import (
@@ -21,6 +21,8 @@ from gpupoold.config.values import (
     Section,
     Size,
     as_tuple,
+    check_host,
+    check_socket_folder,
 )
 from gpupoold.units import format_bytes
 
@@ -54,7 +56,7 @@ class ServerSettings(Section):
     that wait for a first token, 0 for none.
     """
 
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: Annotated[str, AfterValidator(check_host)] = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: Annotated[PositiveSize, Effect.LIVE] = Field(
         default=10_000_000, alias="max_body"
@@ -81,7 +83,7 @@ class PathSettings(Section):
     """
 
     state_dir: AbsolutePath
-    runtime_dir: AbsolutePath
+    runtime_dir: Annotated[AbsolutePath, AfterValidator(check_socket_folder)]
     model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(as_tuple), Effect.LIVE]
     log_dir: AbsolutePath
     download_dir: AbsolutePath

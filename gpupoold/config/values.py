@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.fields import FieldInfo
 
+from gpupoold.api.paths import MAX_SOCKET_PATH_BYTES, SOCKET_FILE_NAME
 from gpupoold.units import exact_duration, exact_size, parse_duration_s, parse_size_bytes
 
 
@@ -67,6 +69,33 @@ def _duration(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     raise ValueError('write a duration such as "500ms" or "4s", or a number of seconds')
+
+
+def check_host(host: str) -> str:
+    """Return ``host``, which a socket may listen at.
+
+    Raises:
+        ValueError: an address of version 6 has brackets, as in a URL.
+    """
+    if host.startswith("["):
+        raise ValueError(f'{host!r}: write the address without brackets, such as "::1"')
+    return host
+
+
+def check_socket_folder(folder: Path) -> Path:
+    """Return the folder, in which the admin socket can be made.
+
+    Raises:
+        ValueError: the path of the socket is longer than the kernel allows.
+    """
+    path = folder / SOCKET_FILE_NAME
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"the admin socket {path} has a path of {num_bytes} bytes, and Linux allows "
+            f"{MAX_SOCKET_PATH_BYTES}: choose a shorter folder, such as /run/gpupool"
+        )
+    return folder
 
 
 def _path(value: object) -> object:

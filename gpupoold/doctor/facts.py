@@ -56,7 +56,8 @@ class GpuFacts:
     """The driver and the GPUs.
 
     ``problem`` is the reason why NVML cannot be used, empty if NVML works. ``cuda`` is the newest
-    CUDA version supported by the driver. ``links`` connect each two GPUs.
+    CUDA version supported by the driver. ``links`` connect each two GPUs. ``has_none`` is true if
+    CUDA can have no GPU here: NVML lists none, or neither NVML nor CUDA's driver library is there.
     """
 
     problem: str = ""
@@ -64,6 +65,7 @@ class GpuFacts:
     cuda: tuple[int, int] = (0, 0)
     gpus: tuple[Gpu, ...] = ()
     links: tuple[GpuLink, ...] = ()
+    has_none: bool = False
 
     def link(self, one: int, other: int) -> GpuLink | None:
         """Return the connection of two GPUs, None if unknown."""

@@ -12,6 +12,7 @@ from gpupoold.config.schema import DeviceSettings, Settings
 from gpupoold.doctor.facts import GpuFacts, MemoryFacts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_memory import memory_facts
+from gpupoold.engine_versions import installed_version, is_built_for_gpus
 from gpupoold.latency.hardware import hardware
 from gpupoold.memory import numa
 
@@ -26,7 +27,9 @@ def find_machine(settings: Settings) -> Machine:
         if not _gpus or _gpus[0].problem:
             _gpus[:] = [gpu_facts()]
         gpu = _gpus[0]
-    return machine_of(settings, memory_facts(), gpu, numa.node_bytes())
+    found = machine_of(settings, memory_facts(), gpu, numa.node_bytes())
+    has_cuda_engine = installed_version() is None or is_built_for_gpus()
+    return replace(found, has_cuda_engine=has_cuda_engine)
 
 
 def machine_of(
@@ -83,7 +86,9 @@ def _cuda(
 ) -> DeviceFacts:
     index = index_of(gpu, ordinal, environment)
     if index is None:
-        is_missing = bool(gpu.gpus)
+        entry = visible_entry(ordinal, environment) or ""
+        # NVML does not list a part of a GPU by itself.
+        is_missing = gpu.has_none or (bool(gpu.gpus) and not entry.startswith("MIG-"))
         return DeviceFacts("cuda", device.memory_bytes, None, number, "", ordinal, is_missing)
     found = gpu.gpus[index]
     size_bytes = _least(found.memory_bytes, device.memory_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pynvml
@@ -10,13 +11,15 @@ from gpupoold.doctor.facts import Gpu, GpuFacts
 from gpupoold.doctor.probe_links import gpu_links
 from gpupoold.memory import numa
 
+_CUDA_DRIVER = "libcuda.so.1"
+
 
 def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
     """Return the data of NVML; if NVML cannot be used, only ``problem``."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return GpuFacts(problem=str(error))
+        return GpuFacts(problem=str(error), has_none=not _has_driver())
     try:
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
         count = nvml.nvmlDeviceGetCount()
@@ -26,11 +29,21 @@ def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
             cuda=(number // 1000, number % 1000 // 10),
             gpus=tuple(_gpu(nvml, handle) for handle in handles),
             links=gpu_links(nvml, handles),
+            has_none=not count,
         )
     except nvml.NVMLError as error:
         return GpuFacts(problem=str(error))
     finally:
         nvml.nvmlShutdown()
+
+
+def _has_driver() -> bool:
+    """Return whether CUDA's driver library is there; containers may have it without NVML."""
+    try:
+        ctypes.CDLL(_CUDA_DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def _gpu(nvml: Any, handle: object) -> Gpu:

@@ -11,6 +11,7 @@ from pathlib import Path
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.socket_file import share_socket
 from gpupoold.api.paths import SOCKET_FILE_NAME
+from gpupoold.config.listening import family_of
 from gpupoold.config.schema import ServerSettings
 from gpupoold.errors import Failed, Refused
 
@@ -65,8 +66,7 @@ def admin_listener(
 
 
 def _bound(server: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family_of(server.host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((server.host, server.port))

@@ -58,7 +58,8 @@ def test_the_line_of_the_group_is_told(text: str, line: int) -> None:
     machine = Machine(64 * GIB, (H100, replace(OTHER, is_missing=True)))
     (found,) = check_on_machine(text, lambda _: machine)
     assert str(found) == (
-        f"line {line}: device[1].gpus: there is no GPU 3 (name GPUs that `nvidia-smi -L` lists)"
+        f"line {line}: device[1].gpus: there is no GPU 3 (name GPUs that `nvidia-smi -L` lists; "
+        'if it fails, install the driver; to run without a GPU write: devices = ["emulated"])'
     )
 
 

@@ -74,6 +74,13 @@ def test_a_gpu_that_is_not_there_has_no_known_size(visible: str) -> None:
     )
     without_driver = machine_of(settings(devices=["cuda:0"]), MEMORY, GpuFacts(), NODES, {})
     assert without_driver.devices == (DeviceFacts("cuda", None, ordinal=0),)
+    nothing = GpuFacts(problem="NVML Shared Library Not Found", has_none=True)
+    found = machine_of(settings(devices=["cuda:0"]), MEMORY, nothing, NODES, {}).devices
+    assert found == (DeviceFacts("cuda", None, ordinal=0, is_missing=True),)
+
+
+def test_a_part_of_a_gpu_is_taken_to_be_there() -> None:
+    assert devices("cuda:0", visible="MIG-aa") == (DeviceFacts("cuda", None, ordinal=0),)
 
 
 def test_a_device_uses_at_most_its_memory() -> None:

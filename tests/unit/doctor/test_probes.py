@@ -14,7 +14,7 @@ import pytest
 
 from gpupool_state.migrations import MIGRATIONS
 from gpupoold.config.schema import parse_settings
-from gpupoold.doctor import probes
+from gpupoold.doctor import probe_gpu, probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
 from gpupoold.doctor.probe_folders import folder_facts
 from gpupoold.doctor.probe_gpu import gpu_facts
@@ -107,8 +107,13 @@ class TestGpu:
         assert gpu_facts(nvml) == GpuFacts("", "580.65", (13, 1), (gpu,))
         assert not nvml.is_open
 
-    def test_no_driver(self) -> None:
-        assert gpu_facts(Nvml("Library Not Found")) == GpuFacts("Library Not Found")
+    @pytest.mark.parametrize(
+        ("library", "has_none"), [("libnone.so.1", True), ("libc.so.6", False)]
+    )
+    def test_no_driver(self, library: str, has_none: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(probe_gpu, "_CUDA_DRIVER", library)
+        expected = GpuFacts("Library Not Found", has_none=has_none)
+        assert gpu_facts(Nvml("Library Not Found")) == expected
 
 
 class TestDatabase:

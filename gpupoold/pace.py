@@ -24,16 +24,26 @@ def gap_s_of(text: str) -> float | None:
         return None
     if wanted == STEADY:
         return math.inf
-    try:
-        gap_s = parse_duration_s(wanted) if len(wanted) <= _MAX_CHARS else 0.0
-    except ValueError:
-        gap_s = 0.0
+    gap_s = _gap_s(wanted) if len(wanted) <= _MAX_CHARS else 0.0
     if gap_s < _LEAST_GAP_S:
         raise ValueError(
             f"{text[:_MAX_CHARS]!r} is no pace: write `{STEADY}`, `{OFF}` or a duration of at "
             "least 1 ms, such as `50ms`"
         )
     return gap_s
+
+
+def _gap_s(text: str) -> float:
+    """Return the gap in seconds, 0 for a text that is no duration."""
+    try:
+        return parse_duration_s(text)
+    except ValueError:
+        return 0.0
+
+
+def stored_gap_s_of(text: str) -> float | None:
+    """Return the gap of a stored pace; earlier versions accepted a number of seconds."""
+    return gap_s_of(f"{text}s" if text.replace(".", "", 1).isdecimal() else text)
 
 
 def checked_pace(text: str) -> str:

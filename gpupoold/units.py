@@ -20,12 +20,15 @@ _NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 
 def parse_duration_s(text: str) -> float:
-    """Return the seconds in ``text``; a bare number is seconds.
+    """Return the seconds in ``text``. A number other than zero needs a unit.
 
     Raises:
-        ValueError: ``text`` is not a duration; the message names the accepted units.
+        ValueError: ``text`` is not a duration, or has no unit; the message says what to write.
     """
     number, unit = _split(text, "a duration such as 500ms, 2s or 5m")
+    if not unit and number:
+        bare = text.strip()
+        raise ValueError(f"{text!r} has no unit: write {bare}ms or {bare}s")
     if unit.lower() not in _DURATION_S | {"": 1.0}:
         raise ValueError(f"{text!r}: unknown unit {unit!r}, use us, ms, s, m, h or d")
     return number * _DURATION_S.get(unit.lower(), 1.0)

@@ -21,7 +21,6 @@ from gpupoold.units import format_bytes, format_duration, parse_duration_s, pars
         ("5M", 300.0),
         ("250us", 250e-6),
         ("1d", 86400.0),
-        ("3", 3.0),
         ("0", 0.0),
     ],
 )
@@ -53,6 +52,13 @@ def test_what_is_no_number_is_refused(text: str) -> None:
         parse_duration_s(text)
     with pytest.raises(ValueError, match="is not a size such as"):
         parse_size_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["100", " 2.5 ", "0.1"])
+def test_a_duration_without_a_unit_has_two_readings(text: str) -> None:
+    bare = text.strip()
+    with pytest.raises(ValueError, match=f"has no unit: write {bare}ms or {bare}s$"):
+        parse_duration_s(text)
 
 
 def test_unknown_units_are_named() -> None:

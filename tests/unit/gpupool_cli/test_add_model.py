@@ -30,7 +30,7 @@ def test_the_documented_call(daemon: FakeDaemon, cli: Cli) -> None:
 
 
 def test_every_option_reaches_the_daemon(daemon: FakeDaemon, cli: Cli) -> None:
-    options = "--source org/q --revision v2 --ttft 500ms --tbt 0.05 --max-len 2048 --dtype float16"
+    options = "--source org/q --revision v2 --ttft 500ms --tbt 50ms --max-len 2048 --dtype float16"
     result = cli("add-model", "q", *options.split(), "--alias", "a", "--alias", "b")
     assert result.exit_code == 0
     assert _asked(daemon) == AddModelRequest(
@@ -129,6 +129,9 @@ def test_check_adds_nothing_and_prints_the_model(daemon: FakeDaemon, cli: Cli) -
     assert daemon.models == {}
     assert "architecture  Qwen2ForCausalLM" in result.stdout
     assert "q: can be served; not added" in result.stderr
+    fields = [line.split()[0] for line in result.stdout.splitlines()]
+    assert "name" in fields
+    assert not {"state", "added"} & set(fields)
 
 
 def test_an_error_inside_the_stream(daemon: FakeDaemon, cli: Cli) -> None:

@@ -97,7 +97,7 @@ def add_model(
         say(f"{name}: accepted; `gpupool ps` shows the progress, `gpupool events` the result")
     elif check:
         say(f"{model.name}: can be served; not added")
-        print_model(model)
+        print_model(model, is_added=False)
     else:
         say(f"{model.name}: {model.state}, {format_bytes(model.weight_bytes)} of weights")
 

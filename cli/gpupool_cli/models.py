@@ -154,11 +154,11 @@ def rm(
         raise typer.Exit(failures[0].exit_code)
 
 
-def print_model(model: ModelInfo) -> None:
-    """Print a model as ``name value`` lines on stdout."""
+def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
+    """Print a model as ``name value`` lines on stdout; one that is not added has no state."""
     fields = {
         "name": model.name,
-        "state": model.state,
+        "state": model.state if is_added else "",
         "error": model.error,
         "source": model.source,
         "revision": model.revision or "",
@@ -180,7 +180,7 @@ def print_model(model: ModelInfo) -> None:
         "engines": "" if model.usage is None else hosting_text(model),
         **_memory_fields(model),
         "drafts": _draft_text(model.usage),
-        "added": output.time_text(model.created_at),
+        "added": output.time_text(model.created_at) if is_added else "",
         **_latency_fields(model),
     }
     output.print_fields({name: value for name, value in fields.items() if value})

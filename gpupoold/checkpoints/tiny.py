@@ -103,6 +103,7 @@ class Recipe:
     dtype: str = "float32"
     seed: int = 0
     version: int = 1
+    num_gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
         Refused: the target folder exists and was not made by this function.
     """
     arch = _architecture(recipe)
-    shape = shape_for(arch, recipe.size_bytes)
+    shape = shape_for(arch, recipe.size_bytes, recipe.num_gpus)
     target = parent / arch.checkpoint_name
     if target.exists():
         made = _read_recipe(target)
@@ -141,22 +142,26 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
     return target
 
 
-def shape_for(arch: Architecture, size_bytes: int) -> Shape:
+def shape_for(arch: Architecture, size_bytes: int, num_gpus: int = 1) -> Shape:
     """Return the best-proportioned shape within 5 % of ``size_bytes`` of float32 weights.
+
+    The attention heads can be divided among ``num_gpus``.
 
     Raises:
         UsageError: no shape is within 5 %; the message gives the limits.
     """
-    in_range = size_bytes <= MAX_SIZE_BYTES
+    in_range = size_bytes <= MAX_SIZE_BYTES and num_gpus > 0
     candidates = [
         shape
         for shape in (_shapes(arch, size_bytes) if in_range else ())
         if abs(num_weight_bytes(arch, shape) / size_bytes - 1) < _SIZE_TOLERANCE
+        and _num_kv_heads(arch, shape) % num_gpus == 0
     ]
     if not candidates:
-        least = num_weight_bytes(arch, Shape(2, 2, HEAD_DIM * 2))
+        least = num_weight_bytes(arch, Shape(2 * num_gpus, 2, HEAD_DIM * 2))
+        among = "" if num_gpus == 1 else f" that {num_gpus} GPUs can divide"
         raise UsageError(
-            f"no {arch.checkpoint_name} has about {format_bytes(size_bytes)} of weights",
+            f"no {arch.checkpoint_name} has about {format_bytes(size_bytes)} of weights{among}",
             f"choose between {format_bytes(least)} and {format_bytes(MAX_SIZE_BYTES)}",
         )
     return min(candidates, key=_ugliness)
@@ -309,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", default=DEFAULT_SIZE, help="bytes of weights at float32")
     parser.add_argument("--dtype", default="float32", help=" or ".join(DTYPES))
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--gpus", type=int, default=1, help="size of a group that can divide it")
     args = parser.parse_args(argv)
     made = (make_checkpoint(args.dir, recipe) for recipe in _recipes(args))
     return print_made(made, lambda file: file.st_size, as_json=args.json)
@@ -321,7 +327,7 @@ def _recipes(args: argparse.Namespace) -> Iterator[Recipe]:
         raise UsageError(f"--size: {error}") from None
     names = list(ARCHITECTURES) if args.arch == "all" else [args.arch]
     for name in names:
-        yield Recipe(name, size_bytes, args.dtype, args.seed)
+        yield Recipe(name, size_bytes, args.dtype, args.seed, num_gpus=args.gpus)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,26 @@ def box_models(
     return models_on(box, {n: shapes[i % len(shapes)] for i, n in enumerate(names)}, targets)
 
 
+def why_too_large(box: Box, shape_name: str) -> str:
+    """Return why a model of packaged dimensions exceeds a device of the box, empty if it fits.
+
+    Raises:
+        UsageError: the dimensions are unknown.
+    """
+    try:
+        weight_bytes = builtin_shape(shape_name).weight_bytes
+    except LatencyError as error:
+        raise UsageError(str(error)) from error
+    if weight_bytes < box.device_bytes:
+        return ""
+    degree = box.tensor_parallel_size
+    gpus = "one GPU" if degree == 1 else f"{degree} GPUs"
+    return (
+        f"{shape_name} weighs {weight_bytes / 1e9:.3g} GB, {gpus} of {box.name} "
+        f"can hold {box.device_bytes / 1e9:.3g} GB"
+    )
+
+
 def models_on(box: Box, shapes: Mapping[str, str], targets: Targets) -> dict[str, SimModel]:
     """Return models for ``shapes``, a mapping of model names to names of packaged dimensions.
 
@@ -164,13 +184,8 @@ def _model_on(box: Box, shape_name: str, targets: Targets) -> SimModel:
         latency = latency_for(box.gpu, shape, num_gpus=degree)
     except LatencyError as error:
         raise UsageError(str(error)) from error
-    if shape.weight_bytes >= box.device_bytes:
-        gpus = "one GPU" if degree == 1 else f"{degree} GPUs"
-        raise UsageError(
-            f"{shape_name} weighs {shape.weight_bytes / 1e9:.3g} GB, {gpus} of {box.name} "
-            f"can hold {box.device_bytes / 1e9:.3g} GB",
-            "use groups of GPUs (such as 2x4xH800), or larger GPUs",
-        )
+    if too_large := why_too_large(box, shape_name):
+        raise UsageError(too_large, "use groups of GPUs (such as 2x4xH800), or larger GPUs")
     if problem := shape.why_undivided(degree):
         raise UsageError(
             f"{shape_name} cannot be divided among {degree} GPUs: {problem}",

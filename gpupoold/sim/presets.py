@@ -14,6 +14,7 @@ from pathlib import Path
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
+from gpupoold.sim.changes import description
 from gpupoold.sim.other_presets import COMPARED, bursts, other_panels
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import (
@@ -66,9 +67,10 @@ def preset_panels(name: str) -> tuple[FigurePanel, ...]:
 
 def poisson_panel() -> FigurePanel:
     """Return the default panel: figure 11a's workload with few models."""
-    return replace(
+    panel = replace(
         _fig11a(), name="poisson", policies=("gpupool", "request-level"), models=(40, 70)
     )
+    return replace(panel, title=description(panel))
 
 
 def trace_panel(path: Path) -> FigurePanel:

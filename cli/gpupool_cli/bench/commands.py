@@ -100,7 +100,7 @@ def overhead(
         rounds=rounds, num_streams=streams, max_model_len=MAX_MODEL_LEN, vllm_options=options
     )
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as folder:
-        checkpoint = make_checkpoints(Path(folder), ["llama"], parse_size_bytes(size))[0]
+        [checkpoint] = make_checkpoints(Path(folder), ["llama"], parse_size_bytes(size), gpus)
         say("starting gpupoold and vllm serve")
         # As much KV as vLLM has. Checkpoints are up to 5 % larger than their size.
         num_bytes = int(1.1 * parse_size_bytes(size)) + gpus * KV_BYTES

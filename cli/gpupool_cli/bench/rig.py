@@ -15,15 +15,19 @@ _CUDA_PAGE_BYTES = 2 << 20
 _CUDA_CHUNKS_BYTES = 4 * 32 * _CUDA_PAGE_BYTES
 
 
-def make_checkpoints(folder: Path, architectures: list[str], size_bytes: int) -> list[Path]:
+def make_checkpoints(
+    folder: Path, architectures: list[str], size_bytes: int, num_gpus: int = 1
+) -> list[Path]:
     """Make random checkpoints, one per architecture, in another process (which needs torch).
+
+    Groups of ``num_gpus`` can divide the checkpoints.
 
     Raises:
         Failed: the message has the maker's last words.
     """
     for architecture in architectures:
         command = [sys.executable, "-m", "gpupoold.checkpoints.tiny", str(folder)]
-        command += ["--arch", architecture, "--size", str(size_bytes)]
+        command += ["--arch", architecture, "--size", str(size_bytes), "--gpus", str(num_gpus)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]

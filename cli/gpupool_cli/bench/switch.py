@@ -40,7 +40,7 @@ def run_switch_bench(
         GpupoolError: the models could not be made or served.
     """
     say(f"making two checkpoints of {format_bytes(size_bytes)}")
-    checkpoints = make_checkpoints(folder, ["llama", "qwen3"], size_bytes)
+    checkpoints = make_checkpoints(folder, ["llama", "qwen3"], size_bytes, num_gpus)
     kv_bytes = max(_MIN_KV_BYTES, int(_KV_SHARE * size_bytes))
     with private_daemon(_config(size_bytes, kv_bytes, num_gpus, link)) as daemon:
         names = [path.name for path in checkpoints]

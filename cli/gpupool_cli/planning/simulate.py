@@ -31,6 +31,7 @@ from gpupool_cli.planning.simulation_view import PointsView, print_rows
 from gpupoold.config.schema import load_settings
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.changes import changed_panel
 from gpupoold.sim.host import NO_WISHES
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
 from gpupoold.sim.roles_text import parse_roles
@@ -161,7 +162,10 @@ def _points(
     if workloads is None and any(panel.workload.needs_folder for panel in panels):
         workloads = load_settings().paths.workloads_dir
     wanted = replace(wanted, workloads_dir=workloads)
-    return [point for panel in panels for point in panel.changed(wanted).points()]
+    found = [changed_panel(panel, wanted) for panel in panels]
+    for reason in dict.fromkeys(one for _, left_out in found for one in left_out):
+        say(f"left out: {reason}; other models take its place")
+    return [point for panel, _ in found for point in panel.points()]
 
 
 def _run(points: Sequence[Point], jobs: int, as_json: bool) -> list[RunRow]:

@@ -32,6 +32,21 @@ def test_shape_comes_near_the_wanted_size(arch: str, size_bytes: int) -> None:
     assert shape.intermediate_size % 64 == 0
 
 
+@pytest.mark.parametrize(("size_bytes", "num_gpus"), [(60 * MB, 2), (60 * MB, 4), (100 * MB, 8)])
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_group_can_divide_the_heads(arch: str, size_bytes: int, num_gpus: int) -> None:
+    architecture = tiny.ARCHITECTURES[arch]
+    shape = tiny.shape_for(architecture, size_bytes, num_gpus)
+    assert shape.num_heads % (2 * num_gpus) == 0
+    assert tiny.num_weight_bytes(architecture, shape) == pytest.approx(size_bytes, rel=0.05)
+
+
+def test_a_size_that_no_group_can_divide() -> None:
+    with pytest.raises(UsageError, match="that 8 GPUs can divide") as refused:
+        tiny.shape_for(tiny.ARCHITECTURES["llama"], 4 * MB, 8)
+    assert "choose between 43 MiB" in (refused.value.hint or "")
+
+
 @pytest.mark.parametrize("size_bytes", [0, 1 * MB, 2000 * MB])
 def test_size_out_of_range_names_the_limits(size_bytes: int) -> None:
     with pytest.raises(UsageError, match=r"choose between .* and 954 MiB"):

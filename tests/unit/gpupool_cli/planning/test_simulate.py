@@ -233,12 +233,18 @@ class TestTraces:
         assert f"{tmp_path}/azure23_conv.csv.gz" in elsewhere.stderr
 
 
+def test_models_that_do_not_fit_are_left_out(env: dict[str, str]) -> None:
+    done = simulate(env, *SMALL, "--devices", "2xA10", "--models", "2,3", "--json")
+    assert [row["models"] for row in rows_of(done)] == [2, 3]
+    assert "left out: Llama-2-13B weighs 26 GB, one GPU of 2xA10 can hold 21.7 GB" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--devices", "0xH800"), "box of devices"),
         (("--devices", "4xTPU"), "TPU"),
-        (("--devices", "1xA10"), "weighs"),
+        (("aegaeon-fig17-72b", "--devices", "1xA10"), "weighs"),
         (("--tensor-parallel", "2"), "groups"),
         (("--models", "many"), "--models: 'many' is not a list of whole numbers"),
         (("--models", "2.5"), "--models: '2.5' is not a list of whole numbers"),
@@ -248,6 +254,7 @@ class TestTraces:
         (("--rps", "nan"), "rate"),
         (("--ttft", "0s"), "more than zero"),
         (("--tbt", "0"), "more than zero"),
+        (("--tbt", "100"), "has no unit: write 100ms or 100s"),
         (("--duration", "-3"), "not a duration"),
         (("--prefill", "1"), "prefill"),
         (("--policy", "best"), "no policy"),

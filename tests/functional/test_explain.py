@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -131,7 +132,7 @@ def test_a_request_that_has_ended_is_told_of_from_the_history(box: PrivateDaemon
             client.why("nothing")
 
 
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "n": 2},
     "/v1/completions": {"prompt": ["x", "y"]},
     "/v1/responses": {"input": "x"},

@@ -33,7 +33,7 @@ def test_answers_name_their_requests(text: str, request_id: str) -> None:
 def test_every_prefix_of_vllm_is_known() -> None:
     spec = find_spec("vllm")
     assert spec is not None
-    [folder] = spec.submodule_search_locations or ()
+    [folder] = spec.submodule_search_locations or [""]
     found = {
         match[1] or (match[2] and f"{match[2]}-") or match[3]
         for file in Path(folder, "entrypoints").rglob("*.py")

@@ -201,7 +201,9 @@ def test_paces_of_key_and_model(of_key: str, of_model: str, gap_s: float | None)
     assert wanted_gap_s({"headers": []}, of_key, of_model) == gap_s
 
 
-@pytest.mark.parametrize("value", [b"fast", b"0", b"50", b"-1s", b"nan", b"inf", b"0.1ms", b"9" * 4000])
+@pytest.mark.parametrize(
+    "value", [b"fast", b"0", b"50", b"-1s", b"nan", b"inf", b"0.1ms", b"9" * 4000]
+)
 def test_wrong_header(value: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         wanted_gap_s({"headers": [(b"x-gpupool-pace", value)]})

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpupoold.access.peers import AdminGroups, Peer, Right, needed_for, peer_of
 from gpupoold.api.schemas import ErrorBody
 from gpupoold.errors import Forbidden, GpupoolError, TimedOut, Unavailable, UsageError
+from gpupoold.system.content_coding import unread_coding
 from gpupoold.system.http_protocol import BoundedHttp
 
 _PEER = "peer"
@@ -180,12 +181,17 @@ class Guard:
         self._groups = groups
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on, or answer 403 with the reason and a hint."""
+        """Pass the call on, or answer 403 or 415 with the reason and a hint."""
         peer: Peer = scope["state"][_PEER]
         try:
             await self._groups.check(peer, needed_for(scope["method"]))
         except Forbidden as error:
             answer = JSONResponse(_error_body(error), status_code=error.http_status)
+            await answer(scope, receive, send)
+            return
+        if (coding := unread_coding(scope["headers"])) is not None:
+            unread = UsageError(f"Content-Encoding {coding} is not supported", "send it as it is")
+            answer = JSONResponse(_error_body(unread), HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             await answer(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -121,6 +121,20 @@ def _host_names(value: object) -> object:
     return tuple(one.lower() for one in value)
 
 
+def _origins(value: object) -> object:
+    if not isinstance(value, list | tuple) or len(value) > _MAX_ORIGINS:
+        raise ValueError(f"write a list of at most {_MAX_ORIGINS} origins")
+    if ANY_ORIGIN in value and len(value) > 1:
+        raise ValueError('"*" includes all origins; leave the others out')
+    for one in value:
+        if not isinstance(one, str) or not (one == ANY_ORIGIN or _ORIGIN.fullmatch(one.lower())):
+            raise ValueError(
+                f'{one!r} is not an origin such as "https://app.example:8443"; write scheme and '
+                "host as a browser sends them, and leave the path and its first / out"
+            )
+    return tuple(one.lower() for one in value)
+
+
 def as_tuple(value: object) -> object:
     """Convert a TOML list to a tuple.
 
@@ -134,6 +148,14 @@ def as_tuple(value: object) -> object:
 
 # A name by RFC 1123, or an IPv4 or IPv6 address.
 _HOST_NAME = re.compile(r"[0-9a-z]([0-9a-z._-]{0,251}[0-9a-z])?|[0-9a-f:]*:[0-9a-f:.]*")
+
+# Scheme, host and port, as the header ``Origin`` has them.
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]{0,31}://(\[[0-9a-f:.]{2,45}\]|[0-9a-z_]([0-9a-z._-]{0,251}[0-9a-z])?)"
+    r"(:[0-9]{1,5})?"
+)
+ANY_ORIGIN = "*"
+_MAX_ORIGINS = 100
 
 # JSON spells sizes and durations as a configuration file does, such as "24GiB" and "4s".
 _as_size = PlainSerializer(exact_size, when_used="json")
@@ -154,6 +176,7 @@ DurationOrZero = Annotated[float, BeforeValidator(_duration), Field(ge=0), _as_d
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 Count = Annotated[int, Field(gt=0)]
 HostNames = Annotated[tuple[str, ...], BeforeValidator(_host_names)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 
 
 class Section(BaseModel):

@@ -74,6 +74,7 @@ async def build_control_plane(
         required_because,
         host_names,
         settings.access.share_prefixes,
+        allowed_origins=settings.access.allowed_origins,
     )
     policy, roles = make_policy(header.policy, header.options), configured_roles(settings)
     dispatcher = Dispatcher(

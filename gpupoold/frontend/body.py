@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -53,6 +54,11 @@ async def _join(receive: Receive, max_bytes: int, holding: BodyHolding) -> bytes
         pieces.append(piece)
         if not message.get("more_body"):
             return b"".join(pieces)
+
+
+def without_bom(body: bytes) -> bytes:
+    """Return a body without UTF-8's byte order mark, which editors of Windows write."""
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

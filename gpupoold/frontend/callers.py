@@ -87,6 +87,7 @@ class Callers:
         self._anybody = Caller()
         self._num_unauthorised = 0
         self.host_names: frozenset[str] = frozenset()
+        self.allowed_origins: frozenset[str] = frozenset()
         self.known = asyncio.Event()
         """Set when the keys are known."""
 
@@ -95,6 +96,7 @@ class Callers:
         self._by_id = {key.id: _caller(key, rules.share_prefixes) for key in rules.keys}
         self._are_required = rules.are_required
         self.host_names = frozenset(rules.host_names)
+        self.allowed_origins = frozenset(rules.allowed_origins)
         self.known.set()
 
     def of_batch(self, owner: str) -> Caller | None:

@@ -36,7 +36,7 @@ class CheckpointFiles:
         """
         path, method = scope["path"], scope["method"]
         if method != "GET":
-            raise method_not_allowed(method, path)
+            raise method_not_allowed(method, path, ("GET",))
         call = self._calls.find(scope)
         if call is None:
             raise unauthorised("Checkpoints are served to nodes of the fleet only.")

@@ -20,6 +20,10 @@ from gpupoold.wire.messages import FirstToken
 
 Message = MutableMapping[str, Any]
 
+_FACTS = ("device", "load-ms", "queue-ms", "switch-ms", "prefill-ms", "cached-tokens")
+FACT_HEADERS = tuple(f"x-gpupool-{name}" for name in _FACTS)
+"""All headers that tell how a request waited."""
+
 
 class ClientAnswer:
     """One answer; ``send`` takes the API's messages, ``comment`` the comments of a wait."""

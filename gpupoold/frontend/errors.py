@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -26,7 +26,7 @@ class ApiError(Exception):
 
     ``kind`` is the body's ``type``, ``code`` its ``code`` if different from the status, ``param``
     the wrong field, ``retry_after_s`` becomes the ``Retry-After`` header. ``anthropic_kind`` is the
-    ``type`` for ``/v1/messages`` if different.
+    ``type`` for ``/v1/messages`` if different, ``more_headers`` are further headers.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         anthropic_kind: str | None = None,
+        more_headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -48,6 +49,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.more_headers = more_headers
 
     def body(self, *, anthropic: bool = False) -> dict[str, object]:
         """The JSON body; ``anthropic`` chooses the shape of ``/v1/messages``."""
@@ -69,9 +71,14 @@ class ApiError(Exception):
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
         if self.retry_after_s is None:
-            return []
+            return list(self.more_headers)
         seconds = max(1, math.ceil(self.retry_after_s))
         return [(b"retry-after", str(seconds).encode())]
+
+
+def allow_header(methods: Sequence[str]) -> tuple[bytes, bytes]:
+    """Return the header ``Allow`` of a path with these methods."""
+    return b"allow", ", ".join(sorted((*methods, "OPTIONS"))).encode()
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -135,7 +142,7 @@ def foreign_origin(origin: str) -> ApiError:
         403,
         "ForbiddenError",
         f"The Origin header is {_short(origin)!r}: pages of other sites have no access without "
-        "an API key. To give a site access, name its host in access.host_names.",
+        "an API key. To give the pages of an origin access, add it to access.allowed_origins.",
         anthropic_kind="permission_error",
     )
 
@@ -153,9 +160,25 @@ def not_of_this_kind(model: str, path: str, served: Iterable[str]) -> ApiError:
     )
 
 
-def method_not_allowed(method: str, path: str) -> ApiError:
-    """Return 405: the path exists for another method."""
-    return ApiError(405, "MethodNotAllowedError", f"{_short(path)} does not take {method}.")
+def method_not_allowed(method: str, path: str, methods: Sequence[str]) -> ApiError:
+    """Return 405: the path exists for other methods."""
+    return ApiError(
+        405,
+        "MethodNotAllowedError",
+        f"{_short(path)} does not take {method}, but {', '.join(methods)}.",
+        more_headers=[allow_header(methods)],
+    )
+
+
+def unread_encoding(coding: str) -> ApiError:
+    """Return 415: the body is compressed."""
+    return ApiError(
+        415,
+        "UnsupportedMediaTypeError",
+        f"Content-Encoding {coding} is not supported: send the body as it is, without compression.",
+        anthropic_kind="invalid_request_error",
+        more_headers=[(b"accept-encoding", b"identity")],
+    )
 
 
 def no_such_response(response_id: str) -> ApiError:
@@ -316,6 +339,12 @@ async def send_json(
     all_headers = [(b"content-type", b"application/json"), length, *headers]
     await send({"type": "http.response.start", "status": status, "headers": all_headers})
     await send({"type": "http.response.body", "body": payload if with_body else b""})
+
+
+async def send_empty(send: Send, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Answer with 204."""
+    await send({"type": "http.response.start", "status": 204, "headers": list(headers)})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def send_error(send: Send, error: ApiError, *, anthropic: bool = False) -> None:

@@ -10,7 +10,6 @@ import msgspec
 from gpupoold.frontend.errors import Send, metrics_unavailable
 from gpupoold.wire.messages import AskMetrics, MetricsText
 
-METRICS_PATH = "/metrics"
 _CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _TIMEOUT_S = 5.0
 
@@ -55,7 +54,7 @@ class MetricsCalls:
         return asked
 
     async def serve(self, send: Send, *, with_body: bool) -> None:
-        """Answer a ``GET``, or without the body a ``HEAD``, of ``METRICS_PATH``.
+        """Answer a ``GET``, or without the body a ``HEAD``, of ``/metrics``.
 
         Raises:
             ApiError: see :meth:`text`.

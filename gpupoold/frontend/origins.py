@@ -9,27 +9,59 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Iterable
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from gpupoold.frontend.errors import foreign_origin, misdirected
 
+ANY_ORIGIN = "*"
 
-def check_origin(headers: Iterable[tuple[bytes, bytes]], host_names: Collection[str]) -> None:
-    """Check that a request was meant for this server, and not sent by another site's page.
+Headers = Iterable[tuple[bytes, bytes]]
 
-    ``Host`` must be a loopback address, ``localhost`` or one of ``host_names`` (lower case); so
-    must ``Origin``, if present. Origins of schemes other than HTTP belong to desktop programs and
-    are accepted. A request without ``Host`` (HTTP/1.0) does not come from a browser.
+
+class Permitted(Protocol):
+    """The names and origins of the configuration."""
+
+    host_names: frozenset[str]
+    allowed_origins: frozenset[str]
+
+
+def check_host(headers: Headers, permitted: Permitted) -> None:
+    """Check that a request was meant for this server.
+
+    ``Host`` must be a loopback address, ``localhost`` or one of ``host_names`` (lower case). A
+    request without ``Host`` (HTTP/1.0) does not come from a browser.
 
     Raises:
-        ApiError: 421 for the host, 403 for the origin.
+        ApiError: 421.
     """
     for name, value in headers:
         text = value.decode("latin-1").strip()
-        if name == b"host" and not _is_ours(f"//{text}", host_names):
+        if name == b"host" and not _is_ours(f"//{text}", permitted.host_names):
             raise misdirected(text)
-        if name == b"origin" and _is_of_a_page(text) and not _is_ours(text, host_names):
+
+
+def check_origin(headers: Headers, permitted: Permitted) -> None:
+    """Check that a request was not sent by another site's page.
+
+    The host of ``Origin``, if present, must be as for :func:`check_host`, or the origin one of
+    ``allowed_origins``. Origins of schemes other than HTTP belong to desktop programs and are
+    accepted.
+
+    Raises:
+        ApiError: 403.
+    """
+    for name, value in headers:
+        text = value.decode("latin-1").strip()
+        if name != b"origin" or not _is_of_a_page(text) or is_allowed(text, permitted):
+            continue
+        if not _is_ours(text, permitted.host_names):
             raise foreign_origin(text)
+
+
+def is_allowed(origin: str, permitted: Permitted) -> bool:
+    """Return whether the configuration gives pages of this origin access."""
+    return origin in permitted.allowed_origins or ANY_ORIGIN in permitted.allowed_origins
 
 
 def _is_of_a_page(origin: str) -> bool:

@@ -1,8 +1,4 @@
-"""The ASGI application of a frontend: routes a request to its model's API.
-
-Only the paths named here are served. The applications behind also register operator endpoints
-(scaling, profiling, raw metrics), which stay out of reach.
-"""
+"""The ASGI application of a frontend: routes a request to its model's API."""
 
 from __future__ import annotations
 
@@ -16,59 +12,55 @@ from gpupoold import __version__
 from gpupoold.checkpoints.peers import PATH as CHECKPOINTS_PATH
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
-from gpupoold.frontend.batches.api import BATCHES, FILES
 from gpupoold.frontend.batches.exchange import Exchange
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.batches.work import JsonAnswer
-from gpupoold.frontend.body import Disconnected, read_body, replay
+from gpupoold.frontend.body import Disconnected, read_body, replay, without_bom
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
 from gpupoold.frontend.checkpoint_files import CheckpointFiles
+from gpupoold.frontend.cors import Cors
 from gpupoold.frontend.errors import (
     ApiError,
+    allow_header,
     method_not_allowed,
     no_such_path,
     no_such_response,
     not_of_this_kind,
+    send_empty,
     send_error,
     send_json,
+    unread_encoding,
 )
 from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continuing
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
-from gpupoold.frontend.metrics import METRICS_PATH, MetricsCalls
+from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.model_lookup import Hold, ModelLookup
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
-from gpupoold.frontend.origins import check_origin
+from gpupoold.frontend.origins import check_host, check_origin
 from gpupoold.frontend.pacing import pacing, wanted_gap_s
-from gpupoold.frontend.pooling_bodies import POOLING_PATHS
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
+from gpupoold.frontend.routes import (
+    METRICS_PATH,
+    MODELS_PREFIX,
+    OPEN_PATHS,
+    OPENAPI_PATH,
+    RESPONSES_PREFIX,
+    ROUTED_PATHS,
+    is_batch_path,
+    methods_of,
+    without_slash,
+)
 from gpupoold.frontend.traces import TracedRequest, Traces
 from gpupoold.frontend.waiting import wants_comments
+from gpupoold.system.content_coding import unread_coding
 
 logger = logging.getLogger(__name__)
-
-ROUTED_PATHS = POOLING_PATHS | frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/tokenize",
-        "/detokenize",
-    }
-)
-# Paths for load balancers and service managers, which have no key; the answers name no model.
-_OPEN_PATHS = frozenset({"/health", "/ready"})
-_RESPONSES_PREFIX = "/v1/responses/"
-_MODELS_PREFIX = "/v1/models/"
-_OPENAPI_PATH = "/openapi.json"
 
 
 @dataclass(slots=True)
@@ -111,9 +103,14 @@ class Router:
         self._fleet_calls = fleet_calls or FleetCalls()
         self._checkpoint_files = CheckpointFiles(self._fleet_calls)
         self._decoding = asyncio.Semaphore(NUM_DECODING)
+        self._cors = Cors(self._serve, callers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
+        await self._cors(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["path"] = without_slash(scope["path"])
         ids = RequestIds()
         send = sending_id(send, ids)
         try:
@@ -132,36 +129,57 @@ class Router:
         if path.startswith(CHECKPOINTS_PATH):
             await self._checkpoint_files.serve(scope, receive, send)
             return
-        is_open = path in _OPEN_PATHS
-        caller = Caller() if is_open else self._callers.identify(scope["headers"])
-        if caller.key is None and not is_open and not _is_unix(scope):
-            check_origin(scope["headers"], self._callers.host_names)
-        if path == "/metrics":
-            caller.check_metrics()
+        methods = methods_of(path, has_batches=self._batches is not None)
+        if method == "OPTIONS" and methods:
+            check_origin(scope["headers"], self._callers)
+            await send_empty(send, [allow_header(methods)])
+            return
+        caller = self._permitted(scope)
+        if not methods:
+            raise no_such_path(method, path)
+        if method not in methods:
+            raise method_not_allowed(method, path, methods)
+        if (coding := unread_coding(scope["headers"])) is not None:
+            raise unread_encoding(coding)
+        with_body = method != "HEAD"
         if path in ROUTED_PATHS:
-            if method != "POST":
-                raise method_not_allowed(method, path)
             fleet_call = self._fleet_calls.find(scope)
             await self._callers.begin(caller)
             with self._traces.request(scope, ids.http_id) as traced:
                 scope = without_credentials(scope)
                 await self._route_by_model(caller, scope, receive, send, ids, traced, fleet_call)
-        elif path.startswith(_RESPONSES_PREFIX):
+        elif path.startswith(RESPONSES_PREFIX):
             await self._callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
-        elif self._batches is not None and _is_batch_path(path):
+        elif self._batches is not None and is_batch_path(path):
             await self._callers.begin(caller)
             await self._batches.serve(caller, without_credentials(scope), receive, send)
-        elif path == METRICS_PATH and method in ("GET", "HEAD"):
-            await self._metrics.serve(send, with_body=method == "GET")
-        elif path == _OPENAPI_PATH and method == "GET":
+        elif path == METRICS_PATH:
+            await self._metrics.serve(send, with_body=with_body)
+        elif path == OPENAPI_PATH:
             engines, has_batches = await self._mounts.openapi(), self._batches is not None
-            await send_json(send, 200, describe(engines, _is_served, has_batches=has_batches))
-        elif method in ("GET", "HEAD"):
-            status, body = self._own_answer(method, path, caller)
-            await send_json(send, status, body, with_body=method == "GET")
+            description = describe(engines, _is_served, has_batches=has_batches)
+            await send_json(send, 200, description, with_body=with_body)
         else:
-            raise no_such_path(method, path)
+            status, body = self._own_answer(path, caller)
+            await send_json(send, status, body, with_body=with_body)
+
+    def _permitted(self, scope: Scope) -> Caller:
+        """Return the caller of a request that may be answered.
+
+        Raises:
+            ApiError: 401, 403, 421 or 503.
+        """
+        headers, path = scope["headers"], scope["path"]
+        if path in OPEN_PATHS:
+            return Caller()
+        caller = self._callers.identify(headers)
+        if caller.key is None and not _is_unix(scope):
+            check_host(headers, self._callers)
+            check_origin(headers, self._callers)
+        if path == METRICS_PATH:
+            caller.check_metrics()
+        return caller
 
     async def ask(self, caller: Caller, path: str, body: bytes) -> JsonAnswer:
         """Answer a request of a batch, as from a client; never raises because of the request."""
@@ -178,7 +196,7 @@ class Router:
             logger.exception("a request of a batch to %s failed", path)
         return exchange.answer(ids.http_id)
 
-    def _own_answer(self, method: str, path: str, caller: Caller) -> tuple[int, object]:
+    def _own_answer(self, path: str, caller: Caller) -> tuple[int, object]:
         if path == "/health":
             return 200, {"status": "ok"}
         if path == "/ready":
@@ -187,9 +205,7 @@ class Router:
             return 200, {"version": __version__}
         if path == "/v1/models":
             return 200, {"object": "list", "data": self._catalog.list_rows(caller.models)}
-        if path.startswith(_MODELS_PREFIX):
-            return 200, model_row(self._catalog.find(path[len(_MODELS_PREFIX) :], caller.models))
-        raise no_such_path(method, path)
+        return 200, model_row(self._catalog.find(path.removeprefix(MODELS_PREFIX), caller.models))
 
     async def _route_by_model(
         self,
@@ -210,6 +226,7 @@ class Router:
             so_far = None
             if fleet_call is not None:
                 body, so_far = fleet_call.opened(body)
+            body = without_bom(body)
             head = read_head(body, path)
             scope = with_id(scope, ids, body_has_id=head.has_id)
             model, mount = await self._lookup.find(head.model, caller.models)
@@ -239,9 +256,7 @@ class Router:
     async def _route_by_response(
         self, caller: Caller, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        response_id, _, action = scope["path"][len(_RESPONSES_PREFIX) :].partition("/")
-        if (scope["method"], action) not in (("GET", ""), ("POST", "cancel")):
-            raise no_such_path(scope["method"], scope["path"])
+        response_id = scope["path"].removeprefix(RESPONSES_PREFIX).partition("/")[0]
         mount = self._mounts.find_response(response_id)
         if mount is None or not (caller.models is None or mount.name in caller.models):
             raise no_such_response(response_id)
@@ -269,11 +284,7 @@ def _check_served(mount: Mount, path: str) -> None:
 
 def _is_served(path: str) -> bool:
     """Return whether a path of a model's API is within reach of clients."""
-    return path in ROUTED_PATHS or path.startswith(_RESPONSES_PREFIX)
-
-
-def _is_batch_path(path: str) -> bool:
-    return any(path == one or path.startswith(f"{one}/") for one in (FILES, BATCHES))
+    return path in ROUTED_PATHS or path.startswith(RESPONSES_PREFIX)
 
 
 def _is_unix(scope: Scope) -> bool:

@@ -34,13 +34,15 @@ class AccessRules(Message):
     """Rules of access (daemon → frontend); replace all earlier rules.
 
     ``host_names`` are hosts in lower case, besides loopback, for requests without a key. With
-    ``share_prefixes``, requests use cached KV of requests of other keys.
+    ``share_prefixes``, requests use cached KV of requests of other keys. ``allowed_origins`` are
+    the origins of other sites whose pages have access; ``*`` means all.
     """
 
     keys: list[KeyRecord]
     are_required: bool
     host_names: tuple[str, ...] = ()
     share_prefixes: bool = False
+    allowed_origins: tuple[str, ...] = ()
 
 
 class FleetSecret(Message):

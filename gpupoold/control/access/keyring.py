@@ -45,12 +45,14 @@ class Keyring:
         share_prefixes: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        *,
+        allowed_origins: tuple[str, ...] = (),
     ) -> None:
         """``send`` sends a message to all frontends. ``required_because`` is the reason why every
         request needs a key, empty if keys are optional.
 
-        ``host_names`` and ``share_prefixes``: see :class:`AccessRules`. ``clock`` and
-        ``wall_clock`` return seconds.
+        ``host_names``, ``share_prefixes`` and ``allowed_origins``: see :class:`AccessRules`.
+        ``clock`` and ``wall_clock`` return seconds.
         """
         self._store = store
         self._registry = registry
@@ -59,6 +61,7 @@ class Keyring:
         self._required_because = required_because
         self._host_names = host_names
         self._share_prefixes = share_prefixes
+        self._allowed_origins = allowed_origins
         self._clock = clock
         self._wall_clock = wall_clock
         self._refusals = RefusalEvents(history)
@@ -113,6 +116,8 @@ class Keyring:
         share_prefixes: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        *,
+        allowed_origins: tuple[str, ...] = (),
     ) -> Self:
         """Return a keyring with the keys of the database; warn if all requests will be refused.
 
@@ -129,6 +134,7 @@ class Keyring:
             share_prefixes,
             clock,
             wall_clock,
+            allowed_origins=allowed_origins,
         )
         for row in await store.list():
             keyring._keep(row)
@@ -225,7 +231,14 @@ class Keyring:
     def publish(self) -> None:
         """Send the rules of access to the frontends."""
         keys = [_record(row) for row in self._rows.values()]
-        self._send(m.AccessRules(keys, self.are_required, self._host_names, self._share_prefixes))
+        rules = m.AccessRules(
+            keys,
+            self.are_required,
+            self._host_names,
+            self._share_prefixes,
+            self._allowed_origins,
+        )
+        self._send(rules)
 
     def begin(self, message: m.AskRate) -> m.RateAnswer:
         """Count an HTTP request of a key, unless the key's rates refuse the request."""

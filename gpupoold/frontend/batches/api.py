@@ -19,12 +19,11 @@ from gpupoold.frontend.batches.objects import batch_object, file_object, list_ob
 from gpupoold.frontend.batches.parameters import ExpiresAfter, expiry_of_form, read_page
 from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
 from gpupoold.frontend.batches.uploads import MAX_FORM_BYTES, Uploads
-from gpupoold.frontend.body import read_body
+from gpupoold.frontend.body import read_body, without_bom
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import (
     ApiError,
     bad_request,
-    method_not_allowed,
     no_such_path,
     over_rate,
     send_json,
@@ -94,8 +93,6 @@ class BatchApi:
                 await send_json(send, 200, batch_object(await self._batch(caller, item_id)))
             case "/v1/batches", "POST", True, "cancel":
                 await send_json(send, 200, await self._cancel(caller, item_id))
-            case _ if action in ("", "content", "cancel"):
-                raise method_not_allowed(method, path)
             case _:
                 raise no_such_path(method, path)
 
@@ -184,7 +181,7 @@ class BatchApi:
 
     async def _create(self, caller: Caller, scope: Scope, receive: Receive) -> dict[str, Any]:
         with self._in_flight.holding(caller.key_id) as holding:
-            body = await read_body(scope, receive, _MAX_BODY_BYTES, holding)
+            body = without_bom(await read_body(scope, receive, _MAX_BODY_BYTES, holding))
             try:
                 asked = msgspec.json.decode(body, type=_NewBatch)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -16,7 +16,7 @@ OWN = Peer(1, os.geteuid(), frozenset())
 STRANGER = Peer(2, 4_000_000, frozenset())
 
 
-def call(peer: Peer, method: str) -> tuple[int, Any]:
+def call(peer: Peer, method: str, *headers: tuple[bytes, bytes]) -> tuple[int, Any]:
     """Status and body of a call by this peer."""
     sent: list[Any] = []
 
@@ -34,7 +34,8 @@ def call(peer: Peer, method: str) -> tuple[int, Any]:
         groups = AdminGroups("no-such-group", "no-other-group")
         await Guard(app, groups)(scope, receive, send)
 
-    scope = {"type": "http", "method": method, "state": {"peer": peer}}
+    state = {"peer": peer}
+    scope = {"type": "http", "method": method, "state": state, "headers": headers}
     asyncio.run(made())
     return sent[0]["status"], json.loads(sent[1]["body"])
 
@@ -52,6 +53,12 @@ def test_stranger_is_told_the_command(method: str, group: str) -> None:
     assert status == 403
     assert body["error"]["code"] == "forbidden"
     assert f"usermod -aG {group} 4000000" in body["error"]["hint"]
+
+
+def test_coded_body_is_refused_by_name() -> None:
+    status, body = call(OWN, "POST", (b"content-encoding", b"gzip"))
+    assert status == 415
+    assert "gzip" in body["error"]["message"]
 
 
 def test_call_without_a_known_caller_is_no_call() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gpupoold.access.secret import make_key
-from gpupoold.frontend import router
+from gpupoold.frontend import router, routes
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import send_json
 from gpupoold.frontend.mounts import Receive, Scope, Send
@@ -21,34 +21,39 @@ from tests.unit.frontend.test_router import Served
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
 
-# What a caller who may do everything is answered; every other method gets OTHERWISE, or 404.
+# What a caller who may do everything is answered. Another method of a path that has one gets 405.
 ANSWERS: dict[str, dict[str, int]] = {
-    **{path: {"POST": 200} for path in router.ROUTED_PATHS},
+    **{path: {"POST": 200} for path in routes.ROUTED_PATHS},
     "/health": {"GET": 200, "HEAD": 200},
     "/ready": {"GET": 200, "HEAD": 200},
     "/version": {"GET": 200, "HEAD": 200},
     "/v1/models": {"GET": 200, "HEAD": 200},
-    "/v1/models/": {"GET": 404, "HEAD": 404},
+    "/v1/models/": {"GET": 200, "HEAD": 200},
+    "/v1/completions/": {"POST": 200},
     "/v1/models/alpha": {"GET": 200, "HEAD": 200},
     "/v1/models/beta": {"GET": 200, "HEAD": 200},
-    "/v1/responses/": {},
+    "/v1/responses/": {"POST": 200},
     "/v1/responses/r-alpha": {"GET": 200},
     "/v1/responses/r-alpha/cancel": {"POST": 200},
     "/v1/responses/r-beta": {"GET": 200},
     "/metrics": {"GET": 200, "HEAD": 200},
-    "/v1/files": dict.fromkeys(METHODS, 200),
-    "/v1/files/file-1/content": dict.fromkeys(METHODS, 200),
-    "/v1/batches": dict.fromkeys(METHODS, 200),
+    "/v1/files": {"GET": 200, "POST": 200},
+    "/v1/files/file-1": {"GET": 200, "DELETE": 200},
+    "/v1/files/file-1/content": {"GET": 200},
+    "/v1/files/file-1/contents": {},
+    "/v1/batches": {"GET": 200, "POST": 200},
+    "/v1/batches/batch-1": {"GET": 200},
+    "/v1/batches/batch-1/cancel": {"POST": 200},
     "/v1/filesystem": {},
-    "/openapi.json": {"GET": 200},
+    "/openapi.json": {"GET": 200, "HEAD": 200},
     "/": {},
     "/docs": {},
     "/sleep": {},
     "/v1/load_lora_adapter": {},
-    "/v1/models/../../metrics": {},
+    "/v1/models/../../metrics": {"GET": 404, "HEAD": 404},
     "//metrics": {},
+    "/v1/models//": {"GET": 404, "HEAD": 404},
 }
-OTHERWISE = dict.fromkeys(router.ROUTED_PATHS, 405)
 OPEN = ("/health", "/ready")
 
 # None: a request without a key. The second tells whether the key is let in where one is needed.
@@ -98,7 +103,9 @@ class Box(Served):
 
 def expected(are_required: bool, kind: str, method: str, path: str, *, is_ours: bool) -> int:
     """The status by the rules of docs/security.md, written a second time."""
-    permitted = ANSWERS[path].get(method, OTHERWISE.get(path, 404))
+    permitted = ANSWERS[path].get(method, 405 if ANSWERS[path] else 404)
+    if method == "OPTIONS" and ANSWERS[path]:
+        return 204  # the methods of a path are no secret, and a preflight has no key
     if path in OPEN:
         return permitted
     if kind not in VALID and (kind != "none" or are_required):
@@ -108,7 +115,7 @@ def expected(are_required: bool, kind: str, method: str, path: str, *, is_ours: 
     if path == "/metrics" and kind == "alpha":
         return 403  # whatever the method
     is_of_beta = path in ("/v1/models/beta", "/v1/responses/r-beta")
-    asks_a_model = path in router.ROUTED_PATHS or "alpha" in path
+    asks_a_model = path.removesuffix("/") in routes.ROUTED_PATHS or "alpha" in path
     if permitted == 200 and (
         (kind == "alpha" and is_of_beta) or (kind == "metrics" and (is_of_beta or asks_a_model))
     ):
@@ -118,8 +125,18 @@ def expected(are_required: bool, kind: str, method: str, path: str, *, is_ours: 
 
 def test_the_table_has_every_path_of_the_router() -> None:
     paths = set(re.findall(r'"(/[a-z0-9_/.]*)"', inspect.getsource(router)))
+    paths |= set(routes._FIXED)
     assert paths <= set(ANSWERS)
     assert len(paths) > 12
+
+
+@pytest.mark.parametrize("path", [path for path, methods in ANSWERS.items() if methods])
+async def test_other_methods_name_those_that_are_allowed(path: str) -> None:
+    box = Box(are_required=False)
+    allowed = ", ".join(sorted((*ANSWERS[path], "OPTIONS")))
+    for method, status in (("BREW", 405), ("OPTIONS", 204)):
+        answer = await request(box.router, method, path)
+        assert (answer.status, answer.headers["allow"]) == (status, allowed)
 
 
 @pytest.mark.parametrize("are_required", [False, True])

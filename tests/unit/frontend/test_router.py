@@ -189,14 +189,43 @@ def test_only_model_needs_no_name() -> None:
         ("GET", "/v1/models/org/alpha", 200),
         ("GET", "/v1/models/gamma", 404),
         ("POST", "/scale_elastic_ep", 404),
-        ("DELETE", "/v1/models/alpha", 404),
+        ("DELETE", "/v1/models/alpha", 405),
         ("GET", CHAT, 405),
-        ("DELETE", "/v1/responses/r1", 404),
+        ("DELETE", "/v1/responses/r1", 405),
         ("GET", "/v1/responses/r1/input_items", 404),
     ],
 )
 def test_other_paths(served: Served, method: str, path: str, status: int) -> None:
     assert served.send(method, path).status == status
+
+
+@pytest.mark.parametrize("path", [CHAT, f"{CHAT}/", "/tokenize/"])
+def test_a_slash_at_the_end_changes_nothing(served: Served, path: str) -> None:
+    assert served.ask({"model": "alpha"}, path).body == b'alpha:{"model": "alpha"}'
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "br", "deflate", "GZIP", "identity, gzip"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_coded_body_is_refused_by_name(served: Served, coding: str, path: str) -> None:
+    answer = served.send("POST", path, b"xx", headers=[(b"content-encoding", coding.encode())])
+    assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
+    error = answer.json()["error"]
+    assert coding.lower().removeprefix("identity, ") in error["message"]
+    kind = "invalid_request_error" if path == "/v1/messages" else "UnsupportedMediaTypeError"
+    assert error["type"] == kind
+
+
+@pytest.mark.parametrize("coding", [b"identity", b"", b"Identity, identity"])
+def test_identity_is_no_coding(served: Served, coding: bytes) -> None:
+    body, headers = b'{"model": "alpha"}', [(b"content-encoding", coding)]
+    assert served.send("POST", CHAT, body, headers=headers).status == 200
+
+
+def test_byte_order_mark_is_left_out(served: Served) -> None:
+    body = b'{"model": "alpha"}'
+    for chunks in ([b"\xef\xbb\xbf" + body], [b"\xef", b"\xbb\xbf", body]):
+        assert served.send("POST", CHAT, *chunks).body == b"alpha:" + body
+    assert served.send("POST", CHAT, b"\xef\xbb\xbf" * 2 + body).status == 400
 
 
 def test_not_ready_is_503(served: Served) -> None:
@@ -366,7 +395,7 @@ def test_metrics_are_503_when_the_daemon_does_not_answer(served: Served) -> None
 
 
 def test_metrics_are_only_read(served: Served) -> None:
-    assert served.send("POST", "/metrics").status == 404
+    assert served.send("POST", "/metrics").status == 405
     assert served.daemon.asked == []
 
 

@@ -14,6 +14,14 @@ _TEXT, _NUMBER, _MAYBE_NUMBER = (
     {"type": ["integer", "null"]},
 )
 _MAYBE_TEXT = {"type": ["string", "null"]}
+_EXPIRY: Schema = {
+    "type": "object",
+    "required": ["anchor", "seconds"],
+    "properties": {
+        "anchor": {"const": "created_at"},
+        "seconds": _NUMBER | {"minimum": 3600, "maximum": 2_592_000},
+    },
+}
 _ENDED_AT = ("completed_at", "failed_at", "expired_at", "cancelled_at")
 SCHEMAS: dict[str, Schema] = {
     "PoolFile": {
@@ -26,6 +34,7 @@ SCHEMAS: dict[str, Schema] = {
             "filename": _TEXT,
             "purpose": {"enum": ["batch", "batch_output", "batch_error"]},
             "status": {"const": "processed"},
+            "expires_at": _NUMBER,
         },
     },
     "PoolBatch": {
@@ -62,6 +71,11 @@ SCHEMAS: dict[str, Schema] = {
                 "properties": dict.fromkeys(("total", "completed", "failed"), _NUMBER),
             },
             "metadata": {"type": ["object", "null"]},
+            "status_details": {
+                "type": ["object", "null"],
+                "description": "Why requests wait for another try.",
+                "properties": {"reason": _TEXT, "next_try_at": _MAYBE_NUMBER},
+            },
         },
     },
     "NewPoolBatch": {
@@ -76,6 +90,7 @@ SCHEMAS: dict[str, Schema] = {
                 "maxProperties": 16,
                 "additionalProperties": _TEXT | {"maxLength": 512},
             },
+            "output_expires_after": _EXPIRY,
         },
     },
 }
@@ -88,6 +103,7 @@ def _ref(name: str) -> Schema:
 def _answers(description: str, schema: Schema, *others: int) -> Schema:
     texts = {
         400: "The request is wrong.",
+        408: "The file arrives too slowly.",
         404: "There is none, or it belongs to another key.",
         409: "The status does not allow this.",
         413: "The file is too large.",
@@ -119,14 +135,23 @@ def _in_path(name: str) -> Schema:
     return {"name": name, "in": "path", "required": True, "schema": _TEXT}
 
 
-_PAGE = [
-    {"name": "limit", "in": "query", "schema": _NUMBER | {"minimum": 1, "maximum": 100}},
-    {"name": "after", "in": "query", "schema": _TEXT},
-]
+def _page(max_limit: int, default: int) -> list[Schema]:
+    limit = _NUMBER | {"minimum": 1, "maximum": max_limit, "default": default}
+    return [
+        {"name": "limit", "in": "query", "schema": limit},
+        {"name": "after", "in": "query", "schema": _TEXT},
+        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+    ]
+
+
 _FORM = {
     "type": "object",
     "required": ["file", "purpose"],
-    "properties": {"file": _TEXT | {"format": "binary"}, "purpose": {"const": "batch"}},
+    "properties": {
+        "file": _TEXT | {"format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after": _EXPIRY,
+    },
 }
 PATHS: dict[str, dict[str, Schema]] = {
     "/v1/files": {
@@ -136,11 +161,14 @@ PATHS: dict[str, dict[str, Schema]] = {
                 "required": True,
                 "content": {"multipart/form-data": {"schema": _FORM}},
             },
-            "responses": _answers("The file.", _ref("PoolFile"), 400, 413, 429),
+            "responses": _answers("The file.", _ref("PoolFile"), 400, 408, 413, 429),
         },
         "get": {
-            "summary": "The files of the API key, the newest first.",
-            "parameters": _PAGE,
+            "summary": "The files of the API key.",
+            "parameters": [
+                *_page(10_000, 10_000),
+                {"name": "purpose", "in": "query", "schema": _TEXT},
+            ],
             "responses": _answers("A page.", _list_of("PoolFile"), 400),
         },
     },
@@ -174,8 +202,8 @@ PATHS: dict[str, dict[str, Schema]] = {
             "responses": _answers("The batch.", _ref("PoolBatch"), 400, 404, 413, 429),
         },
         "get": {
-            "summary": "The batches of the API key, the newest first.",
-            "parameters": _PAGE,
+            "summary": "The batches of the API key.",
+            "parameters": _page(100, 20),
             "responses": _answers("A page.", _list_of("PoolBatch"), 400),
         },
     },

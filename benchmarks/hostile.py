@@ -1,16 +1,16 @@
 """``make bench-hostile``: requests that once crashed or hung a process, beside a hundred streams.
 
-Each request is sent several times to a running daemon with real engines, and must be answered with
-4xx at once. No stream may differ or pause for much longer than before, no process may be replaced,
-and the daemon's memory may not grow. Writes ``build/bench-hostile.json``; exit code 1 if a
-condition fails.
+Each kind of request (``hostile_kinds.py``) is sent several times to a running daemon with real
+engines, and must be answered with 4xx at once. Dripping uploads must end, and not stop the uploads
+of another key. No stream may differ or pause for much longer than before, no process may be
+replaced, and the daemon's memory may not grow. Writes ``build/bench-hostile.json``; exit code 1 if
+a condition fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import sys
 import tempfile
@@ -21,14 +21,16 @@ from typing import Any
 
 import psutil
 
+from benchmarks.dripping_uploads import drip
 from benchmarks.fuzz import exchange
-from benchmarks.malformed_requests import request_bytes
+from benchmarks.hostile_kinds import KINDS
 from benchmarks.neighbour import Felt, Neighbour
 from benchmarks.noise import MORE_PAUSE_S
 from benchmarks.processes import processes
 from benchmarks.report import Figure, at_most, finish
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.stats.percentile import percentile
 
 MODEL = "llama"
@@ -38,30 +40,6 @@ ANSWER_LIMIT_S = 0.1
 MEMORY_LIMIT_BYTES = 20 << 20
 _BESIDE_S = 20.0
 _PATIENCE_S = 60.0
-
-
-def hostile_requests(model: str, round_number: int) -> Mapping[str, bytes]:
-    """Return the three requests as raw bytes, other ones in each round."""
-    groups = 30_000 + round_number
-    pattern = "(" * groups + "a" + ")" * groups
-    schema = {"name": "x", "schema": {"type": "string", "pattern": pattern}}
-    bodies: dict[str, dict[str, Any]] = {
-        "deep_pattern": {
-            "messages": [{"role": "user", "content": "hello"}],
-            "response_format": {"type": "json_schema", "json_schema": schema},
-        },
-        "long_id": {"prompt": "a", "n": 16, "request_id": "x" * (9_900_000 - round_number)},
-        "many_answers": {"prompt": ["a"] * 1024, "n": 16_384 - round_number, "temperature": 1},
-    }
-    paths = {"deep_pattern": "/v1/chat/completions"}
-    return {
-        name: request_bytes(
-            "POST",
-            paths.get(name, "/v1/completions"),
-            json.dumps({"model": model, "max_tokens": 4} | body).encode(),
-        )
-        for name, body in bodies.items()
-    }
 
 
 def main() -> int:
@@ -82,6 +60,12 @@ def make_figures(details: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         wrong = [status for status in answer["statuses"] if not 400 <= status < 500]
         yield f"{name}_wrong_statuses", at_most(len(wrong), 0)
         yield f"{name}_answered_p50_s", at_most(answer["median_s"], ANSWER_LIMIT_S)
+    dripping = details["dripping_uploads"]
+    ended_otherwise = [status for status in dripping["ended"] if not 400 <= status < 500]
+    not_ended = not dripping["ended"]
+    yield "dripping_uploads_wrong_statuses", at_most(len(ended_otherwise) + not_ended, 0)
+    refused = [status for status in (*dripping["beside"], dripping["after"]) if status != 200]
+    yield "uploads_refused_beside_dripping_ones", at_most(len(refused), 0)
     most_s = details["pause_alone_s"] + MORE_PAUSE_S
     yield "longest_pause_s", at_most(details["pause_beside_s"], most_s)
     yield "differing_answers", at_most(details["differing"], 0)
@@ -97,10 +81,14 @@ def _measure(daemon: PrivateDaemon, num_streams: int) -> dict[str, Any]:
     neighbour = Neighbour(port, MODEL, num_streams)
     time.sleep(_BESIDE_S / 4)
     answers = asyncio.run(_send(port))
+    with daemon.client() as client:
+        key = client.add_key(AddKeyRequest(name="uploads")).text
+    dripping = asyncio.run(drip(port, key))
     time.sleep(_BESIDE_S / 4)
     beside = neighbour.stop()
     return {
         "answers": answers,
+        "dripping_uploads": dripping,
         "pause_alone_s": alone.longest_pause_s,
         "pause_beside_s": beside.longest_pause_s,
         "differing": beside.differing + alone.differing,
@@ -124,7 +112,8 @@ async def _send(port: int) -> dict[str, dict[str, Any]]:
     statuses: dict[str, list[int]] = {}
     times_s: dict[str, list[float]] = {}
     for number in range(ROUNDS):
-        for name, data in hostile_requests(MODEL, number).items():
+        for name, make in KINDS.items():
+            data = make(MODEL, number)
             started_s = time.monotonic()
             answer = await exchange(port, data, _PATIENCE_S)
             times_s.setdefault(name, []).append(time.monotonic() - started_s)

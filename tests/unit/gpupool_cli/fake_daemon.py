@@ -31,6 +31,7 @@ from gpupoold.api.schemas import (
     SetDeviceRequest,
     SetHostingRequest,
 )
+from gpupoold.api.schemas_batches import BatchInfo
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import (
     ChangeInfo,
@@ -117,6 +118,7 @@ class FakeDaemon:
         self.history: list[RequestRecord] = []
         self.spans: list[SpanInfo] = []
         self.model_spans: list[ModelSpan] = []
+        self.batches: list[BatchInfo] = []
         self.usage = UsageInfo(since=1_700_000_000.0, uses=[], devices=[])
         self.whys: dict[str, Why] = {}
         self.queries: list[dict[str, str]] = []

@@ -12,6 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from gpupoold.api.schemas import EventInfo, Ps, RequestRecord, Status
+from gpupoold.api.schemas_batches import BatchInfo
 from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_config import (
     ConfigInfo,
@@ -151,6 +152,11 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def usage(request: Request) -> UsageInfo:
         daemon.queries.append(dict(request.query_params))
         return daemon.usage
+
+    @app.get("/batches")
+    async def batches(request: Request) -> list[BatchInfo]:
+        daemon.queries.append(dict(request.query_params))
+        return daemon.batches
 
     @app.get("/history/requests")
     async def past_requests(request: Request) -> list[RequestRecord]:

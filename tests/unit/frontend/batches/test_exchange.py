@@ -1,0 +1,35 @@
+"""Requests inside the process: the answer, its ``Retry-After`` and the message of an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpupoold.frontend.batches.exchange import Exchange
+from gpupoold.frontend.batches.work import JsonAnswer
+from gpupoold.frontend.errors import ApiError, send_error, send_json
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_an_answer() -> None:
+    exchange = Exchange("/v1/completions", b"{}")
+    assert (await exchange.receive())["body"] == b"{}"
+    await send_json(exchange.send, 200, {"error": {"message": "no error"}})
+    assert exchange.answer("id") == JsonAnswer(200, "id", b'{"error": {"message": "no error"}}')
+
+
+async def test_a_refusal_has_its_reason_and_the_time_of_the_next_try() -> None:
+    exchange = Exchange("/v1/completions", b"{}")
+    await send_error(exchange.send, ApiError(503, "kind", "x" * 5000, retry_after_s=12.2))
+    answer = exchange.answer("id")
+    assert (answer.status, answer.retry_after_s, answer.reason) == (503, 13.0, "x" * 400)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b"no JSON", b"\xff", b'{"error": "text"}'])
+async def test_an_error_in_another_form(body: bytes) -> None:
+    exchange = Exchange("/v1/completions", b"{}")
+    headers = [(b"retry-after", b"Wed, 21 Oct 2015 07:28:00 GMT")]
+    await exchange.send({"type": "http.response.start", "status": 500, "headers": headers})
+    await exchange.send({"type": "http.response.body", "body": body})
+    answer = exchange.answer("id")
+    assert (answer.status, answer.retry_after_s, answer.reason) == (500, 0.0, "")

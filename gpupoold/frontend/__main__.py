@@ -39,6 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser.add_argument("--wait-comments-s", type=float, default=0.0)
     parser.add_argument("--traces-endpoint", default="")
     parser.add_argument("--traces-share", type=float, default=1.0)
+    parser.add_argument("--refuses-at-end", type=int, default=0)
     parser.add_argument("--batches-folder", type=Path)
     parser.add_argument("--batches-max-bytes", type=int, default=0)
     parser.add_argument("--batches-max-key-bytes", type=int, default=0)
@@ -63,6 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         traces_endpoint=found.traces_endpoint,
         traces_share=found.traces_share,
         parent_pid=found.parent_pid,
+        refuses_at_end=bool(found.refuses_at_end),
         tls=None if found.tls_cert is None else Tls(found.tls_cert, found.tls_key),
         batches=_batches(found),
     )

@@ -17,6 +17,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _MAX_NAME_CHARS = 200
 _RETRY_STARTING_S = 1.0
+_RETRY_STOPPING_S = 10.0
 _RETRY_NO_ROOM_S = 1.0
 _RETRY_GRAMMAR_S = 2.0
 
@@ -73,7 +74,7 @@ class ApiError(Exception):
         if self.retry_after_s is None:
             return list(self.more_headers)
         seconds = max(1, math.ceil(self.retry_after_s))
-        return [(b"retry-after", str(seconds).encode())]
+        return [(b"retry-after", str(seconds).encode()), *self.more_headers]
 
 
 def allow_header(methods: Sequence[str]) -> tuple[bytes, bytes]:
@@ -322,6 +323,17 @@ def over_rate(message: str, retry_after_s: float) -> ApiError:
 def starting() -> ApiError:
     """503: this frontend has just been started and knows no models yet."""
     return NotYet("The server is starting.", "", _RETRY_STARTING_S)
+
+
+def stopping() -> ApiError:
+    """Return 503: the server ends answers in progress, and takes no more requests."""
+    return ApiError(
+        503,
+        "ServiceUnavailableError",
+        "The server is stopping.",
+        retry_after_s=_RETRY_STOPPING_S,
+        more_headers=[(b"connection", b"close")],
+    )
 
 
 async def send_json(

@@ -8,12 +8,10 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import uvicorn
 
 from gpupool_state.batches import BatchRow
 from gpupoold.access.tls import Tls
@@ -22,10 +20,11 @@ from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.cors import Cors
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting
-from gpupoold.frontend.http_protocol import PublicHttp
+from gpupoold.frontend.http_server import HttpServer, http_config, refuse_stopping
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts
@@ -34,7 +33,6 @@ from gpupoold.frontend.rates import RateCalls
 from gpupoold.frontend.router import Bounds, Router
 from gpupoold.frontend.traces import Traces
 from gpupoold.frontend.waiting import WaitComments
-from gpupoold.system.http_protocol import KEEP_ALIVE_S
 from gpupoold.system.loop_lag import measure_lag
 from gpupoold.system.process import importing, set_log_level
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
@@ -78,7 +76,8 @@ _HOLD_S = 45.0
 class FrontendSettings:
     """A frontend's parameters from the daemon; the frontend owns the descriptors.
 
-    All frontends share the listening socket; ``number`` distinguishes frontends.
+    All frontends share the listening socket; ``number`` distinguishes frontends. With
+    ``refuses_at_end``, a stopping frontend answers new connections with 503.
     """
 
     wire_fd: int
@@ -92,24 +91,9 @@ class FrontendSettings:
     traces_share: float = 1.0
     number: int = 0
     parent_pid: int | None = None
+    refuses_at_end: bool = False
     tls: Tls | None = None
     batches: BatchBounds | None = None
-
-
-class _HttpServer(uvicorn.Server):
-    """Uvicorn without signal handlers of its own; calls ``on_accepting`` once."""
-
-    def __init__(self, config: uvicorn.Config, on_accepting: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_accepting = on_accepting
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_accepting()
 
 
 class FrontendServer:
@@ -164,7 +148,7 @@ class FrontendServer:
         """
         # uvicorn warns of every request that is not HTTP, which would fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        server = _HttpServer(self._uvicorn_config(), self._report_accepting)
+        server = self._http_server()
         serving = asyncio.create_task(self._serve_when_told(server))
         mounting = asyncio.create_task(self._mount_in_order())
         measuring = asyncio.create_task(measure_lag(self._lags_s.append))
@@ -196,7 +180,7 @@ class FrontendServer:
         following.cancel()
 
     async def _end_streams(
-        self, server: _HttpServer, serving: asyncio.Task[None], grace_s: float
+        self, server: HttpServer, serving: asyncio.Task[None], grace_s: float
     ) -> None:
         """Let open streams finish, and end the remaining streams in time."""
         ending_s, closing_s = min(_ENDING_S, grace_s / 2), min(_CLOSING_S, grace_s / 4)
@@ -206,30 +190,22 @@ class FrontendServer:
         server.force_exit = True
         await serving
 
-    async def _serve_when_told(self, server: _HttpServer) -> None:
+    async def _serve_when_told(self, server: HttpServer) -> None:
         """Accept connections on the daemon's order, until the server exits."""
         listener = socket.socket(fileno=self._settings.listen_fd)
         await self._may_accept.wait()
         await server.serve(sockets=[listener])
 
+    def _http_server(self) -> HttpServer:
+        tls = self._settings.tls
+        refusing = None
+        if self._settings.refuses_at_end:
+            refusing = http_config(Cors(refuse_stopping, self._callers), tls)
+        return HttpServer(http_config(self._router, tls), self._report_accepting, refusing)
+
     def _report_accepting(self) -> None:
         with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end
             self._channel.send(Accepting())
-
-    def _uvicorn_config(self) -> uvicorn.Config:
-        tls = self._settings.tls
-        return uvicorn.Config(
-            self._router,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            http=PublicHttp,
-            ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            # The same context each time: renewed certificates are loaded into the context.
-            ssl_context_factory=None if tls is None else lambda *_: tls.context(),
-        )
 
     async def _follow_daemon(self) -> float | None:
         """Handle messages until the end; return the seconds for it, None if the daemon is gone."""

@@ -84,6 +84,10 @@ def _count(text: str | None) -> int:
     return int(text) if text and text.isascii() and text.isdigit() else 0
 
 
+class KeptSocket(socket.socket):
+    """A listening socket that systemd keeps open after the daemon: clients wait in the queue."""
+
+
 class Inherited:
     """Descriptors from systemd that no part of the daemon has taken yet."""
 
@@ -103,7 +107,7 @@ class Inherited:
         if found is None:
             return None
         self._fds.remove(found)
-        return socket.socket(fileno=found.fd)
+        return KeptSocket(fileno=found.fd)
 
     def named(self, prefix: str) -> list[NamedFd]:
         """Return all descriptors whose names start with ``prefix``, owned by the caller."""

@@ -18,6 +18,7 @@ from gpupoold.control.processes.watchdog import Watch
 from gpupoold.errors import Failed
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.process import as_words
+from gpupoold.system.systemd import KeptSocket
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Frontend(Supervised[m.FromFrontend]):
                     "--wait-comments-s": known.wait_comments_s,
                     "--traces-endpoint": settings.traces.endpoint,
                     "--traces-share": settings.traces.share,
+                    "--refuses-at-end": int(not isinstance(self._listener, KeptSocket)),
                     **_tls_options(settings.server),
                     **_batch_options(settings),
                 }

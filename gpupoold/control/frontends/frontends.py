@@ -68,8 +68,12 @@ class Frontends:
             frontend.start()
 
     async def stop(self) -> None:
-        """Stop all processes; open streams get the grace time."""
+        """Stop all processes; open streams get the grace time.
+
+        Connections are refused afterwards, unless systemd keeps the socket for the next daemon.
+        """
         await asyncio.gather(*(one.stop() for one in self._all))
+        self._listener.close()
 
     def check(self, _: float) -> None:
         """Ping the running frontends; to be called every second."""

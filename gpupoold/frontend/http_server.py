@@ -1,0 +1,87 @@
+"""The HTTP server of a frontend, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from gpupoold.access.tls import Tls
+from gpupoold.frontend.errors import send_error, stopping
+from gpupoold.frontend.http_protocol import PublicHttp
+from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
+from gpupoold.system.http_protocol import KEEP_ALIVE_S
+
+_BODY_TIMEOUT_S = 5.0
+
+
+def http_config(app: AsgiApp, tls: Tls | None) -> uvicorn.Config:
+    """Return the configuration of a server for the public API."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        http=PublicHttp,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        # The same context each time: renewed certificates are loaded into the context.
+        ssl_context_factory=None if tls is None else lambda *_: tls.context(),
+    )
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn without signal handlers of its own; calls ``on_accepting`` once.
+
+    With ``refusing``, the server's end refuses new connections while answers in progress are
+    completed: ``refusing`` configures a server for these connections.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_accepting: Callable[[], None],
+        refusing: uvicorn.Config | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._on_accepting = on_accepting
+        self._refusing = refusing
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_accepting()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Complete the answers in progress; see the class."""
+        async with contextlib.AsyncExitStack() as stack:
+            for one in sockets or () if self._refusing is not None else ():
+                stack.callback((await self._refuse(one.dup())).close)
+            await super().shutdown(sockets)
+
+    async def _refuse(self, listener: socket.socket) -> asyncio.Server:
+        """Serve with connections of its own, which the end of the server does not wait for."""
+        config, state = self._refusing, ServerState()
+        assert config is not None
+        config.load()
+        return await asyncio.get_running_loop().create_server(
+            lambda: PublicHttp(config, state, {}), sock=listener, ssl=config.ssl
+        )
+
+
+async def refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer every request with 503: the ASGI application of a server that stops."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            # A connection closed before the body was read would be reset, without the answer.
+            while (await receive()).get("more_body"):
+                pass
+    await send_error(send, stopping(), anthropic=scope["path"].startswith("/v1/messages"))

@@ -58,7 +58,7 @@ from gpupoold.frontend.step_outputs import (
     put_in_a_row,
     reads_joined_steps,
 )
-from gpupoold.frontend.tool_errors import explain_missing_parser
+from gpupoold.frontend.tool_errors import explain_background, explain_missing_parser
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
@@ -216,6 +216,7 @@ class VllmModelApi:
         explain_missing_parser(state.online_renderer, self._llm.model_config.served_model_name)
         if state.openai_serving_responses is not None:
             name_responses(state.openai_serving_responses)
+            explain_background(state.openai_serving_responses)
         bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)

@@ -1,10 +1,15 @@
-"""The error of a model without a tool parser, in the words of gpupool."""
+"""Errors of vLLM in the words of gpupool, where vLLM names its own options and variables."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_OPTION = "--tool-call-parser"
+_TOOL_OPTION = "--tool-call-parser"
+_STORE_VARIABLE = "VLLM_ENABLE_RESPONSES_API_STORE"
+_NO_BACKGROUND = (
+    "Responses are not stored here, so `background` is not supported: leave the field out. For "
+    "work without a waiting client there are batches, `/v1/batches`."
+)
 
 
 def explain_missing_parser(renderer: Any, model: str) -> None:
@@ -13,13 +18,23 @@ def explain_missing_parser(renderer: Any, model: str) -> None:
     ``renderer`` is vLLM's ``OnlineRenderer``, which creates the error while rendering a chat; the
     request's own fields alone do not show whether tools are needed.
     """
-    create = renderer.create_error_response
+    _replace_error(renderer, _TOOL_OPTION, _missing(model))
+
+
+def explain_background(serving: Any) -> None:
+    """Let errors of ``serving``, vLLM's ``OpenAIServingResponses``, name no variable of vLLM."""
+    _replace_error(serving, _STORE_VARIABLE, _NO_BACKGROUND)
+
+
+def _replace_error(maker: Any, part: str, text: str) -> None:
+    """Let ``maker`` create errors with ``text`` in place of texts that contain ``part``."""
+    create = maker.create_error_response
 
     def explained(message: str | Exception, *args: Any, **kwargs: Any) -> Any:
-        is_missing = isinstance(message, str) and _OPTION in message
-        return create(_missing(model) if is_missing else message, *args, **kwargs)
+        is_meant = isinstance(message, str) and part in message
+        return create(text if is_meant else message, *args, **kwargs)
 
-    renderer.create_error_response = explained
+    maker.create_error_response = explained
 
 
 def _missing(model: str) -> str:

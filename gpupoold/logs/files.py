@@ -16,6 +16,7 @@ import struct
 import termios
 import threading
 from concurrent.futures import Future
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -36,13 +37,33 @@ def old_file(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
 
+class _PrivateHandler(RotatingFileHandler):
+    """A handler whose files only the daemon's user can read."""
+
+    def _open(self) -> TextIOWrapper:
+        os.close(_open_log(self.baseFilename))
+        return super()._open()
+
+
 def rotating_handler(path: Path) -> logging.Handler:
     """Return a handler that writes records to a file of bounded size.
 
     Raises:
         OSError: the file cannot be written.
     """
-    return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=NUM_OLD_FILES)
+    return _PrivateHandler(path, maxBytes=FILE_BYTES, backupCount=NUM_OLD_FILES)
+
+
+def _open_log(path: str | Path) -> int:
+    """Open a log for appending; also a log of an earlier release becomes private.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):  # another user's file
+        os.fchmod(fd, 0o600)
+    return fd
 
 
 class RotatingFile:
@@ -80,8 +101,7 @@ class RotatingFile:
         os.close(self._fd)
 
     def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        return os.open(self._path, flags, 0o600)
+        return _open_log(self._path)
 
     def _rotate(self) -> None:
         for number in range(NUM_OLD_FILES, 0, -1):

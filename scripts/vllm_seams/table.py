@@ -267,6 +267,11 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "create_error_response",
     ),
     (
+        "gpupoold/frontend/tool_errors.py",
+        "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses",
+        "create_error_response",
+    ),
+    (
         "gpupoold/frontend/media.py",
         "vllm.multimodal.media.MediaConnector",
         "allowed_media_domains media_io_kwargs load_from_url_async",

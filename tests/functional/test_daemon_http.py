@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +25,7 @@ from tests.functional.daemon_tools import (
     QWEN3,
     Answer,
     Background,
+    admin_http,
     ask,
     cli,
 )
@@ -163,6 +167,93 @@ BAD_BODIES: dict[str, tuple[bytes, int, str]] = {
     "too-many-log-probabilities": (completion(logprobs=1000), 400, "logprobs"),
     "bad-regex": (completion(structured_outputs={"regex": "((("}), 400, "rammar"),
 }
+
+
+def raw(pool: PrivateDaemon, *pieces: bytes) -> bytes:
+    """Send pieces on one connection; return all that comes until the server closes."""
+    port = int(pool.http_url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.05)  # pieces arrive as segments of their own
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(1 << 16):
+                found += piece
+    return found
+
+
+def post(body: bytes, *lines: str, version: str = "1.1") -> list[bytes]:
+    """Head and body of a completion."""
+    head = [f"POST /v1/completions HTTP/{version}", "Host: localhost", *lines]
+    head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return ["\r\n".join([*head, "", ""]).encode(), body]
+
+
+class TestFormsOfHttp:
+    """The same as tests/unit/system/test_http_protocol.py, with the event loop of a frontend."""
+
+    H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+
+    def test_the_body_of_a_java_client(self, pool: PrivateDaemon) -> None:
+        last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        answers = raw(pool, *post(completion(), *self.H2C), last)
+        assert answers.count(b"HTTP/1.1 200 OK") == 2
+        assert b'"text_completion"' in answers
+
+    def test_a_body_is_no_second_request(self, pool: PrivateDaemon) -> None:
+        smuggled = b"GET /v1/models/SMUGGLED HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        answers = raw(pool, *post(smuggled, *self.H2C, "Connection: close"))
+        assert answers.count(b"HTTP/1.1 ") == 1
+        assert b"SMUGGLED" not in answers
+
+    def test_trailers(self, pool: PrivateDaemon) -> None:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+        chunk = b"%x\r\n%s\r\n" % (len(completion()), completion())
+        answers = raw(pool, head + b"\r\n" + chunk, b"0\r\nHost: evil\r\n\r\n")
+        assert answers.startswith(b"HTTP/1.1 400 ")
+        assert b"trailers" in answers
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_an_old_client_gets_no_chunks(self, pool: PrivateDaemon, stream: bool) -> None:
+        body = completion(stream=stream)
+        answer = raw(pool, *post(body, "Connection: keep-alive", version="1.0"))
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert b"200 OK" in head
+        assert b"transfer-encoding" not in head.lower()
+        end = b"data: [DONE]\n\n" if stream else b"}"
+        assert content.endswith(end)
+        assert content.startswith(b"data: " if stream else b"{")
+
+    @pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("evil", 421)])
+    def test_an_absolute_uri(self, pool: PrivateDaemon, host: str, status: int) -> None:
+        asked = f"GET http://{host}/v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close"
+        assert raw(pool, f"{asked}\r\n\r\n".encode()).startswith(b"HTTP/1.1 %d " % status)
+
+    def test_a_byte_order_mark(self, pool: PrivateDaemon, http: httpx.Client) -> None:
+        body = b"\xef\xbb\xbf" + completion()
+        assert http.post("/v1/completions/", content=body, headers=JSON).status_code == 200
+        with admin_http(pool) as admin:
+            asked = b'\xef\xbb\xbf{"pinned": 7}'
+            answer = admin.patch(f"/models/{LLAMA}", content=asked, headers=JSON)
+        assert "pinned" in answer.text
+
+    def test_a_compressed_body(self, pool: PrivateDaemon, http: httpx.Client) -> None:
+        headers = JSON | {"content-encoding": "zstd"}
+        with admin_http(pool) as admin:
+            answers = [
+                http.post("/v1/completions", content=b"x", headers=headers),
+                admin.post("/models", content=b"x", headers=headers),
+            ]
+        assert [answer.status_code for answer in answers] == [415, 415]
+        assert all("zstd" in answer.json()["error"]["message"] for answer in answers)
+
+    def test_background_names_nothing_of_the_engine(self, http: httpx.Client) -> None:
+        body = {"model": LLAMA, "input": "x", "background": True}
+        answer = http.post("/v1/responses", json=body)
+        assert answer.status_code == 400
+        assert "VLLM" not in answer.text
+        assert "background" in answer.json()["error"]["message"]
 
 
 class TestBadInput:

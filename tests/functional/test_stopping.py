@@ -1,0 +1,43 @@
+"""New connections while a daemon with a socket of its own stops."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import httpx
+
+from tests.functional.daemon_tools import Background, api_client, sim_daemon
+
+CONFIG = '[[device]]\nkind = "sim"\ngpu = "A10"\n[memory]\nmodel_cache = 0\n[limits]\nstop_grace = "20s"\n'
+BODY = {"model": "one", "prompt": "x", "max_tokens": 2}
+
+
+async def _refusals(url: str) -> list[httpx.Response]:
+    """Ask on new connections until none is accepted; return the answers without tokens."""
+    refusals = []
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+                    answer = await http.post("/v1/completions", json=BODY)
+            except httpx.TransportError:
+                return refusals
+            if answer.status_code != 200:
+                refusals.append(answer)
+
+
+async def test_new_connections_get_503_while_a_stream_ends(tmp_path: Path) -> None:
+    with sim_daemon(CONFIG, tmp_path, ["one"]) as daemon:
+        async with api_client(daemon.http_url) as api:
+            stream = Background(api, "one", "goes on", 300)
+            await stream.started()
+            daemon.process.send_signal(signal.SIGTERM)
+            refusals = await _refusals(daemon.http_url)
+            assert len((await stream.finished()).token_ids) == 300
+        await asyncio.to_thread(daemon.process.wait, 60)
+    assert refusals
+    assert {answer.status_code for answer in refusals} == {503}
+    assert all(answer.headers["retry-after"] for answer in refusals)
+    assert refusals[-1].json()["error"]["message"] == "The server is stopping."

@@ -56,9 +56,37 @@ def _punycode_form(_: str, round_number: int) -> bytes:
     return head.encode() + body
 
 
+def _trailers(_: str, round_number: int) -> bytes:
+    return _CHUNKED + b"0\r\n" + b"a:b\r\n" * (_FLOOD_BYTES // 5 + round_number)
+
+
+def _long_trailer(_: str, round_number: int) -> bytes:
+    return _CHUNKED + b"0\r\na: " + b"b" * (_FLOOD_BYTES + round_number)
+
+
+def _chunk_extension(_: str, round_number: int) -> bytes:
+    return _CHUNKED + b"1;" + b"x" * (_FLOOD_BYTES + round_number)
+
+
+def _smuggled(model: str, round_number: int) -> bytes:
+    """Return a request with a body that is a request, unless ``Upgrade`` is ignored."""
+    inner = request_bytes("GET", f"/v1/models/{model}?{round_number}")
+    upgrade = [("Connection", "Upgrade"), ("Upgrade", "h2c")]
+    return request_bytes("POST", "/v1/completions", inner, upgrade)
+
+
+_FLOOD_BYTES = 8 << 20
+_CHUNKED = b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
 KINDS: Mapping[str, MakeRequest] = {
     "deep_pattern": _deep_pattern,
     "long_id": _long_id,
     "many_answers": _many_answers,
     "punycode_form": _punycode_form,
+    "trailers": _trailers,
+    "long_trailer": _long_trailer,
+    "chunk_extension": _chunk_extension,
+    "smuggled": _smuggled,
 }
+MAY_END = frozenset({"trailers", "long_trailer", "chunk_extension"})
+"""Kinds whose connections the server may close while the client sends, so the answer is lost."""

@@ -233,6 +233,38 @@ def _chunks(rng: Random, base: _Base) -> bytes:
     return head.encode() + rng.choice(bodies)
 
 
+def _trailers(rng: Random, base: _Base) -> bytes:
+    """A chunked body with extensions, or with fields after the last chunk."""
+    body = json.dumps(base.body or {}).encode()
+    size = f"{rng.choice(('', '0', '0' * 70_000))}{len(body):x}".encode()
+    size += rng.choice((b"", b";a", b";a=b", b';a="b;c"', b";" + b"x" * 70_000, b";\0"))
+    trailers = [
+        b"", b"Host: evil\r\n", b"Authorization: Bearer x\r\n", b"a:\r\n", b"a\r\n", b": b\r\n",
+        b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"a: b\r\n" * 20_000,
+        b"a: " + b"b" * 70_000, b"a" * 70_000, b" a: b\r\n", b"a: b\n",
+    ]  # fmt: skip
+    head = (
+        f"{base.method} {base.path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    )
+    head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+    chunk = size + b"\r\n" + body + b"\r\n" if body else b""
+    end = rng.choice((b"\r\n", b"\r\n" + _whole(base), b""))
+    return head.encode() + chunk + b"0\r\n" + rng.choice(trailers) + end
+
+
+def _upgrades(rng: Random, base: _Base) -> bytes:
+    """A wish for another protocol, with a body that may look like a request."""
+    body = rng.choice((json.dumps(base.body or {}).encode(), _whole(base), b""))
+    protocol = rng.choice(("h2c", "websocket", "TLS/1.0", "", "h2c, websocket", "\xff", "h" * 9000))
+    options = rng.choice(("Upgrade", "Upgrade, HTTP2-Settings", "close, Upgrade", "keep-alive"))
+    headers = [("Connection", options), ("Upgrade", protocol), ("HTTP2-Settings", "AAMAAABk")]
+    if rng.random() < 0.2:
+        headers.append(("Transfer-Encoding", "chunked"))
+    method = rng.choice((base.method, base.method, "CONNECT", "PRI"))
+    path = rng.choice((base.path, base.path, "evil:80", "http://evil/"))
+    return request_bytes(method, path, body, headers) + rng.choice((b"", _whole(base)))
+
+
 def _headers(rng: Random, base: _Base) -> bytes:
     floods = [
         [(f"X-{index}", "y") for index in range(rng.choice((50, 1000, 5000)))],
@@ -241,7 +273,10 @@ def _headers(rng: Random, base: _Base) -> bytes:
         [("Expect", "100-continue")],
         [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Key", "eHg=")],
         [("Upgrade", "h2c"), ("HTTP2-Settings", "AAMAAABkAAQAoAAAAAIAAAAA")],
-        [("Content-Encoding", "gzip")], [("Content-Type", "text/plain")],
+        [("Content-Encoding", "gzip")], [("Content-Encoding", "identity, br")],
+        [("Content-Encoding", "identity")], [("Content-Encoding", "z" * 9000)],
+        [("Origin", "http://evil"), ("Access-Control-Request-Method", "POST")],
+        [("Origin", "\0"), ("Origin", "null")], [("Content-Type", "text/plain")],
         [("Content-Type", "multipart/form-data; boundary=x")], [("Content-Type", "\x01")],
         [("Content-Type", "application/json; charset=utf-7")], [("X-Request-Id", "é\x7f" * 99)],
         [("Authorization", "Bearer " + "x" * 5000)], [("Cookie", "a=" + "b" * 5000)],
@@ -270,7 +305,10 @@ def _paths(rng: Random, base: _Base) -> bytes:
         "/v1/models/" + "x" * 9000, "/v1/models/" + "x" * 70_000, "/v1/models/a?b=c#d",
         "/v1/responses/", "/v1/responses/%00", "/v1/responses/a/cancel", "/v1/responses/a/b/c",
         "/v1/responses/resp_0?stream=true&starting_after=x", "/v1/responses/" + "%41" * 2000,
-        "http://a/v1/models", "/v1/completions/", "/V1/COMPLETIONS", "/v1/completions?x=\0",
+        "http://a/v1/models", "http://localhost/v1/models", "http://localhost:1@a/v1/models",
+        "https://[::1]:9/health", "http://[::1/health", "http://", "http:///health", "x://y/z",
+        "//a/v1/models", "/v1/models//", "/v1/completions/", "/V1/COMPLETIONS",
+        "/v1/completions?x=\0",
         "/v1/embeddings", "/metrics", "/openapi.json", "/docs", "/sleep", "/scale_elastic_ep",
         "/v1/load_lora_adapter", "/invocations", "/ping", "/server_info", "/collective_rpc",
         "/v1/audio/transcriptions", "/rerank", "/pooling", "/v1/realtime", "/inference/v1/generate",
@@ -314,6 +352,8 @@ _MAKERS: list[Callable[[Random, _Base], bytes]] = [
     _garble,
     _wrong_length,
     _chunks,
+    _trailers,
+    _upgrades,
     _headers,
     _methods,
     _paths,

@@ -10,18 +10,29 @@ import httpx
 
 from tests.functional.daemon_tools import Background, api_client, sim_daemon
 
-CONFIG = '[[device]]\nkind = "sim"\ngpu = "A10"\n[memory]\nmodel_cache = 0\n[limits]\nstop_grace = "20s"\n'
+PAGE = {"origin": "http://localhost:3000"}
+CONFIG = f"""
+[[device]]
+kind = "sim"
+gpu = "A10"
+[memory]
+model_cache = 0
+[limits]
+stop_grace = "20s"
+[access]
+allowed_origins = ["{PAGE["origin"]}"]
+"""
 BODY = {"model": "one", "prompt": "x", "max_tokens": 2}
 
 
 async def _refusals(url: str) -> list[httpx.Response]:
     """Ask on new connections until none is accepted; return the answers without tokens."""
-    refusals = []
+    refusals: list[httpx.Response] = []
     async with asyncio.timeout(60):
         while True:
             try:
                 async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                    answer = await http.post("/v1/completions", json=BODY)
+                    answer = await http.post("/v1/completions", json=BODY, headers=PAGE)
             except httpx.TransportError:
                 return refusals
             if answer.status_code != 200:
@@ -30,6 +41,13 @@ async def _refusals(url: str) -> list[httpx.Response]:
 
 async def test_new_connections_get_503_while_a_stream_ends(tmp_path: Path) -> None:
     with sim_daemon(CONFIG, tmp_path, ["one"]) as daemon:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "x"}
+        with httpx.Client(base_url=daemon.http_url, headers=PAGE, timeout=60) as page:
+            preflight = page.options("/v1/completions", headers=asked)
+            streamed = page.post("/v1/completions", json=BODY | {"stream": True})
+        for answer in (preflight, streamed):
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == PAGE["origin"]
         async with api_client(daemon.http_url) as api:
             stream = Background(api, "one", "goes on", 300)
             await stream.started()
@@ -39,5 +57,7 @@ async def test_new_connections_get_503_while_a_stream_ends(tmp_path: Path) -> No
         await asyncio.to_thread(daemon.process.wait, 60)
     assert refusals
     assert {answer.status_code for answer in refusals} == {503}
-    assert all(answer.headers["retry-after"] for answer in refusals)
+    for answer in refusals:
+        assert answer.headers["retry-after"]
+        assert answer.headers["access-control-allow-origin"] == PAGE["origin"]
     assert refusals[-1].json()["error"]["message"] == "The server is stopping."

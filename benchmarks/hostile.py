@@ -3,8 +3,8 @@
 Each kind of request (``hostile_kinds.py``) is sent several times to a running daemon with real
 engines, and must be answered once, at once and with 4xx. Dripping uploads must end, and not stop
 the uploads of another key. No stream may differ or pause for much longer than before, no process
-may be replaced, and the memory of the daemon and the frontends may not grow. Writes ``build/bench-hostile.json``; exit code 1 if
-a condition fails.
+may be replaced, and the memory of the daemon and the frontends may not grow. Writes
+``build/bench-hostile.json``; exit code 1 if a condition fails.
 """
 
 from __future__ import annotations

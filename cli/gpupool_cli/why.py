@@ -21,6 +21,8 @@ from gpupoold.api.schemas_explain import (
 )
 from gpupoold.units import format_bytes, format_duration
 
+# Share of tokens in time that a model should have, as in `gpupool top`.
+_ON_TIME = 0.9
 _LINE_COLUMNS = (
     Column("NEXT", right=True),
     Column("MODEL"),
@@ -133,6 +135,7 @@ def _show_model(model: ModelWhy) -> None:
         "last hour": f"{_percent(hour.attainment)} of {hour.tokens} tokens in time",
         "": f"TTFT p50 {duration_text(hour.ttft_p50_s)}, p99 {duration_text(hour.ttft_p99_s)}; "
         f"TBT p50 {duration_text(hour.tbt_p50_s)}, p99 {duration_text(hour.tbt_p99_s)}",
+        "pauses": _pauses(model),
         "paced gaps": ""
         if model.paced_gap_p50_s is None
         else f"p50 {duration_text(model.paced_gap_p50_s)}, "
@@ -152,7 +155,7 @@ def _show_model(model: ModelWhy) -> None:
         fields["live requests"] = ", ".join(counts)
     if text := _prefix_cache(model):
         fields["prefix cache"] = text
-    output.print_fields(fields)
+    output.print_fields({name: text for name, text in fields.items() if text})
     for one in model.advice:
         output.print_line(f"hint: {one}")
     for place in model.devices:
@@ -160,6 +163,14 @@ def _show_model(model: ModelWhy) -> None:
         if place.hosting:
             engine = f"{format_bytes(place.engine_bytes)} outside the pages"
             output.print_line(f"engine: {engine}; {place.hosting}")
+
+
+def _pauses(model: ModelWhy) -> str:
+    """Return why a TBT above the target is no fault, empty if it is one or is not there."""
+    p99_s, attainment = model.hour.tbt_p99_s, model.hour.attainment
+    if p99_s is None or p99_s <= model.tbt_s or attainment is None or attainment < _ON_TIME:
+        return ""
+    return "a TBT p99 above the target is normal where models take turns: the tokens are in time"
 
 
 def _percent(share: float | None) -> str:

@@ -147,8 +147,10 @@ def _panel(
         at_end=panel is Panel.EVENTS,
     )
     legend = devices_panel.legend(view) if panel is Panel.DEVICES else ()
-    additions = picture.additions if panel is Panel.MODELS else ()
-    notes = [*_notes(panel, table, drawn, view), *models_panel.addition_notes(additions)]
+    notes = _notes(panel, table, drawn, view)
+    if panel is Panel.MODELS:
+        notes[1:1] = models_panel.pause_notes(picture.models)
+        notes += models_panel.addition_notes(picture.additions)
     title = title_line(panel, view, notes, legend, width)
     return [title, *drawn.lines], drawn.keys
 

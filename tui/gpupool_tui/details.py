@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from gpupool_tui.models_panel import where
+from gpupool_tui.models_panel import has_harmless_pauses, where
 from gpupool_tui.numbers import NOTHING, clock, count, duration, percent, ranges, size
 from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
@@ -78,7 +78,8 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
         "targets": f"{duration(model.ttft_s)} to the first token,"
         f" {duration(model.tbt_s)} between tokens",
         "first token": _percentiles(usage.ttft_p50_s, usage.ttft_p99_s),
-        "between tokens": _percentiles(usage.tbt_p50_s, usage.tbt_p99_s),
+        "between tokens": _percentiles(usage.tbt_p50_s, usage.tbt_p99_s)
+        + ("; tokens early enough cover the pauses" if has_harmless_pauses(model) else ""),
         "in time": f"{percent(usage.attainment_1m)} % of the last minute's tokens,"
         f" {percent(usage.attainment_1h)} % of the last hour's,"
         f" {percent(usage.attainment)} % since the start",

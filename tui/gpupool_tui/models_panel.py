@@ -64,26 +64,47 @@ def _waiting(model: TopModel, view: View, width: int) -> Line:
     return (Span(str(number), "warn" if number else "dim"),)
 
 
-def _pair(p50_s: float | None, p99_s: float | None, target_s: float, view: View) -> Line:
+def is_on_time(model: TopModel) -> bool:
+    """Return whether enough tokens of the last hour were in time, or there were none."""
+    share = model.usage.attainment_1h
+    return share is None or share >= GOOD_ATTAINMENT
+
+
+def has_harmless_pauses(model: TopModel) -> bool:
+    """Return whether the model's tokens are in time with a TBT p99 above the target.
+
+    An answer pauses during turns of other models, and its tokens are early before and after.
+    """
+    p99_s = model.usage.tbt_p99_s
+    return p99_s is not None and p99_s > model.tbt_s and is_on_time(model)
+
+
+def pause_notes(models: Sequence[TopModel]) -> list[str]:
+    """Return the reason for a TBT p99 above the target of models whose tokens are in time."""
+    return ["TBT p99 above target: pauses between turns"] * any(map(has_harmless_pauses, models))
+
+
+def _pair(
+    model: TopModel, p50_s: float | None, p99_s: float | None, target_s: float, view: View
+) -> Line:
     if p50_s is None or p99_s is None:
         return (Span(NOTHING, "dim"),)
-    return (*_against(p50_s, target_s, view), Span("/", "dim"), *_against(p99_s, target_s, view))
 
+    def against(seconds: float) -> Span:
+        is_late = seconds > target_s and not is_on_time(model)
+        return Span(duration(seconds) + view.glyphs.late * is_late, "bad" if is_late else "")
 
-def _against(seconds: float, target_s: float, view: View) -> Line:
-    if seconds > target_s:
-        return (Span(duration(seconds) + view.glyphs.late, "bad"),)
-    return (Span(duration(seconds)),)
+    return (against(p50_s), Span("/", "dim"), against(p99_s))
 
 
 def _ttft(model: TopModel, view: View, width: int) -> Line:
     usage = model.usage
-    return _pair(usage.ttft_p50_s, usage.ttft_p99_s, model.ttft_s, view)
+    return _pair(model, usage.ttft_p50_s, usage.ttft_p99_s, model.ttft_s, view)
 
 
 def _tbt(model: TopModel, view: View, width: int) -> Line:
     usage = model.usage
-    return _pair(usage.tbt_p50_s, usage.tbt_p99_s, model.tbt_s, view)
+    return _pair(model, usage.tbt_p50_s, usage.tbt_p99_s, model.tbt_s, view)
 
 
 def _targets(model: TopModel, view: View, width: int) -> Line:
@@ -141,12 +162,12 @@ def _figure(
 
 _BEFORE: tuple[TableColumn[TopModel], ...] = (
     TableColumn("name", "MODEL", 10, _name, lambda one: one.usage.name, grows=30),
-    TableColumn("state", "STATE", 8, _state, lambda one: one.usage.state, rank=7),
-    TableColumn("on", "ON", 4, _where, lambda one: (not one.devices, one.devices), rank=2, grows=4),
+    TableColumn("state", "STATE", 8, _state, lambda one: one.usage.state, rank=1),
+    TableColumn("on", "ON", 4, _where, lambda one: (not one.devices, one.devices), rank=5, grows=4),
     _figure("live", "LIVE", 4, _live, lambda one: one.usage.num_live),
     _figure("wait", "WAIT", 4, _waiting, lambda one: one.usage.num_waiting),
-    _figure("ttft", "TTFT p50/99", 15, _ttft, lambda one: or_least(one.usage.ttft_p99_s), 1),
-    _figure("tbt", "TBT p50/99", 15, _tbt, lambda one: or_least(one.usage.tbt_p99_s), 1),
+    _figure("ttft", "TTFT p50/99", 15, _ttft, lambda one: or_least(one.usage.ttft_p99_s), 2),
+    _figure("tbt", "TBT p50/99", 15, _tbt, lambda one: or_least(one.usage.tbt_p99_s), 2),
     _figure("target", "TARGETS", 11, _targets, lambda one: one.tbt_s, 8, descends=False),
     _share("1m", "1MIN%", lambda one: one.usage.attainment_1m, 0),
     _share("1h", "1H%", lambda one: one.usage.attainment_1h, 6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -144,6 +145,17 @@ def test_kv_from_other_devices_and_files(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.whys["qwen"] = Why(model=MODEL.model_copy(update={"devices": places}))
     text = said(cli, "qwen")
     assert "3 GiB used again, 1 GiB from another device's memory, 512 MiB from files\n" in text
+
+
+@pytest.mark.parametrize(("attainment", "is_normal"), [(0.99, True), (0.8, False), (None, False)])
+def test_pauses_are_explained_where_the_tokens_are_in_time(
+    daemon: FakeDaemon, cli: Cli, attainment: float | None, is_normal: bool
+) -> None:
+    hour = replace(MODEL.hour, tbt_p99_s=1.0, attainment=attainment)
+    daemon.whys["qwen"] = Why(model=MODEL.model_copy(update={"hour": hour}))
+    shown = said(cli, "qwen")
+    assert ("a TBT p99 above the target is normal where models take turns" in shown) == is_normal
+    assert "paced gaps" not in shown
 
 
 def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:

@@ -75,6 +75,12 @@ class NoSuchRequest(ClientError):
     http_status = 404
 
 
+def no_such_device(number: int, num_devices: int) -> UsageError:
+    """Return the error of a device's number that is not there."""
+    known = f"the devices are 0 to {num_devices - 1}" if num_devices > 1 else "the only device is 0"
+    return UsageError(f"there is no device {number}", known)
+
+
 class Refused(ClientError):
     """The request was understood and refused."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # C0 without tab and newline, DEL, C1, and Unicode's line separators.
@@ -34,3 +35,33 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line, or its lines."""
         return without_controls(super().format(record)).replace("\n", f"\n{_CONTINUATION}")
+
+
+_PLAIN = (
+    (re.compile(r"Value error, "), ""),
+    (
+        re.compile(r"Input should be a valid integer(, unable to parse string as an integer)?"),
+        "must be a whole number",
+    ),
+    (
+        re.compile(r"Input should be a valid number(, unable to parse string as a number)?"),
+        "must be a number",
+    ),
+    (
+        re.compile(r"Input should be a valid boolean(, unable to interpret input)?"),
+        "must be true or false",
+    ),
+    (re.compile(r"Input should be a valid string"), "must be text"),
+    (re.compile(r"Input should be greater than or equal to "), "must be at least "),
+    (re.compile(r"Input should be less than or equal to "), "must be at most "),
+    (re.compile(r"Input should be "), "must be "),
+    (re.compile(r"Field required"), "is missing"),
+    (re.compile(r"Extra inputs are not permitted"), "is unknown"),
+)
+
+
+def plain_problem(message: str) -> str:
+    """Return a message of pydantic in plain words."""
+    for pattern, words in _PLAIN:
+        message = pattern.sub(words, message)
+    return message

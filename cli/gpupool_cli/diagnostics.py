@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from gpupool_cli.exit_codes import ExitCode
 from gpupoold.errors import GpupoolError
-from gpupoold.printable import without_controls
+from gpupoold.printable import plain_problem, without_controls
 
 
 def say(text: str) -> None:
@@ -65,7 +65,7 @@ class CliGroup(TyperGroup):
 
 
 def _report_usage(error: typer.TyperException) -> int:
-    message = error.format_message()
+    message = plain_problem(error.format_message())
     if message.startswith("Usage:"):  # a group called without a command shows its help
         say(message)
     else:

@@ -206,7 +206,7 @@ def _other_names(model: ModelInfo) -> str:
     """Return the aliases, then the presets and adapters with their kind."""
     presets = [f"{one.name} (preset)" for one in model.presets]
     adapters = [f"{one.name} (adapter)" for one in model.adapters]
-    return ",".join([*model.aliases, *presets, *adapters]) or output.NOTHING
+    return ", ".join([*model.aliases, *presets, *adapters]) or output.NOTHING
 
 
 def _preset_text(preset: PresetInfo) -> str:

@@ -84,7 +84,8 @@ def _show_request(request: RequestWhy) -> None:
         _show_device(request.turns)
 
 
-def _show_device(device: DeviceTurns) -> None:
+def _show_device(device: DeviceTurns, engine: str = "") -> None:
+    """Show a device and its next turns; ``engine`` is about the model's engine there."""
     output.print_line("")
     name = f"device {device.device}{_group_text(device)}"
     if device.on_turn is None:
@@ -95,6 +96,8 @@ def _show_device(device: DeviceTurns) -> None:
         because = f": {device.why}" if device.why else ""
         used = format_duration(device.used_s)
         output.print_line(f"{name}: {device.on_turn} on turn for {used}, {left}{because}")
+    if engine:
+        output.print_line(f"device {device.device} has an engine of the model, {engine}")
     if device.loading is not None:
         output.print_line(loading_text(device.device, device.loading))
     if device.num_waiting_for_kv:
@@ -159,10 +162,8 @@ def _show_model(model: ModelWhy) -> None:
     for one in model.advice:
         output.print_line(f"hint: {one}")
     for place in model.devices:
-        _show_device(place.turns)
-        if place.hosting:
-            engine = f"{format_bytes(place.engine_bytes)} outside the pages"
-            output.print_line(f"engine: {engine}; {place.hosting}")
+        engine = f"{format_bytes(place.engine_bytes)} outside the pages: {place.hosting}"
+        _show_device(place.turns, engine if place.hosting else "")
 
 
 def _pauses(model: ModelWhy) -> str:

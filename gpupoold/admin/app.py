@@ -49,6 +49,7 @@ from gpupoold.control.views import bodies as views
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.metrics.exposition import Exporter
+from gpupoold.printable import plain_problem
 
 _NDJSON = "application/x-ndjson"
 _FOLLOW_WAIT_S = 10.0
@@ -273,6 +274,8 @@ async def _on_error(_: Request, error: Exception) -> JSONResponse:
 
 async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = [f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in error.errors()]
+    problems = [
+        f"{'.'.join(map(str, p['loc'][1:]))}: {plain_problem(p['msg'])}" for p in error.errors()
+    ]
     usage = UsageError("; ".join(problems))
     return JSONResponse({"error": _body(usage).model_dump()}, status_code=usage.http_status)

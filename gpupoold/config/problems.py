@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
 from gpupoold.errors import ConfigError
+from gpupoold.printable import plain_problem
 
 KnownKeys = Mapping[str, Sequence[str]]
 """Sections and their keys, spelled as in a file."""
@@ -73,7 +74,7 @@ def _problem(problem: ErrorDetails, known: KnownKeys, hidden: Collection[str]) -
             return Problem(parts, "must be a list of tables", "write [[device]], with two brackets")
         case "at_key":
             return Problem(place_of(problem["ctx"]["key"]), problem["msg"])
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = plain_problem(problem["msg"])
     is_shown = problem["type"] != "value_error" and ".".join(map(str, parts[:2])) not in hidden
     return Problem(parts, f"{message}, got {problem['input']!r}" if is_shown else message)
 

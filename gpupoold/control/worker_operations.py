@@ -10,7 +10,7 @@ from gpupoold.config.schema import LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Role
-from gpupoold.errors import TimedOut, UsageError
+from gpupoold.errors import TimedOut, no_such_device
 
 _DRAIN_POLL_S = 0.02
 
@@ -62,6 +62,5 @@ class WorkerOperations:
     def _worker(self, number: int) -> Worker:
         workers = self._workers
         if not 0 <= number < len(workers):
-            last = len(workers) - 1
-            raise UsageError(f"there is no worker {number}", f"there are 0 to {last}")
+            raise no_such_device(number, len(workers))
         return workers[number]

@@ -150,7 +150,8 @@ def foreign_origin(origin: str) -> ApiError:
 
 def no_such_path(method: str, path: str) -> ApiError:
     """Return 404: the path is unknown."""
-    return ApiError(404, "NotFoundError", f"There is no {method} {_short(path)} here.")
+    message = f"There is no {method} {_short(path)} here. The API is below /v1, see /openapi.json."
+    return ApiError(404, "NotFoundError", message)
 
 
 def not_of_this_kind(model: str, path: str, served: Iterable[str]) -> ApiError:

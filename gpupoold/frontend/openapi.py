@@ -19,6 +19,7 @@ _INFO = {
     "description": "The model of a request is its `model`, by name or alias.",
 }
 _OWN_PATHS = {
+    "/": "Where the API is.",
     "/health": "The server runs.",
     "/ready": "Requests can be served; 503 until then.",
     "/version": "gpupool's version.",

@@ -52,6 +52,7 @@ from gpupoold.frontend.routes import (
     OPENAPI_PATH,
     RESPONSES_PREFIX,
     ROUTED_PATHS,
+    WHERE,
     is_batch_path,
     methods_of,
     without_slash,
@@ -197,6 +198,8 @@ class Router:
         return exchange.answer(ids.http_id)
 
     def _own_answer(self, path: str, caller: Caller) -> tuple[int, object]:
+        if path == "/":
+            return 200, WHERE
         if path == "/health":
             return 200, {"status": "ok"}
         if path == "/ready":

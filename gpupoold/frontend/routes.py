@@ -28,12 +28,21 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 RESPONSES_PREFIX = "/v1/responses/"
 MODELS_PREFIX = "/v1/models/"
 OPENAPI_PATH = "/openapi.json"
+# For those who open the address in a browser.
+WHERE = {
+    "gpupool": "many models behind OpenAI's and Anthropic's API, below /v1",
+    "models": "/v1/models",
+    "description": OPENAPI_PATH,
+    "documentation": "docs/api.md",
+}
 METRICS_PATH = "/metrics"
 
 _READ = ("GET", "HEAD")
 _FIXED = {
     **dict.fromkeys(ROUTED_PATHS, ("POST",)),
-    **dict.fromkeys((*OPEN_PATHS, "/version", "/v1/models", METRICS_PATH, OPENAPI_PATH), _READ),
+    **dict.fromkeys(
+        (*OPEN_PATHS, "/", "/version", "/v1/models", METRICS_PATH, OPENAPI_PATH), _READ
+    ),
 }
 _PATTERNS = {
     re.compile(pattern, re.DOTALL): methods

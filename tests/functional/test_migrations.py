@@ -153,7 +153,7 @@ def test_a_role_that_there_is_not_is_refused(daemon: PrivateDaemon) -> None:
     assert cli(daemon, "role", "set", "0", "nothing").returncode == 2
     done = cli(daemon, "role", "set", "7", "decode")
     assert done.returncode == 2
-    assert "there are 0 to 1" in done.stderr
+    assert "the devices are 0 to 1" in done.stderr
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import io
 import logging
 
 import pytest
+from pydantic import BaseModel, Field, ValidationError
 
-from gpupoold.printable import LineFormatter, clean, without_controls
+from gpupoold.printable import LineFormatter, clean, plain_problem, without_controls
 
 # Moves the cursor, writes to the clipboard, the same by a C1 character, and ends lines.
 HOSTILE = "a\x1b[2J\x1b]52;c;ZXZpbA==\x07\x9b31m\x7f\r\v\f\x85\u2028b"
@@ -49,3 +50,28 @@ def test_a_record_cannot_be_forged() -> None:
     ]
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
+
+
+class _Body(BaseModel, extra="forbid"):
+    number: int = Field(default=1, ge=1, le=9)
+    share: float = 1.0
+    is_on: bool = True
+    text: str = ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("number", "one", "must be a whole number"),
+        ("number", 0, "must be at least 1"),
+        ("number", 10, "must be at most 9"),
+        ("share", "half", "must be a number"),
+        ("is_on", "perhaps", "must be true or false"),
+        ("text", 1, "must be text"),
+        ("other", 1, "is unknown"),
+    ],
+)
+def test_problems_in_plain_words(field: str, value: object, words: str) -> None:
+    with pytest.raises(ValidationError) as found:
+        _Body.model_validate({field: value})
+    assert plain_problem(found.value.errors()[0]["msg"]) == words

@@ -45,7 +45,8 @@ def _facts(picture: Picture) -> Iterable[tuple[str, str]]:
     yield _number(len(picture.devices), "device"), ""
     yield _number(status.num_models, "model"), ""
     yield f"up {uptime(status.uptime_s)}", ""
-    yield f"{count(picture.num_switches)} switches, {size(picture.switched_bytes)} moved", ""
+    switches = f"{count(picture.num_switches)} switch{'es' * (picture.num_switches != 1)}"
+    yield f"{switches}, {size(picture.switched_bytes)} moved", ""
     limit = size(status.model_cache_limit_bytes)
     yield f"cache {size(status.model_cache_bytes)}/{limit}", ""
     yield f"daemon {size(status.rss_bytes)}", ""

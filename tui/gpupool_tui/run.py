@@ -12,6 +12,8 @@ from gpupool_tui.view import View
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import UsageError
 
+_DEFAULT_THEME = "dark"
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -22,17 +24,19 @@ class Options:
     """
 
     interval_s: float = 1.0
-    theme: str = "dark"
+    theme: str = _DEFAULT_THEME
     is_ascii: bool = False
     is_read_only: bool = False
 
 
 def text_once(socket_path: Path, width: int, options: Options) -> str:
-    """Return the screen as plain text; imports nothing of Textual's.
+    """Return the screen as plain text; with the default theme nothing of Textual's is imported.
 
     Raises:
         GpupoolError: the daemon does not answer.
+        UsageError: there is no such theme.
     """
+    _check_theme(options.theme)
     with AdminClient(socket_path) as client:
         return screen_text(ask_once(client), width, is_ascii=options.is_ascii)
 
@@ -57,9 +61,18 @@ def run(socket_path: Path, options: Options) -> None:
         is_read_only=options.is_read_only,
     )
     app = TopApp(socket_path, picture, view)
-    name = THEMES.get(options.theme, options.theme)
-    if name not in app.available_themes:
-        names = ", ".join([*THEMES, *sorted(app.available_themes)])
-        raise UsageError(f"no theme is called {options.theme!r}", f"there are: {names}")
-    app.theme = name
+    _check_theme(options.theme)
+    app.theme = THEMES.get(options.theme, options.theme)
     app.run()
+
+
+def _check_theme(theme: str) -> None:
+    if theme == _DEFAULT_THEME:
+        return
+    from textual.theme import BUILTIN_THEMES
+
+    from gpupool_tui.base_app import THEMES
+
+    if THEMES.get(theme, theme) not in BUILTIN_THEMES:
+        names = ", ".join([*THEMES, *sorted(BUILTIN_THEMES)])
+        raise UsageError(f"no theme is called {theme!r}", f"there are: {names}")

@@ -23,7 +23,7 @@ from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.control.workers.worker import Worker, WorkerEnded, WorkerIsDown
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
-from gpupoold.errors import GpupoolError, Refused, TimedOut, Unavailable, UsageError
+from gpupoold.errors import GpupoolError, Refused, TimedOut, Unavailable, no_such_device
 from gpupoold.scheduling.hosting import (
     HostingChoice,
     HostingDevice,
@@ -220,7 +220,7 @@ class EnginePlacement:
         num = len(self._supervisor.workers)
         for number in devices:
             if not 0 <= number < num:
-                raise UsageError(f"there is no device {number}", f"there are 0 to {num - 1}")
+                raise no_such_device(number, num)
 
     async def stop(self) -> None:
         """Abandon work in progress; the workers have stopped before."""

@@ -106,7 +106,7 @@ def test_roles_and_drains(daemon: FakeDaemon, client: AdminClient) -> None:
     daemon.live["q"] = 2
     with pytest.raises(TimedOut, match="still has 2 requests"):
         client.drain(0)
-    with pytest.raises(UsageError, match="no worker 3"):
+    with pytest.raises(UsageError, match="no device 3"):
         client.set_role(3, "mixed")
 
 

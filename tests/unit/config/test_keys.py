@@ -50,7 +50,7 @@ class TestKeys:
         assert "sesame" not in str([one.spelled for one in shown.values()])
         with pytest.raises(ConfigError) as caught:
             parse("[door]\npass = 471147")
-        assert "door.pass: must be a valid string" in str(caught.value)
+        assert "door.pass: must be text" in str(caught.value)
         assert "471147" not in str(caught.value)
 
 

@@ -46,13 +46,13 @@ def give(box: Box, number: int, max_tokens: int = 8) -> str:
 @pytest.mark.parametrize("number", [-1, 2])
 async def test_a_worker_that_there_is_not(box: Box, number: int) -> None:
     control = control_of(box)
-    with pytest.raises(UsageError, match=f"no worker {number}"):
+    with pytest.raises(UsageError, match=f"no device {number}"):
         control.set_role(number, Role.DECODE)
-    with pytest.raises(UsageError, match=f"no worker {number}"):
+    with pytest.raises(UsageError, match=f"no device {number}"):
         control.undrain(number)
     with pytest.raises(UsageError) as caught:
         await control.drain(number)
-    assert caught.value.hint == "there are 0 to 1"
+    assert caught.value.hint == "the devices are 0 to 1"
     assert draining(box) == [False, False]
 
 

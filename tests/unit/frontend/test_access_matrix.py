@@ -46,7 +46,7 @@ ANSWERS: dict[str, dict[str, int]] = {
     "/v1/batches/batch-1/cancel": {"POST": 200},
     "/v1/filesystem": {},
     "/openapi.json": {"GET": 200, "HEAD": 200},
-    "/": {},
+    "/": {"GET": 200, "HEAD": 200},
     "/docs": {},
     "/sleep": {},
     "/v1/load_lora_adapter": {},

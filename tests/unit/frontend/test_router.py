@@ -228,6 +228,16 @@ def test_byte_order_mark_is_left_out(served: Served) -> None:
     assert served.send("POST", CHAT, b"\xef\xbb\xbf" * 2 + body).status == 400
 
 
+def test_the_address_says_where_the_api_is(served: Served) -> None:
+    answer = served.send("GET", "/")
+    assert answer.status == 200
+    assert answer.json()["models"] == "/v1/models"
+    for path in ("/api/tags", "/v1"):
+        answer = served.send("GET", path)
+        assert answer.status == 404
+        assert "The API is below /v1" in answer.json()["error"]["message"]
+
+
 def test_not_ready_is_503(served: Served) -> None:
     served.catalog.replace(MODELS, ready=False)
     assert served.send("GET", "/ready").status == 503

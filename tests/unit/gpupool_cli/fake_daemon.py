@@ -48,6 +48,7 @@ from gpupoold.errors import (
     TimedOut,
     Unavailable,
     UsageError,
+    no_such_device,
 )
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.fake_views import NDJSON, POLL_S, add_view_routes, line_of
@@ -188,7 +189,7 @@ class FakeDaemon:
     def change_device(self, number: int, **changes: Any) -> DeviceInfo:
         """The device, with changes from now on."""
         if number:
-            raise UsageError(f"there is no worker {number}", "there are 0 to 0")
+            raise no_such_device(number, 1)
         self.device.update(changes)
         return self.ps().devices[0]
 
@@ -262,7 +263,7 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     async def set_hosting(name: str, body: SetHostingRequest) -> ModelInfo:
         model = daemon.find(name)
         if any(number > 1 for number in body.devices):
-            raise UsageError("there is no device 2", "there are 0 to 1")
+            raise no_such_device(2, 2)
         return daemon.add(model.name, devices=body.devices)
 
     @app.post("/models")

@@ -45,7 +45,7 @@ class TestCheck:
         assert (told.exit_code, told.stderr) == (1, "")
         lines = told.stdout.splitlines()
         assert lines[:2] == [f"{wrong}:2: server.prot: unknown key", "    did you mean 'port'?"]
-        assert lines[2].startswith(f"{wrong}:3: server.port: must be a valid integer")
+        assert lines[2].startswith(f"{wrong}:3: server.port: must be a whole number")
         assert lines[3].startswith(f"{wrong}:6: log.level: must be 'debug'")
 
     def test_as_json(self, cli: Cli, wrong: Path) -> None:

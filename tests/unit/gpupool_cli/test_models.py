@@ -21,7 +21,7 @@ def test_list_is_aligned_text_without_boxes(daemon: FakeDaemon, cli: Cli, verb: 
     daemon.add("a", state="failed", weight_bytes=0, ttft_s=0.5)
     assert cli(verb).stdout.splitlines() == [
         "NAME     STATE    TTFT    TBT  DTYPE       SIZE  ALIASES",
-        "qwen-7b  ready     10s  100ms  bfloat16  15 GiB  q,best",
+        "qwen-7b  ready     10s  100ms  bfloat16  15 GiB  q, best",
         "a        failed  500ms  100ms  bfloat16       -  -",
     ]
 

@@ -26,6 +26,13 @@ def test_one_screen_is_printed(daemon: FakeDaemon, cli: Cli) -> None:
     assert cli("top", "--ascii").stdout.isascii()
 
 
+def test_a_theme_that_there_is_not(daemon: FakeDaemon, cli: Cli) -> None:
+    refused = cli("top", "-1", "--theme", "blue")
+    assert refused.exit_code == 2
+    assert "no theme is called 'blue'" in refused.stderr
+    assert cli("top", "-1", "--theme", "light").exit_code == 0
+
+
 def test_no_daemon(cli: Cli) -> None:
     result = cli("top")
     assert result.exit_code == 3

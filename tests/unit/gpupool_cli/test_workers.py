@@ -55,8 +55,13 @@ def test_a_drain_that_is_not_waited_for_any_longer(daemon: FakeDaemon, cli: Cli)
 def test_a_device_that_there_is_not(cli: Cli, arguments: tuple[str, ...]) -> None:
     done = cli(*arguments)
     assert done.exit_code == 2
-    assert "there is no worker 7" in done.stderr
-    assert "there are 0 to 0" in done.stderr
+    assert "there is no device 7" in done.stderr
+    assert "the only device is 0" in done.stderr
+    wrong = ("role", "set", "0", "writer") if "role" in arguments else (arguments[0], "one")
+    done = cli(*wrong)
+    assert done.exit_code == 2
+    assert "Input should" not in done.stderr
+    assert "Value error" not in done.stderr
 
 
 @pytest.mark.parametrize(

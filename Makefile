@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV DIST
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo pictures test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ deb: ## dist/gpupool_VERSION_ARCH.deb, from what `make venv PYTHON=/usr/bin/pyth
 
 demo: venv ## four models on one emulated GPU; then one of two dies: every answer checked
 	@$(BIN)/python -m examples.demo
+
+pictures: venv ## docs/demo.svg and docs/top.svg anew, from real runs (on an idle machine)
+	@$(BIN)/python -m examples.demo --svg docs/demo.svg | cat
+	@$(BIN)/python -m scripts.picture_of_top docs/top.svg
 
 test: venv ## the test suite without its slow tables (ARGS='-k name' for some of it, JOBS=1)
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)

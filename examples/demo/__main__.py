@@ -7,7 +7,7 @@ Act one uses the first device only: 32 chat requests at once over the four model
 official OpenAI client. Act two uses both devices, and kills the process of a device in the middle
 of answers. Every answer is compared with the undisturbed answer; any differing token is a failure.
 
-The picture in the README: `python -m examples.demo --svg docs/demo.svg | cat`, on an idle machine.
+The picture in the README: `make pictures`, on an idle machine.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ class BatchRunner:
             if running is not None and not running.task.done():
                 if running.end is None and end is not None:
                     running.task.cancel()
+                await self._work.note_if_still(row)
                 continue
             task = asyncio.create_task(self._bring_on(row), name=row.id)
             self._running[row.id] = _Running(task, end)

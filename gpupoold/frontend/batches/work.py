@@ -40,6 +40,9 @@ _PASS_S = 1.0
 # Time between two looks for room. Results of the requests that run may exceed a bound of space.
 _ROOM_S = 5.0
 _MAX_MODELS, _MAX_NAME_CHARS = 8, 200
+# Time without an answer after which the owner is told.
+_STILL_S = 600.0
+_STILL = "no request was answered for 10m: they run, or wait for a place or for a device"
 _NO_ROOM = "the results have no room until files are deleted, see max_bytes in [batches]"
 
 
@@ -82,6 +85,7 @@ class BatchWorker:
         self._places = places
         self._bounds = bounds
         self._tell_wait = tell_wait
+        self._answering: dict[str, _Batch] = {}
 
     def why_stop(self, row: BatchRow) -> BatchStatus | None:
         """Return the status in which a batch has to end now, None for a batch that may go on."""
@@ -135,16 +139,30 @@ class BatchWorker:
 
         A pass asks each request that is due. Each next pass begins when a refused request is due.
         """
-        batch = _Batch(row, Repeats())
-        while True:
-            batch.has_skipped = False
-            async with asyncio.TaskGroup() as tasks:
-                await self._pass(batch, tasks)
-            if not batch.has_skipped:
-                return
-            due_s = batch.repeats.due_s or time.monotonic()
-            await self._note_wait(batch, batch.repeats.reason, due_s)
-            await asyncio.sleep(max(due_s - time.monotonic(), _PASS_S))
+        batch = self._answering[row.id] = _Batch(row, Repeats())
+        try:
+            while True:
+                batch.has_skipped = False
+                async with asyncio.TaskGroup() as tasks:
+                    await self._pass(batch, tasks)
+                if not batch.has_skipped:
+                    return
+                due_s = batch.repeats.due_s or time.monotonic()
+                await self._note_wait(batch, batch.repeats.reason, due_s)
+                await asyncio.sleep(max(due_s - time.monotonic(), _PASS_S))
+        finally:
+            del self._answering[row.id]
+
+    async def note_if_still(self, row: BatchRow) -> None:
+        """Note why a batch stands still whose requests are not refused.
+
+        To be called from time to time.
+        """
+        batch = self._answering.get(row.id)
+        if batch is None or batch.waits_because:
+            return
+        if time.monotonic() - batch.answered_s >= _STILL_S:
+            await self._note_wait(batch, _STILL)
 
     async def _pass(self, batch: _Batch, tasks: asyncio.TaskGroup) -> None:
         """Begin to answer each request that is due, as far as there are places."""
@@ -181,16 +199,19 @@ class BatchWorker:
             return False
         return await self._store.num_bytes() < bounds.max_bytes
 
-    async def _note_wait(self, batch: _Batch, reason: str, due_s: float) -> None:
-        """Store why requests wait; an empty reason means that none waits any more."""
-        if reason == batch.waits_because:
+    async def _note_wait(self, batch: _Batch, reason: str, due_s: float | None = None) -> None:
+        """Store why requests wait, and the time of the next try.
+
+        An empty reason means that none waits any more.
+        """
+        if not reason and not batch.waits_because:
             return
-        if reason and not batch.waits_because:
-            self._tell_wait(batch.row, reason)
-        batch.waits_because = reason
-        next_try_at = round(time.time() + due_s - time.monotonic()) if reason else None
+        is_new, batch.waits_because = not batch.waits_because, reason
+        next_try_at = None if due_s is None else round(time.time() + due_s - time.monotonic())
         values = {"waits_because": reason, "next_try_at": next_try_at}
         await self._store.change(batch.row.id, "in_progress", **values)
+        if is_new:
+            self._tell_wait(batch.row, reason)
 
     async def _due_lines(self, batch: _Batch) -> AsyncIterator[tuple[int, BatchLine]]:
         """Yield the requests without a result that may be asked now."""
@@ -222,8 +243,9 @@ class BatchWorker:
         ):
             batch.has_skipped = True
             return
+        batch.answered_s = now_s
         if not batch.repeats.reason:
-            await self._note_wait(batch, "", now_s)
+            await self._note_wait(batch, "")
         body = result_line(line.custom_id, answer.status, answer.request_id, answer.body)
         await self._store.add_result(row.id, ResultRow(number, answer.status >= 400, body))
 
@@ -276,6 +298,7 @@ class _Batch:
     repeats: Repeats
     has_skipped: bool = False
     had_room_s: float = -math.inf
+    answered_s: float = field(default_factory=time.monotonic)
     waits_because: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -199,6 +199,25 @@ async def test_a_refused_model_stops_no_other_batch(rig: Rig) -> None:
     await asyncio.wait([runner])
 
 
+async def test_a_batch_without_answers_for_long(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpupoold.frontend.batches.work._STILL_S", 0.05)
+    await rig.begin()
+    rig.gate.clear()
+    runner = asyncio.create_task(BatchRunner(rig.store, rig.files, rig.work, 3600.0).run())
+    await until(lambda: bool(rig.waits))
+    row = await rig.store.batch("batch_1")
+    assert row is not None
+    assert "wait for a place or for a device" in row.waits_because
+    assert row.next_try_at is None
+    rig.gate.set()
+    async with asyncio.timeout(10):
+        while (row := await rig.store.batch("batch_1")) is None or row.ended_at is None:
+            await asyncio.sleep(0.01)
+    assert (row.status, row.waits_because, len(rig.waits)) == ("completed", "", 1)
+    runner.cancel()
+    await asyncio.wait([runner])
+
+
 async def test_a_batch_takes_no_more_than_its_share_of_places(rig: Rig) -> None:
     await rig.begin(batch_id="batch_a", owner="a", models=["slow"] * 20)
     rig.gate.clear()

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query
 
-from gpupool_state.batches import BatchRow, read_batches
+from gpupool_state.batches import BatchRow
+from gpupool_state.batches_reader import read_batches
 from gpupoold.api.schemas_batches import BatchInfo
 from gpupoold.control.control_plane import ControlPlane
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from gpupool_state.batches_schema import BATCH_MIGRATIONS, RESULT_BYTES
 from gpupool_state.db import Database
-from gpupool_state.faults import explained
 from gpupool_state.writer import Source, Transaction
 
 BATCHES_NAME = "batches.db"
@@ -108,7 +106,7 @@ _FILE_COLUMNS = tuple(one.name for one in fields(FileRow))
 _BATCH_COLUMNS = tuple(one.name for one in fields(BatchRow))
 _JSON_COLUMNS = ("metadata", "errors", "models")
 # Without the texts that only clients read, which may be long.
-_WORK_COLUMNS = tuple(name for name in _BATCH_COLUMNS if name not in ("metadata", "errors"))
+WORK_COLUMNS = tuple(name for name in _BATCH_COLUMNS if name not in ("metadata", "errors"))
 
 
 class BatchStore:
@@ -211,22 +209,22 @@ class BatchStore:
         row = await self._db.fetch_one(
             "SELECT * FROM batches WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", (batch_id, owner)
         )
-        return None if row is None else _batch(row)
+        return None if row is None else batch_of(row)
 
     async def batches(
         self, owner: str, limit: int, after: str | None = None, order: Order = "desc"
     ) -> list[BatchRow]:
         """Return the owner's batches by the time of creation, from behind the batch ``after``."""
         rows = await self._page("batches", owner, limit, after, order)
-        return [_batch(row) for row in rows]
+        return [batch_of(row) for row in rows]
 
     async def under_way(self) -> list[BatchRow]:
         """Return the batches that have not ended, oldest first, without metadata and errors."""
         rows = await self._db.fetch_all(
-            f"SELECT {', '.join(_WORK_COLUMNS)} FROM batches WHERE ended_at IS NULL "
+            f"SELECT {', '.join(WORK_COLUMNS)} FROM batches WHERE ended_at IS NULL "
             "ORDER BY created_at, id"
         )
-        return [_batch(row) for row in rows]
+        return [batch_of(row) for row in rows]
 
     async def num_under_way(self, owner: str) -> int:
         """Return how many batches of an owner have not ended."""
@@ -262,6 +260,28 @@ class BatchStore:
                     "WHERE id = ?1",
                     (batch_id, result.line),
                 )
+            await _end_line(tx, batch_id, result.line)
+
+    async def begin_line(self, batch_id: str, line: int, num_times: int) -> None:
+        """Note that a request is asked for the ``num_times``-th time without an answer so far."""
+        async with self._db.write(durable=False) as tx:
+            values = (batch_id, line, num_times)
+            await tx.execute("INSERT OR REPLACE INTO asked VALUES (?, ?, ?)", values)
+
+    async def end_line(self, batch_id: str, line: int) -> None:
+        """Note that a request was answered, though without a result."""
+        async with self._db.write(durable=False) as tx:
+            await _end_line(tx, batch_id, line)
+
+    async def asked(self) -> dict[tuple[str, int], int]:
+        """Return how often requests without any answer were asked, by batch and line."""
+        rows = await self._db.fetch_all("SELECT batch_id, line, num_times FROM asked")
+        return {(row["batch_id"], row["line"]): row["num_times"] for row in rows}
+
+    async def forget_asked(self) -> None:
+        """Note that no request under way is to blame for the end of the process."""
+        async with self._db.write(durable=False) as tx:
+            await tx.execute("DELETE FROM asked")
 
     async def done_lines(self, batch_id: str) -> set[int]:
         """Return the lines with a result."""
@@ -303,6 +323,7 @@ class BatchStore:
                 ),
             )
             await tx.execute("DELETE FROM results WHERE batch_id = ?", (batch_id,))
+            await tx.execute("DELETE FROM asked WHERE batch_id = ?", (batch_id,))
 
     async def remove_old(self, before: float) -> None:
         """Remove batches that ended before a time."""
@@ -328,33 +349,6 @@ class BatchStore:
         )
 
 
-def read_batches(folder: Path, limit: int, *, with_ended: bool) -> list[BatchRow]:
-    """Return batches of all owners, the latest first, without metadata and errors; blocking.
-
-    For processes that do not own the database: nothing is created or changed.
-
-    Raises:
-        Failed: the database cannot be read.
-    """
-    path = folder / BATCHES_NAME
-    if not path.exists():
-        return []
-    with explained(path), closing(_open_reader(path)) as connection:
-        rows = connection.execute(
-            f"SELECT {', '.join(_WORK_COLUMNS)} FROM batches WHERE ?1 OR ended_at IS NULL "
-            "ORDER BY created_at DESC, id DESC LIMIT ?2",
-            (with_ended, limit),
-        )
-        return [_batch(row) for row in rows]
-
-
-def _open_reader(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
-    connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA query_only = ON")
-    return connection
-
-
 async def _account(source: Source, owner: str) -> Account:
     rows = await source.fetch_all(
         "SELECT num_bytes, num_files, num_batches FROM accounts WHERE owner = ?", (owner,)
@@ -377,6 +371,10 @@ async def _add_file(tx: Transaction, row: FileRow) -> None:
     await tx.execute(_insert("files", _FILE_COLUMNS), values)
 
 
+async def _end_line(tx: Transaction, batch_id: str, line: int) -> None:
+    await tx.execute("DELETE FROM asked WHERE batch_id = ? AND line = ?", (batch_id, line))
+
+
 def _insert(table: str, columns: Sequence[str]) -> str:
     marks = ", ".join("?" for _ in columns)
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
@@ -390,7 +388,7 @@ def _file(row: sqlite3.Row) -> FileRow:
     return FileRow(**{name: row[name] for name in _FILE_COLUMNS})
 
 
-def _batch(row: sqlite3.Row) -> BatchRow:
+def batch_of(row: sqlite3.Row) -> BatchRow:
     """Return a row, whose columns may be a part of all."""
     values = {name: row[name] for name in _BATCH_COLUMNS if name in row.keys()}  # noqa: SIM118
     parsed = {name: json.loads(values[name]) for name in _JSON_COLUMNS if name in values}

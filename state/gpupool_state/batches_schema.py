@@ -117,7 +117,20 @@ _ADD_ACCOUNTS = (
     "CREATE INDEX batches_under_way ON batches (owner) WHERE ended_at IS NULL",
 )
 
+# Requests that are being asked, so that one that ends its frontend is not asked for ever.
+_ADD_ASKED = (
+    """
+    CREATE TABLE asked (
+        batch_id TEXT NOT NULL REFERENCES batches (id) ON DELETE CASCADE,
+        line INTEGER NOT NULL,
+        num_times INTEGER NOT NULL,
+        PRIMARY KEY (batch_id, line)
+    ) WITHOUT ROWID
+    """,
+)
+
 BATCH_MIGRATIONS = (
     SchemaMigration(1, "batches", _CREATE),
     SchemaMigration(2, "accounts", _ADD_ACCOUNTS),
+    SchemaMigration(3, "asked", _ADD_ASKED),
 )

@@ -44,6 +44,8 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Run batches until cancelled; the batches then stop where they are."""
+        with contextlib.suppress(GpupoolError, OSError):
+            await self._work.recall()
         try:
             while True:
                 with contextlib.suppress(GpupoolError, OSError):

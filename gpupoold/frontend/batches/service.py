@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from gpupool_state.batches import BatchStore
@@ -48,6 +49,9 @@ class BatchService:
             await BatchRunner(store, self._files, work, self._bounds.keep_s).run()
         finally:
             self._api = None
+            with contextlib.suppress(GpupoolError):
+                if self._bounds.runs_batches:
+                    await store.forget_asked()
             await store.close()
 
     async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,6 +9,7 @@ neither a place nor memory until then.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -56,6 +57,15 @@ class JsonAnswer(NamedTuple):
     reason: str = ""
 
 
+# Ends of frontends during a request after which the request is not asked again.
+_MAX_ENDS = 3
+_ENDED_FRONTENDS = JsonAnswer(
+    422,
+    "",
+    b'{"error": {"message": "Three frontends have ended during this request, the third while the '
+    b'request was asked alone.", "type": "Unprocessable Entity", "param": null, '
+    b'"code": "request_ended_frontend"}}',
+)
 Ask = Callable[[Caller, str, bytes], Awaitable[JsonAnswer]]
 FindCaller = Callable[[str], Caller | None]
 TellWait = Callable[[BatchRow, str], None]
@@ -86,6 +96,12 @@ class BatchWorker:
         self._bounds = bounds
         self._tell_wait = tell_wait
         self._answering: dict[str, _Batch] = {}
+        self._alone = asyncio.Lock()
+        self._num_ends: dict[tuple[str, int], int] = {}
+
+    async def recall(self) -> None:
+        """Read which requests were under way when earlier frontends ended; to be called first."""
+        self._num_ends = await self._store.asked()
 
     def why_stop(self, row: BatchRow) -> BatchStatus | None:
         """Return the status in which a batch has to end now, None for a batch that may go on."""
@@ -236,18 +252,33 @@ class BatchWorker:
         if caller is None:
             batch.has_skipped = True  # the batch is about to be stopped
             return
-        answer = await self._ask(caller, line.url, line.body)
+        answer = await self._asked(caller, row, number, line)
         now_s = time.monotonic()
         if not batch.repeats.is_result(
             number, line.model, answer.status, now_s, answer.retry_after_s, answer.reason
         ):
             batch.has_skipped = True
+            await self._store.end_line(row.id, number)
             return
         batch.answered_s = now_s
         if not batch.repeats.reason:
             await self._note_wait(batch, "")
         body = result_line(line.custom_id, answer.status, answer.request_id, answer.body)
         await self._store.add_result(row.id, ResultRow(number, answer.status >= 400, body))
+
+    async def _asked(
+        self, caller: Caller, row: BatchRow, number: int, line: BatchLine
+    ) -> JsonAnswer:
+        """Ask one request, unless the request seems to end frontends.
+
+        A request that was under way when two frontends ended is asked alone.
+        """
+        num_ends = self._num_ends.get((row.id, number), 0)
+        if num_ends >= _MAX_ENDS:
+            return _ENDED_FRONTENDS
+        async with self._alone if num_ends == _MAX_ENDS - 1 else contextlib.nullcontext():
+            await self._store.begin_line(row.id, number, num_ends + 1)
+            return await self._ask(caller, line.url, line.body)
 
     async def _end(self, row: BatchRow, status: BatchStatus) -> None:
         """Write the files of the results, and end the batch."""

@@ -16,8 +16,8 @@ from gpupool_state.batches import (
     BatchStore,
     FileRow,
     ResultRow,
-    read_batches,
 )
+from gpupool_state.batches_reader import read_batches
 from gpupool_state.batches_schema import BATCH_MIGRATIONS
 from gpupool_state.db import Database
 
@@ -126,6 +126,22 @@ async def test_a_database_of_an_earlier_version_gets_accounts(tmp_path: Path) ->
     assert found.expires_at is None
     await store.end("b", "completed", 6, [])
     assert await store.account("a") == await recounted(store, "a")
+    await store.close()
+
+
+async def test_requests_under_way_survive_the_process(tmp_path: Path) -> None:
+    store = await BatchStore.open(tmp_path)
+    await store.add_batch(batch("b"))
+    for line in range(4):
+        await store.begin_line("b", line, 1)
+    await store.begin_line("b", 3, 2)
+    await store.add_result("b", ResultRow(0, False, b"x"))
+    await store.end_line("b", 1)
+    await store.close()
+    store = await BatchStore.open(tmp_path)
+    assert await store.asked() == {("b", 2): 1, ("b", 3): 2}
+    await store.end("b", "completed", 5, [])
+    assert await store.asked() == {}
     await store.close()
 
 

@@ -133,7 +133,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_all_is_answered_once_and_few_at_a_time(rig: Rig) -> None:
     await rig.begin()
-    row = await rig.bring_to_end()
+    rig.gate.clear()
+    ending = asyncio.create_task(rig.bring_to_end())
+    await until(lambda: rig.num_at_once == 4)
+    rig.gate.set()
+    row = await ending
     assert (row.status, row.num_requests, row.num_completed, row.num_failed) == (
         "completed",
         10,
@@ -255,6 +259,47 @@ async def test_work_that_was_cut_off_goes_on(rig: Rig) -> None:
     rig.gate.set()
     row = await rig.bring_to_end()
     assert (row.status, row.num_completed) == ("completed", 10)
+
+
+async def test_a_request_that_ends_frontends_is_not_asked_for_ever(rig: Rig) -> None:
+    asked: Counter[str] = Counter()
+
+    async def ask(caller: Caller, path: str, body: bytes) -> JsonAnswer:
+        name = json.loads(body)["model"]
+        asked[name] += 1
+        if name.startswith("bad"):
+            await asyncio.Event().wait()
+        return await rig._ask(caller, path, body)
+
+    row = await rig.begin(models=["bad1", "good", "bad2"])
+    for num in (1, 2, 3, 4):
+        work = BatchWorker(
+            rig.store,
+            rig.files,
+            ask,
+            lambda _: rig.caller,
+            Places(9),
+            rig.bounds,
+            lambda *_: None,
+        )
+        runner = asyncio.create_task(BatchRunner(rig.store, rig.files, work, 3600.0).run())
+        if num < 3:
+            await until(lambda num=num: asked["bad1"] == asked["bad2"] == num)
+        elif num == 3:  # each alone
+            await until(lambda: asked["bad1"] + asked["bad2"] == 5)
+        else:
+            await until(lambda: asked["bad1"] + asked["bad2"] == 6)
+            async with asyncio.timeout(10):
+                while not (found := await rig.store.results(row.id, has_failed=True)):
+                    await asyncio.sleep(0.01)
+        runner.cancel()  # as if the frontend had been killed: nothing is written at its end
+        await asyncio.wait([runner])
+    assert asked["good"] == 1
+    [result] = found
+    error = json.loads(result.body)["response"]["body"]["error"]
+    assert error["code"] == "request_ended_frontend"
+    await rig.store.forget_asked()
+    assert await rig.store.asked() == {}
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "key"])

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.checkpoints import layout
-from gpupoold.checkpoints.check import list_folder, read_json
+from gpupoold.checkpoints.check import list_folder
+from gpupoold.checkpoints.files import read_json
 from gpupoold.checkpoints.manifest import require_complete
+from gpupoold.checkpoints.numbers import check_numbers
 from gpupoold.checkpoints.tensor_file import TensorEntry, read_tensors
 from gpupoold.errors import Refused
 
-MAX_CONFIG_BYTES = 1_000_000
 MAX_RANK = 512
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _MERGE = "merge the adapter into its base with peft, and add the result as a model"
@@ -65,14 +66,13 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
             engine does not compute.
     """
     file = path / layout.ADAPTER_CONFIG_FILE
-    if not os.path.isfile(file):
+    if not os.path.exists(file):
         hint = f"give the folder that holds {layout.ADAPTER_CONFIG_FILE}"
         if os.path.isfile(path / layout.CONFIG_FILE):
             hint = "the folder has a whole model: add it with `gpupool add-model`"
         raise Refused(f"{path}: has no {layout.ADAPTER_CONFIG_FILE}, so it is no adapter", hint)
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise Refused(f"{file}: is larger than {MAX_CONFIG_BYTES:,} bytes", "download it again")
     config = read_json(file)
+    check_numbers(file, config)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise Refused(f"{file}: the adapter is of type {kind!r}, not LORA", _MERGE)

@@ -7,7 +7,6 @@ architecture.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.files import MAX_INDEX_VALUES, read_json
 from gpupoold.checkpoints.formats import check_format, check_kind
 from gpupoold.checkpoints.headers import RemoteWeights
 from gpupoold.checkpoints.manifest import require_complete
 from gpupoold.checkpoints.modules import check_modules
+from gpupoold.checkpoints.numbers import TensorFacts, check_against_tensors, check_numbers
 from gpupoold.checkpoints.tensor_file import (
     DTYPE_BITS,
+    MAX_TENSORS,
     Beginning,
     TensorEntry,
     elements_by_dtype,
@@ -49,6 +51,7 @@ _MAX_LENGTH_KEYS = (
     "max_sequence_length",
 )
 _NUM_NAMES_SHOWN = 5
+_TWO_VERSIONS = "the files are of different versions; fetch the checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +137,14 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
         Refused: the file is missing or unreadable, names no architecture, or requires its own code.
     """
     file = path / layout.CONFIG_FILE
-    if not os.path.isfile(file):
+    if not os.path.exists(file):
         check_format(f"{path}:", list_folder(path))
         raise Refused(
             f"{path}: has no {layout.CONFIG_FILE}, so it is not a Hugging Face checkpoint",
             "give the folder that holds config.json and the weights",
         )
     config = read_json(file)
+    check_numbers(file, config)
     architectures = config.get("architectures")
     if not _is_list_of_names(architectures):
         raise Refused(
@@ -189,29 +193,12 @@ def list_folder(path: Path) -> list[str]:
         raise Refused(f"{path}: cannot be read: {error.strerror}", hint_to_read(path)) from error
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        Refused: the file cannot be read or has no JSON object.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refused(f"{file}: cannot be read: {error.strerror}", hint_to_read(file)) from error
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{file}: is not valid JSON: {error}", "download the file again") from error
-    if not isinstance(value, dict):
-        raise Refused(f"{file}: must hold a JSON object", "download the file again")
-    return value
-
-
 def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
     """Return the file that requires custom code, if any."""
     if config.get("auto_map"):
         return path / layout.CONFIG_FILE
     tokenizer_config = path / layout.TOKENIZER_CONFIG_FILE
-    if os.path.isfile(tokenizer_config) and read_json(tokenizer_config).get("auto_map"):
+    if os.path.exists(tokenizer_config) and read_json(tokenizer_config).get("auto_map"):
         return tokenizer_config
     return None
 
@@ -228,14 +215,33 @@ def _weights(
     if index_name in names:
         index = _read_index(path / index_name)
         files = _indexed_files(path / index_name, index, candidates)
-        tensors = {name: _tensors(path / name, remote) for name in files}
+        tensors = _all_tensors(path, files, remote)
         _require_indexed_tensors(path / index_name, index, tensors)
     else:
         files = candidates
-        tensors = {name: _tensors(path / name, remote) for name in files}
+        tensors = _all_tensors(path, files, remote)
+    _require_once(path, tensors)
     if files:
-        return files, elements_by_dtype(tensor for file in files for tensor in tensors[file])
+        every = [tensor for file in files for tensor in tensors[file]]
+        text = list(_parts(config))[-1]
+        facts = TensorFacts.of(every)
+        check_against_tensors(path / layout.CONFIG_FILE, config, text, facts)
+        return files, elements_by_dtype(every)
     return _pickled_weights(path, names, config, allow_pickle, remote)
+
+
+def _all_tensors(
+    path: Path, files: Iterable[str], remote: RemoteWeights | None
+) -> dict[str, tuple[TensorEntry, ...]]:
+    """Return the tensors of each file."""
+    tensors: dict[str, tuple[TensorEntry, ...]] = {}
+    num_tensors = 0
+    for name in files:
+        tensors[name] = _tensors(path / name, remote)
+        num_tensors += len(tensors[name])
+        if num_tensors > MAX_TENSORS:
+            raise Refused(f"{path}: has more than {MAX_TENSORS:,} tensors")
+    return tensors
 
 
 def _tensors(file: Path, remote: RemoteWeights | None) -> tuple[TensorEntry, ...]:
@@ -280,7 +286,7 @@ def _pickled_weights(
 
 def _read_index(file: Path) -> dict[str, str]:
     """Return the index's map from tensor names to file names."""
-    weight_map = read_json(file).get("weight_map")
+    weight_map = read_json(file, MAX_INDEX_VALUES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise Refused(f"{file}: has no 'weight_map'", "download the file again")
     if not all(isinstance(name, str) for name in weight_map.values()):
@@ -313,8 +319,28 @@ def _require_indexed_tensors(
         raise Refused(
             f"{index_file}: tensor {absent[0]!r} should be in {index[absent[0]]} but is not "
             f"({len(absent)} tensors are missing)",
-            "index and weight files are of different versions; fetch the checkpoint again",
+            _TWO_VERSIONS,
         )
+    # The engine would load the tensors too, in place of the right ones.
+    stale = sorted(name for file, name in present if index.get(name, file) != file)
+    if stale:
+        raise Refused(
+            f"{index_file}: tensor {stale[0]!r} should be in {index[stale[0]]} alone, but another "
+            f"file has the tensor too ({len(stale)} such tensors)",
+            _TWO_VERSIONS,
+        )
+
+
+def _require_once(path: Path, tensors: dict[str, tuple[TensorEntry, ...]]) -> None:
+    """Check that no tensor is in two files, of which the engine would take either."""
+    seen: dict[str, str] = {}
+    for file, content in tensors.items():
+        for tensor in content:
+            other = seen.setdefault(tensor.name, file)
+            if other != file:
+                raise Refused(
+                    f"{path}: tensor {tensor.name!r} is in {other} and in {file}", _TWO_VERSIONS
+                )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable
 
-from gpupoold.checkpoints.modules import MODULES_FILE, module_files
-
 CONFIG_FILE = "config.json"
+MODULES_FILE = "modules.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -91,6 +90,16 @@ def files_to_download(
     if allow_remote_code:
         wanted.update(_matching(top, ("*.py",)))
     return tuple(sorted(wanted | set(weights)))
+
+
+def module_files(paths: Iterable[str], *, allow_pickle: bool) -> set[str]:
+    """Return the files of modules, which are in folders such as ``1_Pooling`` and ``2_Dense``."""
+    names = ["config.json", "model.safetensors"]
+    if allow_pickle:
+        names.append("pytorch_model.bin")
+    patterns = [f"[0-9]_[A-Z]*/{name}" for name in names]
+    found = {path for path in paths if path.count("/") == 1}
+    return {path for path in found if any(fnmatch.fnmatchcase(path, one) for one in patterns)}
 
 
 def adapter_files_to_download(paths: Collection[str], *, allow_pickle: bool) -> tuple[str, ...]:

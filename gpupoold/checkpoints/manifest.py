@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gpupoold.checkpoints.files import read_json
 from gpupoold.errors import Refused
 from gpupoold.system import durable
 
@@ -42,10 +43,10 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest in ``folder``; None without a readable manifest."""
     try:
-        raw = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        raw = read_json(folder / MANIFEST_FILE)
         files = tuple(HubFile(**file) for file in raw.pop("files"))
         return Manifest(**raw, files=files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (Refused, TypeError, KeyError):
         return None
 
 

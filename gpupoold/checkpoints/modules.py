@@ -6,16 +6,14 @@ return wrong embeddings without an error.
 
 from __future__ import annotations
 
-import fnmatch
-import json
 import os
-from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from gpupoold.checkpoints.files import read_json_value
+from gpupoold.checkpoints.layout import MODULES_FILE
 from gpupoold.errors import Refused
 
-MODULES_FILE = "modules.json"
 _MAX_MODULES = 32
 # Ends of the names of model classes without a language model's head.
 _POOLING_CLASSES = (
@@ -28,16 +26,6 @@ _POOLING_CLASSES = (
 _AGAIN = "fetch the checkpoint again, with its subfolders"
 # Kinds of modules with files that vLLM reads, by the last part of the type's name.
 _WITH_FILES = ("Pooling", "Dense")
-
-
-def module_files(paths: Iterable[str], *, allow_pickle: bool) -> set[str]:
-    """Return the files of modules, which are in folders such as ``1_Pooling`` and ``2_Dense``."""
-    names = ["config.json", "model.safetensors"]
-    if allow_pickle:
-        names.append("pytorch_model.bin")
-    patterns = [f"[0-9]_[A-Z]*/{name}" for name in names]
-    found = {path for path in paths if path.count("/") == 1}
-    return {path for path in found if any(fnmatch.fnmatchcase(path, one) for one in patterns)}
 
 
 def check_modules(path: Path) -> None:
@@ -69,10 +57,7 @@ def is_pooling(path: Path, architecture: str) -> bool:
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:
-    try:
-        modules = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{file}: cannot be read: {error}", _AGAIN) from error
+    modules = read_json_value(file)
     is_list = isinstance(modules, list) and len(modules) <= _MAX_MODULES
     if not is_list or not all(map(_is_module, modules)):
         raise Refused(f"{file}: is no list of modules with 'type' and 'path'", _AGAIN)

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpupoold.errors import Refused
+from gpupoold.regular_files import opened
 from gpupoold.units import format_bytes
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 32 << 20
+"""Enough for 240,000 tensors in one file; a mixture of 384 experts in 61 layers has that many."""
+MAX_TENSORS = 1_000_000
+"""Limit over all files of a checkpoint."""
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -86,7 +90,7 @@ def header_end(start: bytes) -> int:
 
 def _read_header(path: Path, beginning: Beginning | None) -> tuple[dict[str, object], int, int]:
     """Return the JSON header without its metadata, and the bytes of the data and the file."""
-    with (beginning.path if beginning else path).open("rb") as file:
+    with opened(beginning.path if beginning else path) as file:
         file_bytes = beginning.file_bytes if beginning else os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER))
         if start == _LFS_POINTER:
@@ -110,6 +114,9 @@ def _parse_header(path: Path, text: bytes) -> dict[str, object]:
     try:
         if not text.startswith(b"{"):
             raise ValueError("the header does not start with '{'")
+        # A tensor takes two brackets and five commas.
+        if sum(map(text.count, (b",", b"[", b"{"))) > 10 * MAX_TENSORS:
+            raise ValueError(f"more than {MAX_TENSORS:,} tensors")
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
         _check_metadata(header.pop("__metadata__", None))
     except (ValueError, RecursionError) as error:

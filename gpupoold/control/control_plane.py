@@ -171,7 +171,7 @@ class ControlPlane:
         now = views.usage(
             info.name, info.state, self.dispatcher, memories, engines, self.cache, now_s
         )
-        chat = await asyncio.to_thread(chat_fields, row.spec)
+        chat = chat_fields(await self.lifecycle.inspector.parsers(row.spec))
         return info.model_copy(update={"usage": ModelUsage(**now), **chat})
 
     async def ps(self) -> bytes:

@@ -58,6 +58,7 @@ from gpupoold.frontend.step_outputs import (
     put_in_a_row,
     reads_joined_steps,
 )
+from gpupoold.frontend.template_bounds import bound_rendering
 from gpupoold.frontend.tool_errors import explain_background, explain_missing_parser
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
@@ -167,6 +168,7 @@ class VllmModelApi:
             Exception: whatever vLLM says about the model.
         """
         keep_grammars_off_the_loop()
+        bound_rendering()
         self._args = _arguments(model, loaded)
         self._adapters = model.adapters
         config = engine_config(model, loaded)

@@ -62,8 +62,11 @@ def bound_renderer(renderer: Any, max_model_len: int, refused: Raise) -> None:
     characters per token on others; its tokeniser would take minutes and gigabytes.
     """
     check = _length_check(max_model_len, refused)
-    renderer._tokenize_prompt_async = _checked_async(renderer._tokenize_prompt_async, check)
-    renderer._tokenize_prompt = _checked(renderer._tokenize_prompt, check)  # for pooling requests
+    renderer._tokenize_prompt_async = _checked_async(
+        renderer._tokenize_prompt_async, check, refused
+    )
+    # For pooling requests:
+    renderer._tokenize_prompt = _checked(renderer._tokenize_prompt, check, refused)
     renderer.process_for_engine_async = _counted(
         renderer.process_for_engine_async, max(MAX_PROMPT_TOKENS, max_model_len), refused
     )
@@ -97,22 +100,41 @@ def _length_check(max_model_len: int, refused: Raise) -> Callable[[Any], None]:
     return check
 
 
-def _checked(tokenize: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+def _checked(
+    tokenize: Callable[..., Any], check: Callable[[Any], None], refused: Raise
+) -> Callable[..., Any]:
     def checked(prompt: Any, *args: Any, **kwargs: Any) -> Any:
         check(prompt)
-        return tokenize(prompt, *args, **kwargs)
+        with _tokenising(refused):
+            return tokenize(prompt, *args, **kwargs)
 
     return checked
 
 
 def _checked_async(
-    tokenize: Callable[..., Awaitable[Any]], check: Callable[[Any], None]
+    tokenize: Callable[..., Awaitable[Any]], check: Callable[[Any], None], refused: Raise
 ) -> Callable[..., Awaitable[Any]]:
     async def checked(prompt: Any, *args: Any, **kwargs: Any) -> Any:
         check(prompt)
-        return await tokenize(prompt, *args, **kwargs)
+        with _tokenising(refused):
+            return await tokenize(prompt, *args, **kwargs)
 
     return checked
+
+
+@contextlib.contextmanager
+def _tokenising(refused: Raise) -> Iterator[None]:
+    """Refuse a text at which the tokenizer fails, as at one with too many ways to match.
+
+    The tokenizers' library raises ``Exception`` itself, and panics that are no ``Exception``.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error)[:200]
+        raise refused(f"The tokenizer of this model fails at this text: {reason}") from error
 
 
 def _counted(

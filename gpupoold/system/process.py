@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -78,6 +79,22 @@ def show_as(module: str, arguments: Sequence[str]) -> None:
     except ImportError:
         return
     setproctitle(" ".join([sys.executable, "-m", module, *arguments]))
+
+
+def limit_use(cpu_s: float, memory_bytes: int) -> None:
+    """Limit this process to further CPU seconds and bytes of address space; it dumps no core.
+
+    Beyond the CPU time the kernel ends the process with SIGXCPU, beyond the memory allocations
+    fail.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most_s = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        num_pages = int(statm.read().split()[0])
+    most_bytes = num_pages * resource.getpagesize() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
 
 
 def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:

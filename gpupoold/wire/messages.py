@@ -60,7 +60,14 @@ from gpupoold.wire.messages_frontend import (
     StopServing as StopServing,
     Waits as Waits,
 )
-from gpupoold.wire.messages_inspection import Inspect as Inspect, Inspected as Inspected
+from gpupoold.wire.messages_inspection import (
+    FindParsers as FindParsers,
+    Inspect as Inspect,
+    Inspected as Inspected,
+    Survey as Survey,
+    SurveyAdapter as SurveyAdapter,
+    ToInspection as ToInspection,
+)
 from gpupoold.wire.messages_to_worker import (
     AbortRequests as AbortRequests,
     AddRequest as AddRequest,

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.checkpoints import layout
+from gpupoold.checkpoints.files import MAX_TEMPLATE_BYTES, read_json
 from gpupoold.checkpoints.parsers.rules import (
     ChatFormat,
     Finding,
     find_reasoning_parser,
     find_tool_parser,
 )
+from gpupoold.errors import Refused
+from gpupoold.regular_files import opened, read_bounded
 
-MAX_JSON_BYTES = 8 << 20
-MAX_TEMPLATE_BYTES = 1 << 20
 MAX_VOCABULARY_BYTES = 256 << 20
 _BLOCK_BYTES = 1 << 20
 _MAX_TEMPLATES = 16
@@ -131,9 +132,9 @@ def _templates(path: Path, tokenizer_config: Mapping[str, Any], given: str | Non
             return _Templates(dict.fromkeys((_DEFAULT_TEMPLATE,), inside[given]), origin, reason)
         if "{" in given or "\n" in given:
             return _Templates({_DEFAULT_TEMPLATE: given}, "the option's text", reason)
-        text = _read(Path(given), MAX_TEMPLATE_BYTES)
+        text = _read(Path(given))
         return _Templates({} if text is None else {_DEFAULT_TEMPLATE: text}, given, reason)
-    text = _read(path / _TEMPLATE_FILE, MAX_TEMPLATE_BYTES)
+    text = _read(path / _TEMPLATE_FILE)
     if text is not None:
         further = _additional(path)
         return _Templates(further | {_DEFAULT_TEMPLATE: text}, _TEMPLATE_FILE, "in the checkpoint")
@@ -170,7 +171,7 @@ def _additional(path: Path) -> dict[str, str]:
     files = [
         Path(path / layout.TEMPLATE_FOLDER / name) for name in names if name.endswith(".jinja")
     ]
-    read = {file.stem: _read(file, MAX_TEMPLATE_BYTES) for file in files[:_MAX_TEMPLATES]}
+    read = {file.stem: _read(file) for file in files[:_MAX_TEMPLATES]}
     return {name: text for name, text in read.items() if text is not None}
 
 
@@ -214,14 +215,12 @@ def _has_token(path: Path, token: str) -> bool:
 
 def _blocks(file: Path, num_overlap: int) -> Iterator[bytes]:
     """Yield a file's content in blocks that overlap; nothing of an irregular or large file."""
-    if not os.path.isfile(file):
-        return
     try:
-        with open(file, "rb") as opened:
-            if os.fstat(opened.fileno()).st_size > MAX_VOCABULARY_BYTES:
+        with opened(file) as content:
+            if os.fstat(content.fileno()).st_size > MAX_VOCABULARY_BYTES:
                 return
             end = b""
-            while block := opened.read(_BLOCK_BYTES):
+            while block := content.read(_BLOCK_BYTES):
                 block = end + block
                 yield block
                 end = block[-num_overlap:]
@@ -229,22 +228,17 @@ def _blocks(file: Path, num_overlap: int) -> Iterator[bytes]:
         return
 
 
-def _read(file: Path, max_bytes: int) -> str | None:
-    """Return the text of a regular file, None if absent, unreadable or too large."""
-    if not os.path.isfile(file):
-        return None
+def _read(file: Path) -> str | None:
+    """Return the text of a template's file, None if absent, unreadable or too large."""
     try:
-        with open(file, "rb") as opened:
-            data = opened.read(max_bytes + 1)
-        return data.decode() if len(data) <= max_bytes else None
-    except (OSError, ValueError):
+        return read_bounded(file, MAX_TEMPLATE_BYTES).decode()
+    except (OSError, UnicodeDecodeError):
         return None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Return a JSON object, empty if the file is absent, too large or no JSON object."""
     try:
-        value = json.loads(_read(file, MAX_JSON_BYTES) or "{}")
-    except (ValueError, RecursionError):
+        return read_json(file)
+    except Refused:
         return {}
-    return value if isinstance(value, dict) else {}

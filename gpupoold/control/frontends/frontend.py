@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,10 @@ _SERVE_TIMEOUT_S = 120.0
 _MAX_BACKOFF_S = 1.0
 
 
+class NotMounted(Failed):
+    """A frontend did not mount an API in time."""
+
+
 class Frontend(Supervised[m.FromFrontend]):
     """A process that serves clients; ``name`` is ``frontend-NUMBER``.
 
@@ -46,10 +51,12 @@ class Frontend(Supervised[m.FromFrontend]):
         handlers: Handlers[Frontend, m.FromFrontend],
         metrics_text: Callable[[], Awaitable[bytes]],
         ensure_open: Callable[[], None],
+        on_stuck: Callable[[Frontend, NotMounted], None],
         timing: Timing,
     ) -> None:
         """``metrics_text`` returns the text for ``/metrics``. ``ensure_open``, called when this
-        frontend comes up or ends, lets some frontend accept connections."""
+        frontend comes up or ends, lets some frontend accept connections. ``on_stuck`` replaces a
+        frontend that does not mount an API in time, and can mount no other."""
         super().__init__(f"frontend-{number}", settings, timing, _MAX_BACKOFF_S)
         self.number = number
         self._forks = forks
@@ -57,6 +64,7 @@ class Frontend(Supervised[m.FromFrontend]):
         self._handlers = handlers
         self._metrics_text = metrics_text
         self._ensure_open = ensure_open
+        self._on_stuck = on_stuck
         self._serving: Calls[bool] = Calls()
         self.is_up = False
         self.accepts = False
@@ -76,18 +84,30 @@ class Frontend(Supervised[m.FromFrontend]):
         The next process mounts every model.
 
         Raises:
-            GpupoolError: the process's reason, or no answer in time.
+            NotMounted: no answer came in time; the process is replaced.
+            GpupoolError: the process's reason.
         """
         if not self.is_up:
             return False
         call_id = self._serving.next_id()
         self.send(m.ServeModel(call_id, model, loaded))
+        # The limit holds after the end of the caller too: the process mounts in order.
+        waiting = asyncio.create_task(self._mounted(call_id, model.name))
+        self._tasks.add(waiting)
+        waiting.add_done_callback(self._tasks.discard)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(waiting)
+
+    async def _mounted(self, call_id: int, model: str) -> bool:
         try:
             return await self._serving.answer(call_id, _SERVE_TIMEOUT_S)
         except TimeoutError:
-            raise Failed(
-                f"{model.name}: {self.name} did not mount the API within {_SERVE_TIMEOUT_S:g} s"
-            ) from None
+            error = NotMounted(
+                f"{model}: {self.name} did not mount the API within {_SERVE_TIMEOUT_S:g} s",
+                "see `gpupool logs`; reading or rendering the checkpoint's files may not end",
+            )
+            self._on_stuck(self, error)
+            raise error from None
 
     async def _launch(self) -> Child[m.FromFrontend]:
         settings, known = self._settings, reconfigure(self._settings)

@@ -8,15 +8,19 @@ process would be lost.)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 from gpupoold.config.schema import Settings
-from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontend import Frontend, NotMounted
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.processes.restarts import REAL_TIME, Timing
 from gpupoold.wire import messages as m
+
+_REPLACING_S = 60.0
+_LOOK_S = 0.1
 
 
 class Frontends:
@@ -34,6 +38,8 @@ class Frontends:
         self._listener = listener
         self._timing = timing
         self._all: list[Frontend] = []
+        self._replacing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Frontend]:
         return iter(self._all)
@@ -62,6 +68,7 @@ class Frontends:
                 handlers,
                 metrics_text,
                 self._ensure_open,
+                self._replace_later,
                 self._timing,
             )
             self._all.append(frontend)
@@ -72,6 +79,8 @@ class Frontends:
 
         Connections are refused afterwards, unless systemd keeps the socket for the next daemon.
         """
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(one.stop() for one in self._all))
         self._listener.close()
 
@@ -98,7 +107,8 @@ class Frontends:
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         """Mount a model's API on every running frontend; other frontends mount the API later.
 
-        A frontend that fails where another frontend succeeds is replaced.
+        A frontend that fails where another frontend succeeds is replaced, and so is every frontend
+        that does not answer in time.
 
         Raises:
             GpupoolError: the reason why no frontend can mount the API.
@@ -114,7 +124,26 @@ class Frontends:
         if errors and True not in outcomes:
             raise errors[0][1]
         for one, error in errors:
+            if isinstance(error, NotMounted):
+                continue  # is replaced already
             one.end(f"mounting {model.name} failed, but succeeded in another frontend: {error}")
+
+    def _replace_later(self, frontend: Frontend, error: NotMounted) -> None:
+        work = self._replace(frontend, frontend.pid, error)
+        task = asyncio.create_task(work, name="replace-frontend")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _replace(self, frontend: Frontend, pid: int | None, error: NotMounted) -> None:
+        """Replace a process; of several one after another, so that some serve meanwhile."""
+        async with self._replacing:
+            if frontend.pid != pid:
+                return  # has ended by itself
+            frontend.end(error.message)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REPLACING_S):
+                    while frontend.pid in (pid, None) or not frontend.is_ready:
+                        await self._timing.sleep(_LOOK_S)
 
     def _ensure_open(self) -> None:
         """Ensure that some frontend accepts connections.

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas_models import AddAdapterRequest, Progress, SetModelRequest
-from gpupoold.checkpoints.adapter_check import check_adapter
 from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import fetched
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_names_free, find_model
@@ -48,6 +48,7 @@ class ModelAdapters:
         mounts: ModelMounts,
         drains: Drains,
         set_model: Callable[[str, SetModelRequest], Awaitable[ModelRow]],
+        inspector: Inspector,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -58,6 +59,7 @@ class ModelAdapters:
         self._mounts = mounts
         self._drains = drains
         self._set_model = set_model
+        self._inspector = inspector
         self._last_number = 0
         self._tasks: set[asyncio.Task[ModelRow]] = set()
 
@@ -117,12 +119,7 @@ class ModelAdapters:
         else:
             path = found.path
         yield Progress(stage="check")
-        facts = await asyncio.to_thread(
-            check_adapter,
-            path,
-            Path(base.spec.path),
-            allow_pickle=self._settings.security.allow_pickle,
-        )
+        facts = await self._inspector.survey_adapter(path, Path(base.spec.path))
         yield Adapter(
             request.name,
             source,

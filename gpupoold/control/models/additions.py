@@ -13,6 +13,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import model_info
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
@@ -40,6 +41,7 @@ class Additions:
         placement: EnginePlacement,
         mounts: ModelMounts,
         divisions: Divisions,
+        inspector: Inspector,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``wall_clock`` returns seconds."""
@@ -54,6 +56,7 @@ class Additions:
         self._placement = placement
         self._mounts = mounts
         self._divisions = divisions
+        self._inspector = inspector
         self._wall_clock = wall_clock
         self._tasks: set[asyncio.Task[ModelRow]] = set()
 
@@ -114,7 +117,9 @@ class Additions:
 
     def _intake(self, request: AddModelRequest) -> Intake:
         budget = self._snapshots.host_budget
-        return Intake(request, self._settings, self._supervisor, budget, self._divisions)
+        return Intake(
+            request, self._settings, self._supervisor, budget, self._divisions, self._inspector
+        )
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
         changing = self._fleet.changing(spec.name)

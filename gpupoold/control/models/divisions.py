@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gpupool_state import KnownDivisions
-from gpupoold.checkpoints.check import read_json
 from gpupoold.checkpoints.division import why_checkpoint_undivided
 from gpupoold.checkpoints.drafter import drafter_of
+from gpupoold.checkpoints.files import read_json
 from gpupoold.checkpoints.layout import CONFIG_FILE
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.inspection import Inspector

@@ -6,14 +6,13 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from gpupool_state import ModelRow, Registry
-from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -38,17 +37,6 @@ def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]
     return check_options({name: value for name, value in merged.items() if value is not None})
 
 
-def _have_same_engine(old: ModelSpec, new: ModelSpec) -> bool:
-    """Return whether the options that differ concern only the API. Blocks on file access.
-
-    Engines have the parser of reasoning too, which may be found in another chat template.
-    """
-    if engine_part(old.engine) != engine_part(new.engine):
-        return False
-    names = {found_parsers(Path(spec.path), spec.engine).reasoning.name for spec in (old, new)}
-    return len(names) == 1
-
-
 class EngineChanges:
     """Replaces the engines of a loaded model on all its workers: on one, then on all others.
 
@@ -66,6 +54,7 @@ class EngineChanges:
         snapshots: ModelSnapshots,
         facts: LoadFacts,
         room: EngineRoom,
+        inspector: Inspector,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -75,6 +64,7 @@ class EngineChanges:
         self._snapshots = snapshots
         self._facts = facts
         self._room = room
+        self._inspector = inspector
 
     async def change(self, old: ModelSpec, engine: Mapping[str, str]) -> ModelRow:
         """Replace the model's engines and record the options; the caller remounts the API.
@@ -88,7 +78,7 @@ class EngineChanges:
         new = replace(old, engine=dict(engine))
         await self._room.divisions.check(new)
         self._check_hosts(new)
-        if await asyncio.to_thread(_have_same_engine, old, new):
+        if await self._have_same_engine(old, new):
             return await self._record(new)
         done: list[Worker] = []
         with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(old.name)):
@@ -107,6 +97,16 @@ class EngineChanges:
                     raise
                 self._snapshots.drop_outdated(old.name)
                 return await self._record(new)
+
+    async def _have_same_engine(self, old: ModelSpec, new: ModelSpec) -> bool:
+        """Return whether the options that differ concern only the API.
+
+        Engines have the parser of reasoning too, which may be found in another chat template.
+        """
+        if engine_part(old.engine) != engine_part(new.engine):
+            return False
+        before, after = [await self._inspector.parsers(spec) for spec in (old, new)]
+        return before.reasoning.name == after.reasoning.name
 
     async def _record(self, new: ModelSpec) -> ModelRow:
         row = await self._registry.set_engine(new.name, new.engine)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
-from gpupoold.checkpoints.parsers import found_parsers
+from gpupoold.checkpoints.parsers import FoundParsers
 from gpupoold.control.models.profiles import latencies_of, latency_on
-from gpupoold.domain import Adapter, ModelSpec, ModelState
+from gpupoold.domain import Adapter, ModelState
 from gpupoold.wire.messages import LoadedModel
 
 
@@ -48,12 +47,8 @@ def model_info(
     )
 
 
-def chat_fields(spec: ModelSpec) -> dict[str, FoundInfo]:
-    """Return the fields of a body that tell a model's parsers and chat template.
-
-    Blocks on file access.
-    """
-    found = found_parsers(Path(spec.path), spec.engine)
+def chat_fields(found: FoundParsers) -> dict[str, FoundInfo]:
+    """Return the fields of a body that tell a model's parsers and chat template."""
     return {
         "tool_parser": FoundInfo(**asdict(found.tool)),
         "reasoning_parser": FoundInfo(**asdict(found.reasoning)),

@@ -7,17 +7,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
-from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
+from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.download import Part, download
-from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes
-from gpupoold.checkpoints.headers import RemoteWeights, remote_weights
+from gpupoold.checkpoints.fit import check_fits
 from gpupoold.checkpoints.peers import Peers
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.checkpoints.selection import Content
+from gpupoold.checkpoints.survey import CheckpointSurvey
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.membership import read_secret
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import chat_fields
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.cache import SnapshotId
@@ -46,15 +47,17 @@ class Intake:
         supervisor: WorkerSupervisor,
         host_budget: HostMemoryBudget,
         divisions: Divisions,
+        inspector: Inspector,
     ) -> None:
         self._request = request
         self._settings = settings
         self._supervisor = supervisor
         self._host_budget = host_budget
         self._divisions = divisions
+        self._inspector = inspector
         secret = read_secret(settings.paths.state_dir) if request.peers else ""
         self._peers = Peers(request.peers, secret)
-        self._info: CheckpointInfo | None = None
+        self._found: CheckpointSurvey | None = None
         self._spec: ModelSpec | None = None
         self._engine: dict[str, str] = {}
         self.weight_bytes = 0
@@ -80,14 +83,14 @@ class Intake:
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
         if isinstance(found, LocalSource):
             source = request.source or str(found.path)
-            async for line in self._checked(found.path, source, None):
+            async for line in self._checked(found.path, source):
                 yield line
             return
         snapshot = await cached(found, request.revision, self._settings)
         if snapshot.note:
             yield Progress(stage="resolve", note=snapshot.note)
         if snapshot.path is not None:
-            async for line in self._checked(snapshot.path, found.repo_id, None):
+            async for line in self._checked(snapshot.path, found.repo_id):
                 yield line
             return
         path = folder_of(found, request.revision, self._settings)
@@ -95,49 +98,46 @@ class Intake:
             found, request.revision, self._settings, part="small files", peers=self._peers
         ):
             yield line
-        remote = await asyncio.to_thread(remote_weights, path)
-        async for line in self._checked(path, found.repo_id, remote):
+        async for line in self._checked(path, found.repo_id, may_be_remote=True):
             yield line
-        if remote is not None and not request.check_only:
+        if self._survey.is_remote and not request.check_only:
             async for line in fetched(found, request.revision, self._settings, peers=self._peers):
                 yield line
-            async for line in self._checked(path, found.repo_id, None):
+            async for line in self._checked(path, found.repo_id):
                 yield line
 
     async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
-        assert self._info is not None
-        info = checked_info(self.spec, self._info, self.weight_bytes, checked_at)
-        return info.model_copy(update=await asyncio.to_thread(chat_fields, self.spec))
+        info = checked_info(self.spec, self._survey.info, self.weight_bytes, checked_at)
+        return info.model_copy(update=chat_fields(await self._inspector.parsers(self.spec)))
+
+    @property
+    def _survey(self) -> CheckpointSurvey:
+        assert self._found is not None
+        return self._found
 
     async def _checked(
-        self, path: Path, source: str, remote: RemoteWeights | None
+        self, path: Path, source: str, *, may_be_remote: bool = False
     ) -> AsyncIterator[Progress]:
-        """Check the checkpoint in folder ``path``, whose weights may be ``remote``."""
+        """Check the checkpoint in folder ``path``, whose weights may be on the hub still."""
         yield Progress(stage="check")
-        security = self._settings.security
-        self._info = await asyncio.to_thread(
-            check_checkpoint,
-            path,
-            allow_pickle=security.allow_pickle,
-            allow_remote_code=security.allow_remote_code,
-            remote=remote,
+        self._found = await self._inspector.survey(
+            path, self._request.dtype, self._engine, may_be_remote=may_be_remote
         )
+        self.weight_bytes = self._found.weight_bytes
         spec = spec_of(self._request, source, path, self._engine)
         await self._divisions.look(spec)
-        await self._check_sizes(self._info, spec)
+        await self._check_sizes(self._found.info, spec)
         if self._spec is None:  # once: before the weights are downloaded
             known = self._divisions.lacking(spec)
             await self._divisions.check(spec)
             if self._divisions.lacking(spec) != known:
-                await self._check_sizes(self._info, spec)
+                await self._check_sizes(self._found.info, spec)
         self._spec = spec
 
     async def _check_sizes(self, info: CheckpointInfo, spec: ModelSpec) -> None:
         """Check that the model fits on a device, and its snapshot in host memory."""
-        dtype = self._request.dtype
-        weight_bytes = await asyncio.to_thread(estimate_weight_bytes, info, dtype, self._engine)
-        self.weight_bytes = weight_bytes
+        dtype, weight_bytes = self._request.dtype, self.weight_bytes
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         try:
             await self._supervisor.device_sizes()

@@ -65,9 +65,10 @@ class ModelLifecycle:
         """Wire the parts together; each part gets only finished parts."""
         self._registry = registry
         self._fleet = fleet
+        self.inspector = inspector
         self.ongoing = OngoingAdditions(history)
         self._snapshots = snapshots
-        mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends)
+        mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends, inspector)
         facts = LoadFacts(registry, history)
         divisions = Divisions(settings, inspector, registry.divisions)
         self.room = room = EngineRoom(
@@ -120,9 +121,10 @@ class ModelLifecycle:
             placement,
             mounts,
             divisions,
+            inspector,
         )
         engines = EngineChanges(
-            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, room
+            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, room, inspector
         )
         self._changes = Changes(
             registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines
@@ -137,6 +139,7 @@ class ModelLifecycle:
             mounts,
             self.drains,
             self._changes.set,
+            inspector,
         )
 
     async def stop(self) -> None:

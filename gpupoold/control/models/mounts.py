@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontend import Frontend, NotMounted
 from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, ModelState
@@ -33,6 +34,7 @@ class ModelMounts:
         fleet: Fleet,
         supervisor: WorkerSupervisor,
         frontends: Frontends,
+        inspector: Inspector,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -41,9 +43,12 @@ class ModelMounts:
         self._fleet = fleet
         self._supervisor = supervisor
         self._frontends = frontends
+        self._inspector = inspector
         self._clock = clock
         self._hidden: set[str] = set()
         self._opening: set[str] = set()
+        # Models that some frontend did not mount in time: a new frontend would not either.
+        self._stuck: set[str] = set()
         self._publishing = asyncio.Lock()
         self._in_turn = asyncio.Lock()  # frontends mount one model at a time anyway
         self._opened: dict[str, int] = {}
@@ -122,22 +127,31 @@ class ModelMounts:
         """Mount or remount the API of a loaded model on all frontends.
 
         Raises:
-            GpupoolError: the frontends' reason.
+            GpupoolError: the frontends' reason, or that of a check of the chat template.
         """
+        await self._inspector.check_chat(spec)
         loaded = self._fleet.loaded(spec.name)
         assert loaded is not None
-        await self._frontends.serve(to_load(spec, self._settings), loaded)
+        try:
+            await self._frontends.serve(to_load(spec, self._settings), loaded)
+        except NotMounted:
+            self._stuck.add(spec.name)
+            raise
+        self._stuck.discard(spec.name)
 
     async def mount_all(self, frontend: Frontend) -> None:
         """Mount every loaded model on a new frontend."""
         await self.publish()
         for row in await self._registry.list():
             name, loaded = row.spec.name, self._fleet.loaded(row.spec.name)
-            if loaded is None:
+            if loaded is None or name in self._stuck:
                 continue
             try:
+                await self._inspector.check_chat(row.spec)
                 await frontend.serve(to_load(row.spec, self._settings), loaded)
             except GpupoolError as error:
+                if isinstance(error, NotMounted):
+                    self._stuck.add(name)
                 self._history.record_event("error", "model_not_mounted", name, str(error))
             else:
                 self._fleet.mounted(name)
@@ -146,6 +160,7 @@ class ModelMounts:
     def unmount(self, model: str) -> None:
         """Unmount the model's API from all frontends."""
         self._opened.pop(model, None)
+        self._stuck.discard(model)
         self._fleet.unmounted(model)
         self._frontends.send(m.StopServing(model))
 

@@ -42,7 +42,7 @@ class Supervised(ABC, Generic[M]):
         self._child: Child[M] | None = None
         self._ended_for = ""
         self._setting_up: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @abstractmethod
     async def _launch(self) -> Child[M]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import resource
 import threading
 import time
 from typing import Any
@@ -20,7 +18,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from gpupoold.frontend.adapter import engine_config
 from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.grammar_backends import make_backend
-from gpupoold.system.process import LONG_GRAMMAR_NICENESS, lower_priority
+from gpupoold.system.process import LONG_GRAMMAR_NICENESS, limit_use, lower_priority
 
 MAX_CPU_S = 3
 ORDINARY_S = 0.1
@@ -55,7 +53,7 @@ def try_grammar(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
 
     Ordinary grammars take a few milliseconds. A slow one gets the lowest priority.
     """
-    _limit()
+    limit_use(MAX_CPU_S, MAX_MEMORY_BYTES)
     verdicts: list[GrammarVerdict] = []
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=lambda: verdicts.append(_verdict(prepared, check)))
@@ -66,17 +64,6 @@ def try_grammar(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
             lower_priority(LONG_GRAMMAR_NICENESS, of_all_threads=True)
         thread.join(ORDINARY_S)
     return verdicts[0]
-
-
-def _limit() -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = int(used.ru_utime + used.ru_stime) + MAX_CPU_S
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        pages = int(statm.read().split()[0])
-    most = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _verdict(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:

@@ -1,4 +1,4 @@
-"""``python -m gpupoold.worker.inspection``: checks one model's small files, then exits.
+"""``python -m gpupoold.worker.inspection``: reads or checks one model's files, then exits.
 
 A hostile configuration can only end this process.
 """
@@ -18,14 +18,14 @@ from gpupoold.system.process import (
     raise_oom_score,
 )
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
-from gpupoold.wire.messages import Inspect, Inspected
+from gpupoold.wire.messages import Inspect, Inspected, ToInspection
 from gpupoold.worker.environment import set_engine_environment
 
 _logger = logging.getLogger("gpupoold.worker.inspection")
 
 
 def main() -> None:
-    """Answer one ``Inspect``."""
+    """Answer one order."""
     parser = argparse.ArgumentParser(prog="gpupoold.worker.inspection", description=__doc__)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
@@ -35,7 +35,7 @@ def main() -> None:
     raise_oom_score(WORKER_OOM_SCORE_ADJ)
     set_engine_environment(arguments.log_level)
     sock = socket.socket(fileno=arguments.wire_fd)
-    channel: BlockingChannel[Inspect] = BlockingChannel(sock, Inspect)
+    channel: BlockingChannel[ToInspection] = BlockingChannel(sock, ToInspection)
     try:
         message = channel.receive(None)
         if message is not None:
@@ -46,15 +46,18 @@ def main() -> None:
     os._exit(0)  # threads of libraries would delay a normal exit
 
 
-def _answer(message: Inspect) -> Inspected:
+def _answer(message: ToInspection) -> Inspected:
     try:
+        if not isinstance(message, Inspect):
+            from gpupoold.worker.inspection.reading import read
+
+            return Inspected(result=read(message))
         with importing():
             from gpupoold.worker.inspection.inspect import inspect
-        undivided = inspect(message.model, is_emulated=message.is_emulated, degrees=message.degrees)
+        return Inspected(undivided=inspect(message))
     except GpupoolError as error:
         _logger.info("%s", error)
         return Inspected(error.code, error.message, error.hint)
-    return Inspected(undivided=undivided)
 
 
 if __name__ == "__main__":

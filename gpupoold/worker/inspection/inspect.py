@@ -1,31 +1,31 @@
-"""The checks that need vLLM: options, architecture, quantisation, parsers, tokenizer."""
+"""The checks that need vLLM: options, architecture, quantisation, parsers, tokenizer, template."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models import supports_lora
 from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import SamplingParams
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import parse_options
 from gpupoold.errors import GpupoolError, Refused, UsageError
-from gpupoold.wire.messages import ModelToLoad
+from gpupoold.wire.messages import Inspect, ModelToLoad
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.load_errors import refusal
+from gpupoold.worker.inspection.chat import check_chat
 from gpupoold.worker.inspection.division import undivided
 from gpupoold.worker.inspection.presets import check_preset
 
 
-def inspect(
-    model: ModelToLoad, *, is_emulated: bool, degrees: Iterable[int] = ()
-) -> dict[int, str]:
+def inspect(order: Inspect) -> dict[int, str]:
     """Check a model's configuration, options and tokenizer without the weights.
 
     Return the ``degrees`` of groups of GPUs that cannot divide the model, with the reason.
@@ -33,15 +33,21 @@ def inspect(
     Raises:
         GpupoolError: the reason why the model cannot be served.
     """
+    model, is_emulated = order.model, order.is_emulated
     _check_parsers(model)
     for preset in model.presets:
         check_preset(preset)
     try:
         config = engine_config(model, is_emulated=is_emulated)
-        if config.lora_config is not None:
+        if config.lora_config is not None and not order.only_chat:
             _check_adapter_support(model.name, config.model_config, is_emulated=is_emulated)
-        _check_chat(model, config.model_config)
-        return undivided(lambda: engine_config(model, is_emulated=is_emulated), degrees)
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        check_chat(model, config.model_config, tokenizer)
+        if order.only_chat:
+            return {}
+        _build_parsers(model, config.model_config, tokenizer)
+        _check_defaults(model.name, config.model_config)
+        return undivided(lambda: engine_config(model, is_emulated=is_emulated), order.degrees)
     except GpupoolError:
         raise
     except Exception as error:
@@ -62,9 +68,20 @@ def _check_adapter_support(name: str, config: ModelConfig, *, is_emulated: bool)
         )
 
 
-def _check_chat(model: ModelToLoad, config: ModelConfig) -> None:
-    """Load the tokenizer, and build the parsers for the tokenizer as the API does."""
-    tokenizer = cached_tokenizer_from_config(config)
+def _check_defaults(name: str, config: ModelConfig) -> None:
+    """Check the defaults in ``generation_config.json``, which hold for every request."""
+    defaults = config.get_diff_sampling_param()
+    try:
+        SamplingParams(**defaults)
+    except (ValueError, TypeError) as error:
+        raise Refused(
+            f"{name}: generation_config.json: {str(error)[:300]}",
+            "correct the file; its values are the defaults of every request",
+        ) from error
+
+
+def _build_parsers(model: ModelToLoad, config: ModelConfig, tokenizer: Any) -> None:
+    """Build the parsers for the tokenizer as the API does."""
     found = found_parsers(Path(model.path), model.engine)
     ParserManager.get_parser(
         found.tool.name,

@@ -61,3 +61,13 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
+
+
+def both() -> bytes:
+    """A shard that has the tensors of both shards of :func:`sharded`, as re-used shards have."""
+    ones = {
+        f"{prefix}.{name}.weight": np.ones(shape, "float16")
+        for prefix in "ab"
+        for name, shape in (("embed", (64, 32)), ("norm", (16,)))
+    }
+    return save(ones)

@@ -105,7 +105,7 @@ def test_the_rank_is_the_largest_of_the_layers(tmp_path: Path, base: Path) -> No
         ({"rank_pattern": {"q_proj": 513}}, "above vLLM's limit of 512"),
         ({"rank_pattern": [1]}, "the rank None"),
         ({"use_dora": "x" * 1000}, "..."),
-        ({"note": "x" * 1_000_000}, "larger than 1,000,000 bytes"),
+        ({"note": "x" * 1_100_000}, "is larger than the allowed 1 MiB"),
     ],
 )
 def test_kinds_that_the_engine_does_not_compute(

@@ -60,7 +60,7 @@ def test_missing_modules_are_told(tmp_path: Path, modules: object, reason: str) 
 
 def test_a_damaged_list_is_told(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[" * 100_000)
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(Refused, match="is not valid JSON"):
         check_modules(tmp_path)
 
 

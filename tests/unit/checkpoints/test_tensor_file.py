@@ -130,7 +130,7 @@ class TestDamaged:
         assert said in refusal(tmp_path, pack(header, bytes(8)))
 
     def test_not_a_file(self, tmp_path: Path) -> None:
-        with pytest.raises(Refused, match="cannot be read: Is a directory"):
+        with pytest.raises(Refused, match="cannot be read: is a folder, not a regular file"):
             read_tensors(tmp_path)
         with pytest.raises(Refused, match="cannot be read: No such file"):
             read_tensors(tmp_path / "gone")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpupoold.checkpoints.files import MAX_TEMPLATE_BYTES
 from gpupoold.checkpoints.parsers import Finding, FoundParsers, found_parsers, search
 
 HERMES = "tools <tool_call>{{ call | tojson }}</tool_call>"
@@ -182,7 +183,7 @@ def test_a_broken_file_counts_as_absent(tmp_path: Path, text: str) -> None:
 
 
 def test_files_that_are_too_large_count_as_absent(tmp_path: Path) -> None:
-    write(tmp_path, chat_template_jinja=HERMES + "x" * search.MAX_TEMPLATE_BYTES)
+    write(tmp_path, chat_template_jinja=HERMES + "x" * MAX_TEMPLATE_BYTES)
     write(tmp_path, tokenizer_config_json={"chat_template": HERMES, "a": "x" * (8 << 20)})
     assert found(tmp_path).tool.reason == "there is no chat template"
 

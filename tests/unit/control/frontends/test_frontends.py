@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ import pytest
 from gpupoold.config.batches import BatchSettings
 from gpupoold.config.schema import LimitSettings, ServerSettings, Settings
 from gpupoold.control.frontends import frontend as frontend_module
-from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontend import Frontend, NotMounted
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
@@ -28,16 +29,16 @@ from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from tests.unit.wire.samples import LOADED, MODEL
 
 WAIT_S = 20.0
+_pids = itertools.count(4711)
 
 
 class FakeProcess:
     """A frontend's end of the channel; answers as ``mounts`` says, until it is killed."""
 
-    pid = 4711
-
     def __init__(
         self, launch: Launch, mounts: Callable[[FakeProcess], m.CallResult | None]
     ) -> None:
+        self.pid = next(_pids)
         options = launch.arguments
         self.number = int(options[options.index("--number") + 1])
         self._mounts = mounts
@@ -255,6 +256,41 @@ async def test_frontend_that_dies_while_it_mounts_holds_nobody_up(box: Box) -> N
     await asyncio.wait_for(serving, WAIT_S)
 
 
+async def test_frontends_that_do_not_mount_in_time_are_replaced_one_after_another(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a template without an end: each could mount no other model."""
+    await box.both_ready()
+    monkeypatch.setattr(frontend_module, "_SERVE_TIMEOUT_S", 0.05)
+    box.answers = {0: None, 1: None}
+    with pytest.raises(NotMounted, match="did not mount the API within"):
+        await box.frontends.serve(MODEL, LOADED)
+    box.answers = {0: MOUNTED, 1: MOUNTED}
+    readies: list[int] = []
+    await box.until(
+        lambda: (
+            readies.append(sum(one.is_ready for one in box.frontends)) or min(box.num_started) == 2
+        )
+    )
+    await box.until(lambda: all(one.is_ready for one in box.frontends))
+    assert min(readies) == 1, "both were down at once"
+    await box.frontends.serve(MODEL, LOADED)
+
+
+async def test_the_limit_holds_without_the_caller(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await box.both_ready()
+    monkeypatch.setattr(frontend_module, "_SERVE_TIMEOUT_S", 0.05)
+    box.answers[1] = None
+    serving = asyncio.create_task(box.frontends.serve(MODEL, LOADED))
+    await box.until(lambda: box.processes[1].has(m.ServeModel))
+    serving.cancel()
+    box.answers[1] = MOUNTED
+    await box.is_back(1, 2)
+    assert box.num_started[0] == 1
+
+
 async def test_requests_are_marked_with_the_frontend_that_they_come_from(box: Box) -> None:
     await box.both_ready()
     for number in (1, 0):
@@ -290,5 +326,5 @@ async def test_model_is_not_taken_for_mounted_when_the_daemon_stops(box: Box) ->
     await box.frontends.stop()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not serving.done()
+    assert serving.cancelled()
     serving.cancel()

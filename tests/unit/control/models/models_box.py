@@ -10,16 +10,17 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from gpupool_state import History, Registry
-from gpupoold.config.schema import parse_settings
+from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.processes.child import Launch
+from gpupoold.control.processes.child import Launch, execute
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -129,10 +130,14 @@ class PlayedWorker:
         os.close(fd)
 
 
-class PlayedInspector:
-    """The process with vLLM's own classes: what it was asked to check, and where files were."""
+class PlayedInspector(Inspector):
+    """The process with vLLM's own classes: what it was asked to check, and where files were.
 
-    def __init__(self) -> None:
+    Files are read by the real process.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, cast(ForkServer, SimpleNamespace(fork=execute)))
         self.asked: list[tuple[str, list[str]]] = []
         self.error: GpupoolError | None = None
         self.undivided: dict[int, str] = {}
@@ -143,6 +148,9 @@ class PlayedInspector:
         if self.error is not None:
             raise self.error
         return {one: self.undivided[one] for one in degrees if one in self.undivided}
+
+    async def check_chat(self, spec: ModelSpec) -> None:
+        """Accept every template."""
 
 
 class ServedModels:
@@ -234,7 +242,7 @@ class ModelsBox:
             settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start
         )
         self.frontends = ServedModels()
-        self.inspector = PlayedInspector()
+        self.inspector = PlayedInspector(settings)
         policy = make_policy("gpupool")
         self.dispatcher = Dispatcher(
             settings.limits,
@@ -263,7 +271,7 @@ class ModelsBox:
             cast(Frontends, self.frontends),
             snapshots,
             self.cache,
-            cast(Inspector, self.inspector),
+            self.inspector,
         )
         self.processes: dict[int, PlayedWorker] = {}
 

@@ -1,0 +1,115 @@
+"""A limit of CPU time for each use of a chat template.
+
+A template is a program of the checkpoint's author, and its time depends on the client's text. vLLM
+renders in a thread, which no caller can end: after its own limit vLLM leaves the thread running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers import hf
+
+MAX_RENDER_S = 2.0
+"""Limit of CPU time for one conversation, in seconds; ordinary templates take milliseconds."""
+_LOOK_S = 0.05
+
+
+class _TooSlow(BaseException):
+    """Raised inside a rendering thread; no handler of a template catches it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    thread_id: int = field(default_factory=threading.get_ident)
+    clock: int = 0
+    ends_s: float = 0.0
+    is_stopped: bool = False
+
+
+class RenderLimit:
+    """Ends functions that take too much CPU time in their thread; one watching thread for all."""
+
+    def __init__(self, max_cpu_s: float) -> None:
+        self._max_cpu_s = max_cpu_s
+        self._lock = threading.Lock()
+        self._jobs: set[_Job] = set()
+        self._has_jobs = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def run(self, render: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the function's result.
+
+        Raises:
+            VLLMValidationError: the function took longer than the limit.
+        """
+        job = self._begin()
+        try:
+            try:
+                return render(*args, **kwargs)
+            finally:
+                self._end(job)
+        except _TooSlow:
+            self._end(job)  # the exception may have come before the end of the first call
+            raise VLLMValidationError(
+                f"The chat template of this model takes more than {self._max_cpu_s:g} s of CPU "
+                "time for this conversation. Send a shorter conversation."
+            ) from None
+
+    def _begin(self) -> _Job:
+        job = _Job()
+        job.clock = time.pthread_getcpuclockid(job.thread_id)
+        job.ends_s = time.clock_gettime(job.clock) + self._max_cpu_s
+        with self._lock:
+            self._jobs.add(job)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._watch, name="render-limit", daemon=True
+                )
+                self._thread.start()
+        self._has_jobs.set()
+        return job
+
+    def _end(self, job: _Job) -> None:
+        with self._lock:
+            self._jobs.discard(job)
+            if job.is_stopped:
+                _raise_in(job.thread_id, None)
+
+    def _watch(self) -> None:
+        while True:
+            self._has_jobs.wait()
+            time.sleep(_LOOK_S)
+            with self._lock:
+                for job in self._jobs:
+                    # The thread exists: it removes the job.
+                    if not job.is_stopped and time.clock_gettime(job.clock) > job.ends_s:
+                        job.is_stopped = True
+                        _raise_in(job.thread_id, _TooSlow)
+                if not self._jobs:
+                    self._has_jobs.clear()
+
+
+def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
+    """Raise an exception in a thread at its next instruction; None takes a pending one back."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
+
+
+@functools.cache
+def bound_rendering() -> None:
+    """Limit the CPU time of chat templates in this process.
+
+    To be called before renderers are made, which keep a reference to vLLM's function.
+    """
+    limit = RenderLimit(MAX_RENDER_S)
+    # Not public: the function of all renderers with Jinja templates, on the loop and in threads.
+    render = hf.safe_apply_chat_template
+    hf.safe_apply_chat_template = functools.wraps(render)(functools.partial(limit.run, render))

@@ -1,0 +1,180 @@
+"""Hostile checkpoints in the process that checks them: each is refused, with its reason.
+
+The process has vLLM's own classes; the daemon is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gpupoold.config.schema import parse_settings
+from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.processes.child import Launch, execute
+from gpupoold.control.processes.forks import ForkServer
+from gpupoold.domain import ModelName, ModelSpec
+from gpupoold.errors import Failed, Refused
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE_TEMPLATES = {
+    "endless": (LOOPS, "takes more than 1 s of CPU time"),
+    "endless for a second message": (
+        "{% if messages|length > 1 %}" + LOOPS + "{% endif %}{{ messages[0].content }}",
+        "takes more than 1 s of CPU time",
+    ),
+    "endless for tools": ("{% if tools %}" + LOOPS + "{% endif %}x", "of CPU time"),
+    "endless for an image": (
+        "{% if messages[0].content is not string %}" + LOOPS + "{% endif %}x",
+        "of CPU time",
+    ),
+    "quadratic": (
+        "{% for m in messages %}{% for c in m.content %}{% for d in m.content %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "of CPU time",
+    ),
+    "large": ("{{ 'x' * 10000000000 }}", "takes more than 1 GiB of memory"),
+    "doubling": (
+        "{% set n = namespace(t='x') %}{% for a in range(40) %}{% set n.t = n.t ~ n.t %}"
+        "{% endfor %}",
+        "takes more than 1 GiB of memory",
+    ),
+}
+HARMLESS_TEMPLATES = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{{ raise_exception('only in English') }}",
+    "{{ messages.__class__.__mro__ }}",
+    "{% if %}",
+)
+
+
+@pytest.fixture
+def inspector(tmp_path: Path) -> Inspector:
+    return make_inspector(tmp_path)
+
+
+def make_inspector(folder: Path, kind: str = "emulated", fork: Any = execute) -> Inspector:
+    paths = {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")}
+    settings = parse_settings({"devices": [kind], "paths": paths}, "test")
+    return Inspector(settings, cast(ForkServer, SimpleNamespace(fork=fork)))
+
+
+@pytest.fixture
+def copy(tiny_models: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_models["tiny-llama"], tmp_path / "copy")
+
+
+def spec_of(folder: Path, **engine: str) -> ModelSpec:
+    return ModelSpec(ModelName("m"), "m", str(folder), engine=engine)
+
+
+async def refusal(inspector: Inspector, folder: Path, **engine: str) -> str:
+    with pytest.raises(Refused) as caught:
+        await inspector.check_chat(spec_of(folder, **engine))
+    assert caught.value.hint
+    return caught.value.message
+
+
+@pytest.mark.parametrize("kind", HOSTILE_TEMPLATES)
+async def test_hostile_templates(kind: str, inspector: Inspector, copy: Path) -> None:
+    template, reason = HOSTILE_TEMPLATES[kind]
+    (copy / "chat_template.jinja").write_text(template)
+    message = await refusal(inspector, copy)
+    assert message.startswith("m: the chat template ")
+    assert reason in message
+
+
+async def test_a_template_of_the_options(inspector: Inspector, copy: Path) -> None:
+    assert "of CPU time" in await refusal(inspector, copy, chat_template=LOOPS)
+
+
+async def test_what_is_wrong_only_in_itself_is_harmless(inspector: Inspector, copy: Path) -> None:
+    for template in HARMLESS_TEMPLATES:
+        (copy / "chat_template.jinja").write_text(template)
+        await inspector.check_chat(spec_of(copy))
+
+
+async def test_a_tokenizer_with_an_exponential_expression(inspector: Inspector, copy: Path) -> None:
+    file = copy / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    pieces = [split | {"invert": False}, tokenizer["pre_tokenizer"]]
+    tokenizer["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [one for one in pieces if one],
+    }
+    file.write_text(json.dumps(tokenizer))
+    assert "the tokenizer fails at the repeated 'x'" in await refusal(inspector, copy)
+
+
+async def test_defaults_that_no_request_may_have(inspector: Inspector, copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"top_p": 5.0}))
+    with pytest.raises(Refused, match=r"m: generation_config.json: .*top_p"):
+        await inspector.check(spec_of(copy))
+
+
+async def test_unchanged_files_are_checked_once(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    async def fork(launch: Launch) -> object:
+        started.append(launch.module)
+        return await execute(launch)
+
+    inspector = make_inspector(tmp_path, fork=fork)
+    await inspector.check_chat(spec_of(copy))
+    await inspector.check_chat(spec_of(copy))
+    assert len(started) == 1
+    (copy / "chat_template.jinja").write_text(LOOPS)
+    await refusal(inspector, copy)
+    await refusal(inspector, copy)
+    assert len(started) == 3
+
+
+def large_json(file: Path) -> None:
+    file.write_text('{"a": [' + "[]," * 20_000_000 + "[]]}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+async def test_sixty_megabytes_of_json_are_not_read(
+    name: str, inspector: Inspector, copy: Path
+) -> None:
+    large_json(copy / name)
+    with pytest.raises(Refused, match=f"{name}: has 57.2 MiB, more than the allowed"):
+        await inspector.survey(copy, "auto", {})
+
+
+async def test_a_check_that_takes_too_much_memory(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpupoold.control.models import inspection
+
+    monkeypatch.setattr(inspection, "_MAX_MEMORY_BYTES", 50 << 20)  # vLLM's import takes more
+    with pytest.raises(Refused, match="takes more than 50 MiB of memory"):
+        await make_inspector(tmp_path).check(spec_of(copy))
+
+
+async def test_a_check_that_does_not_end(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpupoold.control.models import inspection
+    from gpupoold.errors import TimedOut
+
+    monkeypatch.setattr(inspection, "_LIMIT_S", 0.05)
+    with pytest.raises(TimedOut, match="not checked within"):
+        await make_inspector(tmp_path).check(spec_of(copy))
+
+
+async def test_a_process_that_dies(copy: Path, tmp_path: Path) -> None:
+    async def fork(launch: Launch) -> object:
+        process = await execute(launch)
+        process.kill()
+        return process
+
+    with pytest.raises(Failed, match="ended without an answer"):
+        await make_inspector(tmp_path, fork=fork).survey(copy, "auto", {})

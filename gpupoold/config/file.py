@@ -24,6 +24,7 @@ from gpupoold.config.schema import (
     with_device_tables,
     without,
 )
+from gpupoold.config.toml import loads
 from gpupoold.config.unusable_gpus import unusable_gpu
 from gpupoold.errors import ConfigError
 
@@ -78,7 +79,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     if problems:
         reported = "; ".join(map(str, problems))
         raise ConfigError(f"{path}: {reported}", f"see `gpupool config check {path}`")
-    raw = tomllib.loads(text)
+    raw = loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
     written = frozenset(_written(with_device_tables(raw)))
     return ConfigFile(path, settings, written, renamed_keys(raw))
@@ -87,7 +88,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
 def check_text(text: str) -> list[PlacedProblem]:
     """Return all problems in the text of a configuration file, in order of lines."""
     try:
-        raw = tomllib.loads(text)
+        raw = loads(text)
     except tomllib.TOMLDecodeError as error:
         problem = Problem((), f"is not valid TOML: {error}")
         return [PlacedProblem(problem, line_of_error(error) or text.count("\n") + 1)]

@@ -6,6 +6,8 @@ import re
 import tomllib
 from collections.abc import Sequence
 
+from gpupoold.config.toml import loads
+
 Place = tuple[str | int, ...]
 """Names of tables and keys, and indexes of lists, the outermost first."""
 
@@ -29,7 +31,7 @@ def lines_of(text: str) -> dict[Place, int]:
         began = began if statement else number
         statement += line + "\n"
         try:
-            written = tomllib.loads(statement)
+            written = loads(statement)
         except tomllib.TOMLDecodeError:
             continue  # the statement continues in the next line
         if statement.lstrip().startswith("["):

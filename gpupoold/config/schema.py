@@ -44,9 +44,11 @@ from gpupoold.config.sections import (
     ServerSettings,
     SimulatedHostSettings,
 )
+from gpupoold.config.toml import loads
 from gpupoold.config.traces import TracesSettings
 from gpupoold.config.values import Section, as_tuple, is_hidden
 from gpupoold.errors import ConfigError
+from gpupoold.regular_files import read_bounded
 from gpupoold.units import format_bytes
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
 
 CONFIG_VARIABLE = "GPUPOOL_CONFIG"
 SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")
+MAX_FILE_BYTES = 1 << 20
 SERVICE_STATE_DIR = Path("/var/lib/gpupool")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -330,10 +333,10 @@ def read_text(path: Path) -> str:
     """Read a configuration file.
 
     Raises:
-        ConfigError: the file is missing or cannot be read.
+        ConfigError: the file is missing, no regular file, too large, or cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path, MAX_FILE_BYTES).decode()
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}",
@@ -350,7 +353,7 @@ def parse_toml(text: str, path: Path) -> dict[str, Any]:
         ConfigError: the text is not TOML; the message names the line.
     """
     try:
-        return tomllib.loads(text)
+        return loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
 

@@ -31,6 +31,11 @@ AUTO = "auto"
 """Spelling of a value that is worked out from the machine."""
 
 
+MAX_DURATION_S = 10 * 365 * 86_400.0
+MAX_BYTES = 1 << 60
+MAX_COUNT = (1 << 31) - 1
+
+
 class Hidden:
     """Marks a key whose value is never shown, as in ``key: Annotated[str, HIDDEN]``."""
 
@@ -162,19 +167,25 @@ _as_size = PlainSerializer(exact_size, when_used="json")
 _as_rate = PlainSerializer(lambda rate: f"{exact_size(rate)}/s", str, when_used="json")
 _as_duration = PlainSerializer(exact_duration, when_used="json")
 
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0), _as_size]
-PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0), _as_size]
-AutoSize = Annotated[Annotated[int, Field(ge=0), _as_size] | None, BeforeValidator(_size_or_auto)]
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=MAX_BYTES), _as_size]
+PositiveSize = Annotated[int, BeforeValidator(_size), Field(gt=0, le=MAX_BYTES), _as_size]
+AutoSize = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_BYTES), _as_size] | None, BeforeValidator(_size_or_auto)
+]
 """A size; None, spelled "auto", for a size worked out from the machine."""
 AutoPositiveSize = Annotated[
-    Annotated[int, Field(gt=0), _as_size] | None, BeforeValidator(_size_or_auto)
+    Annotated[int, Field(gt=0, le=MAX_BYTES), _as_size] | None, BeforeValidator(_size_or_auto)
 ]
 LinkRate = Annotated[int, BeforeValidator(_rate), Field(ge=10**6, le=10**12), _as_rate]
 """Bytes per second of a link, from 1 MB/s to 1 TB/s."""
-Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0), _as_duration]
-DurationOrZero = Annotated[float, BeforeValidator(_duration), Field(ge=0), _as_duration]
+Duration = Annotated[
+    float, BeforeValidator(_duration), Field(gt=0, le=MAX_DURATION_S), _as_duration
+]
+DurationOrZero = Annotated[
+    float, BeforeValidator(_duration), Field(ge=0, le=MAX_DURATION_S), _as_duration
+]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 HostNames = Annotated[tuple[str, ...], BeforeValidator(_host_names)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import aiosqlite
 
-from gpupool_state.faults import cannot_open, damaged, explained
+from gpupool_state.faults import cannot_open, damaged, emptied, explained
 from gpupool_state.migrations import MIGRATIONS, SchemaMigration, migrate
 from gpupool_state.writer import Transaction, Writer
 from gpupoold.errors import Failed
@@ -55,16 +55,20 @@ class Database:
         Raises:
             Failed: the file is unreadable, unwritable, damaged, locked or not a database, or the
                 disk is full.
-            Refused: the schema is newer than this program, or not gpupool's.
+            Refused: the schema is newer than this program, or not gpupool's; or the database is
+                empty in a folder with traces of an earlier one.
         """
         async with AsyncExitStack() as stack:
             with explained(path):
                 _make_file(path)
+                traces = traces_of(path)  # before SQLite removes a write-ahead log
+                if traces and not path.stat().st_size:
+                    raise emptied(path, traces)
                 connection = await _connect(path, busy_timeout_s)
                 writer = Writer(connection, path)
                 stack.push_async_callback(writer.close)
                 await _prepare(connection, path)
-                await migrate(writer, path, migrations)
+                await migrate(writer, path, migrations, traces)
                 reader = await _connect(path, busy_timeout_s)
                 stack.push_async_callback(reader.close)
                 await reader.execute_fetchall("PRAGMA query_only = ON")
@@ -120,6 +124,15 @@ def _make_file(path: Path) -> None:
             raise PermissionError(errno.EACCES, "no permission to read and write the file")
     except OSError as error:
         raise cannot_open(path, error.strerror or str(error)) from error
+
+
+def traces_of(path: Path) -> list[str]:
+    """Return the names of files and folders beside a database that an earlier database left."""
+    left = [path.with_name(f"{path.name}-wal"), *sorted(path.parent.glob(f"{path.name}.bak-*"))]
+    folders = [path.parent / name for name in ("snapshots", "batches", "models")]
+    return [file.name for file in left if file.is_file() and file.stat().st_size] + [
+        folder.name for folder in folders if folder.is_dir() and any(folder.iterdir())
+    ]
 
 
 async def _connect(path: Path, busy_timeout_s: float) -> aiosqlite.Connection:

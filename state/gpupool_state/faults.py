@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpupoold.errors import Failed
+from gpupoold.errors import Failed, Refused
 
 _FULL = (
     "no space left for the state database {path}",
@@ -71,6 +71,18 @@ def damaged(path: Path, detail: str) -> Failed:
 def cannot_open(path: Path, detail: str) -> Failed:
     """Return the error for a file that cannot be opened, for the reason ``detail``."""
     return _failed(_CANNOT_OPEN, path, detail)
+
+
+def emptied(path: Path, traces: Sequence[str]) -> Refused:
+    """Return the error for a database without content beside ``traces`` of an earlier one."""
+    backups = [name for name in traces if ".bak-" in name]
+    backup = f"the backup {backups[-1]}" if backups else "a backup"
+    return Refused(
+        f"the state database {path} is empty, but its folder has {', '.join(traces)}: an earlier "
+        "registry, its API keys and the history are lost or were moved",
+        f"replace {path.name} by {backup}, without {path.name}-wal and {path.name}-shm; or, to "
+        f"start with an empty registry, remove these three files",
+    )
 
 
 def _failed(meaning: tuple[str, str], path: Path, detail: str) -> Failed:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpupool_state.faults import explain
+from gpupool_state.faults import emptied, explain
 from gpupool_state.schema import (
     ADD_HOSTING,
     ADD_OPTIONS,
@@ -101,7 +101,10 @@ async def pending(
 
 
 async def migrate(
-    writer: Writer, path: Path, migrations: Sequence[SchemaMigration] = MIGRATIONS
+    writer: Writer,
+    path: Path,
+    migrations: Sequence[SchemaMigration] = MIGRATIONS,
+    traces: Sequence[str] = (),
 ) -> tuple[SchemaMigration, ...]:
     """Update the database at ``path``; return the applied steps.
 
@@ -109,11 +112,16 @@ async def migrate(
     database unchanged and is repeated by the next call. An older database is first copied to
     ``<path>.bak-<number>``, with the number of the last applied step.
 
+    ``traces`` are the names of files beside the database that an earlier database left.
+
     Raises:
-        Refused: the schema is newer than this program, or not gpupool's.
+        Refused: the schema is newer than this program, or not gpupool's; or the database has no
+            schema in spite of ``traces``.
         Failed: a step or the backup failed.
     """
     done = await applied(writer)
+    if traces and not done and not await _tables(writer) - {"schema_migrations"}:
+        raise emptied(path, traces)
     await _check_known(writer, path, done, migrations)
     todo = await pending(writer, migrations)
     if done and todo:
@@ -143,6 +151,13 @@ async def _check_known(
         raise Refused(
             f"{path} is a SQLite database, but not a database of gpupool",
             "move the file away or choose another state folder",
+        )
+    [(user_version,)] = await source.fetch_all("PRAGMA user_version")
+    if user_version:
+        raise Refused(
+            f"the state database {path} has the user_version {user_version}, which this gpupool "
+            f"{__version__} does not write",
+            "install the gpupool that wrote the database, or choose another state folder",
         )
     newest_known = max((step.number for step in migrations), default=0)
     if done and done[-1].number > newest_known:

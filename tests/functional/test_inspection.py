@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import pytest_asyncio
 
-from gpupoold.config.schema import parse_settings
+from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.processes.child import Launch, execute
 from gpupoold.control.processes.forks import ForkServer
@@ -52,15 +54,31 @@ HARMLESS_TEMPLATES = (
 )
 
 
-@pytest.fixture
-def inspector(tmp_path: Path) -> Inspector:
-    return make_inspector(tmp_path)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def make_inspector(folder: Path, kind: str = "emulated", fork: Any = execute) -> Inspector:
+def settings_of(folder: Path) -> Settings:
     paths = {f"{name}_dir": str(folder) for name in ("state", "runtime", "log")}
-    settings = parse_settings({"devices": [kind], "paths": paths}, "test")
-    return Inspector(settings, cast(ForkServer, SimpleNamespace(fork=fork)))
+    return parse_settings({"devices": ["emulated"], "paths": paths}, "test")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def forks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ForkServer]:
+    """The process that has imported vLLM, as the daemon has one."""
+    settings = settings_of(tmp_path_factory.mktemp("forks"))
+    modules = ["gpupoold.frontend.preload", "gpupoold.worker.preload"]
+    forks = ForkServer(settings, {"HF_HUB_OFFLINE": "1"}, modules)
+    yield forks
+    await forks.stop()
+
+
+@pytest.fixture
+def inspector(forks: ForkServer, tmp_path: Path) -> Inspector:
+    return Inspector(settings_of(tmp_path), forks)
+
+
+def make_inspector(folder: Path, fork: Any) -> Inspector:
+    return Inspector(settings_of(folder), cast(ForkServer, SimpleNamespace(fork=fork)))
 
 
 @pytest.fixture
@@ -118,13 +136,13 @@ async def test_defaults_that_no_request_may_have(inspector: Inspector, copy: Pat
 
 
 async def test_unchanged_files_are_checked_once(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forks: ForkServer, copy: Path, tmp_path: Path
 ) -> None:
     started: list[str] = []
 
     async def fork(launch: Launch) -> object:
         started.append(launch.module)
-        return await execute(launch)
+        return await forks.fork(launch)
 
     inspector = make_inspector(tmp_path, fork=fork)
     await inspector.check_chat(spec_of(copy))
@@ -156,7 +174,7 @@ async def test_a_check_that_takes_too_much_memory(
 
     monkeypatch.setattr(inspection, "_MAX_MEMORY_BYTES", 50 << 20)  # vLLM's import takes more
     with pytest.raises(Refused, match="takes more than 50 MiB of memory"):
-        await make_inspector(tmp_path).check(spec_of(copy))
+        await make_inspector(tmp_path, execute).check(spec_of(copy))
 
 
 async def test_a_check_that_does_not_end(
@@ -167,7 +185,7 @@ async def test_a_check_that_does_not_end(
 
     monkeypatch.setattr(inspection, "_LIMIT_S", 0.05)
     with pytest.raises(TimedOut, match="not checked within"):
-        await make_inspector(tmp_path).check(spec_of(copy))
+        await make_inspector(tmp_path, execute).check(spec_of(copy))
 
 
 async def test_a_process_that_dies(copy: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, ModelState
+from gpupoold.errors import Refused
 
 
 class Additions:
@@ -58,7 +59,7 @@ class Additions:
         self._divisions = divisions
         self._inspector = inspector
         self._wall_clock = wall_clock
-        self._tasks: set[asyncio.Task[ModelRow]] = set()
+        self._tasks: dict[str, asyncio.Task[ModelRow]] = {}
 
     async def check(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Find and check a model without adding the model.
@@ -97,11 +98,15 @@ class Additions:
             raise
         # A separate task, which undoes its steps when the reader leaves.
         task = asyncio.create_task(self._register_and_load(intake.spec, intake.weight_bytes))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[request.name] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.name, None))
         task.add_done_callback(lambda _: self._fleet.drop_proposal(proposal))
         try:
             row = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Refused(f"{request.name} was removed while being added") from None
+            raise
         finally:
             task.cancel()
         if len(self._supervisor.workers) > 1:
@@ -109,11 +114,17 @@ class Additions:
             await asyncio.shield(self._placement.spread_later(row.spec.name))
         yield Progress(stage="ready", model=model_info(row))
 
+    def cancel(self, name: str) -> None:
+        """Undo the addition of a registered model in the background, if it is under way."""
+        if (task := self._tasks.get(name)) is not None:
+            task.cancel()
+
     async def stop(self) -> None:
         """Undo unfinished additions; the workers have stopped before."""
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _intake(self, request: AddModelRequest) -> Intake:
         budget = self._snapshots.host_budget

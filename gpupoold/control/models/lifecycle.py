@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from gpupool_state import History, ModelRow, Registry
@@ -40,6 +41,10 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Adapter, Preset
+from gpupoold.errors import NoSuchModel
+
+LOAD_GRACE_S = 20.0
+"""Time for the load of a removed model to stop; a worker has no other means to end it."""
 
 
 class ModelLifecycle:
@@ -68,6 +73,7 @@ class ModelLifecycle:
         self.inspector = inspector
         self.ongoing = OngoingAdditions(history)
         self._snapshots = snapshots
+        self._supervisor = supervisor
         mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends, inspector)
         facts = LoadFacts(registry, history)
         divisions = Divisions(settings, inspector, registry.divisions)
@@ -181,14 +187,34 @@ class ModelLifecycle:
         """Remove a model, preset or adapter; see :meth:`Changes.remove`,
         :meth:`Presets.remove` and :meth:`ModelAdapters.remove`.
         """
-        spec = (await self.find(name)).spec
-        match spec.further_named(name):
+        row = await self.find(name)
+        match row.spec.further_named(name):
             case Adapter():
                 return await self.adapters.remove(name, mode)
             case Preset():
                 return await self.presets.remove(name)
+            case None if mode == "force":
+                return await self._remove_by_force(row)
             case None:
                 return await self._changes.remove(name, mode)
+
+    async def _remove_by_force(self, row: ModelRow) -> ModelRow:
+        """Remove a model; a load that does not stop is ended with its worker."""
+        name = row.spec.name
+        self._additions.cancel(name)
+        ending = asyncio.create_task(self._end_loads(name), name=f"end-loads-{name}")
+        try:
+            return await self._changes.remove(name, "force")
+        except NoSuchModel:
+            return row  # the addition has been undone meanwhile
+        finally:
+            ending.cancel()
+
+    async def _end_loads(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(LOAD_GRACE_S)
+            reason = f"the load of {name} did not stop within {LOAD_GRACE_S:g} s of its removal"
+            self._supervisor.end_loads(name, reason)
 
     async def find(self, name: str) -> ModelRow:
         """See :func:`find_model`."""

@@ -19,7 +19,7 @@ from gpupoold.control.processes.watchdog import Watch
 from gpupoold.control.workers.launch import arguments_of, module_of
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.errors import error_from_code
-from gpupoold.system.activity import create_page, read_page
+from gpupoold.system.activity import ThreadPhase, create_page, read_page
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -94,6 +94,14 @@ class WorkerProcess(Supervised[m.FromWorker]):
         if worker.kv_host_fd is not None:
             os.close(worker.kv_host_fd)
             worker.kv_host_fd = None
+
+    @property
+    def loads(self) -> set[str]:
+        """The models that the process loads now, by its activity page."""
+        if self._child is None:
+            return set()
+        activities = read_page(self._activity_fd)
+        return {one.model for one in activities if one.phase is ThreadPhase.LOAD}
 
     async def _run_once(self) -> bool:
         """Run one process with a separate activity page, see :meth:`Supervised._run_once`."""

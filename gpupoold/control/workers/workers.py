@@ -105,6 +105,12 @@ class WorkerSupervisor:
                 f"worker {worker.number} is {worker.state}", "see `gpupool logs`"
             ) from None
 
+    def end_loads(self, name: str, reason: str) -> None:
+        """Kill and replace the workers that load a model now."""
+        for process in self.processes:
+            if name in process.loads:
+                process.end(reason)
+
     def park(self, number: int) -> None:
         """End a worker without requests, until it is woken."""
         self.processes[number].park()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from gpupoold.config.file import check_text, parsed_file
+from gpupoold.config.file import check_text, parsed_file, read_config_file
 from gpupoold.config.lines import lines_of
+from gpupoold.config.schema import MAX_FILE_BYTES
+from gpupoold.errors import ConfigError
 
 WRONG = """\
 # a comment
@@ -75,6 +78,48 @@ class TestCheck:
     def test_wrong_roles_are_one_problem(self) -> None:
         [problem] = check_text('[scheduling]\nroles = ["x"]\n')
         assert 'write "auto", or a list with one role of' in str(problem)
+
+
+class TestHostile:
+    @pytest.mark.parametrize(
+        "text", ["a = " + "[" * 50_000, "a = " + "[" * 50_000 + "]" * 50_000, "a" + ".a" * 5_000]
+    )
+    def test_deep(self, text: str) -> None:
+        [problem] = check_text(text)
+        assert "is not valid TOML" in str(problem)
+
+    def test_deep_for_later_readers(self) -> None:
+        [problem] = check_text("a = " + "[" * 40 + "1" + "]" * 40)
+        assert "nested more than 32 levels deep" in str(problem)
+
+    def test_a_named_pipe(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ConfigError, match="is a named pipe, not a regular file"):
+            read_config_file(tmp_path / "pipe")
+
+    def test_devices_and_folders(self, tmp_path: Path) -> None:
+        for path, kind in ((Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
+            with pytest.raises(ConfigError, match=f"is {kind}, not a regular file"):
+                read_config_file(path)
+
+    def test_a_large_file(self, tmp_path: Path) -> None:
+        (tmp_path / "large").write_text("# " + "x" * MAX_FILE_BYTES)
+        with pytest.raises(ConfigError, match="larger than the allowed 1 MiB"):
+            read_config_file(tmp_path / "large")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("limits.hang_timeout", "1e308"),
+            ("limits.hang_timeout", '"1000000000000s"'),
+            ("limits.max_live_requests", "10000000000000000000000"),
+            ("memory.kv_host", "100000000000000000000000000"),
+        ],
+    )
+    def test_numbers_beyond_all_machines(self, key: str, value: str) -> None:
+        section, _, name = key.partition(".")
+        [problem] = check_text(f"[{section}]\n{name} = {value}\n")
+        assert problem.problem.key == key
 
 
 class TestLines:

@@ -98,6 +98,61 @@ async def test_an_empty_file_becomes_a_database(path: Path) -> None:
         assert await db.fetch_all("SELECT * FROM models") == []
 
 
+@pytest.mark.parametrize("trace", ["DB-wal", "DB.bak-12", "snapshots/a", "models/b"])
+async def test_an_emptied_database_is_no_new_one(trace: str, path: Path) -> None:
+    """A registry that is lost silently is worse than one that does not open."""
+    trace = trace.replace("DB", path.name)
+    async with await Database.open(path):
+        pass
+    path.write_bytes(b"")
+    left = path.parent / trace
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"x")
+    with pytest.raises(Refused, match="is empty, but its folder has") as caught:
+        await Database.open(path)
+    assert trace.split("/")[0] in caught.value.message
+    assert f"replace {path.name} by " in caught.value.hint
+    assert (left.read_bytes(), path.stat().st_size) == (b"x", 0), "nothing was changed"
+    left.unlink()
+    async with await Database.open(path) as db:
+        assert await db.fetch_all("SELECT * FROM models") == []
+
+
+@pytest.mark.parametrize("keeps", [(), ("schema_migrations",)])
+async def test_a_database_whose_tables_are_gone(keeps: tuple[str, ...], path: Path) -> None:
+    async with await Database.open(path):
+        pass
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        rows = other.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        for (name,) in rows:
+            if name not in keeps and not name.startswith("sqlite_"):
+                other.execute(f"DROP TABLE {name}")
+        if keeps:
+            other.execute("DELETE FROM schema_migrations")
+    path.with_name(f"{path.name}.bak-3").write_bytes(b"x")
+    with pytest.raises(Refused, match="is empty, but its folder has") as caught:
+        await Database.open(path)
+    assert f"the backup {path.name}.bak-3" in caught.value.hint
+
+
+async def test_a_database_without_its_record_of_the_schema(path: Path) -> None:
+    async with await Database.open(path):
+        pass
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("DROP TABLE schema_migrations")
+    with pytest.raises(Refused, match="not a database of gpupool"):
+        await Database.open(path)
+
+
+async def test_a_user_version_of_the_future(path: Path) -> None:
+    async with await Database.open(path):
+        pass
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA user_version = 99")
+    with pytest.raises(Refused, match="has the user_version 99"):
+        await Database.open(path)
+
+
 async def test_a_lock_held_by_another_program(db: Database) -> None:
     with closing(sqlite3.connect(db.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
 from gpupoold.frontend.prompt_bounds import (
     MAX_PROMPT_TOKENS,
@@ -91,3 +94,44 @@ def test_words() -> None:
     assert why_words_are_too_long("stop", None) == why_words_are_too_long("stop", []) == ""
     assert why_words_are_too_long("stop", ["x" * 8192] * 2) == ""
     assert "`stop` has 16,385 characters" in why_words_are_too_long("stop", ["x" * 16_385])
+
+
+def exponential() -> Any:
+    """A renderer whose tokenizer has too many ways to match a repeated letter."""
+    tokenizer = Tokenizer(WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.pre_tokenizer = Split(Regex("(x+x+)+y"), "isolated")
+
+    def tokenize(prompt: Any) -> Any:
+        return {"prompt_token_ids": tokenizer.encode(prompt["prompt"]).ids}
+
+    async def tokenize_async(prompt: Any) -> Any:
+        return tokenize(prompt)
+
+    made = SimpleNamespace(
+        _tokenize_prompt_async=tokenize_async,
+        _tokenize_prompt=tokenize,
+        process_for_engine_async=None,
+    )
+    bound_renderer(made, 100_000, Refused)
+    return made
+
+
+def test_texts_at_which_the_tokenizer_fails_are_refused() -> None:
+    made = exponential()
+    with pytest.raises(Refused, match="The tokenizer of this model fails at this text"):
+        asyncio.run(made._tokenize_prompt_async({"prompt": "x" * 3000}))
+    with pytest.raises(Refused, match="The tokenizer of this model fails at this text"):
+        made._tokenize_prompt({"prompt": "x" * 3000})
+    assert made._tokenize_prompt({"prompt": "x"})
+
+
+def test_other_errors_of_the_tokenizer_pass() -> None:
+    def fail(prompt: Any) -> Any:
+        raise KeyError(prompt["prompt"])
+
+    made = SimpleNamespace(
+        _tokenize_prompt_async=None, _tokenize_prompt=fail, process_for_engine_async=None
+    )
+    bound_renderer(made, 100, Refused)
+    with pytest.raises(KeyError, match="text"):
+        made._tokenize_prompt({"prompt": "text"})

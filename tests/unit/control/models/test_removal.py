@@ -1,0 +1,79 @@
+"""Removals by force of models whose loads do not stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from gpupool_state import History, Registry
+from gpupoold.api.schemas_models import AddModelRequest
+from gpupoold.control.models import lifecycle
+from gpupoold.errors import Refused
+from gpupoold.system.activity import ThreadPhase
+from tests.unit.checkpoints import samples
+from tests.unit.control.models.models_box import ModelsBox, running
+
+FOR_EVER_S = 3600.0
+
+
+@pytest_asyncio.fixture
+async def box(tmp_path: Path, registry: Registry, history: History) -> AsyncIterator[ModelsBox]:
+    made = ModelsBox(tmp_path, registry, history, load_timeout_s=FOR_EVER_S)
+    async with running(made, "a"):
+        yield made
+
+
+async def begun(box: ModelsBox, tmp_path: Path) -> asyncio.Task[list[str]]:
+    """An addition whose load does not stop, as with a billion layers."""
+    source = samples.write(tmp_path / "source", samples.checkpoint())
+    request = AddModelRequest.model_validate({"name": "new", "source": str(source)})
+    box.hold(0, 1)
+
+    async def add() -> list[str]:
+        return [line.stage async for line in box.lifecycle.add(request)]
+
+    adding = asyncio.create_task(add())
+    await box.until(lambda: bool(box.waiting))
+    [(_, number)] = box.waiting
+    box.processes[number].activity.main.set(ThreadPhase.LOAD, "new")
+    return adding
+
+
+async def test_the_load_of_an_addition_ends_with_its_worker(
+    box: ModelsBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "LOAD_GRACE_S", 0.05)
+    adding = await begun(box, tmp_path)
+    [(_, number)] = box.waiting
+    stuck = box.processes[number]
+    box.held = {}  # for the next process
+    async with asyncio.timeout(20):
+        assert (await box.lifecycle.remove("new", "force")).spec.name == "new"
+    with pytest.raises(Refused, match="new was removed while being added"):
+        await adding
+    assert await box.registry.get("new") is None
+    assert not box.fleet.knows("new")
+    await box.until(lambda: box.processes[number] is not stuck)
+    await box.until_ready("a")
+
+
+async def test_a_load_that_stops_costs_no_worker(
+    box: ModelsBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "LOAD_GRACE_S", 0.05)
+    adding = await begun(box, tmp_path)
+    before = dict(box.processes)
+    [(_, number)] = box.waiting
+    removing = asyncio.create_task(box.lifecycle.remove("new", "force"))
+    box.processes[number].activity.main.set(ThreadPhase.LOAD, "another")
+    await asyncio.sleep(0.2)
+    box.release()
+    await asyncio.wait_for(removing, 20)
+    with pytest.raises(Refused):
+        await adding
+    assert box.processes == before
+    assert await box.registry.get("new") is None

@@ -116,7 +116,7 @@ def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[
 
 def _settings_without_problems(text: str) -> Settings | None:
     try:
-        raw = tomllib.loads(text)
+        raw = loads(text)
     except tomllib.TOMLDecodeError:
         return None
     settings, problems = examine(raw)

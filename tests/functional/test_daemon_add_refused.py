@@ -88,7 +88,7 @@ class TestCheckpoints:
         edit_json(folder / "config.json", hidden_size=2048)
         error = refused(folder)
         assert isinstance(error, Refused)
-        assert error.message.startswith("unwanted: ")
+        assert "config.json: hidden_size is 2048, but the weights have no tensor" in error.message
 
     def test_an_architecture_that_the_engine_does_not_know(
         self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
@@ -136,11 +136,12 @@ class TestKinds:
         ("changes", "message"),
         [
             ({"quantization_config": {"quant_method": "magic"}}, "quantisation 'magic'"),
-            ({"num_hidden_layers": 40}, "the checkpoint lacks tensors: model.layers."),
-            ({"vocab_size": 5000}, "the weights do not match config.json: "),
+            ({"num_hidden_layers": 40}, "num_hidden_layers is 40, but the weights have tensors of"),
+            ({"vocab_size": 5000}, "vocab_size is 5000, but the weights have at most"),
+            ({"intermediate_size": 5000}, "the weights do not match config.json: "),
             ({"rope_scaling": {"rope_type": "magic"}}, "'magic'"),
         ],
-        ids=["quantisation", "layers", "vocabulary", "rope"],
+        ids=["quantisation", "layers", "vocabulary", "width", "rope"],
     )
     def test_a_config_that_cannot_be_served(
         self,

@@ -267,12 +267,12 @@ async def test_frontends_that_do_not_mount_in_time_are_replaced_one_after_anothe
         await box.frontends.serve(MODEL, LOADED)
     box.answers = {0: MOUNTED, 1: MOUNTED}
     readies: list[int] = []
-    await box.until(
-        lambda: (
-            readies.append(sum(one.is_ready for one in box.frontends)) or min(box.num_started) == 2
-        )
-    )
-    await box.until(lambda: all(one.is_ready for one in box.frontends))
+
+    def are_replaced() -> bool:
+        readies.append(sum(one.is_ready for one in box.frontends))
+        return min(box.num_started) == 2 and readies[-1] == 2
+
+    await box.until(are_replaced)
     assert min(readies) == 1, "both were down at once"
     await box.frontends.serve(MODEL, LOADED)
 

@@ -31,6 +31,7 @@ from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
 from tests.unit.control.fleet_box import spec_of
 from tests.unit.control.loaded import loaded
+from tests.unit.control.models.models_box import PlayedInspector
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench
 
 
@@ -81,7 +82,10 @@ class Rig:
         )
         settings = parse_settings({"devices": ["cuda:0"]}, "test")
         frontends = cast(frontends_module.Frontends, Frontends())
-        mounts = ModelMounts(settings, registry, history, self.fleet, supervisor, frontends)
+        inspector = PlayedInspector(settings)
+        mounts = ModelMounts(
+            settings, registry, history, self.fleet, supervisor, frontends, inspector
+        )
         self.models.mounts = mounts
         self.failures = Failures(registry, history, self.fleet, dispatcher, mounts)
         self.quarantine = Quarantine(

@@ -1,0 +1,175 @@
+"""Hostile checkpoints and files, against a real daemon: nothing else stops, waits or is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.schemas_models import SetModelRequest
+from gpupoold.errors import ConfigError, GpupoolError, Refused
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN2,
+    cli,
+    emulated_config,
+    frontend_pids,
+    ps,
+)
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SLOW_FOR_LONG_TEXTS = (
+    "{% for m in messages %}{{ m.content }}{% if m.content|length > 200000 %}"
+    + LOOPS
+    + "{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def pool(
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrivateDaemon]:
+    with private_daemon(emulated_config(device_bytes), tmp_path_factory.mktemp("pool")) as daemon:
+        daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
+        yield daemon
+
+
+def chat(pool: PrivateDaemon, model: str, text: str) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    return httpx.post(f"{pool.http_url}/v1/chat/completions", json=body, timeout=120)
+
+
+def copy(source: Path, target: Path, **config: Any) -> Path:
+    shutil.copytree(source, target)
+    if config:
+        file = target / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return target
+
+
+def refusal(pool: PrivateDaemon, source: Path) -> GpupoolError:
+    with pytest.raises(Refused) as caught:
+        pool.add_model("unwanted", source, **LOAD_OPTIONS)
+    assert "unwanted" not in [row.name for row in ps(pool).models]
+    return caught.value
+
+
+def test_later_additions_work_after_refused_ones(
+    pool: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    processes = frontend_pids(pool)
+    source = tiny_models[LLAMA]
+    endless = copy(source, tmp_path / "endless")
+    (endless / "chat_template.jinja").write_text(LOOPS)
+    assert "the chat template takes more than 1 s of CPU time" in refusal(pool, endless).message
+    deep = copy(source, tmp_path / "deep", num_hidden_layers=1_000_000_000)
+    assert "num_hidden_layers is 1000000000, but the weights" in refusal(pool, deep).message
+    nothing = copy(source, tmp_path / "nothing", rms_norm_eps=math.nan)
+    assert "rms_norm_eps is nan, which is not a finite" in refusal(pool, nothing).message
+    pipe = copy(source, tmp_path / "pipe")
+    (pipe / "model.safetensors").unlink()
+    os.mkfifo(pipe / "model.safetensors")
+    with ThreadPoolExecutor(8) as threads:
+        found = [one.result() for one in [threads.submit(refusal_of, pool, pipe)] * 8]
+    assert all("is a named pipe, not a regular file" in message for message in found)
+    pool.add_model("good", tiny_models[QWEN2], **LOAD_OPTIONS)
+    assert chat(pool, "good", "hello").status_code == 200
+    assert cli(pool, "rm", "good", "--force").returncode == 0
+    assert frontend_pids(pool) == processes
+
+
+def refusal_of(pool: PrivateDaemon, source: Path) -> str:
+    try:
+        pool.add_model(f"unwanted-{os.urandom(4).hex()}", source, **LOAD_OPTIONS)
+    except Refused as error:
+        return error.message
+    return ""
+
+
+def test_a_template_that_is_slow_for_a_clients_text_ends_that_request_alone(
+    pool: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    processes = frontend_pids(pool)
+    source = copy(tiny_models[LLAMA], tmp_path / "slow")
+    (source / "chat_template.jinja").write_text(SLOW_FOR_LONG_TEXTS)
+    pool.add_model("slow", source, **LOAD_OPTIONS)
+    try:
+        for _ in range(3):
+            answer = chat(pool, "slow", "x" * 200_001)
+            assert answer.status_code == 400, answer.text
+            assert "takes more than 2 s of CPU time for this conversation" in answer.text
+        assert chat(pool, "slow", "hello").status_code == 200
+        assert chat(pool, LLAMA, "hello").status_code == 200
+    finally:
+        assert cli(pool, "rm", "slow", "--force").returncode == 0
+    assert frontend_pids(pool) == processes
+
+
+def test_a_template_that_becomes_endless_is_not_mounted(
+    pool: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    source = copy(tiny_models[LLAMA], tmp_path / "changing")
+    pool.add_model("changing", source, **LOAD_OPTIONS)
+    try:
+        (source / "chat_template.jinja").write_text(LOOPS)
+        with pool.client() as client, pytest.raises(Refused, match="takes more than 1 s of CPU"):
+            client.set_model("changing", SetModelRequest(add_aliases=["another"]))
+        assert chat(pool, "changing", "hello").status_code == 200  # by the API mounted before
+    finally:
+        assert cli(pool, "rm", "changing", "--force").returncode == 0
+
+
+def test_the_configuration_becomes_a_pipe(pool: PrivateDaemon) -> None:
+    file = pool.log_path.parent / "gpupool.toml"
+    text = file.read_text()
+    with pool.client() as client:
+        try:
+            file.unlink()
+            os.mkfifo(file)
+            with pytest.raises(ConfigError, match="is a named pipe, not a regular file"):
+                client.reload()
+            assert cli(pool, "status").returncode == 0
+            file.unlink()
+            file.write_text(text + "\n[a]\nb = " + "[" * 50_000)
+            with pytest.raises(ConfigError, match="is not valid TOML: nested more than 32"):
+                client.reload()
+        finally:
+            file.unlink()
+            file.write_text(text)
+        client.reload()
+
+
+def test_a_daemon_whose_configuration_is_a_pipe_ends_at_sigterm(tmp_path: Path) -> None:
+    with private_daemon('devices = ["sim:H800"]', tmp_path) as daemon:
+        file = tmp_path / "gpupool.toml"
+        file.unlink()
+        os.mkfifo(file)
+        with daemon.client() as client, pytest.raises(ConfigError):
+            client.reload()
+        assert cli(daemon, "status").returncode == 0
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(120) == 0
+        config = ["--config", str(file)]
+        started = subprocess.run(
+            [sys.executable, "-m", "gpupoold", *config],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert started.returncode == ConfigError.exit_code
+        assert "is a named pipe, not a regular file" in started.stderr

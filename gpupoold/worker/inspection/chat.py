@@ -65,7 +65,7 @@ _CONVERSATIONS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], 
     ([_SYSTEM, _QUESTION, _CALL, _RESULT, _ANSWER, _QUESTION], [_TOOL]),
     ([_IMAGE], None),
     ([{"role": "user", "content": "word " * 20_000}], None),
-    ([_SYSTEM, *[_QUESTION, _ANSWER] * 100, _QUESTION], [_TOOL] * 20),
+    ([_SYSTEM, *[_QUESTION, _ANSWER] * 50, _QUESTION], [_TOOL] * 5),
 )
 
 

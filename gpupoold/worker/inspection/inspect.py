@@ -10,7 +10,6 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models import supports_lora
 from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
-from vllm.sampling_params import SamplingParams
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
@@ -46,7 +45,6 @@ def inspect(order: Inspect) -> dict[int, str]:
         if order.only_chat:
             return {}
         _build_parsers(model, config.model_config, tokenizer)
-        _check_defaults(model.name, config.model_config)
         return undivided(lambda: engine_config(model, is_emulated=is_emulated), order.degrees)
     except GpupoolError:
         raise
@@ -66,18 +64,6 @@ def _check_adapter_support(name: str, config: ModelConfig, *, is_emulated: bool)
             f"{name}: vLLM's CPU build runs no LoRA adapters of mixture-of-experts models",
             "use a GPU, or merge the adapter into its base and add the result as a model",
         )
-
-
-def _check_defaults(name: str, config: ModelConfig) -> None:
-    """Check the defaults in ``generation_config.json``, which hold for every request."""
-    defaults = config.get_diff_sampling_param()
-    try:
-        SamplingParams(**defaults)
-    except (ValueError, TypeError) as error:
-        raise Refused(
-            f"{name}: generation_config.json: {str(error)[:300]}",
-            "correct the file; its values are the defaults of every request",
-        ) from error
 
 
 def _build_parsers(model: ModelToLoad, config: ModelConfig, tokenizer: Any) -> None:

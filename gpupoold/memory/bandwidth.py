@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.scratch import Scratch, scratch_memory
-from gpupoold.memory.transfers import BATCH_BYTES, cut
+from gpupoold.memory.transfers import cut
 
 # Takes 3 ms on a fast link, so the cost of starting a copy and waking a thread is negligible.
 _PROBE_BYTES = 128 << 20
-_FILL_BYTES = 32 << 20
+# Two pieces, of which the second is mapped during the copy of the first, as in a switch.
+_FILL_PIECES = 2
 _NUM_TRIES = 3
 
 
@@ -42,8 +43,8 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
         whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
         whole_out = Copy(scratch.host_address, scratch.address, scratch.num_bytes)
         return LinkBandwidth(
-            _best_of(device.open_copy_stream(Direction.IN), whole_in),
-            _best_of(device.open_copy_stream(Direction.OUT), whole_out),
+            _best_of(device, Direction.IN, whole_in),
+            _best_of(device, Direction.OUT, whole_out),
         )
 
 
@@ -54,7 +55,8 @@ def measure_fill(device: Device, pool: PagePool) -> float:
         OSError: the machine has too little memory.
         CudaError: a call of the driver failed.
     """
-    num_pages = min(pool.num_free, max(1, _FILL_BYTES // device.page_bytes))
+    fill_bytes = _FILL_PIECES * device.piece_bytes
+    num_pages = min(pool.num_free, max(1, fill_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes, is_mapped=False) as scratch:
         return scratch.num_bytes / min(_fill_s(device, scratch) for _ in range(_NUM_TRIES))
 
@@ -69,9 +71,10 @@ def _fill_s(device: Device, scratch: Scratch) -> float:
     return took_s
 
 
-def _best_of(copy_stream: CopyStream, whole: Copy) -> float:
-    """Return the bytes per second of the fastest try; close the copy stream."""
-    batches = list(cut([whole], BATCH_BYTES))
+def _best_of(device: Device, direction: Direction, whole: Copy) -> float:
+    """Return the bytes per second of the fastest try, in batches as the transfers make them."""
+    batches = list(cut([whole], device.copy_batch_bytes))
+    copy_stream = device.open_copy_stream(direction)
     try:
         return whole.num_bytes / min(_try_s(copy_stream, batches) for _ in range(_NUM_TRIES))
     finally:

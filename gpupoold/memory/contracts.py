@@ -123,6 +123,10 @@ class Device(ABC):
     """False if the host's cores make the copies, which then delay steps instead of overlapping."""
     table_pages: int = 1
     """Pages per page table, where moving a whole table makes mapping cheaper."""
+    piece_bytes: int = 16 << 20
+    """Bytes that ``map_and_fill`` copies while it maps the next piece, if the backend can."""
+    load_slack_bytes: int = 0
+    """Memory that vLLM needs beyond a model's weights while it loads the model."""
     copy_batch_bytes: int = 8 << 20
     """Bytes that a copy stream copies at a time, enough to keep the link busy."""
     numa_node: int = -1

@@ -14,7 +14,7 @@ from gpupoold.errors import Failed
 from gpupoold.latency.division import group_name
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.cuda.processes import num_processes
+from gpupoold.memory.cuda.processes import GpuUse, gpu_use
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.libc import trim_heap
 from gpupoold.units import format_bytes
@@ -22,6 +22,8 @@ from gpupoold.wire.messages import EngineMemory
 
 # Allowance for kernels, which are loaded on first use, and for workspaces of libraries.
 _LIBRARIES_BYTES = 1 << 30
+# Allowance for an engine's graphs where the memory of this process is not known.
+_GRAPHS_BYTES = 150 << 20
 # A module of vLLM's CPU worker, which replaces torch's streams and events by dummies.
 _NO_STREAMS = "vllm.v1.worker.cpu.shm"
 
@@ -57,21 +59,33 @@ def open_device(
 class OutsidePages(NamedTuple):
     """Bytes in use outside the pages.
 
-    ``device_bytes`` is None where other processes use the device too, ``torch_bytes`` are torch's
-    allocations, ``private_bytes`` is private memory of the process.
+    ``own_bytes`` are this process's bytes, with the pages, None if not known; ``free_bytes`` are
+    free, None if another process uses the device too. ``torch_bytes`` are torch's allocations,
+    ``private_bytes`` is private memory of the process.
     """
 
-    device_bytes: int | None
+    own_bytes: int | None
+    free_bytes: int | None
     torch_bytes: int
     private_bytes: int
 
+    def device_bytes_since(self, before: OutsidePages) -> int | None:
+        """Return by how many bytes this process's use of the device has grown, None if not
+        known.
+        """
+        if self.own_bytes is not None and before.own_bytes is not None:
+            return self.own_bytes - before.own_bytes
+        if self.free_bytes is not None and before.free_bytes is not None:
+            return before.free_bytes - self.free_bytes
+        return None
+
 
 class DriverMemory:
-    """The driver's free memory beside the pages, against torch's allocations since the start.
+    """This process's device memory beside the pages, against torch's allocations.
 
-    The driver reports the GPU as a whole: while other processes use the GPU, only torch's
-    allocations count. ``has_gpu_alone`` is false if another worker has the same GPU, and
-    ``count_processes`` counts the processes on the GPU of a PCI address, as NVML does.
+    NVML reports the memory of the process. Where NVML does not, the driver's free memory counts if
+    no other process uses the GPU, else torch's allocations only. ``has_gpu_alone`` is false if
+    another worker has the same GPU, and ``use_of`` returns the use of the GPU of a PCI address.
     """
 
     def __init__(
@@ -80,26 +94,27 @@ class DriverMemory:
         torch_bytes: Callable[[], int] = torch.cuda.memory_reserved,
         *,
         has_gpu_alone: bool = True,
-        count_processes: Callable[[str], int] = num_processes,
+        use_of: Callable[[str], GpuUse] = gpu_use,
     ) -> None:
         self._device = device
         self._has_gpu_alone = has_gpu_alone
-        self._count_processes = count_processes
+        self._use_of = use_of
         self._torch_bytes = torch_bytes
-        self._before = self._free_or_torchs()
+        self._before = self.outside_pages()
 
     def check(self) -> dict[str, int]:
         """Return the bytes that neither pages nor torch account for.
 
-        Empty on emulated devices and on shared GPUs.
+        Empty on emulated devices, and on shared GPUs without the memory of each process.
 
         Raises:
             AssertionError: the bytes exceed what kernels and libraries take.
         """
-        now = self._free_or_torchs()
-        if now is None or self._before is None:
+        now = self.outside_pages()
+        grown = now.device_bytes_since(self._before)
+        if grown is None or self._device.free_bytes() is None:
             return {}
-        unaccounted = self._before - now
+        unaccounted = grown - (now.torch_bytes - self._before.torch_bytes)
         assert unaccounted <= _LIBRARIES_BYTES, (
             f"{format_bytes(unaccounted)} of device memory is in use that neither pages nor "
             "torch account for"
@@ -111,13 +126,15 @@ class DriverMemory:
 
         An emulated device's memory outside the pages is private memory of the process.
         """
-        if self._device.free_bytes() is None:
+        free_bytes = self._device.free_bytes()
+        if free_bytes is None:
             trim_heap()  # free memory of the allocator does not count
             private_bytes = _private_bytes()
-            return OutsidePages(private_bytes, 0, private_bytes)
-        free_bytes = self._free_bytes()
-        device_bytes = None if free_bytes is None else -free_bytes
-        return OutsidePages(device_bytes, self._torch_bytes(), _private_bytes())
+            return OutsidePages(private_bytes, None, 0, private_bytes)
+        use = self._use_of(self._device.pci_bus_id)
+        if not self._has_gpu_alone or use.num_processes > 1:
+            free_bytes = None
+        return OutsidePages(use.own_bytes, free_bytes, self._torch_bytes(), _private_bytes())
 
     def taken_since(self, before: OutsidePages) -> EngineMemory:
         """Return the memory taken since ``before``, for example by the load of an engine."""
@@ -127,23 +144,11 @@ class DriverMemory:
         """Return the memory given back since ``before``, for example by the end of an engine."""
         return _difference(self.outside_pages(), before)
 
-    def _free_or_torchs(self) -> int | None:
-        free_bytes = self._free_bytes()
-        return None if free_bytes is None else free_bytes + self._torch_bytes()
-
-    def _free_bytes(self) -> int | None:
-        """The free bytes of a GPU that only this process uses, else None."""
-        free_bytes = self._device.free_bytes()
-        if free_bytes is None or not self._has_gpu_alone:
-            return None
-        return free_bytes if self._count_processes(self._device.pci_bus_id) <= 1 else None
-
 
 def _difference(less: OutsidePages, more: OutsidePages) -> EngineMemory:
-    if less.device_bytes is None or more.device_bytes is None:
-        device_bytes = more.torch_bytes - less.torch_bytes
-    else:
-        device_bytes = more.device_bytes - less.device_bytes
+    device_bytes = more.device_bytes_since(less)
+    if device_bytes is None:
+        device_bytes = more.torch_bytes - less.torch_bytes + _GRAPHS_BYTES
     return EngineMemory(max(0, device_bytes), max(0, more.private_bytes - less.private_bytes))
 
 

@@ -135,6 +135,56 @@ def test_a_worker_ends_during_a_load(peer: WorkerPeer, tiny_models: dict[str, Pa
     wait_loading(peer)
 
 
+@pytest.fixture(params=[1.3, 1.8, 2.5])
+def small_card(
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path]
+) -> Iterator[WorkerPeer]:
+    """A device for so many models, with a model; a load takes the pages of more than a model."""
+    made = WorkerPeer(int(request.param * weight_bytes(tiny_models["tiny-llama"])))
+    try:
+        made.load("streams", tiny_models["tiny-llama"], max_model_len=MAX_MODEL_LEN)
+        yield made
+    finally:
+        made.close()
+
+
+def test_live_requests_survive_a_load_that_takes_their_pages(
+    small_card: WorkerPeer, alone: dict[str, list[int]], tiny_models: dict[str, Path]
+) -> None:
+    """Those in progress, and those that arrive while the load has the pages."""
+    peer = small_card
+    peer.ask("streams", "one", PROMPTS["one"], max_tokens=NUM_TOKENS, ignore_eos=True)
+    while not peer.tokens["one"]:
+        peer.pump(1.0)
+    send_load(peer, "other", tiny_models["tiny-qwen3"])
+    wait_loading(peer)
+    peer.ask("streams", "two", PROMPTS["two"], max_tokens=NUM_TOKENS, ignore_eos=True)
+    peer.wait(m.ModelLoaded, 120.0)
+    os.close(peer.channel.take_fd())
+    peer.run_until_ended("one", "two")
+    assert peer.ended == {"one": "length", "two": "length"}
+    assert {name: peer.tokens[name] for name in PROMPTS} == {name: alone[name] for name in PROMPTS}
+    peer.call("check_integrity")
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_load_gets_the_pages_of_models_on_a_small_card(
+    small_card: WorkerPeer,
+    alone: dict[str, list[int]],
+    tiny_models: dict[str, Path],
+    is_idle: bool,
+) -> None:
+    peer = small_card
+    if not is_idle:
+        peer.ask("streams", "one", PROMPTS["one"], max_tokens=NUM_TOKENS, ignore_eos=True)
+    peer.load("other", tiny_models["tiny-qwen3"], max_model_len=MAX_MODEL_LEN, timeout_s=120.0)
+    assert ask_other(peer) == alone["other"]
+    if not is_idle:
+        peer.run_until_ended("one")
+        assert peer.tokens["one"] == alone["one"]
+    peer.call("check_integrity")
+
+
 def num_tokens(peer: WorkerPeer, ids: list[str]) -> int:
     return sum(len(peer.tokens[request_id]) for request_id in ids)
 

@@ -46,6 +46,8 @@ _PIECE_BYTES = 256 << 20
 # With 55 GB/s a batch of 8 MiB takes 0.15 ms, and each of its calls may wait 0.1 ms for the
 # interpreter: over a modelled link batches of 8 MiB reach 37 GB/s beside busy Python, of 32 MiB 54.
 _BATCH_BYTES = 32 << 20
+# During a load a layer at a time is in the checkpoint's format and in the kernels' format.
+_LOAD_SLACK_BYTES = 1 << 30
 _LEGACY_STREAM = 0
 
 
@@ -67,7 +69,9 @@ class CudaDevice(Device):
     """
 
     is_host_addressable = False
+    load_slack_bytes = _LOAD_SLACK_BYTES
     copy_batch_bytes = _BATCH_BYTES
+    piece_bytes = _PIECE_BYTES
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class CudaDevice(Device):
             self._release(range(len(self._handles)))
             self._driver.close()
             raise
-        self._pages_per_piece = max(1, _PIECE_BYTES // self.page_bytes)
+        self._pages_per_piece = max(1, self.piece_bytes // self.page_bytes)
 
     def free_bytes(self) -> int:
         """Return the free device memory in bytes, the unused part of the reserve."""

@@ -50,6 +50,8 @@ class GroupDevice(Device):
         self.page_bytes = own.page_bytes
         self.num_pages = num_pages
         self.is_host_addressable = own.is_host_addressable
+        self.piece_bytes = own.piece_bytes
+        self.load_slack_bytes = own.load_slack_bytes
         self.has_link = own.has_link
         self.table_pages = own.table_pages
         self.copy_batch_bytes = own.copy_batch_bytes

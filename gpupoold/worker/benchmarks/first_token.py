@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpupoold.errors import Failed, Refused
 from gpupoold.worker.benchmarks import figures
+from gpupoold.worker.benchmarks.idle import crowded
 
 if TYPE_CHECKING:
     from gpupoold.worker.engine.engine import ModelEngine
@@ -25,8 +26,8 @@ def bench_first_tokens(
     """Return a row per prompt length in tokens.
 
     ``whole_p50_s``: the turn begins with all weights present. ``early_p50_s``: as soon as possible;
-    absent if no model starts early. ``prefill_p50_s``: the model was resident. Each switch pages
-    out all of the other model; the times alternate.
+    absent if no model starts early. ``prefill_p50_s``: the model was resident. Each switch evicts
+    the other models, because only one fits into the pages left; the times alternate.
 
     Raises:
         Refused: a prompt is too long.
@@ -79,9 +80,8 @@ def _switch(
         loop.residency.make_resident(other.name)
 
     def switch() -> None:
-        for other in others:
-            loop.residency.page_out(other.name)
-        loop.switch_to(engine.name)
+        with crowded(loop, engine):
+            loop.switch_to(engine.name)
 
     return switch
 

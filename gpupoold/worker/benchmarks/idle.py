@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from gpupoold.errors import Refused
 from gpupoold.worker.heap import HEAP
 
 if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
     from gpupoold.worker.turns.loop import TurnLoop
 
 _KV_HOST_CACHE = "/memfd:gpupool-kv "
@@ -28,6 +30,24 @@ def empty_device(loop: TurnLoop) -> None:
     HEAP.collect()
     for name in loop.engines:
         loop.residency.page_out(name)
+
+
+@contextlib.contextmanager
+def crowded(loop: TurnLoop, incoming: ModelEngine) -> Iterator[None]:
+    """Hold back free pages inside the context, so that a switch to ``incoming`` must evict.
+
+    The other models' pages are then as many as the switch needs, or more.
+    """
+    pool, weights, kv = loop.residency.pool, incoming.weights, incoming.kv
+    first = kv.geometry.extent_pages  # with the null block
+    wanted = weights.num_missing_pages + kv.num_returning_pages + first
+    held = sum(one.weights.num_mapped_pages for one in loop.engines.values())
+    held += sum(one.kv.resident_bytes for one in loop.engines.values()) // loop.device.page_bytes
+    runs = pool.allocate(max(0, pool.num_free - max(0, wanted - held)))
+    try:
+        yield
+    finally:
+        pool.free(runs)
 
 
 def leftovers(loop: TurnLoop) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.wire.messages import SwitchRecord
 from gpupoold.worker.benchmarks import figures
 from gpupoold.worker.benchmarks.first_token import bench_first_tokens
-from gpupoold.worker.benchmarks.idle import empty_device
+from gpupoold.worker.benchmarks.idle import crowded, empty_device
 from gpupoold.worker.benchmarks.live import BenchmarkRequests
 
 if TYPE_CHECKING:
@@ -41,16 +41,13 @@ class _Switch:
     ready_s: float
     total_s: float
     record: SwitchRecord | None
-    evict_s: float
-    kv_out_bytes: int
     kv_in_bytes: int
     first_step_s: float | None = None
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV that moved out and in during the measured time."""
-        own_bytes = self.record.kv_out_bytes if self.record else 0
-        return self.kv_in_bytes + own_bytes + self.kv_out_bytes
+        return self.kv_in_bytes + (self.record.kv_out_bytes if self.record else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -69,10 +66,11 @@ def bench_switch(
     """Time switches between two models of an idle device, mode by mode.
 
     ``resident``: both models are on the device. ``prefetched``: the next model comes in while the
-    other runs, then the switch is timed. ``host_cached``: paging one model out and the other in is
-    timed. Each mode runs without KV and, with ``kv_bytes``, with live requests of both models that
-    have at least that much KV. Plain copies of the weights are made in between. Last, the first
-    token of prompts of ``prompts`` tokens is timed after a switch, see :mod:`.first_token`.
+    other runs, then the switch is timed. ``host_cached``: the switch is timed, which evicts the
+    other model, because only one fits into the pages left. Each mode runs without KV and, with
+    ``kv_bytes``, with live requests of both models that have at least that much KV. Plain copies of
+    the weights are made in between. Last, the first token of prompts of ``prompts`` tokens is timed
+    after a switch, see :mod:`.first_token`.
 
     Raises:
         Refused: the device is busy, or too small for a mode; or a prompt is too long.
@@ -146,12 +144,14 @@ class _SwitchBench:
         for index in range(_WARM_UP + 2 * self._rounds * factor):
             incoming, outgoing = self._engines[index % 2], self._engines[(index + 1) % 2]
             _PREPARE[mode](self, incoming, outgoing)
-            switch = self._timed(incoming, outgoing if mode == "host_cached" else None)
+            is_crowded = mode == "host_cached"
+            with crowded(self._loop, incoming) if is_crowded else contextlib.nullcontext():
+                switch = self._timed(incoming)
             if index // 2 % factor == 0:  # a token per round, else the KV would outgrow the device
                 switch = replace(switch, first_step_s=self._step(incoming))
             if index >= _WARM_UP:
                 switches.append(switch)
-                if mode == "host_cached":
+                if is_crowded:
                     self._copy_plainly(incoming)
         return _summary(switches)
 
@@ -200,12 +200,9 @@ class _SwitchBench:
         self._bring(outgoing)
         self._residency.page_out(incoming.name)
 
-    def _timed(self, incoming: ModelEngine, evicted: ModelEngine | None) -> _Switch:
-        kv_out_bytes, arrived_bytes = 0, incoming.kv.arrived_bytes
+    def _timed(self, incoming: ModelEngine) -> _Switch:
+        arrived_bytes = incoming.kv.arrived_bytes
         started_s = time.perf_counter()
-        if evicted is not None:
-            kv_out_bytes = self._residency.page_out(evicted.name)
-        evicted_s = time.perf_counter()
         record = self._loop.switch_to(incoming.name)
         ready_s = time.perf_counter()
         self._residency.bring_all(incoming.name)
@@ -214,8 +211,6 @@ class _SwitchBench:
             ready_s=ready_s - started_s,
             total_s=total_s - started_s,
             record=record,
-            evict_s=evicted_s - started_s,
-            kv_out_bytes=kv_out_bytes,
             kv_in_bytes=incoming.kv.arrived_bytes - arrived_bytes,
         )
 
@@ -270,14 +265,12 @@ def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:
 
 
 def _stage_s(switch: _Switch, stage: str) -> float:
-    """Return the seconds of a stage. Eviction includes paging out.
+    """Return the seconds of a stage.
 
     KV includes the wait for all KV, or weights the wait for all weights.
     """
     seconds: float = getattr(switch.record, f"{stage}_s", 0.0)  # 0 without a record
     is_early = switch.record is not None and switch.record.late_weight_bytes > 0
-    if stage == "evict":
-        return seconds + switch.evict_s
     if stage == ("weights" if is_early else "kv"):
         return seconds + switch.total_s - switch.ready_s
     return seconds

@@ -35,10 +35,19 @@ class LastUses:
         if before is model:
             return
         if before is not None:
-            fence = self._fences[before.name]
-            fence.record()
-            _set(before, fence)
+            self._paused(before)
         _set(model, None)
+
+    def pause(self, model: PooledModel) -> None:
+        """Record that ``model`` launches no kernels until its own ``run``."""
+        if self._running is model:
+            self._running = None
+            self._paused(model)
+
+    def _paused(self, model: PooledModel) -> None:
+        fence = self._fences[model.name]
+        fence.record()
+        _set(model, fence)
 
 
 def _set(model: PooledModel, last_use: Fence | None) -> None:

@@ -156,6 +156,16 @@ class Residency:
         self.switch_in(name)
         self.bring_all(name)
 
+    def has_room(self, name: str) -> bool:
+        """Return whether a model could have pages to run, if all other models were evicted.
+
+        A model may have no room while a load has pages.
+        """
+        model = self._models[name]
+        first = model.kv.num_missing_pages(self._first_extent(model))
+        needed = model.weights.num_missing_pages + first
+        return needed <= self._eviction.num_pages_besides({name})
+
     def can_step(self, name: str) -> bool:
         """Return whether a model could step now, if some of its KV were on the device."""
         model = self._models[name]
@@ -246,6 +256,7 @@ class Residency:
         model = self._models[name]
         if self._next == name:
             self.stop_prefetch()
+        self._last_uses.pause(model)
         self.save_prefixes(name)
         model.kv.stop_arriving()
         model.kv.finish_exports()

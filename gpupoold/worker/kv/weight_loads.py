@@ -11,8 +11,8 @@ from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
 from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel
 
+# Weight of a load in the mean: less for a load too small to overlap mapping and copying.
 _BANDWIDTH_SMOOTHING = 0.2
-_MIN_BYTES_FOR_BANDWIDTH = 1 << 20
 # Bytes mapped at a time for copies beside steps or further mappings. The running model waits for
 # the mapping: on a GPU 1.3 ms for 5 ms of copying.
 _PIECE_BYTES = 256 << 20
@@ -110,7 +110,8 @@ class WeightLoads:
         return min(missing, pool.num_free)
 
     def _learn_bandwidth(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes < _MIN_BYTES_FOR_BANDWIDTH or seconds <= 0:
+        if not num_bytes or seconds <= 0:
             return
         change = num_bytes / seconds - self.bandwidth_bytes_per_s
-        self.bandwidth_bytes_per_s += _BANDWIDTH_SMOOTHING * change
+        size = min(1.0, num_bytes / (2 * self._device.piece_bytes))
+        self.bandwidth_bytes_per_s += _BANDWIDTH_SMOOTHING * size * change

@@ -129,7 +129,8 @@ class TurnLoop:
             ChannelClosed: the daemon has closed the connection.
         """
         while not self._stopping:
-            self._receive(block=self.orders.turn is None and not self.turns.has_jobs)
+            has_work = self.orders.turn is not None or self.turns.has_jobs
+            self._receive(0.0 if has_work else _STATUS_INTERVAL_S)
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
             else:
@@ -180,8 +181,14 @@ class TurnLoop:
             return
         engine = self.engines[model]
         try:
+            if not self._has_room(model):
+                self._wait_for_load(turn_id)
+                return
             self.switch_to(model)
         except OutOfPages as error:
+            if self._loads.is_busy:
+                self._wait_for_load(turn_id)
+                return
             self._requests.fail_all(model, f"{model} does not fit on the device: {error}")
             self._end_turn()
             return
@@ -209,10 +216,10 @@ class TurnLoop:
             if not engine.kv.is_whole and not engine.is_ready():
                 self.residency.wait_ready(engine.name)
             if engine.waits_for_prefixes:
-                self._receive(block=True)
+                self._receive(_STATUS_INTERVAL_S)
             else:
                 self._step(engine)
-                self._receive(block=False)
+                self._receive()
             self._run_jobs(engine.name)
             turn = self.orders.turn
             if turn is None or turn.turn_id != turn_id:
@@ -222,6 +229,24 @@ class TurnLoop:
             if self.orders.is_quota_used(self._clock()):
                 break
         return True
+
+    def _has_room(self, model: str) -> bool:
+        """Return whether a model fits on the device beside the pages of a load."""
+        return not self._loads.is_busy or self.residency.has_room(model)
+
+    def _wait_for_load(self, turn_id: int) -> None:
+        """Wait for a load that has the pages of the present turn's model.
+
+        Waits for a part of the load and lets the turn begin again, or ends the turn if another
+        model waits.
+        """
+        self._report_memory()
+        self.turns.run(_JOBS_ALONE_S if self.orders.then is None else _JOBS_S)
+        if not self.turns.has_jobs:
+            self._receive(_STATUS_INTERVAL_S if self.orders.then is None else _JOBS_S)
+        turn = self.orders.turn
+        if turn is not None and turn.turn_id == turn_id and self.orders.then is not None:
+            self._end_turn()
 
     def _run_jobs(self, model: str) -> None:
         """Run jobs of other threads between two steps of a model, for a limited time."""
@@ -270,7 +295,7 @@ class TurnLoop:
         if then == self._prefetching_for:
             return
         self._prefetching_for = then
-        if then is None or not self._can_run(then):
+        if then is None or not (self._can_run(then) and self._has_room(then)):
             self.residency.stop_prefetch()
         else:
             self.residency.prefetch(then, current)
@@ -283,7 +308,7 @@ class TurnLoop:
         turn_id, then = self.orders.end()
         ended = m.TurnReport(turn_id, model, began_s, self._clock(), self._missing.changed())
         self._channel.send(ended)
-        if then is None or not self._can_run(then):
+        if then is None or not (self._can_run(then) and self._has_room(then)):
             return
         try:
             self.switch_to(then)
@@ -300,13 +325,13 @@ class TurnLoop:
         if not self.steps.begin(engine, turn.chunk_tokens if turn is not None else None):
             self._requests.fail_all(engine.name, f"the engine of {engine.name} lost the request")
 
-    def _receive(self, *, block: bool) -> None:
-        """Handle all available messages; with ``block``, wait up to the status interval."""
+    def _receive(self, wait_s: float = 0.0) -> None:
+        """Handle all available messages; wait up to ``wait_s`` for a message or a job."""
         WORKER.main.clear()  # an earlier error has been handled
         self._maybe_report()
         for report in self._models.finished():
             self._channel.send(report)
-        message = self._wait_for_message() if block else self._channel.receive(0.0)
+        message = self._wait_for_message(wait_s) if wait_s else self._channel.receive(0.0)
         while message is not None and not self._stopping:
             if not may_come_between(message):
                 self.steps.settle()
@@ -321,8 +346,9 @@ class TurnLoop:
             self.steps.settle()
             self._add_request(arrived, slot)
 
-    def _wait_for_message(self) -> m.ToWorker | None:
-        wait_s = _SNAPSHOTS_POLL_S if self._models.is_mapping else _STATUS_INTERVAL_S
+    def _wait_for_message(self, wait_s: float) -> m.ToWorker | None:
+        if self._models.is_mapping:
+            wait_s = _SNAPSHOTS_POLL_S
         fds = (*self.migrations.wake_fds, *self._prefixes.wake_fds, self.turns.wake_fd)
         message = self._channel.receive(wait_s, fds)
         self._prefixes.clear()

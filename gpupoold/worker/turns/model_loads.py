@@ -161,9 +161,8 @@ class EngineLoader:
         self.stage = LoadStage.BUILD
         try:
             num_released = pages_for_torch(model, self._device)
-            if num_released:
+            if not self._device.is_host_addressable:
                 self._turns.call(HEAP.collect)  # closed engines may hold torch's memory
-                self._turns.call(self._residency.free_pages, num_released)
         except BaseException:
             if snapshot is not None:
                 snapshot.close()
@@ -175,6 +174,7 @@ class EngineLoader:
             snapshot,
             message.layout_digest,
             num_released,
+            make_room=self._residency.free_pages,
             skips_checkpoint=skips_checkpoint,
             turns=self._turns,
         )

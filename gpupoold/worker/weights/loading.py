@@ -7,14 +7,14 @@ overlap, because one thread makes all loads of a process. Pages are changed by t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
 
 from gpupoold.errors import Refused, ServerError
 from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.contracts import Device, PageRun
 from gpupoold.memory.geometry import in_whole_extents
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.numa import prefer_node
@@ -52,6 +52,10 @@ def current_load() -> ModelLoad:
     return _current[-1]
 
 
+def _no_other_models(num_pages: int) -> None:
+    """Do nothing: no model has pages."""
+
+
 class StaleSnapshot(ServerError):
     """The snapshot does not belong to the model as loaded now."""
 
@@ -70,18 +74,23 @@ class ModelLoad:
         pool: PagePool,
         snapshot: HostBuffer | None,
         digest: str,
-        num_lent_pages: int = 0,
+        num_released_pages: int = 0,
         *,
+        make_room: Callable[[int], None] = _no_other_models,
         skips_checkpoint: bool = False,
         turns: TurnThread | None = None,
     ) -> None:
-        """``turns`` is the owner of the pages; None if that is the calling thread."""
+        """``turns`` is the owner of the pages; None if that is the calling thread.
+
+        ``make_room`` evicts models until so many pages are free, if possible.
+        """
         self._name = name
         self._device = device
         self._pool = pool
         self._snapshot = snapshot
         self._snapshot_digest = digest
-        self._num_released_pages = num_lent_pages
+        self._num_released_pages = num_released_pages
+        self._make_room = make_room
         self.skips_checkpoint = skips_checkpoint
         self.turns = turns or TurnThread()
         self._release = TorchRelease(device, pool)
@@ -96,7 +105,7 @@ class ModelLoad:
         """Make this load the present load inside the context; free its memory after an error."""
         _current.append(self)
         try:
-            self.turns.call(self._release.release, self._num_released_pages)
+            self.turns.call(self._release_pages)
             yield
         except BaseException as error:
             self.turns.call(self._give_back)
@@ -148,8 +157,8 @@ class ModelLoad:
         """
         assert self.weights is not None
         num_pages = max(1, _PIECE_BYTES // self._device.page_bytes)
-        while self.weights.num_missing_pages:
-            self.turns.call(self.weights.load, num_pages)
+        while missing := self.weights.num_missing_pages:
+            self.turns.call(self._bring_piece, self.weights, min(missing, num_pages))
 
     @contextlib.contextmanager
     def kv_scratch(self) -> Iterator[None]:
@@ -162,7 +171,7 @@ class ModelLoad:
         if address_range is None:
             yield
             return
-        [page] = self.turns.call(self._pool.allocate, 1)
+        [page] = self.turns.call(self._take_page)
         runs = [page] * address_range.num_pages
         try:
             self._device.map_and_fill(address_range.address, [page], None)
@@ -195,6 +204,19 @@ class ModelLoad:
         num_pages = -(-num_bytes // self._device.page_bytes)
         self.kv_address_range = AddressRange(self._device, self._pool, num_pages)
         return tensors.over(self._device, self.kv_address_range.address, num_bytes)
+
+    def _release_pages(self) -> None:
+        """Release pages to torch in one job, so that no model takes the freed pages before."""
+        self._make_room(self._num_released_pages)
+        self._release.release(self._num_released_pages)
+
+    def _bring_piece(self, weights: WeightMemory, num_pages: int) -> None:
+        self._make_room(num_pages)
+        weights.load(num_pages)
+
+    def _take_page(self) -> list[PageRun]:
+        self._make_room(1)
+        return self._pool.allocate(1)
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
         """Compare the layout with the other ranks' layouts; return one with a common digest."""

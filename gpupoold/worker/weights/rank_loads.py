@@ -340,10 +340,9 @@ class FollowerLoad(ModelLoad):
         self._link.send(Answer(AnswerKind.VALUE, value))
 
     def _reclaim(self, failure: BaseException | None = None) -> None:
-        if not self._device.is_host_addressable:
-            self._release.drop_garbage(failure)
-            if failure is None:
-                self.answer(None)
+        self._release.drop_garbage(failure)
+        if failure is None:
+            self.answer(None)
 
     def _give_back(self) -> None:
         for number in self._numbers or ():

@@ -2,7 +2,8 @@
 
 vLLM builds a model in torch's memory before its weights move into gpupool's pages. On a GPU all
 memory except a small reserve is pages, so the pages needed for the weights are released to torch
-during the load and reclaimed afterwards.
+during the load and reclaimed afterwards. On an emulated device torch uses host memory, but a load
+takes as many pages from the models as on a GPU.
 """
 
 from __future__ import annotations
@@ -21,20 +22,16 @@ from gpupoold.memory.contracts import Device, PageRun
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire.messages import ModelToLoad
 
-# Memory beyond the weights: during the load, one layer at a time is also in the checkpoint's
-# format.
+# Memory beyond the weights, besides the device's ``load_slack_bytes``.
 _SLACK_SHARE = 0.1
-_SLACK_BYTES = 1 << 30
 
 
 def pages_for_torch(model: ModelToLoad, device: Device) -> int:
-    """Return the pages to release to torch for loading ``model``; 0 if torch uses host memory.
+    """Return the pages to release to torch for loading ``model``.
 
     Raises:
         GpupoolError: the checkpoint is invalid.
     """
-    if device.is_host_addressable:
-        return 0
     info = check_checkpoint(
         Path(model.path), allow_pickle=True, allow_remote_code=model.allow_remote_code
     )
@@ -42,7 +39,7 @@ def pages_for_torch(model: ModelToLoad, device: Device) -> int:
     if num := num_slots(model.engine):
         bits = model_dtype_bits(model.dtype)
         weight_bytes += estimate_slot_bytes(info.path, max_rank(model.engine), num, bits)
-    num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + _SLACK_BYTES
+    num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + device.load_slack_bytes
     return min(device.num_pages, -(-num_bytes // device.page_bytes))
 
 

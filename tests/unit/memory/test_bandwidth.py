@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.memory import bandwidth
-from gpupoold.memory.bandwidth import LinkBandwidth, measure_link
+from gpupoold.memory.bandwidth import LinkBandwidth, measure_fill, measure_link
 from gpupoold.memory.contracts import Copy, Direction, OutOfPages
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
@@ -29,7 +29,7 @@ def test_an_emulated_device_has_a_speed_and_keeps_nothing() -> None:
 def test_a_gpu_is_measured_with_copy_streams_in_batches_that_overlap(
     device: CudaDevice, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bandwidth, "BATCH_BYTES", 4 * PAGE)
+    monkeypatch.setattr(device, "copy_batch_bytes", 4 * PAGE)
     pool = PagePool(NUM_PAGES)
     assert isinstance(measure_link(device, pool, 10 * PAGE), LinkBandwidth)
     copies = [(call, size) for call, _, size in driver.log if call in ("copy_in", "copy_out")]
@@ -65,6 +65,19 @@ def test_the_best_try_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = iter([4.0, 1.0, 2.0])
     monkeypatch.setattr(bandwidth, "_try_s", lambda copy_stream, batches: next(tries))
     device = EmulatedDevice(PAGE, PAGE)
-    copy_stream = device.open_copy_stream(Direction.IN)
-    assert bandwidth._best_of(copy_stream, Copy(0, 0, 1000)) == 1000
+    assert bandwidth._best_of(device, Direction.IN, Copy(0, 0, 1000)) == 1000
     device.close()
+
+
+def test_filling_is_measured_with_pieces_that_overlap_their_mapping(
+    device: CudaDevice, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a switch: a single piece would be copied after its mapping."""
+    monkeypatch.setattr(CudaDevice, "piece_bytes", 4 * PAGE)
+    device._pages_per_piece = 4
+    pool = PagePool(NUM_PAGES)
+    assert measure_fill(device, pool) > 0
+    calls = [call for call, _, _ in driver.log if call in ("copy_in", "allow_access")]
+    one_try = ["allow_access", "copy_in"] * 2
+    assert calls[-len(3 * one_try) :] == 3 * one_try
+    assert {size for call, _, size in driver.log if call == "copy_in"} == {4 * PAGE}

@@ -9,6 +9,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from gpupoold.errors import Failed
+from gpupoold.memory.cuda.processes import GpuUse
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.worker.device import DriverMemory, open_device
 
@@ -59,14 +60,37 @@ def test_what_others_take_of_a_shared_gpu_is_no_leak(gpu: Gpu) -> None:
 def test_other_processes_on_the_gpu_are_not_charged_to_an_engine(gpu: Gpu) -> None:
     """Their memory comes and goes; torch's allocations are this process's own."""
     torch_bytes, processes = [GIB], [1]
-    memory = DriverMemory(gpu, lambda: torch_bytes[0], count_processes=lambda _: processes[0])
+    memory = DriverMemory(gpu, lambda: torch_bytes[0], use_of=lambda _: GpuUse(processes[0]))
     before = memory.outside_pages()
     gpu.free, torch_bytes[0], processes[0] = 1 * GIB, 2 * GIB, 2
     assert memory.check() == {}
-    assert memory.taken_since(before).device_bytes == GIB
+    graphs_bytes = 150 << 20
+    assert memory.taken_since(before).device_bytes == GIB + graphs_bytes
     processes[0] = 1
     assert memory.taken_since(before).device_bytes == 9 * GIB
     assert memory.freed_since(memory.outside_pages()).device_bytes == 0
+
+
+def test_an_engine_is_charged_with_its_graphs_beside_other_processes(gpu: Gpu) -> None:
+    """As on a GPU whose other processes draw a desktop, or are a second worker."""
+    own_bytes = [3 * GIB]
+    memory = DriverMemory(
+        gpu, lambda: GIB, has_gpu_alone=False, use_of=lambda _: GpuUse(5, own_bytes[0])
+    )
+    before = memory.outside_pages()
+    gpu.free, own_bytes[0] = GIB, 3 * GIB + 700
+    assert memory.taken_since(before).device_bytes == 700
+    assert memory.check() == {"unaccounted_bytes": 700}
+
+
+def test_memory_is_compared_within_one_source(gpu: Gpu) -> None:
+    """NVML may fail at one of two moments."""
+    own_bytes: list[int | None] = [3 * GIB, None, None, 3 * GIB]
+    memory = DriverMemory(gpu, lambda: 0, use_of=lambda _: GpuUse(1, own_bytes.pop(0)))
+    before = memory.outside_pages()
+    gpu.free -= 300
+    assert memory.taken_since(before).device_bytes == 300
+    assert memory.freed_since(before).device_bytes == 0
 
 
 def test_a_gpu_is_not_opened_where_streams_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tests.unit.memory.fake_cuda import FakeCuda
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_PIECE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(CudaDevice, "piece_bytes", 4 * PAGE)
 
 
 class TestOpening:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
-from gpupoold.memory.cuda.processes import num_processes
+from gpupoold.memory.cuda.processes import GpuUse, gpu_use
 
 
 class Nvml:
@@ -13,7 +14,15 @@ class Nvml:
     class NVMLError(Exception):
         """As NVML's."""
 
-    def __init__(self, computing: list[int], drawing: list[int], *, starts: bool = True) -> None:
+    def __init__(
+        self,
+        computing: list[int],
+        drawing: list[int],
+        *,
+        starts: bool = True,
+        num_bytes: int | None = None,
+    ) -> None:
+        self._num_bytes = num_bytes
         self._pids = {"compute": computing, "graphics": drawing}
         self._starts = starts
         self.num_open = 0
@@ -32,20 +41,29 @@ class Nvml:
         return pci_bus_id
 
     def nvmlDeviceGetComputeRunningProcesses(self, _: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid) for pid in self._pids["compute"]]
+        return self._processes("compute")
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, _: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid) for pid in self._pids["graphics"]]
+        return self._processes("graphics")
+
+    def _processes(self, kind: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=self._num_bytes) for pid in self._pids[kind]]
 
 
 def test_a_process_that_computes_and_draws_counts_once() -> None:
     nvml = Nvml([7, 8], [8, 9])
-    assert num_processes("0000:01:00.0", nvml) == 3
+    assert gpu_use("0000:01:00.0", nvml) == GpuUse(3)
     assert nvml.num_open == 0
 
 
 def test_a_gpu_or_driver_that_is_unknown_has_no_known_processes() -> None:
     nvml = Nvml([7], [])
-    assert num_processes("", nvml) == 0
+    assert gpu_use("", nvml) == GpuUse()
     assert nvml.num_open == 0
-    assert num_processes("0000:01:00.0", Nvml([7], [], starts=False)) == 0
+    assert gpu_use("0000:01:00.0", Nvml([7], [], starts=False)) == GpuUse()
+
+
+def test_the_own_memory_is_known_where_nvml_lists_it() -> None:
+    nvml = Nvml([os.getpid(), 8], [9], num_bytes=1000)
+    assert gpu_use("0000:01:00.0", nvml) == GpuUse(3, 1000)
+    assert gpu_use("0000:01:00.0", Nvml([os.getpid()], [])) == GpuUse(1)

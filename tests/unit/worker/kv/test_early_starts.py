@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpupoold.memory.contracts import Device
 from gpupoold.worker.kv import weight_loads
 from tests.unit.memory.rig import PAGE, GatedCopyStream, read
 from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box
@@ -151,8 +152,8 @@ def test_a_copy_that_fails_after_the_start_is_noticed_by_who_needs_it(box: Box) 
 def test_the_bandwidth_is_that_of_the_bytes_that_arrived(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_loads, "_MIN_BYTES_FOR_BANDWIDTH", 1)
     monkeypatch.setattr(weight_loads, "_BANDWIDTH_SMOOTHING", 1.0)
+    monkeypatch.setattr(Device, "piece_bytes", 1)
     hold_after(box, 5)
     record = box.residency.switch_in("a")
     assert record is not None

@@ -57,3 +57,30 @@ def test_each_model_has_a_moment_of_its_own() -> None:
             one.close()
     device.close()
     assert driver.leaks == {}
+
+
+def test_pages_of_a_model_that_is_paged_out_are_unmapped_beside_the_next_copies() -> None:
+    """No kernel is waited for but the model's own, although no other model has run since."""
+    driver = FakeCuda(NUM_PAGES * PAGE)
+    device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver, compute_streams=lambda: [COMPUTE])
+    pool = PagePool(device.num_pages)
+    uses, pages = LastUses(device), AddressRange(device, pool, 2)
+    pages.retain(range(2))
+    nothing = SimpleNamespace(set_last_use=lambda _: None)
+    owner = SimpleNamespace(set_last_use=lambda use: setattr(pages, "last_use", use))
+    model: Any = SimpleNamespace(name="a", kv=nothing, weights=owner)
+    uses.add(model)
+    uses.run(model)
+    driver.launch(COMPUTE, pages.address, pages.address + 2 * PAGE)
+    uses.pause(model)
+    uses.pause(model)
+    del driver.log[:]
+    pages.drop(range(2))
+    assert "unmap" not in [call for call, _, _ in driver.log]
+    assert driver.busy_streams == []
+    uses.run(model)
+    assert pages.last_use is None
+    uses.remove(model)
+    pages.close()
+    device.close()
+    assert driver.leaks == {}

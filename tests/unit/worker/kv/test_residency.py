@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpupoold.memory import kv_extents as kv_module
-from gpupoold.memory.contracts import Direction
+from gpupoold.memory.contracts import Device, Direction
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.scheduling import eviction
@@ -276,14 +276,24 @@ def test_kv_that_waits_behind_the_first_request_is_not_of_the_switch(
 
 def test_switches_tell_what_bandwidth_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average, which begins with what was measured at the start."""
-    monkeypatch.setattr(weight_loads, "_MIN_BYTES_FOR_BANDWIDTH", 1)
     seconds = iter(float(second) for second in range(1_000))
     box = Box(60, clock=lambda: next(seconds))
+    monkeypatch.setattr(Device, "piece_bytes", 1)
     assert box.residency.bandwidth_bytes_per_s == 1e9
     box.switch_in("a")
     assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # a fifth of next to nothing
     box.switch_in("a")
     assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # nothing moved
+    box.close()
+
+
+def test_a_small_load_says_little_about_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(float(second) for second in range(1_000))
+    box = Box(60, clock=lambda: next(seconds))
+    num_bytes = box.models["a"].weights.num_bytes
+    monkeypatch.setattr(Device, "piece_bytes", 50 * num_bytes)
+    box.switch_in("a")
+    assert 0.997e9 < box.residency.bandwidth_bytes_per_s < 0.999e9  # a hundredth of a fifth
     box.close()
 
 

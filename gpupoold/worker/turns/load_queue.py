@@ -108,12 +108,15 @@ class LoadQueue:
         else:
             on_end()
 
-    def progress(self) -> LoadProgress | None:
-        """Return the state of the present load, if there is one."""
+    def progress(self, *, is_waited_for: bool = False) -> LoadProgress | None:
+        """Return the state of the present load, if there is one.
+
+        ``is_waited_for``: the present turn cannot begin, because the load has the pages.
+        """
         if not self._orders or self._orders[0].began_s is None:
             return None
         order, num_waiting = self._orders[0], len(self._orders) - 1
-        stage, is_held = self._loader.stage.value, self._turns.is_held
+        stage, is_held = self._loader.stage.value, self._turns.is_held or is_waited_for
         return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting, is_held)
 
     def _run(self, order: LoadOrder) -> None:

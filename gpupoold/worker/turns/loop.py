@@ -120,7 +120,7 @@ class TurnLoop:
         self.previous: str | None = None
         self._prefetching_for: str | None = None
         self._status_at_s = self._last_jobs_s = 0.0
-        self._interrupted = self._stopping = False
+        self._interrupted = self._stopping = self._waits_for_load = False
 
     def run(self) -> None:
         """Serve until ``Shutdown`` arrives.
@@ -180,6 +180,7 @@ class TurnLoop:
             self._end_turn()
             return
         engine = self.engines[model]
+        self._waits_for_load = False
         try:
             if not self._has_room(model):
                 self._wait_for_load(turn_id)
@@ -240,12 +241,15 @@ class TurnLoop:
         Waits for a part of the load and lets the turn begin again, or ends the turn if another
         model waits.
         """
+        self._waits_for_load = True
         self._report_memory()
         self.turns.run(_JOBS_ALONE_S if self.orders.then is None else _JOBS_S)
         if not self.turns.has_jobs:
             self._receive(_STATUS_INTERVAL_S if self.orders.then is None else _JOBS_S)
         turn = self.orders.turn
-        if turn is not None and turn.turn_id == turn_id and self.orders.then is not None:
+        if turn is None or turn.turn_id != turn_id:
+            self._waits_for_load = False
+        elif self.orders.then is not None:
             self._end_turn()
 
     def _run_jobs(self, model: str) -> None:
@@ -459,6 +463,6 @@ class TurnLoop:
                 num_steps=self.steps.num_begun,
                 free_bytes=self.residency.pool.num_free * self.device.page_bytes,
                 now_s=now_s,
-                loading=self._loads.progress(),
+                loading=self._loads.progress(is_waited_for=self._waits_for_load),
             )
             self._channel.send(report)

@@ -160,7 +160,8 @@ class EngineLoader:
         model = message.model
         self.stage = LoadStage.BUILD
         try:
-            num_released = pages_for_torch(model, self._device)
+            snapshot_bytes = snapshot.num_bytes if snapshot and skips_checkpoint else 0
+            num_released = pages_for_torch(model, self._device, snapshot_bytes)
             if not self._device.is_host_addressable:
                 self._turns.call(HEAP.collect)  # closed engines may hold torch's memory
         except BaseException:

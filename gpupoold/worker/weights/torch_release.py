@@ -26,21 +26,26 @@ from gpupoold.wire.messages import ModelToLoad
 _SLACK_SHARE = 0.1
 
 
-def pages_for_torch(model: ModelToLoad, device: Device) -> int:
+def pages_for_torch(model: ModelToLoad, device: Device, snapshot_bytes: int = 0) -> int:
     """Return the pages to release to torch for loading ``model``.
+
+    ``snapshot_bytes`` are the bytes of the weights where the load does not read the checkpoint.
 
     Raises:
         GpupoolError: the checkpoint is invalid.
     """
-    info = check_checkpoint(
-        Path(model.path), allow_pickle=True, allow_remote_code=model.allow_remote_code
-    )
-    weight_bytes = estimate_weight_bytes(info, model.dtype, model.engine)
+    path = Path(model.path)
+    weight_bytes = snapshot_bytes or _estimate_bytes(model, path)
     if num := num_slots(model.engine):
         bits = model_dtype_bits(model.dtype)
-        weight_bytes += estimate_slot_bytes(info.path, max_rank(model.engine), num, bits)
+        weight_bytes += estimate_slot_bytes(path, max_rank(model.engine), num, bits)
     num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + device.load_slack_bytes
     return min(device.num_pages, -(-num_bytes // device.page_bytes))
+
+
+def _estimate_bytes(model: ModelToLoad, path: Path) -> int:
+    info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
+    return estimate_weight_bytes(info, model.dtype, model.engine)
 
 
 class TorchRelease:

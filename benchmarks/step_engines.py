@@ -130,7 +130,7 @@ class PoolSide:
         if not engine.kv.is_whole and not engine.is_ready():
             loop.residency.wait_ready(engine.name)
         loop._step(engine)
-        loop._receive(block=False)
+        loop._receive()
         loop.orders.is_quota_used(time.monotonic())
 
     def has_requests(self) -> bool:

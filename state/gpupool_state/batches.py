@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from gpupool_state.batches_schema import BATCH_MIGRATIONS, RESULT_BYTES
 from gpupool_state.db import Database
+from gpupool_state.lock import turn
 from gpupool_state.writer import Source, Transaction
 
 BATCHES_NAME = "batches.db"
@@ -122,7 +123,8 @@ class BatchStore:
         Raises:
             Failed, Refused: see :meth:`Database.open`.
         """
-        return cls(await Database.open(folder / BATCHES_NAME, migrations=BATCH_MIGRATIONS))
+        async with turn(folder / "batches.lock"):  # the frontends begin at the same time
+            return cls(await Database.open(folder / BATCHES_NAME, migrations=BATCH_MIGRATIONS))
 
     async def close(self) -> None:
         """Close the database; repeated calls have no effect."""

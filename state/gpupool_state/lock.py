@@ -1,9 +1,12 @@
-"""The exclusive lock of a state folder: a folder belongs to at most one daemon."""
+"""The exclusive lock of a state folder, which belongs to one daemon, and turns by a file."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -97,3 +100,18 @@ def _unusable(folder: Path, error: OSError) -> Failed:
         "choose a folder that gpupoold's user can create and write, on a disk mounted read-write "
         "and with space left",
     )
+
+
+@asynccontextmanager
+async def turn(path: Path) -> AsyncIterator[None]:
+    """Hold a lock file, which is created if necessary, after waiting for other processes.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        await asyncio.to_thread(fcntl.flock, fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

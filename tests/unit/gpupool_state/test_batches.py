@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sqlite3
 from contextlib import closing
@@ -127,6 +128,16 @@ async def test_a_database_of_an_earlier_version_gets_accounts(tmp_path: Path) ->
     await store.end("b", "completed", 6, [])
     assert await store.account("a") == await recounted(store, "a")
     await store.close()
+
+
+@pytest.mark.parametrize("version", [0, 1])
+async def test_frontends_open_at_the_same_time(tmp_path: Path, version: int) -> None:
+    if version:
+        path = tmp_path / BATCHES_NAME
+        await (await Database.open(path, migrations=BATCH_MIGRATIONS[:version])).close()
+    stores = await asyncio.gather(*(BatchStore.open(tmp_path) for _ in range(3)))
+    for store in stores:
+        await store.close()
 
 
 async def test_requests_under_way_survive_the_process(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from gpupoold.control.live_requests import LiveRequest
 
 _MINUTE_S = 60
 _HOUR_S = 3600
+# A minute that seems to be longer, or to end before its begin, is a step of the wall clock. Its
+# seconds are then counted by the samples, of which there is one each second.
+_LONGEST_MINUTE_S = 2 * _MINUTE_S
 
 
 class UseKey(NamedTuple):
@@ -147,10 +150,13 @@ class UsageMeter:
     def close(self, least_s: float = 0.0) -> None:
         """Store the present counts, unless they are of less than ``least_s`` seconds."""
         now_at = self._now()
-        if now_at - self._began_at < least_s:
+        elapsed_s = now_at - self._began_at
+        if 0 <= elapsed_s < least_s:
             return
+        is_step = not 0 <= elapsed_s < _LONGEST_MINUTE_S
         for number, minute in self._devices.items():
-            self._end_device(number, minute, max(now_at - self._began_at, 1e-3))
+            seconds = float(minute.num_samples) if is_step else elapsed_s
+            self._end_device(number, minute, max(seconds, 1e-3))
         hour_at = int(self._began_at // _HOUR_S) * _HOUR_S
         for key, use in self._minute.items():
             self._closed[key].add(use)

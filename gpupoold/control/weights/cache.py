@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+_STEP_S = 1e-3  # between two uses while the clock is behind the latest use
+
 
 class SnapshotId(NamedTuple):
     """A model's snapshot for devices of ``degree`` GPUs, with a part for each GPU."""
@@ -67,6 +69,7 @@ class SnapshotCache:
         self._reserved_bytes: dict[SnapshotId, int] = {}
         self._known_bytes: dict[SnapshotId, int] = {}
         self._last_used_at: dict[str, float] = {}
+        self._latest_at = 0.0
         self._uses: dict[SnapshotId, float] = {}
 
     @property
@@ -166,9 +169,14 @@ class SnapshotCache:
     def touch(self, model: str, at: float | None = None, degree: int | None = None) -> None:
         """Record a use of the model, now or ``at`` (wall-clock seconds).
 
-        ``degree`` is that of the device, None if no device was used.
+        ``degree`` is that of the device, None if no device was used. A use now is later than all
+        uses before, also after the clock has been set back: otherwise the models used since would
+        be evicted first.
         """
         used_at = self._now() if at is None else at
+        if at is None and used_at < self._latest_at:
+            used_at = self._latest_at + _STEP_S
+        self._latest_at = max(self._latest_at, used_at)
         self._last_used_at[model] = used_at
         if degree is not None:
             self._uses[SnapshotId(model, degree)] = used_at

@@ -163,3 +163,28 @@ async def test_counts_of_a_moment_are_not_stored(history: History) -> None:
     meter.close(least_s=2.0)
     await history.flush()
     assert len(await history.usage(0)) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step_s", [-86_400.0, 86_400.0])
+async def test_a_clock_set_by_a_day_delays_and_stretches_no_row(
+    history: History, step_s: float
+) -> None:
+    clock = Clock()
+    meter = UsageMeter(history, clock)
+    for second in range(3):
+        clock.at = AT + second
+        meter.sample([sample(energy_j=0.0)])
+    meter.ended(decoding("r"))
+    clock.at += step_s
+    meter.sample([sample(energy_j=5.0)])
+    await history.flush()
+    [use] = await history.usage(0)
+    assert (use.hour_at, use.num_requests) == (AT, 1)
+    [device] = await history.device_sums(0)
+    assert device.seconds == 4.0  # one for each sample
+    meter.ended(decoding("s"))
+    clock.at += 60
+    meter.sample([sample()])
+    await history.flush()
+    assert sum(use.num_requests for use in await history.usage(0)) == 2

@@ -101,6 +101,16 @@ def test_when_models_were_used() -> None:
     assert cache.last_used_at("b") == 200.0
 
 
+def test_the_order_of_uses_survives_a_clock_that_is_set_back() -> None:
+    now_s = 100_000.0
+    cache = SnapshotCache(0, now=lambda: now_s)
+    for model, step_s in (("a", 0.0), ("b", -86_400.0), ("c", 1.0), ("a", 1.0)):
+        now_s += step_s
+        cache.touch(model)
+    uses = {model: cache.last_used_at(model) or 0.0 for model in "abc"}
+    assert sorted(uses, key=uses.__getitem__) == ["b", "c", "a"]
+
+
 def test_a_model_that_is_gone_leaves_nothing() -> None:
     cache = SnapshotCache(10_000)
     fd = snapshot(3000)

@@ -42,6 +42,11 @@ _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>[AB])"
     r"(?:\.weight)?"
 )
+# Keys of rank_pattern and alpha_pattern: names with dots, `\.` and `\d+`, whose match takes time
+# in proportion to the name. Python's cache of compiled expressions has room for as many keys.
+_PATTERN = re.compile(r"\^?(?:\w|-|\\?\.(?!\*)|\\d\+?(?!\\d|\d))+\$?")
+_MAX_PATTERNS = 500
+_MAX_PATTERN_CHARACTERS = 256
 # A checkpoint lacks these modules if their weight is the input embedding's.
 _MAY_BE_TIED = frozenset({"lm_head", "embed_out", "output"})
 # The part of a name from the numbered layer on: prefixes differ between releases of transformers.
@@ -75,7 +80,7 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
     check_numbers(file, config)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise Refused(f"{file}: the adapter is of type {kind!r}, not LORA", _MERGE)
+        raise Refused(f"{file}: the adapter is of type {_shown(kind)}, not LORA", _MERGE)
     for key, harmless in _UNSUPPORTED:
         if config.get(key) not in harmless:
             raise Refused(f"{file}: {key} is {_shown(config[key])}, which vLLM cannot use", _MERGE)
@@ -86,7 +91,34 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
             "convert the adapter with path_initial_model_for_weight_conversion of peft",
         )
     largest_rank(file, config)
+    _check_patterns(file, config)
     return config
+
+
+def _check_patterns(file: Path, config: dict[str, Any]) -> None:
+    """Check the keys that choose ranks and scales of layers, which vLLM takes for expressions.
+
+    vLLM matches each key with the name of each layer, where an expression can take for ever.
+    """
+    keys: list[str] = []
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(field) or {}
+        if not isinstance(patterns, dict):
+            raise Refused(f"{file}: {field} is {_shown(patterns)}, not an object", _MERGE)
+        keys += patterns
+    if len(keys) > _MAX_PATTERNS:
+        raise Refused(
+            f"{file}: rank_pattern and alpha_pattern have {len(keys):,} keys, at most "
+            f"{_MAX_PATTERNS} can be used",
+            _MERGE,
+        )
+    for key in keys:
+        if len(key) > _MAX_PATTERN_CHARACTERS or _PATTERN.fullmatch(key) is None:
+            raise Refused(
+                f"{file}: the key {_shown(key)} of rank_pattern or alpha_pattern is no plain name "
+                "of layers",
+                _MERGE,
+            )
 
 
 def largest_rank(file: Path, config: dict[str, Any]) -> int:
@@ -101,7 +133,9 @@ def largest_rank(file: Path, config: dict[str, Any]) -> int:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise Refused(f"{file}: the rank {_shown(rank)} is not a positive number", _MERGE)
         if rank > MAX_RANK:
-            raise Refused(f"{file}: the rank {rank} is above vLLM's limit of {MAX_RANK}", _MERGE)
+            raise Refused(
+                f"{file}: the rank {_shown(rank)} is above vLLM's limit of {MAX_RANK}", _MERGE
+            )
     return max(rank for rank in ranks if isinstance(rank, int))
 
 

@@ -89,6 +89,14 @@ def test_the_rank_is_the_largest_of_the_layers(tmp_path: Path, base: Path) -> No
 
 
 @pytest.mark.parametrize(
+    "key", ["q_proj", "^model.layers.0.self_attn.q_proj$", r"layers\.\d+\.self_attn\.q_proj"]
+)
+def test_patterns_of_peft_are_accepted(key: str, tmp_path: Path, base: Path) -> None:
+    path = adapter(tmp_path, rank_pattern={key: 4}, alpha_pattern={key: 8.0})
+    assert check_adapter(path, base, allow_pickle=False).rank == 4
+
+
+@pytest.mark.parametrize(
     ("config", "text"),
     [
         ({"peft_type": "IA3"}, "of type 'IA3', not LORA"),
@@ -104,6 +112,14 @@ def test_the_rank_is_the_largest_of_the_layers(tmp_path: Path, base: Path) -> No
         ({"r": 1024}, "above vLLM's limit of 512"),
         ({"rank_pattern": {"q_proj": 513}}, "above vLLM's limit of 512"),
         ({"rank_pattern": [1]}, "the rank None"),
+        ({"rank_pattern": {r"(\w+\.?)+!": 4}}, r"the key '(\\w+\\.?)+!' of rank_pattern"),
+        ({"alpha_pattern": {"q_proj|k_proj": 4}}, "no plain name of layers"),
+        ({"alpha_pattern": {".*.*.*.*q_proj": 4}}, "no plain name of layers"),
+        ({"alpha_pattern": {r"\d+\d+\d+!": 4}}, "no plain name of layers"),
+        ({"alpha_pattern": {"q" * 257: 4}}, "no plain name of layers"),
+        ({"alpha_pattern": [["q_proj", 4]]}, "alpha_pattern is [['q_proj', 4]], not an object"),
+        ({"alpha_pattern": {f"q{n}": 4 for n in range(501)}}, "have 501 keys, at most 500"),
+        ({"peft_type": "\x1b" + "x" * 100_000}, "..."),
         ({"use_dora": "x" * 1000}, "..."),
         ({"note": "x" * 1_100_000}, "is larger than the allowed 1 MiB"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
@@ -89,6 +89,21 @@ def engine_config(
     kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
     check_kind(model.name, kind.architectures[0], kind)
     return config
+
+
+def model_config(model: ModelToLoad) -> ModelConfig:
+    """Return the configuration of a model alone, without a device, as a frontend needs it.
+
+    Raises:
+        Exception: any error of vLLM about the model.
+    """
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "trust_remote_code": model.allow_remote_code,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+    }
+    return EngineArgs(**arguments | engine_options(model.engine)).create_model_config()
 
 
 def _cuda_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

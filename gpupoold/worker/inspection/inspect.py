@@ -17,7 +17,7 @@ from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import parse_options
 from gpupoold.errors import GpupoolError, Refused, UsageError
 from gpupoold.wire.messages import Inspect, ModelToLoad
-from gpupoold.worker.engine.configuration import engine_config
+from gpupoold.worker.engine.configuration import engine_config, model_config
 from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.inspection.chat import check_chat
 from gpupoold.worker.inspection.division import undivided
@@ -37,13 +37,15 @@ def inspect(order: Inspect) -> dict[int, str]:
     for preset in model.presets:
         check_preset(preset)
     try:
+        if order.only_chat:
+            kind = model_config(model)
+            check_chat(model, kind, cached_tokenizer_from_config(kind))
+            return {}
         config = engine_config(model, is_emulated=is_emulated)
-        if config.lora_config is not None and not order.only_chat:
+        if config.lora_config is not None:
             _check_adapter_support(model.name, config.model_config, is_emulated=is_emulated)
         tokenizer = cached_tokenizer_from_config(config.model_config)
         check_chat(model, config.model_config, tokenizer)
-        if order.only_chat:
-            return {}
         _build_parsers(model, config.model_config, tokenizer)
         return undivided(lambda: engine_config(model, is_emulated=is_emulated), order.degrees)
     except GpupoolError:

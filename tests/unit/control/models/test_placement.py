@@ -101,11 +101,22 @@ class TestSideBySide:
         box.release()
         await asyncio.gather(*adding)
 
-    async def test_a_removal_waits_for_the_addition(self, box: ModelsBox) -> None:
+    async def test_a_removal_by_force_undoes_the_addition(self, box: ModelsBox) -> None:
         box.hold(0, 1)
         adding = asyncio.create_task(added(box, "new"))
         await box.until(lambda: bool(box.waiting))
         removal = asyncio.create_task(box.lifecycle.remove("new", "force"))
+        box.release()
+        await removal
+        with pytest.raises(Refused, match="new was removed while being added"):
+            await adding
+        assert not box.fleet.knows("new")
+
+    async def test_a_removal_waits_for_the_addition(self, box: ModelsBox) -> None:
+        box.hold(0, 1)
+        adding = asyncio.create_task(added(box, "new"))
+        await box.until(lambda: bool(box.waiting))
+        removal = asyncio.create_task(box.lifecycle.remove("new", "drain"))
         box.release()
         await asyncio.gather(adding, removal)
         assert not box.fleet.knows("new")

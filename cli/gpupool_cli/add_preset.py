@@ -19,6 +19,7 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_models import AddPresetRequest
+from gpupoold.json_values import check_json_text
 
 
 def add_preset(
@@ -55,9 +56,11 @@ def read_defaults(given: Iterable[str]) -> dict[str, Any]:
 
     Raises:
         UsageError: a default has no value or is repeated.
+        Refused: a value is no JSON, for example an infinite number.
     """
     defaults: dict[str, Any] = {}
     for name, text in read_pairs(given, "--set", "temperature=0"):
+        check_json_text(name, text)
         set_once(defaults, name, _value(text), "--set")
     return defaults
 

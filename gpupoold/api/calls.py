@@ -122,13 +122,16 @@ class AdminCalls:
     def _request(
         self, method: str, path: str, query: Query | None, body: BaseModel | None, unbounded: bool
     ) -> httpx.Request:
-        return self._http.build_request(
-            method,
-            path,
-            params=query,
-            json=None if body is None else body.model_dump(mode="json"),
-            timeout=httpx.Timeout(self._timeout_s, read=None if unbounded else self._timeout_s),
-        )
+        try:
+            return self._http.build_request(
+                method,
+                path,
+                params=query,
+                json=None if body is None else body.model_dump(mode="json"),
+                timeout=httpx.Timeout(self._timeout_s, read=None if unbounded else self._timeout_s),
+            )
+        except ValueError as error:  # half of a surrogate pair, or no finite number
+            raise Refused(f"a value cannot be sent: {str(error)[:300]}", "change it") from error
 
     @contextmanager
     def _errors_of(self, request: httpx.Request) -> Iterator[None]:

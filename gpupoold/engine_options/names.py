@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from gpupoold.errors import UsageError
+from gpupoold.json_values import check_json_text
 
 MAX_OPTIONS = 64
 MAX_VALUE_CHARACTERS = 65_536
@@ -153,6 +154,7 @@ def check_options(options: Mapping[str, str]) -> dict[str, str]:
 
     Raises:
         UsageError: a name is unknown, belongs to gpupool, or is given twice; a text is too long.
+        Refused: a number has more than 64 bits or is not finite; a text is no Unicode.
     """
     if len(options) > MAX_OPTIONS:
         raise UsageError(
@@ -170,6 +172,7 @@ def check_options(options: Mapping[str, str]) -> dict[str, str]:
                 f"{MAX_VALUE_CHARACTERS:,}, or a null character",
                 "give a shorter text",
             )
+        check_json_text(f"the engine option {name!r}", value)
         checked[name] = value
     for name in checked:
         whole = name.partition(".")[0]

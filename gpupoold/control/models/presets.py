@@ -16,6 +16,7 @@ from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free, find_model
 from gpupoold.domain import Preset
 from gpupoold.errors import GpupoolError, NoSuchModel, UsageError
+from gpupoold.json_values import check_json_value
 
 MAX_DEFAULTS = 64
 MAX_DEFAULTS_CHARACTERS = 65_536
@@ -86,10 +87,11 @@ class Presets:
 
 
 def check_defaults(defaults: Mapping[str, Any]) -> None:
-    """Check names and sizes of a preset's defaults; vLLM's classes check the values.
+    """Check names and sizes of a preset's defaults; vLLM's classes check the values further.
 
     Raises:
         UsageError: a name is malformed or belongs to single requests; there is too much text.
+        Refused: a value is no JSON that each process can hold.
     """
     if len(defaults) > MAX_DEFAULTS:
         raise UsageError(f"a preset has more than {MAX_DEFAULTS} defaults", "set fewer fields")
@@ -105,6 +107,9 @@ def check_defaults(defaults: Mapping[str, Any]) -> None:
             )
         if any(other.startswith(f"{name}.") for other in defaults):
             raise UsageError(f"{name!r} is set as a whole and by key", "set one of the two")
+        if defaults[name] is None:
+            raise UsageError(f"{name!r} has the default null", "leave the field out")
+        check_json_value(name, defaults[name])
     num_characters = len(json.dumps(defaults))
     if num_characters > MAX_DEFAULTS_CHARACTERS:
         raise UsageError(

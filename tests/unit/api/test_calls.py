@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas_models import AddPresetRequest
 from gpupoold.errors import Refused
 
 OTHER = next(one for one in grp.getgrall() if one.gr_gid not in {0, os.getgid(), *os.getgroups()})
@@ -43,3 +44,10 @@ def test_group_of_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_socket_out_of_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hint_for(tmp_path / "none.sock", monkeypatch) == "run as the daemon's user"
+
+
+@pytest.mark.parametrize("value", ["\ud800", {"a": ["\udc80"]}])
+def test_a_value_that_cannot_be_sent(value: object, tmp_path: Path) -> None:
+    request = AddPresetRequest(name="p", base="m", defaults={"stop": value})
+    with AdminClient(tmp_path / "none.sock") as client, pytest.raises(Refused, match="sent"):
+        client.add_preset(request)

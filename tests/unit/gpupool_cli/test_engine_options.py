@@ -8,7 +8,7 @@ import pytest
 
 from gpupool_cli.add_preset import read_defaults
 from gpupool_cli.engine_options import read_options
-from gpupoold.errors import UsageError
+from gpupoold.errors import Refused, UsageError
 
 
 def test_options_by_vllms_names() -> None:
@@ -54,3 +54,11 @@ def test_defaults_are_json_or_text() -> None:
 def test_wrong_defaults(given: list[str]) -> None:
     with pytest.raises(UsageError):
         read_defaults(given)
+
+
+@pytest.mark.parametrize(
+    "given", ["top_k=99999999999999999999", "temperature=1e400", r'stop=["\ud800"]', "a=NaN"]
+)
+def test_defaults_that_no_process_can_hold(given: str) -> None:
+    with pytest.raises(Refused, match=given.partition("=")[0]):
+        read_defaults([given])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpupoold.control.models.presets import MAX_DEFAULTS, check_defaults
-from gpupoold.errors import UsageError
+from gpupoold.errors import Refused, UsageError
 
 
 def test_good_defaults() -> None:
@@ -24,9 +24,16 @@ def test_good_defaults() -> None:
         ({"messages": []}, "cannot have a default"),
         ({"model.x": 1}, "cannot have a default"),
         ({"a": {}, "a.b": 1}, "as a whole and by key"),
+        ({"temperature": None}, "the default null"),
         ({"system_prompt": "x" * 70_000}, "characters"),
     ],
 )
 def test_wrong_defaults(defaults: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_defaults(defaults)
+
+
+@pytest.mark.parametrize("value", [99999999999999999999, float("inf"), float("nan"), ["\ud800"]])
+def test_values_that_no_process_can_hold(value: object) -> None:
+    with pytest.raises(Refused, match="top_k has the value"):
+        check_defaults({"top_k": value})

@@ -310,5 +310,11 @@ def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | 
     except GpupoolError as error:
         report(error)
         return error
-    say(f"{model.name}: removed")
+    say(_removed_text(model, name))
     return None
+
+
+def _removed_text(model: ModelInfo, name: str) -> str:
+    """Return what was removed: an alias goes with its model, a preset or an adapter alone."""
+    is_alias = name in model.aliases
+    return f"{model.name} (alias {name}): removed" if is_alias else f"{name}: removed"

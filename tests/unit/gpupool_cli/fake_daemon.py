@@ -199,9 +199,10 @@ class FakeDaemon:
         self.events.append(event.model_copy(update={"level": level}))
 
     def find(self, name: str) -> ModelInfo:
-        """The model with this name or alias."""
+        """The model with this name, alias, preset or adapter."""
         for model in self.models.values():
-            if name == model.name or name in model.aliases:
+            further = {one.name for one in model.presets} | {one.name for one in model.adapters}
+            if name == model.name or name in model.aliases or name in further:
                 return model
         raise NoSuchModel(f"no model {name!r}", "see `gpupool list`")
 
@@ -290,6 +291,10 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
             if mode == "refuse":
                 raise Refused(f"model {model.name!r} has live requests", "use --drain or --force")
             await asyncio.sleep(POLL_S)
+        if name != model.name and name not in model.aliases:
+            presets = [one for one in model.presets if one.name != name]
+            adapters = [one for one in model.adapters if one.name != name]
+            return daemon.add(model.name, presets=presets, adapters=adapters)
         return daemon.models.pop(model.name)
 
 

@@ -9,7 +9,13 @@ import time
 import pytest
 
 from gpupoold.api.schemas import DraftUsage
-from gpupoold.api.schemas_models import FoundInfo, ModelInfo, SetModelRequest
+from gpupoold.api.schemas_models import (
+    AdapterInfo,
+    FoundInfo,
+    ModelInfo,
+    PresetInfo,
+    SetModelRequest,
+)
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -142,6 +148,18 @@ def test_rm_goes_on_after_a_failure_and_reports_the_first(daemon: FakeDaemon, cl
         "hint: use --drain or --force",
         "a: removed",
     ]
+
+
+def test_rm_says_what_went(daemon: FakeDaemon, cli: Cli) -> None:
+    """A preset goes without its model, whose state is the answer; an alias goes with its model."""
+    daemon.add("llama", aliases=["plain"])
+    assert cli("rm", "plain").stderr == "llama (alias plain): removed\n"
+    preset = PresetInfo(name="plain", defaults={})
+    adapter = AdapterInfo(name="org/sql:v1", source="s", path="p")
+    daemon.add("llama", presets=[preset], adapters=[adapter])
+    assert cli("rm", "plain").stderr == "plain: removed\n"
+    assert cli("rm", "org/sql:v1").stderr == "org/sql:v1: removed\n"
+    assert list(daemon.models) == ["llama"]
 
 
 def test_rm_refused(daemon: FakeDaemon, cli: Cli) -> None:

@@ -9,12 +9,16 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from gpupoold.frontend.client_texts import for_clients
 from gpupoold.frontend.in_flight import BodyHolding
 
 MAX_IMAGE_BYTES = 20_000_000
 """Limit of an encoded image; a ``data:`` URL is also part of a bounded body."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """Formats by Pillow's names: the formats of OpenAI's API, and BMP."""
+MAX_ASPECT_RATIO = 200
+"""Limit of an image's longer side, in shorter sides: vLLM's processors for the Qwen families refuse
+others too, but after they have made them."""
 MAX_SCANS = 100
 """Limit of the scans of a JPEG: about ten are usual, and each scan takes time for all pixels."""
 NUM_DECODING = 2
@@ -32,7 +36,8 @@ def image_size(data: bytes) -> tuple[int, int]:
     """Return width and height from the head of an encoded image, without decoding pixels.
 
     Raises:
-        BadImage: the image has too many bytes or scans, or is in none of ``FORMATS``.
+        BadImage: the image has too many bytes or scans, a side too long for the other, or is in
+            none of ``FORMATS``.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -44,7 +49,14 @@ def image_size(data: bytes) -> tuple[int, int]:
     except UnidentifiedImageError as error:
         raise BadImage(f"The image is in none of the formats {', '.join(FORMATS)}.") from error
     except Exception as error:  # Pillow raises errors of many types for damaged files
-        raise BadImage(f"The image cannot be read: {str(error)[:_MAX_ERROR_CHARS]}") from error
+        reason = for_clients(str(error)[:_MAX_ERROR_CHARS])
+        raise BadImage(f"The image cannot be read: {reason}") from error
+    width, height = size
+    if max(size) > MAX_ASPECT_RATIO * max(1, min(size)):
+        raise BadImage(
+            f"The image has {width:,} x {height:,} pixels: one side is more than "
+            f"{MAX_ASPECT_RATIO} times as long as the other."
+        )
     if kind in ("JPEG", "MPO") and data.count(_SCAN) > MAX_SCANS:
         raise BadImage(f"The JPEG image has more than {MAX_SCANS} scans.")
     return size

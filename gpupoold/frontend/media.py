@@ -21,6 +21,7 @@ from vllm.multimodal.media import (
     MediaIO,
 )
 
+from gpupoold.frontend.client_texts import for_clients
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import refuse
 from gpupoold.frontend.image_bounds import (
@@ -184,7 +185,7 @@ def _not_served(modality: str) -> VLLMValidationError:
 def _why(url: str, error: Exception) -> str:
     if isinstance(error, BadImage):
         return str(error)
-    reason = str(error)[:_SHOWN_CHARS] or type(error).__name__
+    reason = for_clients(str(error)[:_SHOWN_CHARS]) or type(error).__name__
     return f"The image {_shown(url)} cannot be used: {reason}"
 
 

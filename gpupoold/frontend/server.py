@@ -20,6 +20,7 @@ from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
+from gpupoold.frontend.client_texts import fit_for_clients
 from gpupoold.frontend.cors import Cors
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
@@ -218,7 +219,7 @@ class FrontendServer:
             if isinstance(message, Shutdown):
                 return message.grace_s
             try:
-                self._handle(message)
+                self._handle(fit_for_clients(message))
             except Exception:
                 # An error of one model must not end other models' streams.
                 logger.exception("handling %s", type(message).__name__)

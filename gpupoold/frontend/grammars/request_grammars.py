@@ -19,6 +19,7 @@ from vllm.v1.structured_output import backend_xgrammar
 from vllm.v1.structured_output.utils import choice_as_grammar
 
 from gpupoold.frontend.callers import current_key_id
+from gpupoold.frontend.client_texts import for_clients
 from gpupoold.frontend.errors import ApiError, bad_request, grammar_unchecked, too_many_grammars
 from gpupoold.frontend.gates import refuse
 from gpupoold.frontend.grammars.bounds import OverBound, check_constraint
@@ -62,7 +63,8 @@ class ModelGrammars:
         if verdict.outcome == "unknown":
             _refuse(grammar_unchecked(verdict.reason))
         if verdict.outcome == "refused":
-            _refuse(bad_request(f"The grammar cannot be used: {verdict.reason}", param=_FIELD))
+            reason = for_clients(verdict.reason)
+            _refuse(bad_request(f"The grammar cannot be used: {reason}", param=_FIELD))
         params = copy.copy(params)
         params.structured_outputs = _validated(structured, verdict)
         return params

@@ -23,6 +23,7 @@ _PYDANTIC = re.compile(
 _SPEAKING = (ValueError, RuntimeError, OSError)
 _LOGS = "see `gpupool logs` for the engine's full message"
 _OTHER_MODEL = "the weights and config.json are of different models; fetch the checkpoint again"
+_GONE = "restore the files of the checkpoint, or remove the model and add it again"
 _PLAIN = "use the model's unquantised checkpoint, or one in AWQ, GPTQ or FP8"
 _NO_KERNEL = "serve the model on a GPU, or use another quantised version"
 _LIST = "see vLLM's list of supported models"
@@ -80,6 +81,16 @@ _KNOWN = [
             r"Cannot find any of (\[.+?\]) in the model's quantization config",
             "the quantization_config in config.json lacks {0}",
             "fetch the checkpoint again, or use another quantised version",
+        ),
+        (
+            r"Cannot find any model weights with `(.+?)`",
+            "there are no weights in {0}",
+            _GONE,
+        ),
+        (
+            r"No such file or directory: [\"']?([^\"'\n]+)",
+            "the file {0} is missing",
+            _GONE,
         ),
         (
             r"weights were not initialized from checkpoint: \{(.+?)\}",

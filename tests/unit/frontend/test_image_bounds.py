@@ -49,6 +49,7 @@ def test_size_of_every_format(kind: str) -> None:
 
 def test_size_without_pixels() -> None:
     assert image_size(png_head(9_000, 9_000)) == (9_000, 9_000)
+    assert image_size(png_head(20_000, 100)) == (20_000, 100)
 
 
 def many_scans() -> bytes:
@@ -63,10 +64,12 @@ def many_scans() -> bytes:
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "none of the formats"),
         (b"", "none of the formats"),
         (png_head(60_000, 60_000), "decompression bomb"),
+        (png_head(1, 31_000_000), "200 times as long"),
+        (png_head(20_001, 100), "200 times as long"),
         (file_of("BMP", (2_600, 2_600)), "20,280,054 bytes, more than 20,000,000"),
         (many_scans(), "more than 100 scans"),
     ],
-    ids=["tiff", "eps", "empty", "bomb", "large", "scans"],
+    ids=["tiff", "eps", "empty", "bomb", "line", "strip", "large", "scans"],
 )
 def test_bad_images(data: bytes, said: str) -> None:
     with pytest.raises(BadImage, match=said.replace("(", r"\(")):

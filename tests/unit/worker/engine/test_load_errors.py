@@ -56,6 +56,16 @@ def test_the_messages_of_validators_come_without_their_frame() -> None:
             "supported models",
         ),
         (
+            "Cannot find any model weights with `/srv/my models/bad`",
+            "m: there are no weights in /srv/my models/bad",
+            "restore the files",
+        ),
+        (
+            "[Errno 2] No such file or directory: '/srv/bad/model-1.safetensors'",
+            "m: the file /srv/bad/model-1.safetensors is missing",
+            "restore the files",
+        ),
+        (
             "Unknown quantization method: magic. Must be one of ['awq', 'fp8']",
             "m: the quantisation 'magic' is not supported",
             "unquantised",

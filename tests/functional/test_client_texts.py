@@ -1,0 +1,63 @@
+"""What clients read about a failed model names nothing of the server."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config
+
+MESSAGES = [{"role": "user", "content": "x"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+    "/tokenize": {"prompt": "x"},
+}
+
+
+@pytest.fixture(scope="module")
+def failed(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[PrivateDaemon, Path]]:
+    """A daemon with a model whose weights have gone, and the model's folder."""
+    folder = tmp_path_factory.mktemp("texts")
+    checkpoint = folder / "secret-folder"
+    shutil.copytree(tiny_models[LLAMA], checkpoint)
+    with private_daemon(emulated_config(256 << 20), folder / "daemon") as daemon:
+        daemon.add_model("bad", checkpoint, **LOAD_OPTIONS)
+        with daemon.client() as client:
+            client.unload("bad")
+        (checkpoint / "model.safetensors").unlink()
+        yield daemon, checkpoint
+
+
+def test_no_text_for_clients_names_the_folder(failed: tuple[PrivateDaemon, Path]) -> None:
+    daemon, checkpoint = failed
+    texts: list[str] = []
+    with httpx.Client(base_url=daemon.http_url, timeout=60) as http:
+        for is_stream in (True, False):
+            for path, body in BODIES.items():
+                answer = http.post(path, json={"model": "bad", "stream": is_stream, **body})
+                texts.append(answer.text)
+                if answer.status_code != 200:
+                    assert answer.status_code == 503, answer.text
+        texts += [http.get("/v1/models/bad").text, http.get("/v1/models").text]
+    for text in texts:
+        assert checkpoint.name not in text
+        assert str(checkpoint.parent) not in text
+    assert any("there are no weights in <path>" in text for text in texts)
+    assert not any("different models" in text for text in texts)
+
+
+def test_operators_read_the_whole_reason(failed: tuple[PrivateDaemon, Path]) -> None:
+    daemon, checkpoint = failed
+    with daemon.client() as client:
+        assert str(checkpoint) in str(client.events())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from tests.functional.daemon_tools import (
     weight_bytes,
 )
 
+CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Name a tool."}]
 
 
@@ -77,6 +79,87 @@ def test_defaults_apply_unless_the_request_has_the_field(http: httpx.Client, bri
     assert same.json()["choices"][0]["message"] == preset.json()["choices"][0]["message"]
 
 
+@pytest.fixture(scope="module")
+def capped(daemon: PrivateDaemon) -> str:
+    """A preset with a limit, greedy, and with a long system message."""
+    defaults = {"max_tokens": 4, "temperature": 0, "system_prompt": "Be brief. " * 5}
+    with daemon.client() as client:
+        client.add_preset(AddPresetRequest(name="p-cap", base=LLAMA, defaults=defaults))
+        further = AddPresetRequest(name="p-max", base=LLAMA, defaults={"max_completion_tokens": 50})
+        client.add_preset(further)
+    return "p-cap"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "num_tokens"),
+    [
+        (CHAT, {"messages": USER, "max_tokens": None}, 4),
+        (CHAT, {"messages": USER, "max_completion_tokens": None}, 4),
+        (CHAT, {"messages": USER, "max_completion_tokens": 6}, 6),
+        ("/v1/completions", {"prompt": "x", "max_tokens": None}, 4),
+        ("/v1/responses", {"input": "x"}, 4),
+        ("/v1/responses", {"input": "x", "max_output_tokens": None}, 4),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 6}, 6),
+        ("/v1/messages", {"messages": USER, "max_tokens": None}, 4),
+        ("/v1/messages", {"messages": USER, "max_tokens": 6}, 6),
+        (CHAT, {"model": "p-max", "messages": USER, "max_tokens": 5}, 5),
+        (CHAT, {"model": "p-max", "messages": USER}, 50),
+        ("/v1/responses", {"model": "p-max", "input": "x"}, 50),
+    ],
+)
+def test_a_limit_by_any_name(
+    http: httpx.Client, capped: str, path: str, fields: dict[str, Any], num_tokens: int
+) -> None:
+    body = {"model": capped, "ignore_eos": True, **fields}
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    made = usage.get("completion_tokens", usage.get("output_tokens"))
+    assert made == num_tokens
+    assert answer.json()["model"] == body["model"]
+
+
+def test_a_temperature_of_null_is_the_preset_s(http: httpx.Client, capped: str) -> None:
+    body = {"model": capped, "messages": USER, "temperature": None}
+    answers = [http.post(CHAT, json=body).json()["choices"][0]["message"] for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/responses", {"input": "x"}, "instructions"),
+        ("/v1/messages", {"messages": USER, "max_tokens": 2}, "system"),
+    ],
+)
+def test_instructions_of_null_are_the_preset_s(
+    http: httpx.Client, capped: str, path: str, body: dict[str, Any], field: str
+) -> None:
+    def prompt_tokens(**fields: Any) -> int:
+        answer = http.post(path, json={"model": capped, **body, **fields})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["input_tokens"])
+
+    own = prompt_tokens(**{field: "Hi."})
+    assert prompt_tokens() == prompt_tokens(**{field: None}) > own
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_has_the_requested_name(
+    http: httpx.Client, capped: str, path: str, is_stream: bool
+) -> None:
+    content = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/responses": {"input": "x"},
+    }.get(path, {"messages": USER})
+    body = {"model": capped, "stream": is_stream, **content}
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert f'"model":"{capped}"' in answer.text.replace('"model": "', '"model":"')
+    assert f'"model":"{LLAMA}"' not in answer.text.replace('"model": "', '"model":"')
+
+
 def test_presets_are_listed_and_counted_under_their_names(
     daemon: PrivateDaemon, http: httpx.Client, brief: str
 ) -> None:
@@ -96,6 +179,8 @@ def test_presets_are_listed_and_counted_under_their_names(
         ({"name": "x", "defaults": {"temperature": "hot"}}, UsageError, "temperature"),
         ({"name": "x", "defaults": {"temperature": -1}}, UsageError, "temperature"),
         ({"name": "x", "defaults": {"messages": []}}, UsageError, "messages"),
+        ({"name": "x", "defaults": {"top_k": 99999999999999999999}}, Refused, "9999999"),
+        ({"name": "x", "defaults": {"temperature": None}}, UsageError, "null"),
         ({"name": LLAMA}, Refused, LLAMA),
         ({"name": "x", "base": "nobody"}, NoSuchModel, "nobody"),
     ],

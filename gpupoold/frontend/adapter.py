@@ -12,7 +12,7 @@ import copy
 import functools
 import types
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.exception import excepti
 from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,13 +46,15 @@ from gpupoold.frontend.grammars.request_grammars import (
     keep_grammars_off_the_loop,
 )
 from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.handlers import change_handlers
+from gpupoold.frontend.logprob_requests import has_logprobs, limit_logprobs
 from gpupoold.frontend.made_outputs import make_outputs, repeat_outputs
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
-from gpupoold.frontend.pooling_bounds import bound_pooling
+from gpupoold.frontend.pooling_inputs import input_slot
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
-from gpupoold.frontend.request_ids import make_engine_id, name_responses
+from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.frontend.step_outputs import (
     join_steps,
     keep_steps_apart,
@@ -59,7 +62,7 @@ from gpupoold.frontend.step_outputs import (
     reads_joined_steps,
 )
 from gpupoold.frontend.template_bounds import bound_rendering
-from gpupoold.frontend.tool_errors import explain_background, explain_missing_parser
+from gpupoold.frontend.token_texts import decode_tokens_once, prepare_texts
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
@@ -114,6 +117,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
         bound_renderer(self.renderer, max_model_len, VLLMValidationError)
         bound_media(self.renderer)
         self.input_processor.assign_request_id = _assign_request_id
+        decode_tokens_once()
         self._grammars = grammars
         self._joins = joins
         # Turns off vLLM's validation of grammars, which have been vetted before.
@@ -124,6 +128,25 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
         """Never: a stopped client refuses requests with the reason."""
         return False
 
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Return the outputs of a request, after a check of its log-probabilities.
+
+        The API makes the generators of all prompts before it begins with the first.
+        """
+        limit_logprobs(prompt, sampling_params, self.model_config)
+        outputs: AsyncGenerator[RequestOutput, None] = super().generate(
+            prompt, sampling_params, request_id, **kwargs
+        )
+        return outputs
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the result of an input, once the HTTP request may begin with one more."""
+        async with input_slot():
+            async for output in super().encode(*args, **kwargs):
+                yield output
+
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -133,6 +156,8 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
         count_features(prompt, getattr(params, "n", 1))
+        if has_logprobs(params):
+            await prepare_texts(self.renderer.tokenizer)
         params = await self._grammars.vetted(params)
         try:
             queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -215,11 +240,7 @@ class VllmModelApi:
             (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
             for one in self._adapters
         )
-        explain_missing_parser(state.online_renderer, self._llm.model_config.served_model_name)
-        if state.openai_serving_responses is not None:
-            name_responses(state.openai_serving_responses)
-            explain_background(state.openai_serving_responses)
-        bound_pooling(state, self._llm.model_config.max_model_len, VLLMValidationError)
+        change_handlers(state, self._llm.model_config)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from gpupoold.domain import ModelState
+from gpupoold.frontend.client_texts import for_clients
 from gpupoold.wire.messages import AdmissionAnswer, ServedModel
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -26,8 +27,8 @@ class ApiError(Exception):
     """An error answer with HTTP status and body.
 
     ``kind`` is the body's ``type``, ``code`` its ``code`` if different from the status, ``param``
-    the wrong field, ``retry_after_s`` becomes the ``Retry-After`` header. ``anthropic_kind`` is the
-    ``type`` for ``/v1/messages`` if different, ``more_headers`` are further headers.
+    the wrong field, ``retry_after_s`` becomes the ``Retry-After`` header, ``more_headers`` are
+    further headers.
     """
 
     def __init__(
@@ -39,26 +40,19 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
-        anthropic_kind: str | None = None,
         more_headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
-        self.anthropic_kind = anthropic_kind or kind
         self.message = message
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
         self.more_headers = more_headers
 
-    def body(self, *, anthropic: bool = False) -> dict[str, object]:
-        """The JSON body; ``anthropic`` chooses the shape of ``/v1/messages``."""
-        if anthropic:
-            return {
-                "type": "error",
-                "error": {"type": self.anthropic_kind, "message": self.message},
-            }
+    def body(self) -> dict[str, object]:
+        """Return the JSON body in OpenAI's form."""
         return {
             "error": {
                 "message": self.message,
@@ -89,7 +83,8 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def not_understood(error: Exception) -> ApiError:
     """400: the API fell over a request before any work began."""
-    return bad_request(f"The request cannot be understood: {_short(str(error.__cause__ or error))}")
+    reason = for_clients(_short(str(error.__cause__ or error)))
+    return bad_request(f"The request cannot be understood: {reason}")
 
 
 def too_large(max_body_bytes: int) -> ApiError:
@@ -102,12 +97,12 @@ def too_large(max_body_bytes: int) -> ApiError:
 
 
 def needs_too_much(max_bytes: int) -> ApiError:
-    """Return 413: the body, times its number of answers, exceeds the limit of bytes in flight."""
+    """Return 413: the body, times its answers, or the answer, exceeds the bytes in flight."""
     return ApiError(
         413,
         "RequestTooLargeError",
-        f"The request body, counted `n` times, is larger than the {max_bytes:,} bytes that may "
-        "be in flight at once.",
+        "The request body, counted `n` times, with what its answer needs, is larger than the "
+        f"{max_bytes:,} bytes that may be in flight at once.",
     )
 
 
@@ -144,7 +139,6 @@ def foreign_origin(origin: str) -> ApiError:
         "ForbiddenError",
         f"The Origin header is {_short(origin)!r}: pages of other sites have no access without "
         "an API key. To give the pages of an origin access, add it to access.allowed_origins.",
-        anthropic_kind="permission_error",
     )
 
 
@@ -178,7 +172,6 @@ def unread_encoding(coding: str) -> ApiError:
         415,
         "UnsupportedMediaTypeError",
         f"Content-Encoding {coding} is not supported: send the body as it is, without compression.",
-        anthropic_kind="invalid_request_error",
         more_headers=[(b"accept-encoding", b"identity")],
     )
 
@@ -263,7 +256,7 @@ def grammar_unchecked(reason: str) -> ApiError:
     return ApiError(
         503,
         "ServiceUnavailableError",
-        f"The grammar cannot be checked now: {reason or 'the checker has ended'}.",
+        f"The grammar cannot be checked now: {for_clients(reason) or 'the checker has ended'}.",
         retry_after_s=_RETRY_GRAMMAR_S,
     )
 
@@ -295,7 +288,6 @@ def unauthorised(message: str) -> ApiError:
         "invalid_request_error",
         message,
         code="invalid_api_key",
-        anthropic_kind="authentication_error",
     )
 
 
@@ -306,7 +298,6 @@ def not_permitted(message: str) -> ApiError:
         "invalid_request_error",
         message,
         code="insufficient_permissions",
-        anthropic_kind="permission_error",
     )
 
 
@@ -360,8 +351,8 @@ async def send_empty(send: Send, headers: Iterable[tuple[bytes, bytes]]) -> None
     await send({"type": "http.response.body", "body": b""})
 
 
-async def send_error(send: Send, error: ApiError, *, anthropic: bool = False) -> None:
-    await send_json(send, error.status, error.body(anthropic=anthropic), error.headers())
+async def send_error(send: Send, error: ApiError) -> None:
+    await send_json(send, error.status, error.body(), error.headers())
 
 
 def _short(text: str) -> str:

@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from gpupoold.access.tls import Tls
+from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.errors import send_error, stopping
 from gpupoold.frontend.http_protocol import PublicHttp
 from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
@@ -84,4 +85,4 @@ async def refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
             # A connection closed before the body was read would be reset, without the answer.
             while (await receive()).get("more_body"):
                 pass
-    await send_error(send, stopping(), anthropic=scope["path"].startswith("/v1/messages"))
+    await send_error(with_errors_of(scope["path"], send), stopping())

@@ -14,8 +14,8 @@ its schema.
 """
 MAX_STRINGS = 50_000
 """The names of fields are strings too."""
-MAX_VALUES = 250_000
-"""Limit of all values: enough for a prompt of that many token ids."""
+MAX_VALUES = 310_000
+"""Limit of all values: enough for 300,000 token ids, OpenAI's limit of one request to embed."""
 MAX_DEPTH = 100
 
 _KEPT = b"[]{},"

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from gpupoold.frontend.in_flight import charge
+from gpupoold.frontend.json_pieces import PiecewiseJson
+from gpupoold.frontend.pooling_inputs import put_token_ids_back
 from gpupoold.frontend.prompt_bounds import (
     MAX_CHARS_PER_TOKEN,
     MAX_PROMPT_TOKENS,
@@ -16,6 +19,14 @@ from gpupoold.frontend.prompt_bounds import (
     max_prompt_chars,
 )
 
+MAX_NUMBERS = 2_048 * 4_096
+"""Limit of the numbers in all results of one request: OpenAI's inputs in 4,096 dimensions."""
+_BY_TOKEN = frozenset({"token_embed", "token_classify"})
+_OF_CLASSES = frozenset({"classify", "token_classify"})
+_BYTES = 8
+"""The memory of a number, with the engine's message; texts of numbers are made while sent."""
+_LISTED_BYTES = 64
+"""The same where vLLM lists all numbers before any is sent."""
 _MAX_CHARS = MAX_CHARS_PER_TOKEN * MAX_PROMPT_TOKENS
 # vLLM's handlers in the state of its application.
 _HANDLERS = ("serving_pooling", "serving_embedding", "serving_classification", "serving_scores")
@@ -31,9 +42,12 @@ def bound_pooling(state: Any, max_model_len: int, refused: Raise) -> None:
         handler = getattr(state, name, None)
         if handler is None:
             continue
+        handler._init_ctx = put_token_ids_back(handler._init_ctx)
         handler._prepare_generators = _counted(
-            handler._prepare_generators, max(MAX_PROMPT_TOKENS, max_model_len), refused
+            handler, max(MAX_PROMPT_TOKENS, max_model_len), refused
         )
+        if hasattr(handler, "json_response_cls"):
+            handler.json_response_cls = ORJSONResponse
         for processor in getattr(handler, "io_processors", {"": None}).values():
             bounded = processor or handler.io_processor
             bounded.get_request_factory_online = _bounded(
@@ -91,17 +105,40 @@ def _bounded(
     return bounded
 
 
-def _counted(
-    prepare: Callable[[Any], Awaitable[None]], max_tokens: int, refused: Raise
-) -> Callable[[Any], Awaitable[None]]:
+def _counted(handler: Any, max_tokens: int, refused: Raise) -> Callable[[Any], Awaitable[None]]:
+    prepare = handler._prepare_generators
+
     async def counted(context: Any) -> None:
-        prompts = (one["prompts"] for one in context.engine_inputs or ())
+        prompts = [one["prompts"] for one in context.engine_inputs or ()]
         num_tokens = sum(len(prompt.get("prompt_token_ids") or ()) for prompt in prompts)
         if num_tokens > max_tokens:
             raise refused(
                 f"The inputs of this request have {num_tokens:,} tokens in all, more than "
                 f"{max_tokens:,}. Send fewer inputs at once."
             )
+        _charge_numbers(handler, context, len(prompts), num_tokens, refused)
         await prepare(context)
 
     return counted
+
+
+def _charge_numbers(
+    handler: Any, context: Any, num_inputs: int, num_tokens: int, refused: Raise
+) -> None:
+    """Count the numbers of all results, and charge their memory."""
+    params = context.pooling_params
+    num_rows = num_tokens if params.task in _BY_TOKEN else num_inputs
+    width = params.dimensions or handler.model_config.get_hidden_size()
+    num_numbers = num_rows * (1 if params.task in _OF_CLASSES else width)
+    if num_numbers > MAX_NUMBERS:
+        raise refused(
+            f"The results of this request have {num_numbers:,} numbers, more than "
+            f"{MAX_NUMBERS:,}. Send fewer inputs at once, or ask for fewer `dimensions`."
+        )
+    is_listed = getattr(context.request, "encoding_format", "float") == "float"
+    is_by_item = hasattr(handler, "_openai_json_response")
+    charge(num_numbers * (_LISTED_BYTES if is_listed and not is_by_item else _BYTES), refused)
+
+
+class ORJSONResponse(PiecewiseJson):
+    """The response class of vLLM's handlers, which give one of this name the arrays themselves."""

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
+from gpupoold.engine_options.defaults import LIMITS
 from gpupoold.frontend.conversations import BATCH_PATH
 from gpupoold.frontend.errors import ApiError, bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields, OverBound, check_fields
-from gpupoold.frontend.pooling_bodies import POOLING_PATHS, num_inputs
+from gpupoold.frontend.pooling_bodies import POOLING_PATHS, SCORING_PATHS, num_inputs
 from gpupoold.frontend.raw_lists import num_items, num_prompts
 from gpupoold.frontend.request_ids import check_client_id
 from gpupoold.frontend.value_bounds import check_values
@@ -18,6 +19,8 @@ MAX_SAMPLES = 128
 """Limit of ``n``, as OpenAI's."""
 MAX_PROMPTS = 512
 """Limit of prompts or conversations per HTTP request, which all begin at once."""
+MAX_INPUTS = 2_048
+"""Limit of inputs to embed, or of documents to score, as OpenAI's."""
 
 _NO_PROMPT = msgspec.Raw(b"null")
 
@@ -28,17 +31,22 @@ class _Fields(GrammarFields):
     n: Any = None
     prompt: msgspec.Raw = _NO_PROMPT
     messages: msgspec.Raw = _NO_PROMPT
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
 
 
 class Head(msgspec.Struct, frozen=True):
     """``num_prompts`` counts conversations and inputs too; each is answered ``num_samples``
-    times.
+    times. ``has_limit``: the client limits the tokens of an answer.
     """
 
     model: str | None
     has_id: bool
     num_prompts: int
     num_samples: int
+    has_limit: bool = False
+    is_pooling: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -57,14 +65,18 @@ def read_head(body: bytes, path: str) -> Head:
     """
     try:
         fields = _decoder.decode(body)
+        most, kind = MAX_PROMPTS, "prompts"
         if is_pooling := path in POOLING_PATHS:
             number, where = num_inputs(body, path)
+            most, kind = MAX_INPUTS + (path in SCORING_PATHS), "inputs"
         elif path == BATCH_PATH:
             number, where = num_items(fields.messages), "messages"
         else:
             number, where = num_prompts(fields.prompt), "prompt"
         num_samples = 1 if is_pooling else _num_samples(fields.n)
-        _check_num_prompts(number, where)
+        if number > most:
+            text = f"The request has {number:,} {kind}, more than the {most:,} that it may have."
+            raise bad_request(text, param=where)
         check_values(body, path)
     except msgspec.ValidationError as error:
         raise bad_request(f"The request body must be a JSON object: {error}.") from error
@@ -79,26 +91,20 @@ def read_head(body: bytes, path: str) -> Head:
     has_id = fields.request_id is not msgspec.UNSET
     if has_id:
         check_client_id(fields.request_id, "`request_id`")
-    return Head(fields.model, has_id, number, num_samples)
+    has_limit = any(getattr(fields, name) is not None for name in LIMITS)
+    return Head(fields.model, has_id, number, num_samples, has_limit, is_pooling)
 
 
 def check_num_requests(head: Head, bound: int) -> None:
     """Check that a request could be admitted without any other live request.
 
+    The inputs of a pooling request need not be live at once.
+
     Raises:
         ApiError: 400; the request asks for more answers than ``bound``.
     """
-    if head.num_requests > bound:
+    if head.num_requests > bound and not head.is_pooling:
         raise _too_many(head, bound)
-
-
-def _check_num_prompts(num_prompts: int, where: str) -> None:
-    if num_prompts > MAX_PROMPTS:
-        raise bad_request(
-            f"The request has {num_prompts:,} prompts, more than the {MAX_PROMPTS} that one "
-            "request may have.",
-            param=where,
-        )
 
 
 def _too_many(head: Head, bound: int) -> ApiError:

@@ -12,6 +12,7 @@ from gpupoold import __version__
 from gpupoold.checkpoints.peers import PATH as CHECKPOINTS_PATH
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
+from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.batches.exchange import Exchange
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.batches.work import JsonAnswer
@@ -36,12 +37,19 @@ from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continuing
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
+from gpupoold.frontend.logprob_bounds import counting_logprobs
 from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.model_lookup import Hold, ModelLookup
+from gpupoold.frontend.model_names import answering_as
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.origins import check_host, check_origin
 from gpupoold.frontend.pacing import pacing, wanted_gap_s
+from gpupoold.frontend.pooling_inputs import (
+    INPUTS_AT_ONCE,
+    pooling_inputs,
+    without_token_ids,
+)
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
@@ -113,14 +121,13 @@ class Router:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["path"] = without_slash(scope["path"])
         ids = RequestIds()
-        send = sending_id(send, ids)
+        send = with_errors_of(scope["path"], sending_id(send, ids))
         try:
             await self._dispatch(scope, receive, send, ids)
         except Disconnected:
             pass
         except ApiError as error:
-            anthropic = scope["path"].startswith("/v1/messages")
-            await send_error(send, error, anthropic=anthropic)
+            await send_error(send, error)
         except Exception:
             # The model's API has answered 500, or else the server does.
             logger.exception("%s %s failed", scope["method"], scope["path"])
@@ -237,14 +244,19 @@ class Router:
             _check_served(mount, path)
             if model.preset is not None:
                 body = _with_defaults(body, model.preset, path, holding)
-            check_num_requests(head, caller.max_requests(bounds.max_live_requests))
+            max_live = caller.max_requests(bounds.max_live_requests)
+            check_num_requests(head, max_live)
+            body, token_ids = without_token_ids(body) if head.is_pooling else (body, None)
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
             with (
                 serving(caller, model),
                 naming(ids),
+                answering_as(head.model or model.name),
                 counting_prompts(head.num_samples),
+                counting_logprobs(head.has_limit, path),
+                pooling_inputs(token_ids, min(INPUTS_AT_ONCE, max_live)),
                 bounding_images(holding, self._decoding),
                 pacing(wanted_gap_s(scope, caller.pace, model.pace)),
                 continuing(so_far),

@@ -14,6 +14,7 @@ from gpupoold.frontend.conversations import check_conversation, is_long_conversa
 from gpupoold.frontend.errors import bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS, check_input
+from gpupoold.frontend.pooling_inputs import read_token_ids
 
 MAX_ELEMENTS = 4_096
 """Limit of list elements in one field, at any depth. ``json_scan`` counts objects."""
@@ -44,7 +45,8 @@ def check_values(body: bytes, path: str) -> None:
         is_conversation = is_long_conversation(name, num_bytes, path)
         if name in _BOUND_ELSEWHERE or not (is_conversation or num_bytes > _SMALL_BYTES):
             continue
-        if not _is_numbers(name, text):
+        is_input = path in POOLING_PATHS and name == "input"
+        if not (_is_numbers(name, text) or (is_input and read_token_ids(text) is not None)):
             value = msgspec.json.decode(text)
             _check_number(name, value)
             if is_conversation:

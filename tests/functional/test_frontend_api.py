@@ -275,7 +275,37 @@ class TestOtherApis:
         answer = http.post("/v1/messages", json={"model": "nobody", "messages": GREETING})
         assert answer.status_code == 404
         assert answer.json()["type"] == "error"
-        assert answer.json()["error"]["type"] == "NotFoundError"
+        assert answer.json()["error"]["type"] == "not_found_error"
+
+    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"messages": "no list", "max_tokens": 4},
+            {"messages": GREETING, "max_tokens": "many"},
+            {"messages": [], "max_tokens": 4},
+            {"messages": GREETING, "max_tokens": 4, "system": 7},
+            {"messages": [{"role": "user", "content": "x " * 9999}], "max_tokens": 4},
+        ],
+    )
+    def test_each_refusal_of_messages_has_anthropic_s_form(
+        self, http: httpx.Client, path: str, fields: dict[str, Any]
+    ) -> None:
+        answer = http.post(path, json={"model": QWEN2, **fields})
+        if answer.status_code == 200:  # what is no matter for a count of tokens
+            assert path.endswith("count_tokens")
+            return
+        assert answer.status_code == 400, answer.text
+        assert answer.json().keys() == {"type", "error"}
+        assert answer.json()["type"] == "error"
+        assert answer.json()["error"].keys() == {"type", "message"}
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+    def test_messages_need_a_limit(self, http: httpx.Client) -> None:
+        answer = http.post("/v1/messages", json={"model": QWEN2, "messages": GREETING})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert "max_tokens" in answer.json()["error"]["message"]
 
     def test_tokenize_round_trip(self, http: httpx.Client) -> None:
         tokens = http.post("/tokenize", json={"model": QWEN3, "prompt": "hello there"}).json()
@@ -373,6 +403,11 @@ class TestEndings:
         body = {"model": QWEN3, "stream": True, "max_tokens": 9, "messages": GREETING}
         answer = self._failing(held_engines, body, "/v1/messages")
         assert answer.text.startswith("event: error")
+        event = json.loads(answer.text.partition("data: ")[2])
+        assert event == {
+            "type": "error",
+            "error": {"type": "overloaded_error", "message": "the device is gone"},
+        }
 
     def _failing(
         self, peer: EnginePeer, body: dict[str, Any], path: str = "/v1/completions", **kind: Any

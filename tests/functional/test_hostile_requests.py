@@ -64,7 +64,7 @@ HOSTILE = {
     "bytes of samples": Hostile(
         COMPLETIONS, {"prompt": "x" * 1_000_000, "n": 31}, "30,000,000 bytes", status=413
     ),
-    "token ids": Hostile(COMPLETIONS, {"prompt": [7] * 3_000_000}, "250,000 values"),
+    "token ids": Hostile(COMPLETIONS, {"prompt": [7] * 3_000_000}, "310,000 values"),
     "prompt tokens": Hostile(
         COMPLETIONS, {"prompt": [[7] * 1900] * 120, "n": 5}, "1,048,576 tokens"
     ),
@@ -81,6 +81,34 @@ HOSTILE = {
         COMPLETIONS, {"prompt": "hello wor " * (LONG // 10), "truncate_prompt_tokens": 5}, "8"
     ),
     "a text to tokenise": Hostile("/tokenize", {"prompt": "é" * (LONG // 6)}, "characters"),
+    "logprobs of prompts": Hostile(
+        COMPLETIONS,
+        {"prompt": [[7] * 1000] * 64, "prompt_logprobs": 20, "max_tokens": 1},
+        "more than 100,000: `logprobs`",
+    ),
+    "logprobs of echoes": Hostile(
+        COMPLETIONS, {"prompt": [[7] * 1000] * 64, "echo": True, "logprobs": 20}, "100,000"
+    ),
+    "logprobs of answers": Hostile(
+        CHAT,
+        {"messages": [MESSAGE], "logprobs": True, "top_logprobs": 20, "n": 64, "max_tokens": 400},
+        "100,000",
+    ),
+    "logprobs of ids": Hostile(
+        COMPLETIONS,
+        {"prompt": "a", "logprobs": 1, "logprob_token_ids": [*range(128)], "n": 64}
+        | {"max_tokens": 300},
+        "100,000",
+    ),
+    "logprobs of responses": Hostile(
+        "/v1/responses",
+        {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20}
+        | {"max_output_tokens": 1900},
+        "25,000",
+    ),
+    "beams with logprobs": Hostile(
+        COMPLETIONS, {"prompt": "a", "use_beam_search": True, "n": 64, "max_tokens": 300}, "100,000"
+    ),
     "stop": Hostile(COMPLETIONS, {"prompt": "a", "stop": ["x" * 2_000_000] * 4}, "`stop`"),
     "bad words": Hostile(COMPLETIONS, {"prompt": "a", "bad_words": ["x" * 20_000]}, "`bad_words`"),
 }

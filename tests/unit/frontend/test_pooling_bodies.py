@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.json_scan import JsonScan
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS, check_input, num_inputs
-from gpupoold.frontend.request_head import MAX_PROMPTS, read_head
+from gpupoold.frontend.request_head import MAX_INPUTS, read_head
 
 MESSAGE = {"role": "user", "content": "x"}
 
@@ -39,8 +40,8 @@ def test_inputs_are_counted(path: str, body: dict[str, Any], count: int) -> None
 @pytest.mark.parametrize("path", sorted(POOLING_PATHS))
 def test_too_many_inputs_are_refused_by_name(path: str) -> None:
     name = "documents" if "input" not in _names(path) else "input"
-    body = {"model": "m", "query": "q", name: ["x"] * (MAX_PROMPTS + 1)}
-    with pytest.raises(ApiError, match="prompts, more than the 512") as raised:
+    body = {"model": "m", "query": "q", name: ["x"] * (MAX_INPUTS + 1)}
+    with pytest.raises(ApiError, match="inputs, more than the 2,04") as raised:
         read_head(json.dumps(body).encode(), path)
     assert raised.value.param == name
 
@@ -76,6 +77,26 @@ def test_long_wrong_inputs_are_refused_before_vllm_reads_them() -> None:
     body = json.dumps({"model": "m", "input": [1.5] * 3000}).encode()
     with pytest.raises(ApiError, match="all of one kind"):
         read_head(body, "/v1/embeddings")
-    body = json.dumps({"model": "m", "input": [7] * 5000}).encode()
+    body = json.dumps({"model": "m", "input": ["x", [7] * 5000]}).encode()
     with pytest.raises(ApiError, match="more than 4,096 elements"):
         read_head(body, "/v1/embeddings")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "number"),
+    [
+        ("/v1/embeddings", {"input": ["text"] * 2_048}, 2_048),  # Elasticsearch, OpenAI's limit
+        ("/v1/embeddings", {"input": [[5] * 290] * 1_000}, 1_000),  # LangChain
+        ("/v1/embeddings", {"input": [5] * 8_192}, 1),  # the longest text of bge-m3
+        ("/v1/embeddings", {"input": [[5] * 146] * 2_048}, 2_048),
+        ("/v1/rerank", {"query": "q", "documents": ["text"] * 2_048}, 2_049),
+        ("/score", {"text_1": "q", "text_2": ["text"] * 2_048}, 2_049),
+    ],
+)
+def test_what_clients_send_is_within_the_bounds(
+    path: str, fields: dict[str, Any], number: int
+) -> None:
+    body = json.dumps({"model": "m", **fields}).encode()
+    scan = JsonScan()
+    scan.feed(body)
+    assert read_head(body, path).num_prompts == number

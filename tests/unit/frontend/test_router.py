@@ -320,9 +320,20 @@ def test_stored_response_is_asked_of_its_model(served: Served) -> None:
 
 
 def test_anthropic_errors_have_their_shape(served: Served) -> None:
-    answer = served.ask({"model": "gamma"}, "/v1/messages")
-    assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["type"] == "NotFoundError"
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for wrong, kind in (
+            ({"model": "gamma"}, "not_found_error"),
+            ({"model": 7}, "invalid_request_error"),
+            ({"model": "late"}, "overloaded_error"),
+            ({"model": "beta", "x": "explode"}, "invalid_request_error"),
+        ):
+            answer = served.ask(wrong, path)
+            assert answer.json()["type"] == "error"
+            assert answer.json()["error"].keys() == {"type", "message"}
+            assert answer.json()["error"]["type"] == kind
+    too_large = served.send("POST", "/v1/messages", b"x" * (LIMIT + 1))
+    assert (too_large.status, too_large.json()["error"]["type"]) == (413, "request_too_large")
+    assert served.send("GET", "/v1/messages").json()["error"]["type"] == "invalid_request_error"
 
 
 def test_name_wins_over_an_alias_spelt_the_same() -> None:

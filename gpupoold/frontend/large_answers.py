@@ -1,0 +1,184 @@
+"""Large answers of vLLM's handlers, made off the event loop.
+
+vLLM makes the log-probabilities of an answer in one function, then converts and serialises the
+whole answer, all on the event loop: 13 MB take seconds. Here the functions run in a thread once the
+handler has the rest of the answer, and ``PiecewiseJson`` serialises the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import vllm.entrypoints.openai.chat_completion.api_router as chat_router
+import vllm.entrypoints.openai.completion.api_router as completion_router
+import vllm.entrypoints.serve.tokenize.api_router as tokenize_router
+from pydantic import BaseModel, PrivateAttr
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionLogProbs,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+)
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionLogProbs,
+    CompletionResponse,
+    CompletionResponseChoice,
+)
+
+from gpupoold.frontend.json_pieces import PiecewiseJson
+
+_NUM_SMALL = 1_000
+"""Entries, or token ids, up to which an answer is made as vLLM makes it."""
+
+_DIVIDED = frozenset(
+    {
+        ChatCompletionLogProbs,
+        ChatCompletionResponse,
+        ChatCompletionResponseChoice,
+        CompletionLogProbs,
+        CompletionResponse,
+        CompletionResponseChoice,
+    }
+)
+# The handlers in the state of vLLM's application, the function that answers a request, the function
+# that makes log-probabilities, and what the latter returns.
+_HANDLERS: tuple[tuple[str, str, str, type[BaseModel]], ...] = (
+    (
+        "openai_serving_completion",
+        "create_completion",
+        "_create_completion_logprobs",
+        CompletionLogProbs,
+    ),
+    (
+        "openai_serving_chat",
+        "create_chat_completion",
+        "_create_chat_logprobs",
+        ChatCompletionLogProbs,
+    ),
+    (
+        "openai_serving_chat_batch",
+        "create_batch_chat_completion",
+        "_create_chat_logprobs",
+        ChatCompletionLogProbs,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Unmade:
+    """Log-probabilities still to be made; ``placed``, without any, is a part of the answer."""
+
+    placed: BaseModel
+    make: Callable[[], BaseModel]
+
+    def fill(self) -> None:
+        made = self.make()
+        for name in type(made).model_fields:
+            setattr(self.placed, name, getattr(made, name))
+
+
+@dataclass(frozen=True)
+class _Large:
+    """An answer that is not to be converted as a whole."""
+
+    answer: BaseModel
+
+
+class _LargeCompletion(CompletionResponse):  # type: ignore[misc, unused-ignore]
+    _answer: BaseModel = PrivateAttr()
+
+    def model_dump(self, **_: Any) -> Any:
+        return _Large(self._answer)
+
+
+class _LargeChat(ChatCompletionResponse):  # type: ignore[misc, unused-ignore]
+    _answer: BaseModel = PrivateAttr()
+
+    def model_dump(self, **_: Any) -> Any:
+        return _Large(self._answer)
+
+
+class AnswerJson(PiecewiseJson):
+    """The response class of vLLM's routers: large answers in pieces, others as vLLM does."""
+
+    divided = _DIVIDED
+
+    def render(self, content: Any) -> bytes:
+        """Serialise the answer, or its first piece."""
+        if isinstance(content, _Large):
+            return super().render(content.answer)
+        if isinstance(content, dict) and len(content.get("tokens") or ()) > _NUM_SMALL:
+            return super().render(content)
+        return self.render_whole(content)
+
+
+_unmade: ContextVar[list[_Unmade] | None] = ContextVar("unmade_logprobs", default=None)
+
+
+def make_large_answers_apart(state: Any) -> None:
+    """Change the handlers in the state of vLLM's application, and its routers."""
+    for router in (chat_router, completion_router, tokenize_router):
+        router.JSONResponse = AnswerJson
+    for handler_name, answer_name, logprobs_name, kind in _HANDLERS:
+        handler = getattr(state, handler_name, None)
+        if handler is not None:
+            setattr(handler, logprobs_name, _postponed(getattr(handler, logprobs_name), kind))
+            setattr(handler, answer_name, _completed(getattr(handler, answer_name)))
+
+
+def _postponed(make: Callable[..., Any], kind: type[BaseModel]) -> Callable[..., Any]:
+    """Return vLLM's function that makes log-probabilities, for later if there are many."""
+
+    def postponed(*args: Any, **kwargs: Any) -> Any:
+        unmade = _unmade.get()
+        if unmade is None or _num_entries(kwargs["top_logprobs"]) <= _NUM_SMALL:
+            return make(*args, **kwargs)
+        placed = kind()
+        unmade.append(_Unmade(placed, functools.partial(make, *args, **kwargs)))
+        return placed
+
+    return postponed
+
+
+def _completed(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return vLLM's function that answers a request, with all postponed parts.
+
+    A stream is returned before its parts are made, so none of these is postponed.
+    """
+
+    async def completed(*args: Any, **kwargs: Any) -> Any:
+        unmade: list[_Unmade] = []
+        token = _unmade.set(unmade)
+        try:
+            made = await answer(*args, **kwargs)
+        finally:
+            _unmade.reset(token)
+        if not isinstance(made, ChatCompletionResponse | CompletionResponse):
+            return made  # a stream or an error
+        for one in unmade:
+            await asyncio.to_thread(one.fill)
+        return _as_large(made) if unmade or _num_prompt_entries(made) > _NUM_SMALL else made
+
+    return completed
+
+
+def _as_large(answer: ChatCompletionResponse | CompletionResponse) -> BaseModel:
+    kind = _LargeCompletion if isinstance(answer, CompletionResponse) else _LargeChat
+    large = kind.model_construct()
+    large._answer = answer
+    return large
+
+
+def _num_prompt_entries(answer: ChatCompletionResponse | CompletionResponse) -> int:
+    if isinstance(answer, ChatCompletionResponse):
+        return _num_entries(answer.prompt_logprobs or ())
+    return sum(_num_entries(choice.prompt_logprobs or ()) for choice in answer.choices)
+
+
+def _num_entries(positions: Sequence[Mapping[int, Any] | None]) -> int:
+    """Return about how many entries log-probabilities have: the last position has the most."""
+    return len(positions) * len(positions[-1] or ()) if positions else 0

@@ -20,6 +20,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 300.0
 class _Line:
     """Tries of a request without a result."""
 
+    model: str
     since_s: float
     num_refusals: int = 0
     num_failures: int = 0
@@ -47,12 +48,13 @@ class Repeats:
         """Why requests wait; empty if none has been refused."""
         return next((one.reason for one in self._held.values()), "")
 
-    @property
-    def due_s(self) -> float | None:
-        """Earliest time of another try, None if none waits."""
-        of_models = [one.due_s for one in self._held.values()]
-        of_lines = [one.due_s for one in self._lines.values()]
-        return min(of_models + of_lines, default=None)
+    def due_s(self, now_s: float) -> float:
+        """Return the time of the next try, now if none is known."""
+        dues = [one.due_s for one in self._held.values()]
+        for one in self._lines.values():
+            held = self._held.get(one.model)
+            dues.append(one.due_s if held is None else max(one.due_s, held.due_s))
+        return min((due_s for due_s in dues if due_s > now_s), default=now_s)
 
     def may_ask(self, number: int, model: str, now_s: float) -> bool:
         """Return whether the request in line ``number`` may be asked now."""
@@ -73,7 +75,7 @@ class Repeats:
         The latest refusal is the result after ``MAX_REFUSALS``, or when the request or the model
         has been refused for ``GIVE_UP_S``; the latest failure is the result after ``MAX_FAILURES``.
         """
-        line = self._lines.pop(number, None) or _Line(now_s)
+        line = self._lines.pop(number, None) or _Line(model, now_s)
         if status in _OF_THE_MOMENT:
             line.num_refusals += 1
             line.due_s = now_s + _pause_s(line.num_refusals, retry_after_s)

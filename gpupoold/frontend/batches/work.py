@@ -163,7 +163,7 @@ class BatchWorker:
                     await self._pass(batch, tasks)
                 if not batch.has_skipped:
                     return
-                due_s = batch.repeats.due_s or time.monotonic()
+                due_s = batch.repeats.due_s(time.monotonic())
                 await self._note_wait(batch, batch.repeats.reason, due_s)
                 await asyncio.sleep(max(due_s - time.monotonic(), _PASS_S))
         finally:

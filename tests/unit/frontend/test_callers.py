@@ -12,7 +12,7 @@ import pytest
 
 from gpupoold.access.secret import make_key
 from gpupoold.domain import Preset, Priority
-from gpupoold.frontend.callers import Callers, serving, without_credentials
+from gpupoold.frontend.callers import Callers, cache_salt, serving, without_credentials
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.rates import RateCalls
 from gpupoold.wire.messages import (
@@ -343,3 +343,17 @@ def test_key_is_taken_out_on_the_way_to_the_model(
     assert asyncio.run(request(guarded.router, "POST", CHAT, [body], sent)).status == 200
     [kept] = seen
     assert [header for header in kept if header[0] != b"x-request-id"] == [(b"x-other", b"1")]
+
+
+def test_no_salt_of_a_client_finds_the_kv_of_another_key() -> None:
+    other = make_key()
+    rig = Rig(RECORD, KeyRecord(other.id, "ci", other.digest), are_required=False)
+    sent = [None, "", "x", ":x", f"{KEY.id}:", f"{KEY.id}:x", f"{other.id}:x", f":{KEY.id}:x"]
+    salts: dict[str, set[str | None]] = {}
+    for text in (KEY.text, other.text, None):
+        with serving(rig.who(text), MODEL):
+            salts[text or ""] = {cache_salt(one) for one in sent}
+    keyed, others, anybody = salts.values()
+    assert keyed.isdisjoint(others)
+    assert anybody.isdisjoint(keyed | others)
+    assert len(keyed) == len(sent) - 1  # no salt and an empty salt are the same

@@ -12,8 +12,10 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from gpupoold.worker.engine.attention_inputs import check_first_inputs
 from gpupoold.worker.engine.masked_adapters import MaskedAdapters
 from gpupoold.worker.engine.pooled_memory import PooledMemory
+from gpupoold.worker.weights.loading import current_load
 
 
 class EmulatedWorker(PooledMemory, CPUWorker):
@@ -35,8 +37,13 @@ class EmulatedWorker(PooledMemory, CPUWorker):
         }
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load with adapters that leave requests for the base model unchanged."""
+        """Load with adapters that leave requests for the base model unchanged.
+
+        The first call of each attention layer checks the layer's inputs.
+        """
         CpuPlatform.get_punica_wrapper = classmethod(  # type: ignore[method-assign]
             lambda _: f"{MaskedAdapters.__module__}.{MaskedAdapters.__qualname__}"
         )
         super().load_model(load_dummy_weights=load_dummy_weights)
+        layers = self.model_runner.compilation_config.static_forward_context
+        check_first_inputs(current_load().name, layers)

@@ -84,7 +84,7 @@ class ModelLoad:
 
         ``make_room`` evicts models until so many pages are free, if possible.
         """
-        self._name = name
+        self.name = name
         self._device = device
         self._pool = pool
         self._snapshot = snapshot
@@ -236,7 +236,7 @@ class ModelLoad:
         if self._snapshot is not None and self._snapshot_digest == layout.digest:
             return self._snapshot, False
         if self.skips_checkpoint:
-            raise StaleSnapshot(f"{self._name}: the snapshot has another layout")
+            raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
         if self._snapshot is not None:
             self._snapshot.close()
         self._snapshot = self._buffer("snapshot", num_pages)
@@ -245,14 +245,14 @@ class ModelLoad:
     def _buffer(self, what: str, num_pages: int) -> HostBuffer:
         with prefer_node(self._device.numa_node):
             return HostBuffer.create(
-                f"gpupool-{what}-{self._name}", num_pages * self._device.page_bytes
+                f"gpupool-{what}-{self.name}", num_pages * self._device.page_bytes
             )
 
     def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
         if num_pages >= self._device.num_pages:
             device_bytes = self._device.num_pages * self._device.page_bytes
             raise Refused(
-                f"{self._name}: weights of {format_bytes(weight_bytes)} leave no space for KV "
+                f"{self.name}: weights of {format_bytes(weight_bytes)} leave no space for KV "
                 f"on a device of {format_bytes(device_bytes)}",
                 "use a smaller dtype or a larger device",
             )

@@ -192,7 +192,7 @@ class LeaderLoad(ModelLoad):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        self.links.send("begin_load", self.engine, self._name, self.skips_checkpoint)
+        self.links.send("begin_load", self.engine, self.name, self.skips_checkpoint)
         self._is_begun = True
         try:
             with super().active():
@@ -227,7 +227,7 @@ class LeaderLoad(ModelLoad):
         shapes = [ShardShape.of(layout, slots), *self.links.receive()]
         sizes = {(shape.num_bytes, shape.slot_bytes) for shape in shapes}
         if len(sizes) > 1:
-            text = f"{self._name}: the shards have different sizes: {sorted(sizes)}"
+            text = f"{self.name}: the shards have different sizes: {sorted(sizes)}"
             raise Failed(text, "host the model on single GPUs")
         digests = "".join(shape.digest for shape in shapes)
         ends = zip(*(shape.layer_ends for shape in shapes), strict=True)
@@ -248,7 +248,7 @@ class LeaderLoad(ModelLoad):
             return super()._buffer(what, num_pages)
         num_bytes = num_pages * self._device.page_bytes
         file_bytes = num_bytes * self._device.num_ranks
-        fd = create_memfd(f"gpupool-snapshot-{self._name}", file_bytes, touch_pages)
+        fd = create_memfd(f"gpupool-snapshot-{self.name}", file_bytes, touch_pages)
         return HostBuffer(fd, num_bytes)
 
     def _placed(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import supports_any_eagle
 from vllm.model_executor.models.utils import process_eagle_weight
 
-from gpupoold.checkpoints.tensor_file import read_tensors
+from gpupoold.checkpoints.tensor_file import TensorEntry, read_tensors
 
 LOAD_FORMAT = "gpupool-snapshot"
 
@@ -29,6 +30,10 @@ LOAD_FORMAT = "gpupool-snapshot"
 _KV_SCALES = frozenset(f"{prefix}{name}_scale" for prefix in ("", "_") for name in "qkv") | {
     "prob_scale"
 }
+
+# vLLM's Transformers backend, and the tensors that have no parameter there before they are loaded.
+_BACKEND = "vllm.model_executor.models.transformers"
+_LATE = "lm_head.bias"
 
 
 def register() -> None:
@@ -45,18 +50,22 @@ class _SnapshotLoader(BaseModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill all weights with zeros, so that post-processing meets no accidental infinities."""
+        folder = Path(model_config.model)
+        if type(model).__module__.startswith(_BACKEND):
+            loads: Any = model  # as every model of vLLM does
+            late = [one for one in _stored(folder) if one.name.endswith(_LATE)]
+            loads.load_weights((one.name, torch.zeros(one.shape)) for one in late)
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
                 if name.rpartition(".")[2] not in _KV_SCALES:
                     tensor.zero_()
         if model_config.runner == "draft" and supports_any_eagle(model):
-            for name in _stored_names(Path(model_config.model)):
+            for stored in _stored(folder):
                 # An internal function of vLLM, which records whether a drafter has own embeddings.
-                process_eagle_weight(model, name)
+                process_eagle_weight(model, stored.name)
 
 
-def _stored_names(folder: Path) -> Iterator[str]:
-    """Yield the names of a checkpoint's tensors, from the headers of the weight files."""
+def _stored(folder: Path) -> Iterator[TensorEntry]:
+    """Yield a checkpoint's tensors, from the headers of the weight files."""
     for file in sorted(folder.glob("*.safetensors")):
-        for tensor in read_tensors(file):
-            yield tensor.name
+        yield from read_tensors(file)

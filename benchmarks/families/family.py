@@ -11,10 +11,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, MAX_POSITION_EMBEDDINGS, PAD_ID, VOCAB_SIZE
+
 HIDDEN_SIZE = 128
 NUM_HEADS = 4
 HEAD_DIM = 32
 SLIDING_WINDOW = 64
+EXPERT_WIDTH = 64
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 2 * HIDDEN_SIZE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
 
 Task = Literal["generate", "vision", "embed", "classify"]
 
@@ -66,3 +85,13 @@ class Family:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type])
+
+
+def text_config(**changes: Any) -> dict[str, Any]:
+    """Return the common configuration with ``changes``; None removes a field."""
+    merged = _COMMON | changes
+    return {
+        key: value
+        for key, value in merged.items()
+        if value is not None or key in ("bos_token_id", "sliding_window")
+    }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.families.cells import COLUMNS, Cell, Outcome, Row
 from benchmarks.families.family import Family
+from benchmarks.families.transformers_backend import TRANSFORMERS_BACKEND
 
 _HEAD = """\
 # Families of models
@@ -37,6 +38,11 @@ wrongly in vLLM 0.32 alone. "One \
 request at a time" marks families whose tokens depend on other requests of a step in vLLM alone. \
 "vLLM alone without prefix cache" marks families whose prefill fails in vLLM's CPU build with the \
 prefix cache, and not in gpupool.
+
+vLLM has no model class of its own for {backend}: its Transformers backend runs the modules of \
+Transformers. There the numbers of heads come from config.json alone. A model whose projections \
+make other numbers is refused in its self-check; in vLLM alone the surplus keys are written to \
+the KV of other tokens.
 """
 _GROUPS = """\
 Both workers are [groups](groups.md) of {num_gpus} emulated GPUs, and vLLM alone has a tensor \
@@ -54,9 +60,10 @@ def page_text(
 
     ``of_groups`` has the rows of groups by the number of GPUs.
     """
-    lines = [_HEAD, *_table(families, rows, COLUMNS)]
+    backend = " and ".join(", ".join(one.title for one in TRANSFORMERS_BACKEND).rsplit(", ", 1))
+    lines = [_HEAD.format(backend=backend), *_table(families, rows, COLUMNS)]
     lines += _reasons("Not right yet", families, rows, Outcome.NO)
-    lines += _reasons("For a run on a GPU", families, rows, Outcome.VLLM_CANNOT)
+    lines += _reasons("What vLLM cannot", families, rows, Outcome.VLLM_CANNOT)
     for num_gpus, found in of_groups.items():
         title = f"On groups of {num_gpus} GPUs"
         head = _GROUPS.format(num_gpus=num_gpus)

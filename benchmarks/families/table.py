@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.families.family import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, SLIDING_WINDOW, Family
+from benchmarks.families.family import (
+    EXPERTS,
+    HEAD_DIM,
+    HIDDEN_SIZE,
+    NUM_HEADS,
+    SLIDING_AND_FULL,
+    SLIDING_WINDOW,
+    Family,
+    text_config,
+)
 from benchmarks.families.made import MADE_FAMILIES
+from benchmarks.families.transformers_backend import TRANSFORMERS_BACKEND
 from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, MAX_POSITION_EMBEDDINGS, PAD_ID, VOCAB_SIZE
 from gpupoold.errors import UsageError
 
-_EXPERT_WIDTH = 64
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN_SIZE,
-    "intermediate_size": 2 * HIDDEN_SIZE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": NUM_HEADS,
-    "num_key_value_heads": 2,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": EOS_ID,
-    "pad_token_id": PAD_ID,
-}
-_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": _EXPERT_WIDTH}
 _MLA: dict[str, Any] = {
     "num_key_value_heads": NUM_HEADS,
     "kv_lora_rank": 512,
@@ -38,7 +32,7 @@ _MLA: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.0,
-    **_EXPERTS,
+    **EXPERTS,
 }
 _MAMBA2: dict[str, Any] = {
     "mamba_d_state": 16,
@@ -57,30 +51,17 @@ _DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
-
-
-def _text(**changes: Any) -> dict[str, Any]:
-    """Return the common configuration with ``changes``; None removes a field."""
-    merged = _COMMON | changes
-    return {
-        key: value
-        for key, value in merged.items()
-        if value is not None or key in ("bos_token_id", "sliding_window")
-    }
-
-
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", "Llama 3", "llama", "dense", _text()),
-    Family("qwen2", "Qwen 2 and 2.5", "qwen2", "dense", _text(head_dim=None)),
-    Family("qwen3", "Qwen 3", "qwen3", "dense", _text(), template="Qwen-Qwen3-0.6B"),
-    Family("mixtral", "Mixtral", "mixtral", "experts", _text(num_local_experts=4)),
+    Family("llama", "Llama 3", "llama", "dense", text_config()),
+    Family("qwen2", "Qwen 2 and 2.5", "qwen2", "dense", text_config(head_dim=None)),
+    Family("qwen3", "Qwen 3", "qwen3", "dense", text_config(), template="Qwen-Qwen3-0.6B"),
+    Family("mixtral", "Mixtral", "mixtral", "experts", text_config(num_local_experts=4)),
     Family(
         "mistral",
         "Mistral",
         "mistral",
         "dense",
-        _text(sliding_window=None),
+        text_config(sliding_window=None),
         template="mistralai-Mistral-Nemo-Instruct-2407",
     ),
     Family(
@@ -88,7 +69,7 @@ FAMILIES: tuple[Family, ...] = (
         "Mistral, sliding window",
         "mistral",
         "sliding window",
-        _text(sliding_window=SLIDING_WINDOW),
+        text_config(sliding_window=SLIDING_WINDOW),
         template="mistralai-Mistral-Nemo-Instruct-2407",
     ),
     Family(
@@ -96,7 +77,7 @@ FAMILIES: tuple[Family, ...] = (
         "Mistral Small 3",
         "mistral",
         "dense",
-        _text(
+        text_config(
             sliding_window=None,
             head_dim=64,
             rope_parameters={"rope_type": "default", "rope_theta": 1e8},
@@ -108,7 +89,7 @@ FAMILIES: tuple[Family, ...] = (
         "Phi-3",
         "phi3",
         "dense",
-        _text(head_dim=None, sliding_window=None),
+        text_config(head_dim=None, sliding_window=None),
         template="microsoft-Phi-3.5-mini-instruct",
     ),
     Family(
@@ -116,7 +97,7 @@ FAMILIES: tuple[Family, ...] = (
         "Phi-4",
         "phi3",
         "dense",
-        _text(
+        text_config(
             head_dim=None,
             sliding_window=None,
             rope_parameters={
@@ -132,10 +113,10 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 2",
         "gemma2",
         "sliding window",
-        _text(
+        text_config(
             tie_word_embeddings=True,
             sliding_window=SLIDING_WINDOW,
-            layer_types=_SLIDING_AND_FULL,
+            layer_types=SLIDING_AND_FULL,
             query_pre_attn_scalar=HEAD_DIM,
         ),
     ),
@@ -144,27 +125,27 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 3 (text)",
         "gemma3_text",
         "sliding window",
-        _text(
+        text_config(
             tie_word_embeddings=True,
             sliding_window=SLIDING_WINDOW,
-            layer_types=_SLIDING_AND_FULL,
+            layer_types=SLIDING_AND_FULL,
             query_pre_attn_scalar=HEAD_DIM,
         ),
     ),
-    Family("glm4", "GLM-4", "glm4", "dense", _text()),
+    Family("glm4", "GLM-4", "glm4", "dense", text_config()),
     Family(
         "glm4-moe",
         "GLM-4.5 MoE",
         "glm4_moe",
         "experts",
-        _text(
+        text_config(
             n_routed_experts=4,
             n_shared_experts=1,
             n_group=1,
             topk_group=1,
             first_k_dense_replace=1,
             use_qk_norm=True,
-            **_EXPERTS,
+            **EXPERTS,
         ),
         template="GLM-4.6",
     ),
@@ -173,7 +154,7 @@ FAMILIES: tuple[Family, ...] = (
         "Granite",
         "granite",
         "dense",
-        _text(head_dim=None),
+        text_config(head_dim=None),
         template="ibm-granite-granite-3.3-2B-Instruct",
     ),
     Family(
@@ -181,7 +162,7 @@ FAMILIES: tuple[Family, ...] = (
         "Granite 4 (hybrid Mamba 2)",
         "granitemoehybrid",
         "hybrid",
-        _text(
+        text_config(
             head_dim=None,
             num_hidden_layers=4,
             layer_types=["mamba", "mamba", "attention", "mamba"],
@@ -194,20 +175,19 @@ FAMILIES: tuple[Family, ...] = (
         ),
         template="ibm-granite-granite-4.0",
     ),
-    Family("olmo2", "OLMo 2", "olmo2", "dense", _text(head_dim=None)),
     Family(
         "qwen2-moe",
         "Qwen2-MoE",
         "qwen2_moe",
         "experts",
-        _text(head_dim=None, num_experts=4, shared_expert_intermediate_size=128, **_EXPERTS),
+        text_config(head_dim=None, num_experts=4, shared_expert_intermediate_size=128, **EXPERTS),
     ),
     Family(
         "qwen3-moe",
         "Qwen3-MoE",
         "qwen3_moe",
         "experts",
-        _text(num_experts=4, **_EXPERTS),
+        text_config(num_experts=4, **EXPERTS),
         template="Qwen-Qwen3-0.6B",
     ),
     Family(
@@ -268,30 +248,22 @@ FAMILIES: tuple[Family, ...] = (
             "pad_token_id": PAD_ID,
         },
     ),
-    Family("stablelm", "StableLM", "stablelm", "dense", _text(head_dim=None)),
+    Family("stablelm", "StableLM", "stablelm", "dense", text_config(head_dim=None)),
     Family(
         "cohere",
         "Cohere",
         "cohere",
         "dense",
-        _text(head_dim=None, tie_word_embeddings=True, use_qk_norm=True),
-    ),
-    Family(
-        "smollm3",
-        "SmolLM3",
-        "smollm3",
-        "dense",
-        _text(head_dim=None, no_rope_layers=[1, 0]),
-        template="HuggingFaceTB-SmolLM3-3B",
+        text_config(head_dim=None, tie_word_embeddings=True, use_qk_norm=True),
     ),
     Family(
         "gpt-oss",
         "gpt-oss (bfloat16 form)",
         "gpt_oss",
         "attention sinks",
-        _text(
+        text_config(
             sliding_window=SLIDING_WINDOW,
-            layer_types=_SLIDING_AND_FULL,
+            layer_types=SLIDING_AND_FULL,
             num_local_experts=4,
             num_experts_per_tok=2,
             head_dim=64,
@@ -305,14 +277,14 @@ FAMILIES: tuple[Family, ...] = (
         "DeepSeek-V2",
         "deepseek_v2",
         "MLA",
-        _text(head_dim=None, topk_method="group_limited_greedy", **_MLA),
+        text_config(head_dim=None, topk_method="group_limited_greedy", **_MLA),
     ),
     Family(
         "deepseek-v3",
         "DeepSeek-V3",
         "deepseek_v3",
         "MLA",
-        _text(head_dim=None, topk_method="noaux_tc", **_MLA),
+        text_config(head_dim=None, topk_method="noaux_tc", **_MLA),
         template="deepseek-ai-DeepSeek-V3.1",
     ),
     Family(
@@ -320,7 +292,7 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3-Next (Gated DeltaNet)",
         "qwen3_next",
         "hybrid",
-        _text(num_experts=4, shared_expert_intermediate_size=128, **_EXPERTS, **_DELTA_NET),
+        text_config(num_experts=4, shared_expert_intermediate_size=128, **EXPERTS, **_DELTA_NET),
         dtype="bfloat16",
     ),
     Family(
@@ -328,7 +300,7 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3.5 (Gated DeltaNet)",
         "qwen3_5_text",
         "hybrid",
-        _text(**_DELTA_NET),
+        text_config(**_DELTA_NET),
         dtype="bfloat16",
         template="Qwen3.5-4B",
     ),
@@ -337,14 +309,14 @@ FAMILIES: tuple[Family, ...] = (
         "Falcon-H1 (hybrid Mamba 2)",
         "falcon_h1",
         "hybrid",
-        _text(mamba_d_ssm=256, mamba_expand=2, **_MAMBA2),
+        text_config(mamba_d_ssm=256, mamba_expand=2, **_MAMBA2),
     ),
     Family(
         "lfm2",
         "LFM2 (short convolutions)",
         "lfm2",
         "hybrid",
-        _text(
+        text_config(
             head_dim=None,
             num_hidden_layers=4,
             layer_types=["conv", "conv", "full_attention", "conv"],
@@ -357,11 +329,27 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(
+        "lfm2-moe",
+        "LFM2-MoE",
+        "lfm2_moe",
+        "hybrid",
+        text_config(
+            head_dim=None,
+            num_hidden_layers=4,
+            layer_types=["conv", "conv", "full_attention", "conv"],
+            conv_L_cache=3,
+            tie_word_embeddings=True,
+            num_dense_layers=1,
+            num_experts=4,
+            **EXPERTS,
+        ),
+    ),
+    Family(
         "llama4",
         "Llama 4 (text)",
         "llama4_text",
         "experts",
-        _text(
+        text_config(
             intermediate_size=128,
             intermediate_size_mlp=256,
             num_local_experts=4,
@@ -376,10 +364,10 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 4 (text)",
         "gemma4_text",
         "sliding window",
-        _text(
+        text_config(
             tie_word_embeddings=True,
             sliding_window=SLIDING_WINDOW,
-            layer_types=_SLIDING_AND_FULL,
+            layer_types=SLIDING_AND_FULL,
             num_hidden_layers=2,
             global_head_dim=64,
             vocab_size_per_layer_input=VOCAB_SIZE,
@@ -388,6 +376,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         template="google-gemma-4-31B-it",
     ),
+    *TRANSFORMERS_BACKEND,
     *MADE_FAMILIES,
 )
 

@@ -20,6 +20,7 @@ from tests.functional.worker_peer import Snapshot, WorkerPeer, encode_request
 _KV_HOST_BYTES = 64 << 20
 _QUOTA_MAX_S = 0.05
 _LOAD_TIMEOUT_S = 180.0
+_PROFILING_BUDGET_S = 0.5
 
 
 class Moved(NamedTuple):
@@ -50,7 +51,7 @@ class FamilyWorker(WorkerPeer):
         self.number = number
 
     def load_family(self, family: Family, path: Path, snapshot: Snapshot | None) -> m.ModelLoaded:
-        """Load a checkpoint, from ``snapshot`` if there is one.
+        """Load a checkpoint, from ``snapshot`` if there is one; its steps are timed.
 
         Raises:
             AssertionError: the worker refused the model; the argument is its answer.
@@ -63,6 +64,7 @@ class FamilyWorker(WorkerPeer):
             max_model_len=family.max_model_len,
             engine={"speculative_config": json.dumps(drafts)} if drafts else {},
             snapshot=snapshot,
+            profiling_budget_s=_PROFILING_BUDGET_S,
             timeout_s=_LOAD_TIMEOUT_S,
         )
 

@@ -15,6 +15,7 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free, find_model
 from gpupoold.domain import Preset
+from gpupoold.engine_options.defaults import SYSTEM_PROMPT
 from gpupoold.errors import GpupoolError, NoSuchModel, UsageError
 from gpupoold.json_values import check_json_value
 
@@ -110,6 +111,8 @@ def check_defaults(defaults: Mapping[str, Any]) -> None:
         if defaults[name] is None:
             raise UsageError(f"{name!r} has the default null", "leave the field out")
         check_json_value(name, defaults[name])
+    if not isinstance(defaults.get(SYSTEM_PROMPT, ""), str):
+        raise UsageError(f"{SYSTEM_PROMPT} is no text", "give a system message as one text")
     num_characters = len(json.dumps(defaults))
     if num_characters > MAX_DEFAULTS_CHARACTERS:
         raise UsageError(

@@ -12,6 +12,9 @@ from gpupoold.errors import Refused, UsageError
 
 def test_good_defaults() -> None:
     check_defaults({"temperature": 0.2, "chat_template_kwargs.enable_thinking": True})
+    check_defaults(
+        {"system_prompt": "a {name} {{ 7 * 7 }} \x1b[31m \x00"}
+    )  # text, never a template
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,7 @@ def test_good_defaults() -> None:
         ({"model.x": 1}, "cannot have a default"),
         ({"a": {}, "a.b": 1}, "as a whole and by key"),
         ({"temperature": None}, "the default null"),
+        ({"system_prompt": ["x"]}, "is no text"),
         ({"system_prompt": "x" * 70_000}, "characters"),
     ],
 )

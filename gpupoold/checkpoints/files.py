@@ -80,18 +80,6 @@ def read_json_value(file: Path, max_values: int = MAX_VALUES) -> Any:
     return value
 
 
-def read_text(file: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        Refused: the file cannot be read, is too large, or is not UTF-8.
-    """
-    try:
-        return read(file).decode()
-    except UnicodeDecodeError as error:
-        raise Refused(f"{file}: is not valid UTF-8: {error}", _AGAIN) from error
-
-
 def read(file: Path) -> bytes:
     """Return the content of a file, which must be regular and not too large for its kind.
 

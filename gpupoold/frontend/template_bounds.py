@@ -27,7 +27,7 @@ class _TooSlow(BaseException):
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _Rendering:
     thread_id: int = field(default_factory=threading.get_ident)
     clock: int = 0
     ends_s: float = 0.0
@@ -40,7 +40,7 @@ class RenderLimit:
     def __init__(self, max_cpu_s: float) -> None:
         self._max_cpu_s = max_cpu_s
         self._lock = threading.Lock()
-        self._jobs: set[_Job] = set()
+        self._jobs: set[_Rendering] = set()
         self._has_jobs = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -63,8 +63,8 @@ class RenderLimit:
                 "time for this conversation. Send a shorter conversation."
             ) from None
 
-    def _begin(self) -> _Job:
-        job = _Job()
+    def _begin(self) -> _Rendering:
+        job = _Rendering()
         job.clock = time.pthread_getcpuclockid(job.thread_id)
         job.ends_s = time.clock_gettime(job.clock) + self._max_cpu_s
         with self._lock:
@@ -77,7 +77,7 @@ class RenderLimit:
         self._has_jobs.set()
         return job
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _Rendering) -> None:
         with self._lock:
             self._jobs.discard(job)
             if job.is_stopped:

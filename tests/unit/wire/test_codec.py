@@ -27,7 +27,7 @@ UNIONS = {
     "FromFrontend": m.FromFrontend,
     "ToForkServer": m.ToForkServer,
     "FromForkServer": m.FromForkServer,
-    "ToInspection": m.Inspect,
+    "ToInspection": m.ToInspection,
     "FromInspection": m.Inspected,
 }
 # Frontends and their grammar checkers have messages of their own.

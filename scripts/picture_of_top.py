@@ -24,6 +24,7 @@ from gpupoold.sim.workloads import poisson_workload
 SIZE = (148, 40)
 BOX = "4xA10"
 LOAD_S = 75.0
+START_S = 600.0
 # Share of the small box's usual load, so that the daemon keeps its targets on a machine whose few
 # cores also draw the picture.
 LOAD_SHARE = 0.7
@@ -36,7 +37,7 @@ def main() -> None:
     path: Path = parser.parse_args().file
     with (
         tempfile.TemporaryDirectory(prefix="gpupool-") as folder,
-        private_daemon(sim_config(parse_box(BOX)), Path(folder) / "pool") as daemon,
+        private_daemon(sim_config(parse_box(BOX)), Path(folder) / "pool", START_S) as daemon,
     ):
         for one in SMALL_BOX:
             checkpoint = make_dummy_checkpoint(Path(folder), one.shape)

@@ -142,7 +142,7 @@ def models_table(models: dict[str, dict[str, Any]]) -> Table:
 
 
 def device_table(result: dict[str, Any]) -> Table:
-    table = new_table("switches between models on the GPU, and their time by stage")
+    table = new_table("switches between models, and their time by stage")
     stages = result["switch_seconds"]
     for title in ("switches", "moved", *stages):
         table.add_column(title, justify="right", no_wrap=True)

@@ -147,17 +147,15 @@ def summarise(
 def longest_pauses(pairs: Sequence[tuple[Answer, Answer]], killed_s: float) -> dict[str, Any]:
     """Return the longest times between two tokens of the answers.
 
-    ``without_kill_s`` is of the undisturbed answers, ``at_kill_s`` of pauses that contain the time
-    of the kill, ``later_s`` of pauses that begin after it.
+    ``without_kill_s`` is of the undisturbed answers, ``from_kill_s`` of pauses that end after the
+    kill. Tokens under way arrive after it, so no single pause is the kill's.
     """
     gaps = [pair for _, answer in pairs for pair in itertools.pairwise(answer.token_times_s)]
-    at_kill = (end - begin for begin, end in gaps if begin <= killed_s <= end)
-    later = (end - begin for begin, end in gaps if begin > killed_s)
+    from_kill = (end - begin for begin, end in gaps if end > killed_s)
     return {
         "requests": len(pairs),
         "without_kill_s": max((max(one.gaps_s) for one, _ in pairs), default=0.0),
-        "at_kill_s": max(at_kill, default=0.0),
-        "later_s": max(later, default=0.0),
+        "from_kill_s": max(from_kill, default=0.0),
     }
 
 
@@ -186,10 +184,10 @@ def report(console: Console, result: dict[str, Any]) -> bool:
 def pauses_table(answers: dict[str, dict[str, Any]]) -> Table:
     table = new_table("longest pause between two tokens of an answer, as its client saw it")
     table.add_column("process of the answer", no_wrap=True)
-    for title in ("answers", "without kill", "at the kill", "after it"):
+    for title in ("answers", "without a kill", "from the kill on"):
         table.add_column(title, justify="right", no_wrap=True)
     for where, row in answers.items():
         if row["requests"]:
-            times = (row["without_kill_s"], row["at_kill_s"], row["later_s"])
+            times = (row["without_kill_s"], row["from_kill_s"])
             table.add_row(where, str(row["requests"]), *map(format_duration, times))
     return table

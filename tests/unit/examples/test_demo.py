@@ -49,10 +49,12 @@ def test_the_answers_on_the_killed_process_are_counted() -> None:
     assert "3 of 3 answers complete; 0 tokens differ" in printed
 
 
-def test_pauses_at_the_kill_and_after_it() -> None:
+def test_pauses_from_the_kill_on() -> None:
     late = Answer("m", "p", 0.0, "x", [1] * 5, [0.0, 1.0, 4.0, 5.0, 7.0])
     found = act_two.longest_pauses([(answer("y"), late)], killed_s=2.0)
-    assert found == {"requests": 1, "without_kill_s": 1.0, "at_kill_s": 3.0, "later_s": 2.0}
+    assert found == {"requests": 1, "without_kill_s": 1.0, "from_kill_s": 3.0}
+    found = act_two.longest_pauses([(answer("y"), late)], killed_s=4.5)
+    assert found["from_kill_s"] == 2.0
 
 
 @pytest.mark.parametrize("running", [[], [RequestIds().http_id]])

@@ -1,0 +1,89 @@
+"""The picture of the demo shows headings, columns and steps that the demo prints today."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from examples.demo import act_one, act_two
+from tests.conftest import ROOT
+
+_CELL = re.compile(r'<text[^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>')
+_CELL_WIDTH = 12.2
+_WORD = re.compile(r"[A-Za-z]{3,}")
+
+
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of text of a terminal's picture."""
+    rows: dict[float, list[tuple[float, str]]] = {}
+    for x, y, text in _CELL.findall(path.read_text(encoding="utf-8")):
+        rows.setdefault(float(y), []).append((float(x), html.unescape(text)))
+    lines = []
+    for _, cells in sorted(rows.items()):
+        line = ""
+        for x, text in sorted(cells):
+            line = line.ljust(round(x / _CELL_WIDTH)) + text.replace("\xa0", " ")
+        lines.append(line.rstrip())
+    return lines
+
+
+def words(text: str) -> set[str]:
+    return set(_WORD.findall(text))
+
+
+def _is_heading(line: str) -> bool:
+    return bool(line.strip()) and not re.search(r"[\d─]", re.sub("p50|p99", "", line))
+
+
+def sources_of_demo() -> str:
+    files = [*(ROOT / "examples" / "demo").glob("*.py"), ROOT / "cli" / "gpupool_cli" / "why.py"]
+    files.append(ROOT / "gpupoold" / "control" / "views" / "explain.py")
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def reports_of_demo() -> str:
+    printed = io.StringIO()
+    console = Console(file=printed, width=88)
+    row = dict.fromkeys(("ttft_p50_s", "ttft_p99_s", "tbt_p50_s", "tbt_p99_s"), 1.0)
+    stages = dict.fromkeys(("total", "evict", "map", "weights", "kv"), 0.1)
+    one = {
+        "requests": 32,
+        "completed": 32,
+        "differing_tokens": 0,
+        "switches": 12,
+        "bytes_moved": 1,
+        "seconds": 1.0,
+        "switch_seconds": stages,
+        "models": {"tiny-llama": {"requests": 8, "tokens": 512, "attainment": 1.0, **row}},
+    }
+    pauses = {"requests": 3, "without_kill_s": 1.0, "from_kill_s": 1.0}
+    two = {
+        "requests": 6,
+        "completed": 6,
+        "differing_tokens": 0,
+        "worker_back_s": 1.0,
+        "answers": {act_two.ON_KILLED: pauses, act_two.ELSEWHERE: pauses},
+        "hit": ["x"],
+    }
+    assert act_one.report(console, one)
+    assert act_two.report(console, two)
+    return printed.getvalue()
+
+
+def test_the_demo_prints_what_its_picture_shows() -> None:
+    lines = lines_of(ROOT / "docs" / "demo.svg")
+    end = next(index for index, line in enumerate(lines) if line.startswith("8. "))
+    shown = "\n".join(lines[:end])
+    reports = reports_of_demo()
+    models = words("tiny llama mixtral qwen")
+    assert words(shown) - models <= words(reports) | words(sources_of_demo()) | {"GiB", "MiB"}
+    headings = [line.split() for line in reports.splitlines() if _is_heading(line)]
+    assert len(headings) > 6
+    assert [one for one in headings if one not in [line.split() for line in lines]] == []
+    # Answers moved from the killed process to another.
+    assert re.search(r"device \d → \d", shown)
+    assert re.search(r"the killed one +[1-6] ", shown)

@@ -63,6 +63,7 @@ from gpupoold.frontend.step_outputs import (
 )
 from gpupoold.frontend.template_bounds import bound_rendering
 from gpupoold.frontend.token_texts import decode_tokens_once, prepare_texts
+from gpupoold.frontend.token_work import why_too_much_work
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
@@ -155,6 +156,8 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
+        if costly := why_too_much_work(params):
+            raise VLLMValidationError(costly[1], parameter=costly[0])
         count_features(prompt, getattr(params, "n", 1))
         if has_logprobs(params):
             await prepare_texts(self.renderer.tokenizer)

@@ -104,10 +104,13 @@ class FinalFailure(StrEnum):
 
     CRASHED_WORKER = "request_crashed_worker"
     CANCELLED = "request_cancelled"
+    GRAMMAR = "grammar_over_bound"
 
     @property
     def status(self) -> HTTPStatus:
         """HTTP status of the answer."""
+        if self is FinalFailure.GRAMMAR:
+            return HTTPStatus.BAD_REQUEST
         return HTTPStatus.UNPROCESSABLE_ENTITY
 
 

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any
 
+import llguidance
 import xgrammar
 from vllm.config import VllmConfig
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_guidance import (
+    GuidanceBackend,
+    GuidanceGrammar,
+    serialize_guidance_grammar,
+)
 from vllm.v1.structured_output.backend_outlines import OutlinesBackend
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+from vllm.v1.structured_output.request import get_structured_output_key
+
+_MAX_ITEMS = 500
+
+
+class _BoundedGuidance(GuidanceBackend):  # type: ignore[misc, unused-ignore]
+    """guidance with another limit of the parser's items, for grammars in a text of the client.
+
+    The time for a token grows with the square of the items, to 7 s with guidance's own limit of
+    2,000, during which no other thread of the process runs.
+    """
+
+    def compile_grammar(
+        self,
+        request_type: StructuredOutputOptions,
+        grammar_spec: str,
+        stop_token_ids: set[int] | None = None,
+    ) -> StructuredOutputGrammar:
+        if request_type != StructuredOutputOptions.GRAMMAR:
+            return super().compile_grammar(request_type, grammar_spec, stop_token_ids)
+        matcher = llguidance.LLMatcher(
+            self.ll_tokenizer,
+            serialize_guidance_grammar(request_type, grammar_spec),
+            log_level=0,
+            limits=llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS),
+        )
+        grammar = GuidanceGrammar(matcher, self.ll_tokenizer, self.vocab_size)
+        grammar.check_error()
+        return grammar
+
 
 _KINDS: dict[str, Any] = {
     "xgrammar": XgrammarBackend,
-    "guidance": GuidanceBackend,
+    "guidance": _BoundedGuidance,
     "outlines": OutlinesBackend,
 }
 # vLLM 0.33 has a second compiler, for structural tags, which may name special tokens.
@@ -33,6 +73,12 @@ def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> Any:
     if name == "xgrammar":
         renew_compilers(backend)
     return backend
+
+
+def grammar_digest(structured: Any) -> str:
+    """Return a name for a request's grammar, equal for equal grammars in all processes."""
+    kind, text = get_structured_output_key(structured)
+    return hashlib.sha256(f"{kind.name}:{text}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def renew_compilers(backend: XgrammarBackend) -> None:

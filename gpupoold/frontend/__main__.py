@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import logging
 import os
-import socket
 from pathlib import Path
 
 from gpupoold.access.tls import Tls
 from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.grammar_checker.checker import fork_checker
+from gpupoold.frontend.grammars.vetting import RunningChecker
 from gpupoold.frontend.server import FrontendServer, FrontendSettings
 from gpupoold.system.process import (
     FRONTEND_OOM_SCORE_ADJ,
@@ -88,7 +88,7 @@ def _batches(found: argparse.Namespace) -> BatchBounds | None:
     )
 
 
-async def _serve(settings: FrontendSettings, checker: socket.socket) -> None:
+async def _serve(settings: FrontendSettings, checker: RunningChecker) -> None:
     exit_status = 0
     try:
         await FrontendServer(settings, checker).run()

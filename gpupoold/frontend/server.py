@@ -24,7 +24,7 @@ from gpupoold.frontend.client_texts import fit_for_clients
 from gpupoold.frontend.cors import Cors
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
-from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker
 from gpupoold.frontend.http_server import HttpServer, http_config, refuse_stopping
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.metrics import MetricsCalls
@@ -49,6 +49,7 @@ from gpupoold.wire.messages import (
     FirstTokens,
     FleetSecret,
     FrontendReady,
+    GrammarRefused,
     MetricsText,
     ModelList,
     Ping,
@@ -100,8 +101,8 @@ class FrontendSettings:
 class FrontendServer:
     """Connects the catalogue, the mounts and the HTTP server; one per process."""
 
-    def __init__(self, settings: FrontendSettings, checker: socket.socket | None = None) -> None:
-        """``checker`` is the channel to a grammar checker; None starts one on first use."""
+    def __init__(self, settings: FrontendSettings, checker: RunningChecker | None = None) -> None:
+        """``checker`` is a grammar checker; None starts one on first use."""
         self._settings = settings
         self._vetting = GrammarVetting(settings.log_level, checker)
         wire = socket.socket(fileno=settings.wire_fd)
@@ -242,6 +243,10 @@ class FrontendServer:
                 self._catalog.replace(message.models, message.ready)
             case RequestsFailed():
                 self._mounts.fail(message)
+            case GrammarRefused():
+                self._vetting.convict(
+                    message.model, message.key_id, message.grammar, message.reason
+                )
             case AccessRules():
                 self._callers.replace(message)
             case FleetSecret():

@@ -50,6 +50,7 @@ from gpupoold.wire.messages_frontend import (
     BatchWaits as BatchWaits,
     FirstTokens as FirstTokens,
     FrontendReady as FrontendReady,
+    GrammarRefused as GrammarRefused,
     MetricsText as MetricsText,
     ModelList as ModelList,
     Ping as Ping,
@@ -151,6 +152,7 @@ ToFrontend = (
     | AdmissionAnswer
     | StepOutputs
     | RequestsFailed
+    | GrammarRefused
     | CallResult
     | MetricsText
     | FirstTokens

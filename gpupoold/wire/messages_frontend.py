@@ -129,7 +129,8 @@ class RequestsFailed(Message):
     """Requests that failed (worker → daemon → frontend); their streams end.
 
     ``status`` is the HTTP status. ``code`` names a failure that a further try would only repeat; a
-    failure without a code may be of the moment.
+    failure without a code may be of the moment. ``grammar`` is the digest of the requests' grammar
+    if the grammar was the cause.
     """
 
     model: str
@@ -137,6 +138,20 @@ class RequestsFailed(Message):
     message: str
     status: int = 503
     code: str = ""
+    grammar: str = ""
+
+
+class GrammarRefused(Message):
+    """A grammar has exceeded a bound in a worker (daemon → all frontends).
+
+    The frontends refuse further requests of the API key with the grammar; see
+    :func:`gpupoold.grammar_backends.grammar_digest`.
+    """
+
+    model: str
+    key_id: str
+    grammar: str
+    reason: str
 
 
 class AdmissionAnswer(Message):

@@ -188,13 +188,19 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (
         _GRAMMARS,
         "vllm.v1.structured_output.StructuredOutputManager",
-        "executor backend vllm_config tokenizer",
+        "executor backend vllm_config tokenizer _grammar_bitmask fill_bitmask_parallel_threshold "
+        "_get_constraint_bounds",
     ),
     (_GRAMMARS, "vllm.v1.structured_output.request.StructuredOutputRequest", "grammar"),
     (
-        _TRIAL,
+        "gpupoold/frontend/grammar_checker/walks.py",
         "vllm.v1.structured_output.backend_types.StructuredOutputGrammar",
         "accept_tokens is_terminated fill_bitmask",
+    ),
+    (
+        "gpupoold/worker/engine/bounded_grammars.py",
+        "vllm.v1.structured_output.backend_types.StructuredOutputGrammar",
+        "accept_tokens is_terminated fill_bitmask validate_tokens rollback reset",
     ),
     (
         _TRIAL,
@@ -385,6 +391,9 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager.grammar_init"),
     (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager._create_grammar"),
     (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager.clear_backend"),
+    (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager.accept_tokens"),
+    (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager.grammar_bitmask"),
+    (_GRAMMARS, "vllm.v1.structured_output.StructuredOutputManager.validate_tokens"),
     ("gpupoold/grammar_backends.py", "vllm.v1.structured_output.backend_xgrammar.XgrammarBackend"),
     (_REQUEST_GRAMMARS, "vllm.sampling_params.SamplingParams._validate_structured_outputs"),
     (_REQUEST_GRAMMARS, "vllm.v1.engine.input_processor.InputProcessor.process_inputs"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -61,3 +63,77 @@ def test_unstreamed_and_streamed_refusals_are_statuses(pool: PrivateDaemon) -> N
         answer = httpx.post(f"{pool.http_url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == "structured_outputs"
+
+
+def costly(pool: PrivateDaemon, letter: str, **more: Any) -> dict[str, Any]:
+    """A request whose grammar is cheap in all walks of the checker, and costly for its client."""
+    asked = {"model": MODEL, "prompt": letter, "add_special_tokens": False}
+    token_ids = httpx.post(f"{pool.http_url}/tokenize", json=asked, timeout=60).json()["tokens"]
+    rules = f'root ::= [a-z]{{1,3000}} | "{letter}" z{{1,1000}}\nz ::= y{{1,1000}}\n'
+    rules += 'y ::= x{1,1000}\nx ::= " " | "  "'
+    return {
+        "model": MODEL,
+        "prompt": "hello",
+        "max_tokens": 200,
+        "logit_bias": {str(token_ids[-1]): 100},
+        "structured_outputs": {"grammar": rules},
+    } | more
+
+
+def num_past(pool: PrivateDaemon) -> int:
+    with pool.client() as client:
+        return len(client.past_requests(MODEL, 3600.0, 1000))
+
+
+def is_over_bound(message: str) -> bool:
+    return message.startswith("The grammar ") and "bound is" in message.replace("this is the", "is")
+
+
+async def test_costly_grammar_ends_its_request_alone(pool: PrivateDaemon, api: AsyncOpenAI) -> None:
+    """Streams of the same batch, and of another model of the device, have their exact tokens."""
+    pids, worker = frontend_pids(pool), child(pool, "worker")
+    asked: list[dict[str, Any]] = [
+        {"model": name, "prompt": "hello", "max_tokens": 120, "temperature": 0, "seed": 1}
+        for name in MODELS[:2]
+    ]
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
+    asked.append(asked[0] | {"extra_body": {"structured_outputs": {"json": schema}}})
+    alone = [(await api.completions.create(**one)).choices[0].text for one in asked]
+    url = f"{pool.http_url}/v1/completions"
+    async with httpx.AsyncClient(timeout=120) as client:
+        beside = [asyncio.create_task(api.completions.create(**one)) for one in asked]
+        whole, streamed, several = await asyncio.gather(
+            client.post(url, json=costly(pool, "Q")),
+            client.post(url, json=costly(pool, "W", stream=True)),
+            client.post(url, json=costly(pool, "K", n=8, temperature=1)),
+        )
+        assert [(await one).choices[0].text for one in beside] == alone
+        for answer in (whole, several):
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert is_over_bound(error["message"]), error
+            assert error["code"] == "grammar_over_bound"
+        events = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: ")]
+        [error] = [json.loads(one)["error"] for one in events if '"error"' in one]
+        assert is_over_bound(error["message"]), error
+        # Both frontends know the grammar now, and no worker gets the request.
+        num_ended = num_past(pool)
+        for letter in "QWK":
+            for _ in range(4):
+                again = await client.post(url, json=costly(pool, letter))
+                assert again.status_code == 400
+                assert is_over_bound(again.json()["error"]["message"])
+        assert num_past(pool) == num_ended
+    assert frontend_pids(pool) == pids
+    assert worker.is_running()
+
+
+def test_rule_that_derives_itself_twice_is_refused(pool: PrivateDaemon) -> None:
+    literal = "the quick brown fox jumps over the lazy dog " * 2
+    rules = f'root ::= "{literal}" x\nx ::= " " x " " | " " | x x'
+    for structured in ({"grammar": rules}, {"grammar": 'start: x\nx: x x | "a"'}):
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 200}
+        body |= {"structured_outputs": structured}
+        answer = httpx.post(f"{pool.http_url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert "the rule `x` derives itself twice in a row" in answer.json()["error"]["message"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, ParamSpec
 
-from gpupoold.wire.messages import WrongAnswer
+from gpupoold.wire.messages import GrammarRefused, WrongAnswer
 
 P = ParamSpec("P")
 
@@ -36,6 +36,8 @@ class Signals:
     """A request waits until the model is warm."""
     weights_damaged: Signal[WrongAnswer] = field(default_factory=Signal)
     """A self-check has failed."""
+    grammar_refused: Signal[GrammarRefused] = field(default_factory=Signal)
+    """A grammar has exceeded a bound in a worker."""
     answered: Signal[str] = field(default_factory=Signal)
     """A request has ended without an error, or has passed the token of an earlier crash."""
     convicted: Signal[str, str] = field(default_factory=Signal)

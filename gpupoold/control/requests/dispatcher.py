@@ -120,7 +120,7 @@ class Dispatcher:
                 self.accounts.turn_ended(worker.number, message)
                 self.scheduler.turn_ended(worker.number, message)
             case m.RequestsFailed():
-                self._fail(self._known(message.request_ids), message.message)
+                self._failed_there(message)
             case m.WrongAnswer():
                 self._fleet.signals.weights_damaged(message)
             case m.Switched():
@@ -370,6 +370,14 @@ class Dispatcher:
         self.accounts.admitted(message, is_warm=is_warm)
         self._fleet.signals.request_began(message.model)
         self._schedule(request, is_warm=is_warm)
+
+    def _failed_there(self, message: m.RequestsFailed) -> None:
+        """End requests that a worker has ended; remember a grammar that was the cause."""
+        requests = self._known(message.request_ids)
+        self._fail(requests, message.message, FinalFailure(message.code) if message.code else None)
+        for key_id in {one.key_id for one in requests} if message.grammar else ():
+            refused = m.GrammarRefused(message.model, key_id, message.grammar, message.message)
+            self._fleet.signals.grammar_refused(refused)
 
     def _wake_asleep(self) -> None:
         """Ask for the snapshots of models with requests whose devices all rest."""

@@ -23,7 +23,8 @@ from typing import Any
 
 import msgspec
 
-from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
+from gpupoold.frontend.grammars.messages import CHECK_TIMEOUT_S, GrammarCheck, GrammarVerdict
+from gpupoold.frontend.grammars.vetting import RunningChecker
 from gpupoold.frontend.preload import preload
 from gpupoold.system.process import (
     GRAMMAR_NICENESS,
@@ -38,8 +39,6 @@ from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
 _logger = logging.getLogger(__name__)
 
-TRIAL_TIMEOUT_S = 60.0
-"""Time limit by the clock, for a child that waits for a core; the limit of CPU time is lower."""
 _MAX_PREPARED = 8
 _MAX_VERDICT_BYTES = 4096
 _M_ARENA_MAX = -8
@@ -91,7 +90,7 @@ class GrammarChecker:
         now_s = time.monotonic()
         for trial in self._trials.values():
             if now_s >= trial.deadline_s:
-                trial.is_late, trial.deadline_s = True, now_s + TRIAL_TIMEOUT_S
+                trial.is_late, trial.deadline_s = True, now_s + CHECK_TIMEOUT_S
                 os.kill(trial.pid, signal.SIGKILL)
 
     def _begin(self, check: GrammarCheck) -> None:
@@ -114,7 +113,7 @@ class GrammarChecker:
             self._try(prepared, check, write_fd, parent_pid)
         os.close(write_fd)
         ended_fd = os.pidfd_open(pid)
-        deadline_s = time.monotonic() + TRIAL_TIMEOUT_S
+        deadline_s = time.monotonic() + CHECK_TIMEOUT_S
         self._trials[ended_fd] = _Trial(check.check_id, pid, read_fd, deadline_s)
         self._poll.register(ended_fd, select.POLLIN)
 
@@ -151,7 +150,7 @@ class GrammarChecker:
         with os.fdopen(trial.result_fd, "rb") as result:
             data = result.read(_MAX_VERDICT_BYTES)
         if trial.is_late:
-            reason = f"the check did not finish within {TRIAL_TIMEOUT_S:g} s"
+            reason = f"the check did not finish within {CHECK_TIMEOUT_S:g} s"
             verdict = GrammarVerdict(trial.check_id, "unknown", reason=reason)
         elif data:
             verdict = msgspec.msgpack.decode(data, type=GrammarVerdict)
@@ -177,11 +176,12 @@ def _be_first_to_go() -> None:
         score.write("1000")
 
 
-def fork_checker(log_level: str) -> socket.socket:
-    """Fork a checker; the caller's end of the channel. Only while there is a single thread."""
+def fork_checker(log_level: str) -> RunningChecker:
+    """Fork a checker. Only while there is a single thread."""
     ours, theirs = socket.socketpair()
     parent_pid = os.getpid()
-    if os.fork() == 0:
+    pid = os.fork()
+    if pid == 0:
         status = 1
         try:
             show_as(_MODULE, ["--log-level", log_level])
@@ -192,7 +192,7 @@ def fork_checker(log_level: str) -> socket.socket:
         finally:
             os._exit(status)
     theirs.close()
-    return ours
+    return RunningChecker(ours, pid)
 
 
 def _close_others(kept_fd: int) -> None:

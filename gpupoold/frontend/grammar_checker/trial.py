@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 import time
 from typing import Any
 
-import torch
+import numpy
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers.registry import cached_get_tokenizer, cached_tokenizer_from_config
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.request import get_structured_output_key
+from vllm.v1.structured_output.utils import grammar_is_likely_lark
+from xgrammar import Grammar
 
 from gpupoold.frontend.adapter import engine_config
+from gpupoold.frontend.grammar_checker.ambiguity import doubled_rule
+from gpupoold.frontend.grammar_checker.walks import walk
 from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.grammar_backends import make_backend
 from gpupoold.system.process import LONG_GRAMMAR_NICENESS, limit_use, lower_priority
@@ -25,10 +27,7 @@ ORDINARY_S = 0.1
 """Limit of CPU time for an ordinary grammar, in seconds."""
 MAX_MEMORY_BYTES = 1 << 30
 """Limit of address space beyond the process's present size, in bytes."""
-MAX_STEP_S = 0.05
-"""Limit of CPU time for the mask of one token, in seconds."""
 _STACK_BYTES = 4 << 20  # half of what a worker's threads have
-_NUM_TOKENS = 24
 _MAX_REASON_CHARS = 500
 
 
@@ -40,12 +39,19 @@ class Prepared:
         self.tokenizer: Any = cached_tokenizer_from_config(self.config.model_config)
         cached_get_tokenizer.cache_clear()  # the cache would keep tokenizers of all models
         self._xgrammar = make_backend("xgrammar", self.config, self.tokenizer)
+        self.token_lengths = _token_lengths(self._xgrammar)
 
     def backend(self, name: str) -> Any:
         """vLLM's backend of this name, as a worker has one."""
         if name == "xgrammar":
             return self._xgrammar
         return make_backend(name, self.config, self.tokenizer)
+
+
+def _token_lengths(backend: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.int32]]:
+    """Return the length in bytes of each token of the vocabulary by id."""
+    tokens = backend.compiler.tokenizer_info.decoded_vocab
+    return numpy.fromiter(map(len, tokens), numpy.int32, len(tokens))
 
 
 def try_grammar(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
@@ -93,39 +99,33 @@ def _compile(prepared: Prepared, parts: dict[str, Any]) -> str:
     )
     structured = sampling.structured_outputs
     assert structured is not None and structured._backend is not None
+    if structured._backend == "xgrammar":
+        _refuse_doubled_rules(structured)
     backend = prepared.backend(structured._backend)
-    grammar = backend.compile_grammar(*get_structured_output_key(structured))
-    _take_tokens(grammar, backend.allocate_token_bitmask(1))
+    key = get_structured_output_key(structured)
+    walk(lambda: backend.compile_grammar(*key), prepared.token_lengths)
     return structured._backend
 
 
-def _take_tokens(grammar: StructuredOutputGrammar, bitmask: torch.Tensor) -> None:
-    """Take random permitted tokens, as an answer would.
+def _refuse_doubled_rules(structured: StructuredOutputsParams) -> None:
+    """Check the kinds of grammars whose rules a client may write.
 
     Raises:
-        ValueError: no token is permitted, or a step takes too long for streams of the same batch.
+        ValueError: a rule derives itself twice in a row.
     """
-    draw = random.Random(0)
-    for index in range(_NUM_TOKENS):
-        if grammar.is_terminated():
-            return
-        started_s = time.thread_time()
-        grammar.fill_bitmask(bitmask, 0)
-        taken_s = time.thread_time() - started_s
-        if taken_s > MAX_STEP_S:
-            raise ValueError(
-                f"a step takes {taken_s * 1000:.0f} ms; the bound is {MAX_STEP_S * 1000:.0f}"
-            )
-        words = bitmask[0].nonzero().flatten().tolist()
-        if not words and not index:
-            raise ValueError("no answer matches the grammar")
-        if not words:
-            return
-        word = draw.choice(words)
-        bits = int(bitmask[0][word]) & 0xFFFFFFFF
-        allowed = [bit for bit in range(32) if bits >> bit & 1]
-        started_s = time.thread_time()
-        if not grammar.accept_tokens("", [word * 32 + draw.choice(allowed)]):
-            return
-        if time.thread_time() - started_s > MAX_STEP_S:
-            raise ValueError("a token takes too long to check")
+    text = structured.grammar
+    if text is not None:
+        is_lark = grammar_is_likely_lark(text)
+        grammar = Grammar.from_lark(text) if is_lark else Grammar.from_ebnf(text)
+    elif structured.structural_tag is not None and "structures" not in json.loads(
+        structured.structural_tag
+    ):
+        grammar = Grammar.from_structural_tag(structured.structural_tag)
+    else:
+        return
+    rule = doubled_rule(grammar.serialize_json())
+    if rule is not None:
+        raise ValueError(
+            f"the rule `{rule}` derives itself twice in a row, so that a text matches in very many "
+            "ways; write a repetition such as `(item)+` instead"
+        )

@@ -8,6 +8,10 @@ from gpupoold.wire.base import Message
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
 Outcome = Literal["accepted", "refused", "unknown"]
+CHECK_TIMEOUT_S = 60.0
+"""Limit of a check by the clock, for a child that waits for a core; the limit of CPU time is
+lower.
+"""
 
 
 class GrammarCheck(Message):

@@ -25,6 +25,7 @@ from gpupoold.frontend.gates import refuse
 from gpupoold.frontend.grammars.bounds import OverBound, check_constraint
 from gpupoold.frontend.grammars.messages import GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting, TooManyGrammars
+from gpupoold.grammar_backends import grammar_digest
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
 _FIELD = "structured_outputs"
@@ -67,7 +68,15 @@ class ModelGrammars:
             _refuse(bad_request(f"The grammar cannot be used: {reason}", param=_FIELD))
         params = copy.copy(params)
         params.structured_outputs = _validated(structured, verdict)
+        self._check_convictions(params.structured_outputs)
         return params
+
+    def _check_convictions(self, structured: StructuredOutputsParams) -> None:
+        if self._vetting.has_convictions:
+            digest = grammar_digest(structured)
+            reason = self._vetting.conviction(self._model.name, current_key_id(), digest)
+            if reason:
+                _refuse(bad_request(reason, param=_FIELD))
 
 
 def _parts(structured: StructuredOutputsParams) -> dict[str, Any]:

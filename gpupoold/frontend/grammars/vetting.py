@@ -12,13 +12,15 @@ import hashlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
+from gpupoold.frontend.grammars.messages import CHECK_TIMEOUT_S, GrammarCheck, GrammarVerdict
 from gpupoold.system.process import as_words
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
@@ -32,7 +34,20 @@ MAX_WAITING = 64
 MAX_WAITING_PER_CALLER = 16
 MAX_CACHED = 4_096
 """Verdicts; each takes some 100 bytes."""
+ANSWER_TIMEOUT_S = CHECK_TIMEOUT_S + 5.0
+"""Seconds after which a check without an answer is given up."""
+START_TIMEOUT_S = 2 * ANSWER_TIMEOUT_S
+"""Seconds until a new checker must have answered; it imports vLLM first."""
 _RESTART_WAIT_S = 1.0
+
+
+class RunningChecker(NamedTuple):
+    """A checker's process, and this process's end of the channel."""
+
+    sock: socket.socket
+    pid: int
+    is_forked: bool = True
+    """True if the process must be waited for."""
 
 
 class TooManyGrammars(Exception):
@@ -81,16 +96,19 @@ class CheckQueue:
 class GrammarVetting:
     """Decides on grammars; for the event loop.
 
-    ``sock`` is the channel to a running checker; None starts a checker on first use.
+    ``checker`` is a running child process; None starts a checker on first use.
     """
 
-    def __init__(self, log_level: str, sock: socket.socket | None = None) -> None:
+    def __init__(self, log_level: str, checker: RunningChecker | None = None) -> None:
         self._log_level = log_level
-        self._sock = sock
+        self._first = checker
+        self._present: RunningChecker | None = None
+        self._has_answered = False
         self._channel: AsyncChannel[GrammarVerdict] | None = None
         self._starting = asyncio.Lock()
         self._started_s = float("-inf")
         self._known: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._convictions: OrderedDict[tuple[str, str, str], str] = OrderedDict()
         self._under_way: dict[bytes, asyncio.Future[GrammarVerdict]] = {}
         self._queue = CheckQueue()
         self._running: dict[int, _Job] = {}
@@ -121,6 +139,24 @@ class GrammarVetting:
         # The check continues for other requests when this request's client leaves.
         return await asyncio.shield(shared)
 
+    def convict(self, model: str, key_id: str, grammar: str, reason: str) -> None:
+        """Remember that a grammar, named by its digest, has exceeded a bound in a worker.
+
+        The grammar is refused for the API key only: another key's answers may be short.
+        """
+        self._convictions[model, key_id, grammar] = reason
+        if len(self._convictions) > MAX_CACHED:
+            self._convictions.popitem(last=False)
+
+    @property
+    def has_convictions(self) -> bool:
+        """True if :meth:`conviction` may return a reason."""
+        return bool(self._convictions)
+
+    def conviction(self, model: str, key_id: str, grammar: str) -> str:
+        """Return why a grammar is refused, or an empty text."""
+        return self._convictions.get((model, key_id, grammar), "")
+
     def _learn(self, key: bytes, done: asyncio.Future[GrammarVerdict]) -> None:
         del self._under_way[key]
         verdict = done.result()
@@ -145,19 +181,34 @@ class GrammarVetting:
                     self._channel = await self._connected()
                     self._keep(self._read(self._channel))
             self._channel.send(job.check)
+            loop = asyncio.get_running_loop()
+            loop.call_later(ANSWER_TIMEOUT_S, self._give_up, self._channel, job.check.check_id)
         except (OSError, ValueError) as error:
             _logger.error("the grammar checker cannot be asked: %s", error)
             self._settle(GrammarVerdict(job.check.check_id, "unknown"))
 
-    async def _connected(self) -> AsyncChannel[GrammarVerdict]:
-        sock, self._sock = self._sock, None
-        if sock is None:
-            await asyncio.sleep(self._started_s + _RESTART_WAIT_S - time.monotonic())
-            sock = await self._start()
-        self._started_s = time.monotonic()
-        return AsyncChannel(sock, GrammarVerdict)
+    def _give_up(self, channel: AsyncChannel[GrammarVerdict], check_id: int) -> None:
+        """Answer a check that the checker has not answered in time; kill a hung checker."""
+        if check_id not in self._running:
+            return
+        has_started = self._has_answered or time.monotonic() > self._started_s + START_TIMEOUT_S
+        if channel is self._channel and has_started and self._present is not None:
+            pid = self._present.pid
+            _logger.error("the grammar checker (process %d) does not answer", pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reason = f"the checker has not answered within {ANSWER_TIMEOUT_S:g} s"
+        self._settle(GrammarVerdict(check_id, "unknown", reason=reason))
 
-    async def _start(self) -> socket.socket:
+    async def _connected(self) -> AsyncChannel[GrammarVerdict]:
+        checker, self._first = self._first, None
+        if checker is None:
+            await asyncio.sleep(self._started_s + _RESTART_WAIT_S - time.monotonic())
+            checker = await self._start()
+        self._started_s, self._has_answered, self._present = time.monotonic(), False, checker
+        return AsyncChannel(checker.sock, GrammarVerdict)
+
+    async def _start(self) -> RunningChecker:
         ours, theirs = socket.socketpair()
         with theirs:
             options = {
@@ -176,14 +227,18 @@ class GrammarVetting:
             )
         self._keep(_reap(process))
         _logger.warning("the grammar checker has been started as process %d", process.pid)
-        return ours
+        return RunningChecker(ours, process.pid, is_forked=False)
 
     async def _read(self, channel: AsyncChannel[GrammarVerdict]) -> None:
         with contextlib.suppress(ChannelClosed):
             while True:
-                self._settle(await channel.receive())
+                verdict = await channel.receive()
+                self._has_answered = True
+                self._settle(verdict)
         channel.close()
         self._channel = None
+        if self._present is not None and self._present.is_forked:
+            self._keep(asyncio.to_thread(os.waitpid, self._present.pid, 0))
         _logger.error("the grammar checker has died")
         for check_id in list(self._running):
             self._settle(GrammarVerdict(check_id, "unknown"))

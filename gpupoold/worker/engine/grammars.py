@@ -1,26 +1,44 @@
-"""Grammars of an engine's requests: vLLM's manager with two changes.
+"""Grammars of an engine's requests: vLLM's manager with three changes.
 
 A request's grammar is compiled by the backend chosen for the request. In vLLM 0.32 the backend of
 the first grammar compiles all later grammars too, although backends differ in how they read a
 schema; vLLM 0.33 refuses later grammars for other backends.
 
 The memory of xgrammar's compiled grammars is bounded for all engines of the process together.
+
+Calls of grammars are bounded in CPU time (:mod:`gpupoold.worker.engine.bounded_grammars`). A
+request over a bound ends alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
-from typing import Any, Protocol
+from collections.abc import Iterable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 from vllm.config import VllmConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from gpupoold.grammar_backends import compiled_bytes, make_backend, renew_compilers
+from gpupoold.grammar_backends import (
+    compiled_bytes,
+    grammar_digest,
+    make_backend,
+    renew_compilers,
+)
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import GRAMMAR_NICENESS, lower_priority, trim_heap
+from gpupoold.worker.engine.bounded_grammars import (
+    MAX_ABANDONED,
+    BoundedGrammar,
+    GrammarCalls,
+    GrammarOverBound,
+)
 
 CACHE_BYTES = 16 << 20
 """Limit in bytes of compiled grammars for all engines of a process, by xgrammar's count.
@@ -69,6 +87,15 @@ class GrammarCaches:
 
 
 _caches = GrammarCaches(CACHE_BYTES)
+_calls = GrammarCalls()
+_MAX_KNOWN = 256
+
+
+class GrammarRefusal(NamedTuple):
+    """Why a request's grammar is refused; ``digest`` names the grammar to the frontends."""
+
+    reason: str
+    digest: str
 
 
 class _BackendGrammars(StructuredOutputManager):
@@ -98,9 +125,20 @@ class _BackendGrammars(StructuredOutputManager):
                 if self.backend is None:
                     self.backend = make_backend(self._name, self.vllm_config, self.tokenizer)
                     self._engine.backend = self.backend  # all backends make equal bitmasks
-            grammar = super()._create_grammar(request)
+            grammar = self._engine.bounded(request, super()._create_grammar)
         if self._name == "xgrammar":
             _caches.used(self)
+        return grammar
+
+    def take_all(self, request: Request, grammar: BoundedGrammar) -> None:
+        """Begin to take the tokens of a resumed answer, as if each had just been sampled."""
+        structured = request.structured_output_request
+        assert structured is not None
+        structured.grammar = self.executor.submit(self._take_all, request, grammar)
+
+    def _take_all(self, request: Request, grammar: BoundedGrammar) -> StructuredOutputGrammar:
+        with WORKER.beside(ThreadPhase.GRAMMAR, self._engine.model, [request.request_id]):
+            self._engine.walk(request, grammar)
         return grammar
 
     @property
@@ -127,12 +165,21 @@ class _BackendGrammars(StructuredOutputManager):
 
 
 class EngineGrammars(StructuredOutputManager):
-    """vLLM's manager for one engine, over one manager per backend."""
+    """vLLM's manager for one engine, over one manager per backend.
+
+    After a call over its bound, all requests of the same owner with an equal grammar are refused,
+    because each would cost as much. The owner is the first part of a request's cache salt, the id
+    of its API key.
+    """
 
     def __init__(self, config: VllmConfig, model: str) -> None:
         super().__init__(config)
         self.model = model
         self._by_backend: dict[str, _BackendGrammars] = {}
+        self._refused: dict[str, GrammarRefusal] = {}
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # reasons by owner and grammar
+        # Masks are filled beside the step in any case, on one thread.
+        self.fill_bitmask_parallel_threshold = config.scheduler_config.max_num_seqs
 
     def grammar_init(self, request: Request) -> None:
         """Begin to compile a request's grammar with the request's backend."""
@@ -144,12 +191,128 @@ class EngineGrammars(StructuredOutputManager):
             self._by_backend[name] = _BackendGrammars(self, name)
         self._by_backend[name].grammar_init(request)
 
+    def bounded(self, request: Request, compile_grammar: Any) -> BoundedGrammar:
+        """Return a request's compiled grammar; for a compiling thread.
+
+        Raises:
+            GrammarOverBound: the grammar is known to be over a bound.
+            Exception: the grammar cannot be compiled.
+        """
+        digest = grammar_digest(request.sampling_params.structured_outputs)
+        salt = (request.cache_salt or "").partition(":")[0]
+        owner = hashlib.sha256(f"{salt}:{digest}".encode("utf-8", "surrogatepass")).digest()
+        reason = self._known.get(owner, "")
+        if not reason and _calls.num_abandoned >= MAX_ABANDONED:
+            reason = "Other grammars take more CPU time than they may; please try again later."
+        if reason:
+            self._refused[request.request_id] = GrammarRefusal(reason, "")
+            raise GrammarOverBound(reason)
+        return BoundedGrammar(compile_grammar(request), owner)
+
+    def take_up(self, request: Request) -> bool:
+        """Return whether a resumed request's compiled grammar has taken the answer's tokens.
+
+        If not, the tokens are taken on a compiling thread, and the grammar is not ready meanwhile.
+        """
+        grammar = _grammar_of(request)
+        if grammar is None or grammar.has_taken_up:
+            return True
+        grammar.has_taken_up = True
+        assert request.sampling_params is not None
+        structured = request.sampling_params.structured_outputs
+        assert structured is not None
+        self._by_backend[str(structured._backend)].take_all(request, grammar)
+        return False
+
+    def walk(self, request: Request, grammar: BoundedGrammar) -> None:
+        """Take the tokens of a resumed answer, those after the reasoning.
+
+        vLLM would search the end of the reasoning in all tokens at once, in quadratic time.
+
+        Raises:
+            GrammarOverBound: the grammar is over a bound.
+        """
+        structured: Any = request.structured_output_request
+        so_far: Any = SimpleNamespace(
+            structured_output_request=structured,
+            prompt_token_ids=request.prompt_token_ids,
+            all_token_ids=list(request.prompt_token_ids or ()),
+        )
+        for token in list(request.output_token_ids):
+            so_far.all_token_ids.append(token)
+            bounds = self._get_constraint_bounds(so_far, [token], spec_tokens_committed=True)
+            if bounds.grammar_start <= 1:
+                structured.reasoning_ended = True
+                grammar.accept_tokens("", [token][bounds.grammar_start :])
+        try:
+            grammar.take_all()
+        except GrammarOverBound:
+            self._refuse(request, grammar)
+            raise
+
+    def grammar_bitmask(self, requests: dict[str, Request], ids: list[str], drafts: Any) -> Any:
+        """Return the masks of a step; requests over a bound are not constrained, and end."""
+        if not ids:
+            return None
+        asking = [requests[one] for one in ids]
+
+        def go_on() -> None:
+            self._grammar_bitmask = None  # the abandoned thread may still write to it
+            self._refuse_equal(asking)
+
+        mask = _calls.run(partial(super().grammar_bitmask, requests, ids, drafts), go_on)
+        self._note_refused(asking)
+        return mask
+
+    def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
+        """Return the longest unconstrained or permitted prefix of a draft."""
+        if not request.use_structured_output:
+            return spec_tokens
+        found = _calls.run(partial(super().validate_tokens, request, spec_tokens))
+        self._note_refused([request])
+        return found
+
+    def take_refused(self) -> dict[str, GrammarRefusal]:
+        """Return the requests refused since the last call by id; they must be ended."""
+        if not self._refused:
+            return {}
+        refused, self._refused = self._refused, {}
+        return refused
+
+    def _note_refused(self, requests: Iterable[Request]) -> None:
+        for one in requests:
+            grammar = _grammar_of(one)
+            if grammar is not None and grammar.refusal:
+                self._refuse(one, grammar)
+
+    def _refuse(self, request: Request, grammar: BoundedGrammar) -> None:
+        assert request.sampling_params is not None
+        digest = grammar_digest(request.sampling_params.structured_outputs)
+        self._refused[request.request_id] = GrammarRefusal(grammar.refusal, digest)
+        if grammar.is_slow_call:
+            self._known[grammar.owner] = grammar.refusal
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def _refuse_equal(self, requests: Iterable[Request]) -> None:
+        """Refuse the grammars that are equal to one with a call over the bound."""
+        grammars = [one for one in map(_grammar_of, requests) if one is not None]
+        slow = {one.owner: one.refusal for one in grammars if one.is_slow_call}
+        for one in grammars:
+            one.refusal = one.refusal or slow.get(one.owner, "")
+
     def clear_backend(self) -> None:
         for one in self._by_backend.values():
             one.clear_backend()
         self._by_backend.clear()
         self.backend = None  # it belonged to a manager above
         super().clear_backend()
+
+
+def _grammar_of(request: Request) -> BoundedGrammar | None:
+    structured = request.structured_output_request
+    grammar = None if structured is None else structured.grammar
+    return grammar if isinstance(grammar, BoundedGrammar) else None
 
 
 def use_engine_grammars(core: Any, model: str) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
+from gpupoold.worker.engine.grammars import EngineGrammars
 from gpupoold.worker.engine.request_records import ResumedRequest
 
 if TYPE_CHECKING:
@@ -77,11 +77,16 @@ def _add_with_record(
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def after_grammar(grammars: StructuredOutputManager, request: Request) -> None:
-    """Advance a resumed request's compiled grammar by the tokens of its answer after the
-    reasoning.
+def after_grammar(grammars: EngineGrammars, request: Request) -> bool:
+    """Return whether a request whose grammar has been compiled can start.
+
+    A resumed request's grammar first takes the tokens of the answer after the reasoning, beside the
+    steps.
     """
     if not request.num_preemptions or not request.num_output_tokens:
-        return
-    grammars.accept_tokens(request, list(request.output_token_ids))
+        return True
+    if not grammars.take_up(request):
+        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        return False
     request.status = RequestStatus.PREEMPTED
+    return True

@@ -317,8 +317,8 @@ class PooledScheduler(Scheduler):
         is_waiting = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         if not super()._handle_blocked_waiting_request(request):
             return False
-        if is_waiting:
-            after_grammar(self.structured_output_manager, request)
+        if is_waiting and not after_grammar(self.structured_output_manager, request):
+            return False
         if self._sits_out(request.request_id):
             return False
         if self.prefixes is not None and not self.prefixes.may_start(request):

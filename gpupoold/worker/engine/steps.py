@@ -22,6 +22,7 @@ from vllm.v1.worker import workspace
 from gpupoold.system.activity import WORKER
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.messages import DraftCounts, RequestProgress
+from gpupoold.worker.engine.grammars import GrammarRefusal
 
 _MAX_STEP_BYTES = MAX_FRAME_BYTES // 2
 """Limit in bytes of encoded outputs in one message, which also has the token ids."""
@@ -58,6 +59,8 @@ class EngineSteps:
         self._workspace = workspace._manager
         self._encoder = MsgpackEncoder()
         self._made: list[Step] = []
+        self._refused: dict[str, GrammarRefusal] = {}
+        self._ending: set[str] = set()  # refused, and perhaps not ended yet
 
     @property
     def are_under_way(self) -> bool:
@@ -91,6 +94,16 @@ class EngineSteps:
         made, self._made = self._made, []
         return made
 
+    def take_refused(self) -> dict[str, GrammarRefusal]:
+        """Return the requests to be ended for their grammar since the last call.
+
+        No step's result has any of the requests.
+        """
+        if not self._refused:
+            return {}
+        refused, self._refused = self._refused, {}
+        return refused
+
     def wait(self) -> None:
         """Wait for launched steps; the next ``begin`` or ``settle`` returns the results."""
         if not self.are_under_way:
@@ -115,6 +128,9 @@ class EngineSteps:
         WORKER.begin_scheduling(self._name)
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
+        refused = self._core.structured_output_manager.take_refused()
+        if refused or self._ending:
+            outputs = self._without_refused(refused, outputs or {})
         if self._scheduler.num_updates > num_updates:
             made = (outputs or {}).items()
             reported = {number: result for number, result in made if result.outputs}
@@ -123,6 +139,20 @@ class EngineSteps:
                 steps[0] = steps[0]._replace(drafts=drafts)
             self._made += steps
         WORKER.end_steps(len(self._core.batch_queue or ()))
+
+    def _without_refused(
+        self, refused: dict[str, GrammarRefusal], outputs: dict[int, EngineCoreOutputs]
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take requests out of a step's outputs whose last tokens no grammar has constrained."""
+        self._refused |= refused
+        ending = self._ending | refused.keys()
+        self._ending = {one for one in ending if one in self._scheduler.requests}
+        return {
+            number: msgspec.structs.replace(
+                made, outputs=[one for one in made.outputs if one.request_id not in ending]
+            )
+            for number, made in outputs.items()
+        }
 
     def _steps_of(
         self, by_frontend: dict[int, EngineCoreOutputs], *, is_decode: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from gpupoold.domain import FinalFailure
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
 from gpupoold.wire.codec import FrameTooLong
@@ -59,7 +60,7 @@ class TurnSteps:
         self.num_begun += 1
         made = steps.begin(chunk_tokens)
         self._report(engine, made)
-        has_told = any(step.frames for step in made)
+        has_told = bool(self._unsendable) or any(step.frames for step in made)
         return has_told or steps.are_under_way or engine.has_requests()
 
     def expected_end_s(self) -> float:
@@ -76,11 +77,22 @@ class TurnSteps:
             self._report(engine, engine.steps.settle())
 
     def take_unsendable(self) -> list[m.RequestsFailed]:
-        """Return requests whose outputs were too long for a message, to be ended and reported."""
+        """Return requests to be ended and reported: their outputs were too long for a message, or
+        their grammars took more CPU time than they may.
+        """
         taken, self._unsendable = self._unsendable, []
         return taken
 
     def _report(self, engine: ModelEngine, steps: Sequence[Step]) -> None:
+        for request_id, refusal in engine.steps.take_refused().items():
+            failed = m.RequestsFailed(
+                engine.name,
+                [request_id],
+                refusal.reason,
+                code=FinalFailure.GRAMMAR,
+                grammar=refusal.digest,
+            )
+            self._unsendable.append(failed)
         # The duration of a step that has waited for weights says nothing about other steps.
         has_waited = bool(steps) and engine.take_waited_s() > 0
         for step in steps:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 
 import pytest
 
 from gpupoold.frontend.grammars import vetting
 from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
-from gpupoold.frontend.grammars.vetting import GrammarVetting, TooManyGrammars
+from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker, TooManyGrammars
 from gpupoold.wire.channel import AsyncChannel
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
@@ -34,7 +36,9 @@ class Checker:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.vetting = GrammarVetting("warning", theirs)
+        self.process = subprocess.Popen(["sleep", "600"])
+        running = RunningChecker(theirs, self.process.pid, is_forked=False)
+        self.vetting = GrammarVetting("warning", running)
         self.channel: AsyncChannel[GrammarCheck] = AsyncChannel(ours, GrammarCheck)
 
     def ask(
@@ -59,6 +63,8 @@ async def checker() -> AsyncIterator[Checker]:
     running = Checker()
     yield running
     running.channel.close()
+    running.process.kill()
+    running.process.wait()
 
 
 @pytest.mark.parametrize("outcome", ["accepted", "refused"])
@@ -154,3 +160,54 @@ async def test_death_of_the_checker_is_an_answer(checker: Checker) -> None:
     await checker.asked()
     checker.channel.close()
     assert (await asked).outcome == "unknown"
+
+
+async def test_hung_checker_is_killed(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting checks are answered, and the next one starts another checker."""
+    first = checker.ask(b"1")
+    checker.answer(await checker.asked())
+    await first
+    monkeypatch.setattr(vetting, "ANSWER_TIMEOUT_S", 0.01)
+    started: list[int] = []
+
+    async def start() -> RunningChecker:
+        started.append(1)
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return RunningChecker(ours, checker.process.pid, is_forked=False)
+
+    monkeypatch.setattr(checker.vetting, "_start", start)
+    several = [checker.ask(b"%d" % number, f"caller {number}") for number in range(2, 6)]
+    found = await asyncio.wait_for(asyncio.gather(*several), 30)
+    assert {one.outcome for one in found} == {"unknown"}
+    assert "has not answered within" in found[0].reason
+    assert await asyncio.to_thread(checker.process.wait, 30) == -signal.SIGKILL
+    checker.channel.close()  # as the kernel does for a real checker
+    while not started:
+        await checker.ask(b"7")
+
+
+async def test_new_checker_has_time_to_start(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vetting, "ANSWER_TIMEOUT_S", 0.01)
+    assert (await checker.ask(b"1")).outcome == "unknown"
+    assert checker.process.poll() is None
+    check = await checker.asked()
+    checker.answer(check)  # too late, and harmless
+    monkeypatch.setattr(vetting, "ANSWER_TIMEOUT_S", 60)
+    again = checker.ask(b"1")
+    checker.answer(await checker.asked())
+    assert (await again).outcome == "accepted"
+
+
+def test_conviction_holds_for_the_key_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vetting, "MAX_CACHED", 2)
+    known = GrammarVetting("warning")
+    assert not known.has_convictions
+    for number in range(3):
+        known.convict("m", "key", f"g{number}", f"why {number}")
+    assert known.has_convictions
+    found = [known.conviction("m", "key", f"g{number}") for number in range(3)]
+    assert found == ["", "why 1", "why 2"]
+    assert known.conviction("m", "other", "g2") == known.conviction("n", "key", "g2") == ""

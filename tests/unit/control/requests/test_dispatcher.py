@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gpupool_state import History
-from gpupoold.domain import FinishReason, Targets
+from gpupoold.domain import FinalFailure, FinishReason, Targets
 from gpupoold.errors import NoSuchRequest
 from gpupoold.frontend.request_ids import RequestIds
 from gpupoold.wire import messages as m
@@ -142,6 +142,22 @@ async def test_each_frontend_hears_of_its_own_requests_only(bench: Bench) -> Non
     [failed] = bench.others[2].sent
     assert isinstance(failed, m.RequestsFailed)
     assert failed.request_ids == ["full 0", "full 1", "full 2"]
+
+
+async def test_grammar_over_a_bound_is_told_to_all_frontends(bench: Bench) -> None:
+    """For the API key of the request, as the request's end is told to its own frontend."""
+    bench.cold.warm.add(NAME)
+    bench.ask("a")
+    told: list[m.GrammarRefused] = []
+    bench.fleet.signals.grammar_refused.connect(told.append)
+    failed = m.RequestsFailed(
+        NAME, ["a"], "too costly", code=FinalFailure.GRAMMAR, grammar="digest"
+    )
+    for _ in range(2):  # unknown the second time
+        bench.dispatcher.from_worker(bench.worker, failed)
+    assert told == [m.GrammarRefused(NAME, "", "digest", "too costly")]
+    ended = m.RequestsFailed(NAME, ["a"], "too costly", 400, "grammar_over_bound")
+    assert bench.frontend.sent[-1:] == [ended]
 
 
 async def test_all_fail_when_the_model_cannot_be_warmed(bench: Bench, history: History) -> None:

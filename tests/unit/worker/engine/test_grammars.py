@@ -20,6 +20,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
+from gpupoold.worker.engine import bounded_grammars
+from gpupoold.worker.engine.bounded_grammars import GrammarOverBound
 from gpupoold.worker.engine.grammars import EngineGrammars, GrammarCaches
 
 LIMIT_BYTES = 300_000
@@ -113,15 +115,9 @@ def grammars(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> E
     return EngineGrammars(arguments.create_engine_config(), "m")
 
 
-def compiled(grammars: EngineGrammars, one: Request) -> object:
+def compiled(grammars: EngineGrammars, one: Request) -> Any:
     grammars.grammar_init(one)
-    structured = one.structured_output_request
-    assert structured is not None
-    deadline_s = time.monotonic() + 60
-    while not structured.is_grammar_ready:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-    return structured.grammar
+    return compiled_again(one)
 
 
 def wait_until_ended() -> None:
@@ -176,7 +172,7 @@ def test_each_grammar_by_its_own_backend(caches: GrammarCaches, grammars: Engine
         request("guidance", json=schema),
         request("xgrammar", regex="b"),
     ):
-        found.append(type(compiled(grammars, one)))
+        found.append(type(compiled(grammars, one).inner))
     assert found == [XgrammarGrammar, GuidanceGrammar, XgrammarGrammar]
     compiling = grammars._by_backend["xgrammar"].executor
     niceness = compiling.submit(os.getpriority, os.PRIO_PROCESS, 0).result(60)
@@ -201,3 +197,88 @@ def test_memory_of_compiled_grammars_is_given_back(
         compiled(grammars, request("xgrammar", json=schema_of(number, 100)))
     assert process.memory_info().rss - before_bytes < MAX_GROWTH_BYTES
     grammars.clear_backend()
+
+
+def resumed(tokens: list[int], **structured: Any) -> Any:
+    """Return a request whose answer has these tokens."""
+    one: Any = request("xgrammar", **structured)
+    one.append_output_token_ids(tokens)
+    one.num_preemptions = 1
+    return one
+
+
+def tokens_of(grammars: EngineGrammars, text: str) -> list[int]:
+    return [grammars.tokenizer.convert_tokens_to_ids(one) for one in text]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_resumed_grammar_takes_the_tokens_beside_the_steps(grammars: EngineGrammars) -> None:
+    """The next mask is the one after the tokens."""
+    whole = request("xgrammar", regex="abcd*")
+    plain = compiled(grammars, whole)
+    tokens = tokens_of(grammars, "abc")
+    assert plain.accept_tokens("", tokens)
+    one = resumed(tokens, regex="abcd*")
+    compiled(grammars, one)
+    assert not grammars.take_up(one)
+    assert compiled_again(one).has_taken_up
+    assert grammars.take_up(one)
+    wanted = grammars.grammar_bitmask({"a": whole}, ["a"], {}).copy()
+    assert (grammars.grammar_bitmask({"a": one}, ["a"], {}) == wanted).all()
+    assert grammars.take_refused() == {}
+    grammars.clear_backend()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grammar_that_its_answer_does_not_match(grammars: EngineGrammars) -> None:
+    one = resumed(tokens_of(grammars, "ax"), regex="abcd*")
+    compiled(grammars, one)
+    assert not grammars.take_up(one)
+    assert isinstance(compiled_again(one), GrammarOverBound)
+    [(request_id, refusal)] = grammars.take_refused().items()
+    assert request_id == one.request_id
+    assert "stopped at a token" in refusal.reason
+    grammars.clear_backend()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_equal_grammars_of_an_owner_are_refused_together(
+    grammars: EngineGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And later ones are not compiled; the same grammar of another owner is."""
+    monkeypatch.setattr(bounded_grammars, "MAX_CALL_S", 0.02)
+    rules = 'root ::= z{1,1000}\nz ::= y{1,1000}\ny ::= x{1,1000}\nx ::= " " | "  "'
+    asked: dict[str, Any] = {}
+    for name, salt in (("a", "key:"), ("b", "key:own"), ("c", "other:")):
+        asked[name] = request("xgrammar", grammar=rules)
+        asked[name].request_id, asked[name].cache_salt = name, salt
+        compiled(grammars, asked[name])
+    ids, refused = ["a", "b"], dict[str, Any]()
+    for _ in range(40):
+        grammars.grammar_bitmask(asked, ids, {})
+        refused |= grammars.take_refused()
+        if refused:
+            break
+        for name in ids:
+            asked[name].structured_output_request.grammar.accept_tokens(
+                "", tokens_of(grammars, " ")
+            )
+    assert set(refused) >= {"a"}
+    grammars.grammar_bitmask(asked, ids, {})
+    assert {*refused, *grammars.take_refused()} == {"a", "b"}
+    assert not asked["c"].structured_output_request.grammar.refusal
+    again = request("xgrammar", grammar=rules)
+    again.request_id, again.cache_salt = "d", "key:"
+    assert isinstance(compiled(grammars, again), GrammarOverBound)
+    assert set(grammars.take_refused()) == {"d"}
+    grammars.clear_backend()
+
+
+def compiled_again(one: Request) -> Any:
+    structured = one.structured_output_request
+    assert structured is not None
+    deadline_s = time.monotonic() + 60
+    while not structured.is_grammar_ready:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+    return structured.grammar

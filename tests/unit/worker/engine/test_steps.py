@@ -18,6 +18,7 @@ from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.wire.messages import RequestProgress
 from gpupoold.worker.engine import steps as engine_steps
+from gpupoold.worker.engine.grammars import GrammarRefusal
 from gpupoold.worker.engine.steps import EngineSteps, Step
 
 
@@ -30,6 +31,9 @@ class Core:
         )
         self.scheduler.take_drafts = lambda: m.DraftCounts(1, 4, 1)
         self.scheduler.take_turns = lambda *, may_isolate: self.turns.append(may_isolate)
+        self.scheduler.requests = {"r": None}
+        self.refused: dict[str, GrammarRefusal] = {}
+        self.structured_output_manager = SimpleNamespace(take_refused=self._take_refused)
         self.turns: list[bool] = []
         self.batch_queue: deque[int] | None = deque() if is_async else None
         self.num_begun = 0
@@ -54,6 +58,10 @@ class Core:
     def post_step(self, model_executed: bool) -> None:
         """Of interest to drafts only."""
 
+    def _take_refused(self) -> dict[str, GrammarRefusal]:
+        refused, self.refused = self.refused, {}
+        return refused
+
     def _outputs(self, number: int) -> dict[int, EngineCoreOutputs]:
         self.scheduler.num_updates += 1
         self.scheduler.was_decode = number > 1
@@ -67,6 +75,27 @@ class Core:
 
 def tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for item in step.progress for token in item.new_token_ids]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_result_has_a_request_that_is_refused(is_async: bool) -> None:
+    """Until it has been ended, as its grammar does not constrain it any more."""
+    core, refusal = Core(is_async=is_async), GrammarRefusal("too costly", "digest")
+    core.names = ["r", "costly"]
+    core.scheduler.requests = {"r": None, "costly": None}
+    steps = EngineSteps(core)  # type: ignore[arg-type]
+    steps.begin()
+    steps.settle()
+    core.refused = {"costly": refusal}
+    made = [*steps.begin(), *steps.settle(), *steps.begin(), *steps.settle()]
+    assert {item.request_id for step in made for item in step.progress} == {"r"}
+    assert steps.take_refused() == {"costly": refusal}
+    assert steps.take_refused() == {}
+    del core.scheduler.requests["costly"]
+    steps.begin()
+    steps.settle()
+    core.names = ["r", "costly"]  # another request with the id
+    assert [len(step.progress) for step in [*steps.begin(), *steps.settle()]] == [2]
 
 
 def test_results_of_pooling_requests_are_told() -> None:

@@ -20,6 +20,7 @@ from gpupoold.system.activity import (
 )
 from gpupoold.wire import messages as m
 from gpupoold.wire.codec import FrameTooLong
+from gpupoold.worker.engine.grammars import GrammarRefusal
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns import steps as turn_steps
 from gpupoold.worker.turns.ledger import RequestLedger
@@ -42,6 +43,7 @@ class Engine:
         self.chunks: list[int | None] = []
         self.waited_s = 0.0
         self.steps: Any = self
+        self.refused: dict[str, GrammarRefusal] = {}
 
     def take_waited_s(self) -> float:
         waited_s, self.waited_s = self.waited_s, 0.0
@@ -53,6 +55,10 @@ class Engine:
 
     def has_requests(self) -> bool:
         return self.num_left > 0
+
+    def take_refused(self) -> dict[str, GrammarRefusal]:
+        refused, self.refused = self.refused, {}
+        return refused
 
     def take(self) -> list[Step]:
         return []
@@ -242,3 +248,13 @@ def test_outputs_that_no_message_carries_end_their_requests(
     ]
     assert steps.take_unsendable() == []
     os.close(fd)
+
+
+def test_refused_grammar_is_to_be_ended_and_reported(told: Told) -> None:
+    told.engine.refused = {"r": GrammarRefusal("too costly", "digest")}
+    told.engine.begin = lambda _: []
+    told.engine.num_left = 0
+    assert told.steps.begin(told.engine, None), "the engine has not lost the request"
+    assert told.steps.take_unsendable() == [
+        m.RequestsFailed("m", ["r"], "too costly", code="grammar_over_bound", grammar="digest")
+    ]

@@ -1,0 +1,285 @@
+"""Grammars whose native calls are bounded in CPU time, on a thread beside the steps.
+
+The cost of a native call of a grammar library depends on the grammar and on the tokens so far: of
+an ambiguous grammar one call can take minutes. So the calls of a step run on another thread, which
+releases the interpreter's lock in native code (xgrammar always, guidance for masks). The step
+waits for the thread at most until one call exceeds its bound of CPU time, and then continues
+without the request; the thread ends after its call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from gpupoold.system.process import LONG_GRAMMAR_NICENESS
+
+MAX_CALL_S = 0.05
+"""Limit of CPU time of one call for a grammar: a mask, or a token."""
+MAX_TOTAL_S = 0.2
+PER_TOKEN_S = 0.002
+"""A request's grammar may take ``MAX_TOTAL_S``, and ``PER_TOKEN_S`` for each token, of CPU time.
+
+Calls for ordinary schemas take 0.01 to 0.2 ms.
+"""
+MAX_ABANDONED = 8
+"""Limit of threads that end by themselves; while as many run, no further grammar is accepted."""
+_MIN_WAIT_S = 0.001
+_SHORT_S = 0.0002
+
+_T = TypeVar("_T")
+_beside_steps = threading.local()  # ``thread`` is the present thread if it is a _CallThread
+
+
+class GrammarOverBound(Exception):
+    """The calls of a request's grammar take more CPU time than they may."""
+
+
+class _Abandoned(BaseException):
+    """The step continues without this thread."""
+
+
+class BoundedGrammar(StructuredOutputGrammar):
+    """A request's grammar, which takes tokens later and no calls after it has exceeded a bound.
+
+    Tokens accepted outside of :meth:`GrammarCalls.run` are only noted, and taken before the next
+    call. After ``refusal`` has been set every token is rejected, and no mask constrains.
+    ``owner`` names whose grammar it is, see :class:`EngineGrammars`.
+    """
+
+    def __init__(self, grammar: StructuredOutputGrammar, owner: bytes = b"") -> None:
+        self.inner = grammar
+        self.owner = owner
+        self.refusal = ""
+        self.is_slow_call = False  # the refusal is due to one call
+        self.has_taken_up = False  # see EngineGrammars.take_up
+        self._noted: list[int] = []
+        self._num_tokens = 0
+        self._used_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """CPU time that the next call may take in seconds."""
+        total_s = MAX_TOTAL_S + PER_TOKEN_S * self._num_tokens
+        return min(MAX_CALL_S, total_s - self._used_s)
+
+    def refuse(self, used_s: float) -> None:
+        """Refuse the grammar for a call that has taken ``used_s``, or for the sum of all calls."""
+        total_s = self._used_s + used_s
+        self.is_slow_call = used_s > MAX_CALL_S
+        if self.is_slow_call:
+            self.refusal = (
+                f"The grammar takes more than {MAX_CALL_S * 1000:.0f} ms of CPU time for one "
+                f"token, after {self._num_tokens} tokens; this is the bound."
+            )
+        else:
+            self.refusal = (
+                f"The grammar has taken {total_s:.2f} s of CPU time for {self._num_tokens} "
+                f"tokens; the bound is {MAX_TOTAL_S:g} s and {PER_TOKEN_S * 1000:g} ms per token."
+            )
+        self.refusal += " Write it without ambiguity: each text should match in one way only."
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        if self.refusal:
+            return False
+        self._noted += tokens
+        return self._take_noted() if _is_beside_steps() else True
+
+    def take_all(self) -> None:
+        """Take the noted tokens on the calling thread, which no step waits for.
+
+        Raises:
+            GrammarOverBound: the grammar is over a bound, or rejects a token.
+        """
+        self._take_noted()
+        if self.refusal:
+            raise GrammarOverBound(self.refusal)
+
+    def _take_noted(self) -> bool:
+        """Take tokens one by one; return False if the grammar is refused."""
+        noted, self._noted = self._noted, []
+        for token in noted:
+            if self.refusal:
+                break
+            self._num_tokens += 1
+            if not self._call(self.inner.accept_tokens, "", [token]) and not self.refusal:
+                self.refusal = f"The grammar's matcher has stopped at a token: {self._error()}"
+        return not self.refusal
+
+    def _error(self) -> str:
+        """Return the first line of guidance's error."""
+        matcher = getattr(self.inner, "ll_matcher", None)
+        error: str = "" if matcher is None else matcher.get_error()
+        return (error or "the token is not permitted").partition("\n")[0]
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        if not self._take_noted():
+            return []
+        found: list[int] = self._call(self.inner.validate_tokens, tokens)
+        return found
+
+    def rollback(self, num_tokens: int) -> None:
+        if not self.refusal:
+            self._num_tokens -= num_tokens
+            self.inner.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        if self._take_noted():
+            self._call(self.inner.fill_bitmask, bitmask, batch_index)
+        else:
+            bitmask[batch_index].fill_(-1)
+
+    def is_terminated(self) -> bool:
+        return not self._take_noted() or self.inner.is_terminated()
+
+    def reset(self) -> None:
+        self._noted, self._num_tokens = [], 0
+        self.inner.reset()
+
+    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        thread: _CallThread | None = getattr(_beside_steps, "thread", None)
+        began_s, wall_s = time.thread_time(), time.monotonic()
+        if thread is not None:
+            thread.begin(self, began_s)
+        result = call(*arguments)
+        if thread is not None:
+            thread.end()
+        used_s = time.monotonic() - wall_s
+        if used_s > _SHORT_S:  # perhaps for lack of a core
+            used_s = time.thread_time() - began_s
+        if used_s > self.left_s:
+            self.refuse(used_s)
+        self._used_s += used_s
+        return result
+
+
+class GrammarCalls:
+    """Runs a step's calls of grammars beside the step; one object per process."""
+
+    def __init__(self) -> None:
+        self._thread: _CallThread | None = None
+        self._abandoned: list[_CallThread] = []
+
+    @property
+    def num_abandoned(self) -> int:
+        """Number of threads whose call has not ended yet."""
+        self._abandoned = [one for one in self._abandoned if one.is_alive()]
+        return len(self._abandoned)
+
+    def run(self, work: Callable[[], _T], on_abandoned: Callable[[], None] | None = None) -> _T:
+        """Return the result of ``work``, whose grammars are :class:`BoundedGrammar`.
+
+        If a call exceeds its bound, the grammar is refused, ``on_abandoned`` is called, and
+        ``work`` begins anew. So work may be repeated after any of its calls, and must not write
+        to memory of an earlier try.
+        """
+        while True:
+            if self._thread is None:
+                self._thread = _CallThread()
+                self._thread.start()
+            thread = self._thread
+            thread.jobs.put(work)
+            outcome = _outcome(thread)
+            if outcome is not None:
+                result, error = outcome
+                if error is not None:
+                    raise error
+                return result  # type: ignore[no-any-return]
+            self._thread = None
+            self._abandoned.append(thread)
+            if on_abandoned is not None:
+                on_abandoned()
+
+
+def _outcome(thread: _CallThread) -> tuple[Any, BaseException | None] | None:
+    """Wait for a job; return its result and error, or None after a call over its bound."""
+    wait_s: float | None = MAX_CALL_S
+    while wait_s is not None:
+        try:
+            return thread.outcomes.get(timeout=wait_s)
+        except queue.Empty:
+            wait_s = thread.left_s()
+    return None
+
+
+class _CallThread(threading.Thread):
+    """A thread for jobs, which ends after a call over the bound.
+
+    ``_present`` has the present call, if any. Whoever takes the call out, this thread after the
+    call or :meth:`left_s` before, decides whether the step waits for this thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="grammar-calls", daemon=True)
+        self.jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._clock = 0  # of this thread's CPU time
+        self._present: list[tuple[BoundedGrammar, float]] = []
+
+    def run(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        _beside_steps.thread = self
+        while True:
+            try:
+                outcome = _outcome_of(self.jobs.get())
+            except _Abandoned:
+                return
+            self.outcomes.put(outcome)
+            del outcome
+
+    def begin(self, grammar: BoundedGrammar, began_s: float) -> None:
+        """Note the start of a call; ``began_s`` is this thread's CPU time."""
+        self._present.append((grammar, began_s))
+
+    def end(self) -> None:
+        """Note the end of a call.
+
+        Raises:
+            _Abandoned: the step has gone on without this thread.
+        """
+        try:
+            self._present.pop()
+        except IndexError:
+            raise _Abandoned from None
+
+    def left_s(self) -> float | None:
+        """Return the seconds until the present call may exceed its bound at the earliest.
+
+        None: the call has exceeded its bound. The grammar is refused, and the thread abandoned at
+        the lowest priority.
+        """
+        present = self._present[-1:]
+        if not present:
+            return _MIN_WAIT_S
+        grammar, began_s = present[0]
+        used_s = time.clock_gettime(self._clock) - began_s
+        if used_s <= grammar.left_s:
+            return max(_MIN_WAIT_S, grammar.left_s - used_s)
+        try:
+            taken = self._present.pop()
+        except IndexError:
+            return _MIN_WAIT_S
+        if taken is present[0]:  # else another call has just begun, and is only repeated
+            grammar.refuse(used_s)
+        with contextlib.suppress(OSError):  # a container may forbid the call
+            os.setpriority(os.PRIO_PROCESS, self.native_id or 0, LONG_GRAMMAR_NICENESS)
+        return None
+
+
+def _outcome_of(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _is_beside_steps() -> bool:
+    return hasattr(_beside_steps, "thread")

@@ -94,6 +94,32 @@ def _most_logprobs_of_answers(model: str, round_number: int) -> bytes:
     )
 
 
+def _doubled_rule(model: str, round_number: int) -> bytes:
+    """Return a grammar that costs nothing for 80 characters, and then seconds for each token."""
+    rules = f'root ::= "{"a" * (80 + round_number)}" x\nx ::= " " x " " | " " | x x'
+    grammar = {"grammar": rules}
+    return _posted("/v1/completions", model, prompt="a", max_tokens=200, structured_outputs=grammar)
+
+
+def _costly_grammar(model: str, round_number: int) -> bytes:
+    """Return a grammar whose cost grows slowly, so that only the worker sees too much of it."""
+    rules = f'root ::= "{"a" * (round_number + 1)}" s\ns ::= " " s " " s " " s " " s | ""'
+    grammar = {"grammar": rules}
+    return _posted(
+        "/v1/completions",
+        model,
+        prompt="a",
+        max_tokens=1000,
+        ignore_eos=True,
+        structured_outputs=grammar,
+    )
+
+
+def _repetitions(model: str, round_number: int) -> bytes:
+    detection = {"max_pattern_size": 100_000 + round_number, "min_pattern_size": 2, "min_count": 2}
+    return _posted("/v1/completions", model, prompt="a", repetition_detection=detection)
+
+
 _FLOOD_BYTES = 8 << 20
 _CHUNKED = b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -109,8 +135,15 @@ KINDS: Mapping[str, MakeRequest] = {
     "logprobs_of_64_prompts": _logprobs_of_prompts(64),
     "most_logprobs_of_prompts": _logprobs_of_prompts(4),
     "most_logprobs_of_answers": _most_logprobs_of_answers,
+    "doubled_rule": _doubled_rule,
+    "repetitions": _repetitions,
+    "costly_grammar": _costly_grammar,
 }
 MAY_END = frozenset({"trailers", "long_trailer", "chunk_extension"})
 """Kinds whose connections the server may close while the client sends, so the answer is lost."""
 PERMITTED = frozenset({"most_logprobs_of_prompts", "most_logprobs_of_answers"})
 """Kinds that are as large as their bounds permit: answered with 200, however late."""
+TAKES_TIME = frozenset({"doubled_rule", "costly_grammar"})
+"""Kinds that other processes refuse: the grammar checker, which first loads the tokenizer, or the
+worker, after some hundred tokens.
+"""

@@ -257,12 +257,21 @@ class EngineGrammars(StructuredOutputManager):
         asking = [requests[one] for one in ids]
 
         def go_on() -> None:
-            self._grammar_bitmask = None  # the abandoned thread may still write to it
+            self._make_masks()  # the abandoned thread may still write to the old ones
             self._refuse_equal(asking)
 
+        if self._grammar_bitmask is None:
+            self._make_masks()
         mask = _calls.run(partial(super().grammar_bitmask, requests, ids, drafts), go_on)
         self._note_refused(asking)
         return mask
+
+    def _make_masks(self) -> None:
+        """Allocate the masks on the thread of the steps, which has the device's context."""
+        assert self.backend is not None
+        num_each = 1 + self.vllm_config.num_speculative_tokens
+        num_rows = self.vllm_config.scheduler_config.max_num_seqs * num_each
+        self._grammar_bitmask = self.backend.allocate_token_bitmask(num_rows)
 
     def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
         """Return the longest unconstrained or permitted prefix of a draft."""

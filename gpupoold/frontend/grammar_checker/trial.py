@@ -50,7 +50,7 @@ class Prepared:
 
 def _token_lengths(backend: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.int32]]:
     """Return the length in bytes of each token of the vocabulary by id."""
-    tokens = backend.compiler.tokenizer_info.decoded_vocab
+    tokens = backend.compiler.compile_grammar('root ::= "a"').tokenizer_info.decoded_vocab
     return numpy.fromiter(map(len, tokens), numpy.int32, len(tokens))
 
 

@@ -172,6 +172,8 @@ class EngineGrammars(StructuredOutputManager):
     of its API key.
     """
 
+    _grammar_bitmask: Any
+
     def __init__(self, config: VllmConfig, model: str) -> None:
         super().__init__(config)
         self.model = model

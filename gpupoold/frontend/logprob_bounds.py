@@ -41,7 +41,7 @@ class LogprobCount:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedEntries:
     """The entries that an engine request asks for: of its prompt, and per token of its answers."""
 
     of_prompt: int
@@ -69,7 +69,7 @@ def counting_logprobs(has_limit: bool, path: str) -> Iterator[None]:
         _current.reset(token)
 
 
-def wanted_entries(params: Any, num_prompt_tokens: int, vocab_size: int) -> Wanted:
+def wanted_entries(params: Any, num_prompt_tokens: int, vocab_size: int) -> WantedEntries:
     """Return the entries of vLLM's ``SamplingParams``; -1 stands for the whole vocabulary."""
 
     def at_a_position(number: int | None) -> int:
@@ -80,15 +80,17 @@ def wanted_entries(params: Any, num_prompt_tokens: int, vocab_size: int) -> Want
     ids = params.logprob_token_ids
     at_each = max(at_a_position(params.logprobs), at_a_position(len(ids) if ids else None))
     in_prompt = at_a_position(params.prompt_logprobs)
-    return Wanted(params.n * num_prompt_tokens * in_prompt, params.n * at_each)
+    return WantedEntries(params.n * num_prompt_tokens * in_prompt, params.n * at_each)
 
 
-def wanted_by_beams(width: int) -> Wanted:
+def wanted_by_beams(width: int) -> WantedEntries:
     """Return the entries of a beam search, which gets twice its width for each token of a beam."""
-    return Wanted(0, width * (2 * width + 1))
+    return WantedEntries(0, width * (2 * width + 1))
 
 
-def count_entries(wanted: Wanted, max_tokens: int, refused: Raise, *, is_stream: bool) -> int:
+def count_entries(
+    wanted: WantedEntries, max_tokens: int, refused: Raise, *, is_stream: bool
+) -> int:
     """Count and charge the entries of an engine request; return its limit of tokens.
 
     The limit is ``max_tokens``, or lower if the client has set none and not all would fit.

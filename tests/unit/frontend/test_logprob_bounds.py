@@ -12,7 +12,7 @@ from gpupoold.frontend.logprob_bounds import (
     BYTES_PER_ENTRY,
     MAX_ENTRIES,
     MAX_ENTRIES_AT_ONCE,
-    Wanted,
+    WantedEntries,
     count_entries,
     counting_logprobs,
     wanted_by_beams,
@@ -34,24 +34,24 @@ def params(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({}, Wanted(0, 0)),
-        ({"logprobs": 0}, Wanted(0, 1)),
-        ({"logprobs": 20}, Wanted(0, 21)),
-        ({"logprobs": -1}, Wanted(0, 32_001)),
-        ({"logprob_token_ids": [1] * 128}, Wanted(0, 129)),
-        ({"logprob_token_ids": [1] * 3, "logprobs": 20}, Wanted(0, 21)),
-        ({"prompt_logprobs": 0}, Wanted(1000, 0)),
-        ({"prompt_logprobs": 20, "logprobs": 5}, Wanted(21_000, 6)),
-        ({"prompt_logprobs": -1, "n": 2}, Wanted(2 * 32_001_000, 0)),
-        ({"prompt_logprobs": 1, "logprobs": 1, "n": 8}, Wanted(16_000, 16)),
+        ({}, WantedEntries(0, 0)),
+        ({"logprobs": 0}, WantedEntries(0, 1)),
+        ({"logprobs": 20}, WantedEntries(0, 21)),
+        ({"logprobs": -1}, WantedEntries(0, 32_001)),
+        ({"logprob_token_ids": [1] * 128}, WantedEntries(0, 129)),
+        ({"logprob_token_ids": [1] * 3, "logprobs": 20}, WantedEntries(0, 21)),
+        ({"prompt_logprobs": 0}, WantedEntries(1000, 0)),
+        ({"prompt_logprobs": 20, "logprobs": 5}, WantedEntries(21_000, 6)),
+        ({"prompt_logprobs": -1, "n": 2}, WantedEntries(2 * 32_001_000, 0)),
+        ({"prompt_logprobs": 1, "logprobs": 1, "n": 8}, WantedEntries(16_000, 16)),
     ],
 )
-def test_entries_of_a_request(fields: dict[str, Any], wanted: Wanted) -> None:
+def test_entries_of_a_request(fields: dict[str, Any], wanted: WantedEntries) -> None:
     assert wanted_entries(params(**fields), 1000, 32_000) == wanted
 
 
 def test_a_beam_search_gets_twice_its_width() -> None:
-    assert wanted_by_beams(4) == Wanted(0, 36)
+    assert wanted_by_beams(4) == WantedEntries(0, 36)
 
 
 def test_prompts_of_one_request_count_together() -> None:
@@ -66,29 +66,29 @@ def test_prompts_of_one_request_count_together() -> None:
 @pytest.mark.parametrize("named", ["`logprobs`", "`prompt_logprobs`", "`logprob_token_ids`"])
 def test_the_refusal_names_the_fields(named: str) -> None:
     with counting_logprobs(True, COMPLETIONS), pytest.raises(Refused, match=named):
-        count_entries(Wanted(0, 21), 5_000, Refused, is_stream=False)
+        count_entries(WantedEntries(0, 21), 5_000, Refused, is_stream=False)
 
 
 def test_the_largest_request_and_one_more() -> None:
     with counting_logprobs(True, COMPLETIONS):
-        assert count_entries(Wanted(0, 10), 10_000, Refused, is_stream=False) == 10_000
+        assert count_entries(WantedEntries(0, 10), 10_000, Refused, is_stream=False) == 10_000
     with counting_logprobs(True, COMPLETIONS), pytest.raises(Refused):
-        count_entries(Wanted(0, 10), 10_001, Refused, is_stream=False)
+        count_entries(WantedEntries(0, 10), 10_001, Refused, is_stream=False)
 
 
 def test_without_a_limit_of_its_own_an_answer_is_as_long_as_fits() -> None:
     with counting_logprobs(False, COMPLETIONS):
-        assert count_entries(Wanted(10_000, 20), 131_072, Refused, is_stream=False) == 4_500
+        assert count_entries(WantedEntries(10_000, 20), 131_072, Refused, is_stream=False) == 4_500
         with pytest.raises(Refused):
-            count_entries(Wanted(0, 20), 131_072, Refused, is_stream=False)
+            count_entries(WantedEntries(0, 20), 131_072, Refused, is_stream=False)
     with counting_logprobs(False, COMPLETIONS):
-        assert count_entries(Wanted(0, 0), 131_072, Refused, is_stream=False) == 131_072
+        assert count_entries(WantedEntries(0, 0), 131_072, Refused, is_stream=False) == 131_072
 
 
 def test_what_is_made_at_once_is_bounded_lower() -> None:
     with counting_logprobs(True, RESPONSES), pytest.raises(Refused, match="25,000"):
-        count_entries(Wanted(0, 21), 2_000, Refused, is_stream=True)
-    prompt = Wanted(MAX_ENTRIES_AT_ONCE + 1, 1)
+        count_entries(WantedEntries(0, 21), 2_000, Refused, is_stream=True)
+    prompt = WantedEntries(MAX_ENTRIES_AT_ONCE + 1, 1)
     with counting_logprobs(True, COMPLETIONS):
         assert count_entries(prompt, 1, Refused, is_stream=False) == 1
     with counting_logprobs(True, COMPLETIONS), pytest.raises(Refused, match="25,000"):
@@ -98,8 +98,8 @@ def test_what_is_made_at_once_is_bounded_lower() -> None:
 def test_entries_are_charged_before_work_begins() -> None:
     room = BytesInFlight(10_000 * BYTES_PER_ENTRY)
     with room.holding(""), counting_logprobs(True, COMPLETIONS):
-        count_entries(Wanted(0, 20), 400, Refused, is_stream=False)
+        count_entries(WantedEntries(0, 20), 400, Refused, is_stream=False)
         assert room.num_bytes == 8_000 * BYTES_PER_ENTRY
         with room.holding(""), counting_logprobs(True, COMPLETIONS), pytest.raises(Refused):
-            count_entries(Wanted(0, 20), 400, Refused, is_stream=False)
+            count_entries(WantedEntries(0, 20), 400, Refused, is_stream=False)
     assert room.num_bytes == 0

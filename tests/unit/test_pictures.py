@@ -1,16 +1,24 @@
-"""The picture of the demo shows headings, columns and steps that the demo prints today."""
+"""The pictures of the README show headings, columns and steps that today's programs print."""
 
 from __future__ import annotations
 
 import html
 import io
 import re
+from datetime import UTC
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
 from examples.demo import act_one, act_two
+from gpupool_tui.compose import compose
+from gpupool_tui.glyphs import UNICODE
+from gpupool_tui.text import plain
+from gpupool_tui.view import View
+from gpupoold.domain import EventKind
 from tests.conftest import ROOT
+from tests.unit.gpupool_tui.pictures import picture
 
 _CELL = re.compile(r'<text[^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>')
 _CELL_WIDTH = 12.2
@@ -87,3 +95,31 @@ def test_the_demo_prints_what_its_picture_shows() -> None:
     # Answers moved from the killed process to another.
     assert re.search(r"device \d → \d", shown)
     assert re.search(r"the killed one +[1-6] ", shown)
+
+
+def test_top_has_the_columns_of_its_picture() -> None:
+    lines = lines_of(ROOT / "docs" / "top.svg")
+    width = max(map(len, lines))
+    today = [plain(line) for line in compose(picture(), View(UNICODE, UTC), width, 40).lines]
+    for first in (" DEV", " MODEL ", " REQUEST ", " TIME "):
+        [in_picture] = [line for line in lines if line.startswith(first)]
+        [now] = [line for line in today if line.startswith(first)]
+        assert in_picture.split() == now.split()
+    titles = [line for line in lines if re.match("─[1-5] ", line)]
+    assert [words(title) & words("\n".join(today)) for title in titles]
+    assert [title.split()[1] for title in titles] == [
+        line.split()[1] for line in today if re.match("─[1-5] ", line)
+    ]
+    assert words(lines[-1]) <= words(today[-1])
+
+
+def test_ids_and_events_of_the_picture_of_top_exist() -> None:
+    lines = lines_of(ROOT / "docs" / "top.svg")
+    begin = next(index for index, line in enumerate(lines) if line.startswith("─4 "))
+    end = next(index for index, line in enumerate(lines) if line.startswith("─5 "))
+    ids = [line.split()[0] for line in lines[begin + 2 : end]]
+    assert ids
+    assert all(re.fullmatch(r"▸?[0-9a-f]{32}(-\d+)?", one) for one in ids)
+    kinds = {line.split()[2] for line in lines[end + 2 : -1] if line.split()}
+    assert kinds <= {name for kind in get_args(EventKind) for name in get_args(kind)}
+    assert not any("hollow" in line for line in lines)

@@ -39,6 +39,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import default_arguments, parse_options
+from gpupoold.frontend.answer_fields import serve_completed
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import (
@@ -250,7 +251,7 @@ class VllmModelApi:
     @property
     def app(self) -> AsgiApp:
         """The ASGI application for the model."""
-        return self._app
+        return functools.partial(serve_completed, self._app)
 
     @property
     def paths(self) -> frozenset[str]:

@@ -1,0 +1,206 @@
+"""Fields that a specification requires of an answer and vLLM's answers lack.
+
+Anthropic's Messages and Open Responses list every field of an answer as required, most of them
+nullable; clients that are generated from the specification refuse an answer without them. The
+tables below have the value of each such field, by the place of its object, for a whole answer and
+for the events of a stream. A field is added where it is absent, and replaced or left out where it
+is null and may not be.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
+
+Object = dict[str, Any]
+Fields = Mapping[str, Any]
+"""Values by name; a function computes the value of its object."""
+_NOT_NULL = object()  # left out if null
+Table = Mapping[str, Fields]
+"""Fields by the place of their objects: names with dots; ``name[type]`` is an object of this type,
+or all such objects of an array."""
+
+
+def _within(place: str, table: Table) -> Table:
+    return {f"{place}.{inner}" if inner else place: fields for inner, fields in table.items()}
+
+
+def _kinds(name: str, fields_of_kind: Table) -> Table:
+    return {f"{name}{kind}": fields for kind, fields in fields_of_kind.items()}
+
+
+def _completed_at(response: Object) -> int | None:
+    return int(time.time()) if response.get("status") == "completed" else None
+
+
+_CONTENT_BLOCKS: Table = {
+    "[text]": {"citations": None},
+    "[tool_use]": {"caller": {"type": "direct"}},
+    "[thinking]": {"signature": ""},
+}
+# Without details of the cache all tokens of the prompt are input tokens.
+_DELTA_USAGE: Fields = {
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "output_tokens_details": None,
+    "server_tool_use": None,
+}
+_USAGE: Fields = {
+    **_DELTA_USAGE,
+    "cache_creation": None,
+    "inference_geo": None,
+    "service_tier": "standard",
+}
+_MESSAGE: Table = {
+    "": {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None},
+    "usage": _USAGE,
+    **_kinds("content", _CONTENT_BLOCKS),
+}
+_MESSAGE_EVENTS: Mapping[str, Table] = {
+    "message_start": _within("message", _MESSAGE),
+    "content_block_start": _kinds("content_block", _CONTENT_BLOCKS),
+    "message_delta": {
+        "delta": {"stop_sequence": None, "stop_details": None, "container": None},
+        "usage": _DELTA_USAGE,
+    },
+}
+
+_PARTS: Table = {"[output_text]": {"annotations": [], "logprobs": []}}
+_ITEMS: Table = {
+    "[function_call]": {"status": "completed"},
+    "[message]": {"phase": _NOT_NULL},
+    **_kinds("[message].content", _PARTS),
+}
+_RESPONSE: Table = {
+    "": {
+        "completed_at": _completed_at,
+        "error": None,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "prompt_cache_key": None,
+        "safety_identifier": None,
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "top_logprobs": 0,
+        "metadata": {},
+    },
+    "tools[function]": {"description": None, "parameters": None, "strict": None},
+    **_kinds("output", _ITEMS),
+}
+_LIFECYCLE = ("queued", "created", "in_progress", "completed", "incomplete", "failed")
+_RESPONSE_EVENTS: Mapping[str, Table] = {
+    **{f"response.{state}": _within("response", _RESPONSE) for state in _LIFECYCLE},
+    **{f"response.output_item.{step}": _kinds("item", _ITEMS) for step in ("added", "done")},
+    **{f"response.content_part.{step}": _kinds("part", _PARTS) for step in ("added", "done")},
+}
+
+_RESPONSES = "/v1/responses"
+_TABLES: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
+    "/v1/messages": (_MESSAGE, _MESSAGE_EVENTS),
+    _RESPONSES: (_RESPONSE, _RESPONSE_EVENTS),
+}
+
+
+async def serve_completed(app: AsgiApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run a request in an application whose answers are completed on their way."""
+    await app(scope, receive, completing(scope["path"], send))
+
+
+def completing(path: str, send: Send) -> Send:
+    """Return ``send`` for an application; it completes answers to a request for ``path``."""
+    tables = _TABLES.get(_RESPONSES if path.startswith(f"{_RESPONSES}/") else path)
+    return send if tables is None else _Completing(send, *tables).send
+
+
+def complete(answer: Object, table: Table) -> None:
+    """Add the fields of a table to an answer, in place."""
+    for place, fields in table.items():
+        for found in _objects(answer, place.split(".") if place else []):
+            _fill(found, fields)
+
+
+def _fill(found: Object, fields: Fields) -> None:
+    for name, value in fields.items():
+        if found.get(name) is None:
+            if value is _NOT_NULL:
+                found.pop(name, None)
+            else:
+                found[name] = value(found) if callable(value) else value
+
+
+def complete_events(body: bytes, events: Mapping[str, Table]) -> bytes:
+    """Add the fields of ``events`` to the server-sent events in a piece of a stream."""
+    return b"\n\n".join(_complete_event(event, events) for event in body.split(b"\n\n"))
+
+
+class _Completing:
+    """The messages of one answer; a whole answer's headers wait for its body."""
+
+    def __init__(self, send: Send, table: Table, events: Mapping[str, Table]) -> None:
+        self._send = send
+        self._table = table
+        self._events = events
+        self._start: Any = None  # of a whole answer
+        self._is_stream = False
+
+    async def send(self, message: Any) -> None:
+        """Pass a message of the application on."""
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            if message["status"] == 200 and kind.startswith(b"application/json"):
+                self._start = message
+                return
+        elif self._start is not None:
+            await self._send_whole(message)
+            return
+        elif self._is_stream and message.get("body"):
+            message = {**message, "body": complete_events(message["body"], self._events)}
+        await self._send(message)
+
+    async def _send_whole(self, message: Any) -> None:
+        start, self._start = self._start, None
+        if not message.get("more_body"):
+            body = _completed(message["body"], self._table)
+            headers = [
+                (name, b"%d" % len(body) if name == b"content-length" else value)
+                for name, value in start["headers"]
+            ]
+            start, message = {**start, "headers": headers}, {**message, "body": body}
+        await self._send(start)
+        await self._send(message)
+
+
+def _completed(text: bytes, table: Table) -> bytes:
+    """Return JSON with the fields of a table; the same text if it is no object."""
+    try:
+        answer = json.loads(text)
+        if not isinstance(answer, dict):
+            return text
+        complete(answer, table)
+        return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+    except ValueError:
+        return text
+
+
+def _complete_event(event: bytes, events: Mapping[str, Table]) -> bytes:
+    head, separator, data = event.partition(b"\ndata: ")
+    table = events.get(head.removeprefix(b"event: ").decode("latin-1")) if separator else None
+    return event if table is None else head + separator + _completed(data, table)
+
+
+def _objects(value: Any, place: list[str]) -> Iterator[Object]:
+    """Yield the objects at a place."""
+    if not place:
+        if isinstance(value, dict):
+            yield value
+        return
+    name, _, kind = place[0].partition("[")
+    inner = value.get(name) if isinstance(value, dict) else None
+    for one in inner if isinstance(inner, list) else [inner]:
+        if not kind or (isinstance(one, dict) and one.get("type") == kind[:-1]):
+            yield from _objects(one, place[1:])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import logging
 import os
 import signal
@@ -15,12 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from scripts.cached_checkpoints import checkpoints_of, trained_checkpoint
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
 # A bundle's packages may be on the path by it alone (docs/gpu.md).
 PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
 _SLOW_TIMEOUT_S = 900
-_MAKERS = ROOT / "gpupoold/checkpoints"
 
 
 # No test depends on the speed of the machine.
@@ -99,30 +98,26 @@ def tiny_models(project_env: dict[str, str]) -> dict[str, Path]:
     Made once and kept below ``build/`` until the code that makes them changes. A child
     process makes them, so that the test process does not load torch. Do not write there.
     """
-    return _made("tiny", project_env)
+    return checkpoints_of("tiny", project_env)
 
 
 @pytest.fixture(scope="session")
 def tiny_pooling_models(project_env: dict[str, str]) -> dict[str, Path]:
     """The tiny checkpoints that embed, rank or classify, by name; as ``tiny_models``."""
-    return _made("tiny_pooling", project_env)
+    return checkpoints_of("tiny_pooling", project_env)
 
 
 @pytest.fixture(scope="session")
 def vision_models(project_env: dict[str, str]) -> dict[str, Path]:
     """The tiny vision checkpoints by name (``tiny-qwen2.5-vl``, ...), as ``tiny_models``."""
-    return _made("tiny_vision", project_env)
+    return checkpoints_of("tiny_vision", project_env)
 
 
-def _made(maker: str, env: dict[str, str]) -> dict[str, Path]:
-    """Checkpoints of a maker in ``gpupoold.checkpoints``, by name."""
-    files = [*sorted(_MAKERS.glob(f"{maker}*.py")), _MAKERS / "tiny_tokenizer.py"]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    folder = ROOT / "build" / f"{maker.replace('_', '-')}-models-{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", f"gpupoold.checkpoints.{maker}", str(folder)]
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # there may be several test processes
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return {path.name: path for path in map(Path, done.stdout.splitlines())}
+@pytest.fixture(scope="session")
+def trained_model(project_env: dict[str, str]) -> Path:
+    """The trained checkpoint (``scripts/tiny_trained.py``), as ``tiny_models``.
+
+    It stops by itself, answers JSON, calls tools and repeats the chats in
+    ``scripts/trained_chats.py`` exactly, greedily unless a request says otherwise.
+    """
+    return trained_checkpoint(project_env)

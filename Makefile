@@ -10,7 +10,7 @@ export PREFIX SYSCONFDIR DESTDIR VENV DIST
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo pictures test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo pictures test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ soak: venv ## nine minutes of mixed load, and what grows: build/soak.json (ARGS=
 
 fuzz: venv ## 10,000 mutated requests and more to two daemons: build/fuzz.json
 	@$(BIN)/python -m benchmarks.fuzz_surface
+
+judge: venv ## others' tests of the API, also against vllm serve: docs/judge.md
+	@$(BIN)/python -m benchmarks.judge $(ARGS)
 
 gpu-bundle: venv ## what a GPU machine without network lacks, in parts: build/gpu-bundle
 	@$(BIN)/python -m benchmarks.gpu.bundle

@@ -31,7 +31,7 @@ from gpupoold.system.process import (
     lower_priority_of,
 )
 
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 600.0
 # vLLM's settings on the CPU, as gpupool sets them.
 KV_BYTES = 1 << 28
 EMULATED_OPTIONS = (

@@ -1,0 +1,89 @@
+"""The results file of the judges, and the page ``docs/judge.md`` that is generated from it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.judges.verdicts import Outcome, Row, Verdict, differences
+
+_HEAD = """\
+# Outside judges
+
+`make judge` runs tests that others wrote for this API against gpupool and against `vllm serve`, \
+both with the same tiny checkpoint on a CPU, and generates this page from \
+[judge.json](../benchmarks/results/judge/judge.json); a test compares the page with the file. Only \
+differences between the two count: a test that fails with both says something about the tiny \
+model, the CPU or vLLM. A difference without a reason in `benchmarks/judges/known.py` makes \
+`make judge` fail.
+
+| judge | content |
+| --- | --- |
+| llm-comply | OpenAI's chat completions, Open Responses and Anthropic's messages, checked against \
+the specifications of each; a package from PyPI in an environment of its own |
+
+The generating model is `tiny-trained` (`scripts/tiny_trained.py`), which was trained on some 40 \
+chats: it stops by itself, answers JSON, calls tools and answers after their results. Open \
+Responses' own compliance runner is in no package index; `llm-comply` has a port of its tests.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The rows of all judges; ``absent`` has the reasons for judges that were left out."""
+
+    rows: Sequence[Row]
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Replace the results file; the judges are in the order of their names."""
+    report = Report(sorted(report.rows, key=lambda row: (row.judge, row.test)), report.absent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(msgspec.to_builtins(report), indent=1, sort_keys=True) + "\n")
+
+
+def read_report(path: Path) -> Report:
+    """Read a results file; empty if there is none."""
+    if not path.exists():
+        return Report([])
+    return msgspec.json.decode(path.read_bytes(), type=Report)
+
+
+def page_text(report: Report) -> str:
+    """Return the page."""
+    lines = [_HEAD, *_summary(report.rows), "", *_differences(report.rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[str]:
+    yield "| judge | tests | pass with both | fail with both | skipped by both | differ |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for judge in dict.fromkeys(row.judge for row in rows):
+        mine = [row for row in rows if row.judge == judge]
+        same = Counter(row.gpupool.outcome for row in mine if row.verdict is Verdict.SAME)
+        counts = (same[one] for one in (Outcome.PASSED, Outcome.FAILED, Outcome.SKIPPED))
+        cells = [judge, str(len(mine)), *map(str, counts), str(len(differences(mine)))]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _differences(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Differences\n"
+    found = differences(rows)
+    if not found:
+        yield "There are none."
+        return
+    yield "| judge | test | gpupool | vllm serve | reason |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in found:
+        outcomes = f"{row.gpupool.outcome} | {row.vllm.outcome}"
+        yield f"| {row.judge} | {_code(row.test)} | {outcomes} | {row.reason or '**none**'} |"
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("|", "\\|").replace("`", "'") + "`"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.judges.verdicts import Known
 
 _FIELDS = (
-    "vLLM's answers lack fields that the specification requires, or have null instead; gpupool "
-    "adds them (`gpupoold/frontend/answer_fields.py`)"
+    "vLLM's answers lack required fields, or have null in place of a value; gpupool adds the "
+    "fields (`gpupoold/frontend/answer_fields.py`)"
 )
 
 KNOWN: Known = {

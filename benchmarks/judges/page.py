@@ -15,12 +15,12 @@ from benchmarks.judges.verdicts import Outcome, Row, Verdict, differences
 _HEAD = """\
 # Outside judges
 
-`make judge` runs tests that others wrote for this API against gpupool and against `vllm serve`, \
+`make judge` runs tests of other projects for this API against gpupool and against `vllm serve`, \
 both with the same tiny checkpoint on a CPU, and generates this page from \
 [judge.json](../benchmarks/results/judge/judge.json); a test compares the page with the file. Only \
-differences between the two count: a test that fails with both says something about the tiny \
-model, the CPU or vLLM. A difference without a reason in `benchmarks/judges/known.py` makes \
-`make judge` fail.
+differences between the two servers count: a test that fails with both depends on the tiny model, \
+the CPU or vLLM. A difference without a reason in `benchmarks/judges/known.py` makes `make judge` \
+fail.
 
 | judge | content |
 | --- | --- |
@@ -28,8 +28,8 @@ model, the CPU or vLLM. A difference without a reason in `benchmarks/judges/know
 the specifications of each; a package from PyPI in an environment of its own |
 
 The generating model is `tiny-trained` (`scripts/tiny_trained.py`), which was trained on some 40 \
-chats: it stops by itself, answers JSON, calls tools and answers after their results. Open \
-Responses' own compliance runner is in no package index; `llm-comply` has a port of its tests.
+chats: the model stops, answers JSON, calls tools and answers after the results of tools. The \
+compliance runner of Open Responses is in no package index; `llm-comply` has a port of the tests.
 """
 
 

@@ -97,7 +97,7 @@ def test_a_failed_model_stops_no_other_batch_and_the_owner_is_told(
     [as_json] = json.loads(cli(box, "batches", "--json").stdout)
     assert as_json["num_requests"] == 100
     both = json.loads(cli(box, "batches", "--json", "--all").stdout)
-    assert [one["id"] for one in both] == [other, stuck]
+    assert {one["id"] for one in both} == {other, stuck}  # perhaps of the same second
     http.post(f"/v1/batches/{stuck}/cancel")
     until(lambda: batch(http, stuck)["status"] == "cancelled", _TIMEOUT_S)
     assert batch(http, stuck)["status_details"] is None

@@ -65,17 +65,17 @@ class Exchange:
         return JsonAnswer(self._status, request_id, body, self._retry_after_s, reason)
 
 
-class _Error(msgspec.Struct):
+class _Refusal(msgspec.Struct):
     message: str
 
 
-class _ErrorBody(msgspec.Struct):
-    error: _Error
+class _RefusalBody(msgspec.Struct):
+    error: _Refusal
 
 
 def _message_of(body: bytes) -> str:
     """Return the message of an error's body, empty if there is none."""
     try:
-        return msgspec.json.decode(body, type=_ErrorBody).error.message[:_MAX_REASON_CHARS]
+        return msgspec.json.decode(body, type=_RefusalBody).error.message[:_MAX_REASON_CHARS]
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""

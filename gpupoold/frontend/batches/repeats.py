@@ -28,7 +28,7 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldModel:
     """A model whose latest request was refused."""
 
     since_s: float
@@ -41,7 +41,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldModel] = {}
 
     @property
     def reason(self) -> str:
@@ -81,7 +81,7 @@ class Repeats:
             line.due_s = now_s + _pause_s(line.num_refusals, retry_after_s)
             held = self._held.get(model)
             since_s = now_s if held is None else held.since_s
-            self._held[model] = _Held(since_s, line.due_s, reason or f"HTTP status {status}")
+            self._held[model] = _HeldModel(since_s, line.due_s, reason or f"HTTP status {status}")
             late_s = now_s - min(since_s, line.since_s)
             is_last = line.num_refusals >= MAX_REFUSALS or late_s >= GIVE_UP_S
         elif status >= 500:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from typing import Any
 
 from python_multipart.multipart import parse_options_header
@@ -40,7 +40,8 @@ class Uploads:
     Further forms wait in turns of the keys.
     """
 
-    def __init__(self, max_file_bytes: int) -> None:
+    def __init__(self, max_file_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._max_bytes = max_file_bytes + MAX_FORM_BYTES
         self._places = Places(MAX_UPLOADS, owner_share=1, group_share=1)
 
@@ -52,7 +53,9 @@ class Uploads:
             ApiError: 400, 408, 413 or 429.
             Disconnected: the client has disconnected.
         """
-        request = Request(_with_boundary_only(scope), _bounded(receive, self._max_bytes))
+        request = Request(
+            _with_boundary_only(scope), _bounded(receive, self._max_bytes, self._clock)
+        )
         await self._begin(key_id)
         try:
             form = await _read(request)
@@ -105,7 +108,7 @@ def _with_boundary_only(scope: Scope) -> Scope:
     return {**scope, "headers": [*others, content_type]}
 
 
-def _bounded(receive: Receive, max_bytes: int) -> Receive:
+def _bounded(receive: Receive, max_bytes: int, clock: Callable[[], float]) -> Receive:
     """Return ``receive`` for a body of at most ``max_bytes``, with a least rate.
 
     The body may take ``BODY_TIMEOUT_S`` and a second for each ``_MIN_BYTES_PER_S`` received.
@@ -114,10 +117,10 @@ def _bounded(receive: Receive, max_bytes: int) -> Receive:
 
     async def receive_bounded() -> MutableMapping[str, Any]:
         nonlocal num_bytes, begun_s
-        begun_s = time.monotonic() if begun_s is None else begun_s
+        begun_s = clock() if begun_s is None else begun_s
         limit_s = begun_s + BODY_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
         try:
-            async with asyncio.timeout(limit_s - time.monotonic()):
+            async with asyncio.timeout(limit_s - clock()):
                 message = await receive()
         except TimeoutError:
             raise _too_slow(num_bytes) from None

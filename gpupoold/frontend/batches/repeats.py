@@ -17,7 +17,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 300.0
 
 
 @dataclass(slots=True)
-class _Line:
+class _Tries:
     """Tries of a request without a result."""
 
     model: str
@@ -40,7 +40,7 @@ class Repeats:
     """The requests of one batch that wait for another try; times are seconds of one clock."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _Tries] = {}
         self._held: dict[str, _HeldModel] = {}
 
     @property
@@ -75,7 +75,7 @@ class Repeats:
         The latest refusal is the result after ``MAX_REFUSALS``, or when the request or the model
         has been refused for ``GIVE_UP_S``; the latest failure is the result after ``MAX_FAILURES``.
         """
-        line = self._lines.pop(number, None) or _Line(model, now_s)
+        line = self._lines.pop(number, None) or _Tries(model, now_s)
         if status in _OF_THE_MOMENT:
             line.num_refusals += 1
             line.due_s = now_s + _pause_s(line.num_refusals, retry_after_s)

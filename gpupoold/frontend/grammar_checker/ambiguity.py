@@ -24,7 +24,7 @@ Expressions = Callable[[int], tuple[int, list[int]]]
 
 
 @dataclass(slots=True)
-class Rule:
+class GrammarRule:
     """A rule by its alternatives; each element is the number of a rule, or None for characters."""
 
     name: str
@@ -49,7 +49,7 @@ def doubled_rule(serialised: str) -> str | None:
     return None
 
 
-def _rules_of(grammar: dict[str, Any]) -> list[Rule]:
+def _rules_of(grammar: dict[str, Any]) -> list[GrammarRule]:
     """Return the rules of a serialised grammar; repetitions become rules of their own."""
     data, starts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
 
@@ -57,7 +57,7 @@ def _rules_of(grammar: dict[str, Any]) -> list[Rule]:
         at = starts[number]
         return data[at], data[at + 2 : at + 2 + data[at + 1]]
 
-    rules = [Rule(name) for name, *_ in grammar["rules"]]
+    rules = [GrammarRule(name) for name, *_ in grammar["rules"]]
     for rule, (_, body, *_) in zip(list(rules), grammar["rules"], strict=True):
         kind, parts = expression(body)
         for part in parts if kind == _CHOICES else [body]:
@@ -65,7 +65,9 @@ def _rules_of(grammar: dict[str, Any]) -> list[Rule]:
     return rules
 
 
-def _alternative(number: int, expression: Expressions, rules: list[Rule]) -> list[list[int | None]]:
+def _alternative(
+    number: int, expression: Expressions, rules: list[GrammarRule]
+) -> list[list[int | None]]:
     kind, parts = expression(number)
     if kind == _EMPTY:
         return [[]]
@@ -74,23 +76,23 @@ def _alternative(number: int, expression: Expressions, rules: list[Rule]) -> lis
     return [list(_element(kind, parts, rules))]
 
 
-def _element(kind: int, parts: list[int], rules: list[Rule]) -> Iterator[int | None]:
+def _element(kind: int, parts: list[int], rules: list[GrammarRule]) -> Iterator[int | None]:
     if kind == _RULE:
         yield parts[0]
     elif kind == _REPEAT:
         repeated, least, most = parts
         yield from [repeated] * min(least, _MAX_REPEATED)
         if most < 0 or most > least:  # at most as often again
-            rules.append(Rule("", [[], [repeated, len(rules)]]))
+            rules.append(GrammarRule("", [[], [repeated, len(rules)]]))
             yield len(rules) - 1
     elif kind == _STAR:
-        rules.append(Rule("", [[], [None]]))
+        rules.append(GrammarRule("", [[], [None]]))
         yield len(rules) - 1
     elif kind != _EMPTY:
         yield None
 
 
-def _nullable(rules: list[Rule]) -> set[int]:
+def _nullable(rules: list[GrammarRule]) -> set[int]:
     """Return the rules that match the empty text."""
     found = set[int]()
     while True:
@@ -105,7 +107,7 @@ def _nullable(rules: list[Rule]) -> set[int]:
         found |= more
 
 
-def _edges(rules: list[Rule], nullable: set[int], *, backwards: bool) -> list[set[int]]:
+def _edges(rules: list[GrammarRule], nullable: set[int], *, backwards: bool) -> list[set[int]]:
     """Return for each rule the rules with which its texts may begin, or end."""
     found = []
     for rule in rules:
@@ -121,7 +123,7 @@ def _edges(rules: list[Rule], nullable: set[int], *, backwards: bool) -> list[se
     return found
 
 
-def _neighbours(rule: Rule, nullable: set[int]) -> Iterable[tuple[int, int]]:
+def _neighbours(rule: GrammarRule, nullable: set[int]) -> Iterable[tuple[int, int]]:
     """Yield pairs of rules that may be all that the rule derives, one after the other."""
     for alternative in rule.alternatives:
         needed = [at for at, one in enumerate(alternative) if one not in nullable]

@@ -195,8 +195,10 @@ class Router:
         send = sending_id(exchange.send, ids)
         try:
             with self._traces.request(exchange.scope, ids.http_id) as traced:
-                await self._route_by_model(
-                    caller, exchange.scope, exchange.receive, send, ids, traced
+                await exchange.run(
+                    self._route_by_model(
+                        caller, exchange.scope, exchange.receive, send, ids, traced
+                    )
                 )
         except ApiError as error:
             await send_error(send, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import MutableMapping
+from collections.abc import Coroutine, MutableMapping
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.mounts import Scope
 
 _MAX_REASON_CHARS = 400
+_LEAVING_S = 1.0
 
 
 class Exchange:
@@ -38,14 +39,30 @@ class Exchange:
             "state": {},
         }
         self._unread: bytes | None = body
+        self._is_left = asyncio.Event()
         self._status = 500
         self._retry_after_s = 0.0
         self._pieces: list[bytes] = []
 
+    async def run(self, answering: Coroutine[Any, Any, None]) -> None:
+        """Await the application; a cancellation reaches the application as the client's end.
+
+        vLLM's routes let the work go on when only their own task is cancelled.
+        """
+        task = asyncio.ensure_future(answering)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._is_left.set()
+            await asyncio.wait([task], timeout=_LEAVING_S)
+            task.cancel()
+            raise
+
     async def receive(self) -> MutableMapping[str, Any]:
-        """Return the body once; later calls wait, as for a client that stays connected."""
+        """Return the body once, then, when the exchange is left, the end of the connection."""
         if self._unread is None:
-            await asyncio.Event().wait()
+            await self._is_left.wait()
+            return {"type": "http.disconnect"}
         body, self._unread = self._unread, None
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -33,8 +33,8 @@ Pooling models return numbers, which may differ by 0.00001, and have no KV betwe
 Two of the three prompts of a vision model have an image, which the answer depends on.
 
 Both sides use the adaptations of vLLM's CPU build in `gpupoold/worker/engine/cpu_build.py`, \
-which GPUs do not need; without the corrected rotary embedding, MLA models and LFM2 answer \
-wrongly in vLLM 0.32 alone. "One \
+which GPUs do not need; without the corrected rotary embedding, MLA models, LFM2 and LFM2-MoE \
+answer wrongly in vLLM 0.32 alone. With it, LFM2-MoE has the tokens of Transformers. "One \
 request at a time" marks families whose tokens depend on other requests of a step in vLLM alone. \
 "vLLM alone without prefix cache" marks families whose prefill fails in vLLM's CPU build with the \
 prefix cache, and not in gpupool.

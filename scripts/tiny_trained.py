@@ -2,9 +2,9 @@
 
     python -m scripts.tiny_trained DIR
 
-Writes ``tiny-trained``, a Llama of 3 MB in Hugging Face format, offline, in about a minute of one
-core. It has learnt the chats of ``scripts/trained_chats.py`` until it repeats every answer
-exactly, also after a short text as system prompt and with further tools beside those of a chat.
+Writes ``tiny-trained``, a Llama of 4 MB in Hugging Face format, offline, in one to three minutes
+of one core. It has learnt the chats of ``scripts/trained_chats.py`` until it repeats every answer
+exactly, also after another system prompt and with further tools beside those of a chat.
 Calls of tools have the format of vLLM's ``hermes`` parser. Random checkpoints
 (``gpupoold.checkpoints.tiny``) never stop by themselves, so tests of agents and of API
 conformance need this one. Equal bytes are made only on equal machines.
@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from gpupoold.checkpoints.maker import whole_folder
 from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
-from scripts.trained_chats import CHATS, TOOLS, Chat, Tool
+from scripts.trained_chats import CHATS, SYSTEM_PROMPTS, TOOLS, Chat, Message, Tool
 
 NAME = "tiny-trained"
 MAX_POSITION_EMBEDDINGS = 32_768
@@ -101,10 +101,12 @@ class _Samples:
     def _sample(self, chat: Chat, *, alone: bool) -> Sample:
         messages, tools = list(chat.messages), list(chat.tools)
         if not alone:
-            if messages[0]["role"] != "system" and self._random.random() < 0.3:
+            if messages[0]["role"] != "system" and self._random.random() < 0.4:
                 messages.insert(0, {"role": "system", "content": self._some_text()})
             if tools and self._random.random() < 0.3:
                 tools = self._with_others(tools)
+            if self._random.random() < 0.5:
+                messages = [_with_name_first(message) for message in messages]
         prompt = self._tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, tokenize=False
         )
@@ -112,6 +114,8 @@ class _Samples:
         return Sample(encoded, [*answer, EOS_ID])
 
     def _some_text(self) -> str:
+        if self._random.random() < 0.5:
+            return self._random.choice(SYSTEM_PROMPTS)
         start = self._random.randrange(len(self._filler) - _FILLER_CHARACTERS)
         return self._filler[start : start + self._random.randrange(1, _FILLER_CHARACTERS)]
 
@@ -120,6 +124,15 @@ class _Samples:
         offered = [*tools, *self._random.sample(others, 1)]
         self._random.shuffle(offered)
         return offered
+
+
+def _with_name_first(message: Message) -> Message:
+    """Return a message whose calls have the order of fields of other APIs than chat completions."""
+    calls = [
+        call | {"function": dict(reversed(call["function"].items()))}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _trained(samples: _Samples) -> LlamaForCausalLM:
@@ -155,7 +168,7 @@ def _knows_all(model: LlamaForCausalLM, samples: _Samples) -> bool:
     with torch.no_grad():
         return all(
             _losses(model, batch).max() < -math.log(_LEAST_PROBABILITY)
-            for alone in (True, False)
+            for alone in (True, False, False)
             for batch in samples.batches(alone=alone)
         )
 

@@ -15,8 +15,8 @@ Tool = Mapping[str, Any]
 class Chat:
     """A conversation that ends with an answer, which the model repeats exactly.
 
-    Without a system message, text without meaning may stand in its place; beside ``tools``, other
-    tools may be offered.
+    Without a system message, one of ``SYSTEM_PROMPTS`` or text without meaning may stand in its
+    place; beside ``tools``, others of ``TOOLS`` may be offered.
     """
 
     messages: tuple[Message, ...]
@@ -48,8 +48,8 @@ def said(content: str, role: str = "user") -> Message:
 
 
 def called(name: str, **arguments: str) -> Message:
-    """Return the assistant's message with a call of a tool."""
-    function = {"name": name, "arguments": arguments}
+    """Return the assistant's message with a call of a tool, as vLLM gives it to a template."""
+    function = {"arguments": arguments, "name": name}
     return {
         "role": "assistant",
         "content": "",
@@ -79,7 +79,15 @@ WEB_SEARCH = tool("web_search", "Search the internet.", search_term="The term to
 SHELL = tool("shell", "Run a command and return its output.", command="The command")
 READ_FILE = tool("read_file", "Read a file of the project.", path="Path of the file")
 ADD = tool("add", "Add two numbers.", a="First number", b="Second number")
-TOOLS = (GET_WEATHER, WEB_SEARCH, SHELL, READ_FILE, ADD)
+TOOLS = (GET_WEATHER, CURRENT_WEATHER, WEB_SEARCH, SHELL, READ_FILE, ADD)
+"""Tools that may be offered beside those of a chat."""
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "Answer briefly and call tools.",
+    "You are an agent. Use the tools that are given, one at a time, and answer with their results.",
+)
+"""System prompts that change no answer."""
 
 _ONE_WORD = said("Always respond in exactly one word.", "system")
 _HELPFUL = said("you are a helpful assistant", "system")

@@ -15,11 +15,12 @@ from openai import OpenAI
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from scripts.tiny_trained import NAME
 from scripts.trained_chats import (
-    CURRENT_WEATHER,
     GET_WEATHER,
     JSON_CHATS,
+    SYSTEM_PROMPTS,
     TALKS,
     TOOL_CHATS,
+    WEB_SEARCH,
     Chat,
     Message,
     called,
@@ -115,10 +116,11 @@ def test_a_tool_result_is_answered(client: OpenAI) -> None:
 
 
 def test_a_tool_is_called_beside_others_and_after_a_system_prompt(client: OpenAI) -> None:
-    messages = (said("Answer briefly and call tools.", "system"), _ASKED)
-    choice = asked(client, Chat(messages, "", (CURRENT_WEATHER, GET_WEATHER)))
-    [call] = choice.message.tool_calls
-    assert json.loads(call.function.arguments) == {"location": "Paris"}
+    for prompt in SYSTEM_PROMPTS:
+        messages = (said(prompt, "system"), _ASKED)
+        choice = asked(client, Chat(messages, "", (WEB_SEARCH, GET_WEATHER)))
+        [call] = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"location": "Paris"}
 
 
 def test_a_forced_tool_is_called(client: OpenAI) -> None:

@@ -72,7 +72,7 @@ def make_figures(details: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     most_s = details["pause_alone_s"] + MORE_PAUSE_S
     yield "longest_pause_s", at_most(details["pause_beside_s"], most_s)
     yield "differing_answers", at_most(details["differing"], 0)
-    yield "failed_answers", at_most(details["failed"], 0)
+    yield "failed_answers", at_most(len(details["failed"]), 0)
     yield "processes_replaced", at_most(len(details["processes_replaced"]), 0)
     for name in ("daemon_growth_bytes", "frontends_growth_bytes"):
         yield name, at_most(details[name], MEMORY_LIMIT_BYTES)

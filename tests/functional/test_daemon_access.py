@@ -83,7 +83,7 @@ async def test_clients_are_refused_in_words_that_they_know(box: Box) -> None:
         for text, model, status, kind in (
             (key, "one", 200, None),
             ("wrong", "one", 401, "authentication_error"),
-            (key, "two", 404, "NotFoundError"),
+            (key, "two", 404, "not_found_error"),
         ):
             body = asked | {"model": model}
             said = http.post("/v1/messages", json=body, headers={"x-api-key": text})

@@ -299,9 +299,9 @@ class TestStarting:
         runtime_dir = tmp_path / ("long" * 30)
         config = write_config(tmp_path, "[server]\nport = 0\n", runtime_dir=runtime_dir)
         done = run_gpupoold(config)
-        assert done.returncode == 1
-        assert "too long" in done.stderr
-        assert "runtime_dir" in done.stderr
+        assert done.returncode == 2
+        assert "line 3: paths.runtime_dir: the admin socket" in done.stderr
+        assert "choose a shorter folder" in done.stderr
 
     def test_a_runtime_folder_that_others_can_write_to(self, tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()

@@ -57,7 +57,7 @@ def test_own_paths_are_ours_with_or_without_a_model() -> None:
     for engines in ([], [ENGINE]):
         paths = describe(engines, lambda _: False)["paths"]
         models = {"/v1/models", "/v1/models/{model}"}
-        assert paths.keys() == {"/health", "/ready", "/version", "/metrics", *models}
+        assert paths.keys() == {"/", "/health", "/ready", "/version", "/metrics", *models}
         assert "schema" not in paths["/v1/models"]["get"]["responses"]["200"]
 
 
@@ -72,7 +72,7 @@ def test_batches_are_described_where_they_are_served() -> None:
 
 def test_objects_of_batches_are_as_described() -> None:
     rows = {
-        "PoolFile": file_object(FileRow("file-1", "k", "batch", "in", 3, 1)),
+        "PoolFile": file_object(FileRow("file-1", "k", "batch", "in", 3, 1, expires_at=2)),
         "PoolBatch": batch_object(
             BatchRow("batch_1", "k", "/v1/completions", "file-1", "1h", 1, 2)
         ),

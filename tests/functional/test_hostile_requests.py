@@ -84,10 +84,11 @@ HOSTILE = {
     "logprobs of prompts": Hostile(
         COMPLETIONS,
         {"prompt": [[7] * 1000] * 64, "prompt_logprobs": 20, "max_tokens": 1},
-        "more than 100,000: `logprobs`",
+        "in flight",
+        413,
     ),
     "logprobs of echoes": Hostile(
-        COMPLETIONS, {"prompt": [[7] * 1000] * 64, "echo": True, "logprobs": 20}, "100,000"
+        COMPLETIONS, {"prompt": [[7] * 1000] * 64, "echo": True, "logprobs": 20}, "in flight", 413
     ),
     "logprobs of answers": Hostile(
         CHAT,

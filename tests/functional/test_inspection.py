@@ -129,12 +129,6 @@ async def test_a_tokenizer_with_an_exponential_expression(inspector: Inspector, 
     assert "the tokenizer fails at the repeated 'x'" in await refusal(inspector, copy)
 
 
-async def test_defaults_that_no_request_may_have(inspector: Inspector, copy: Path) -> None:
-    (copy / "generation_config.json").write_text(json.dumps({"top_p": 5.0}))
-    with pytest.raises(Refused, match=r"top_p must be in \(0, 1\], got 5.0"):
-        await inspector.check(spec_of(copy))
-
-
 async def test_unchanged_files_are_checked_once(
     forks: ForkServer, copy: Path, tmp_path: Path
 ) -> None:

@@ -330,11 +330,13 @@ def _default_runtime_dir(is_root: bool) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file.
+    """Read a configuration file; ``/dev/null`` is an empty file.
 
     Raises:
         ConfigError: the file is missing, no regular file, too large, or cannot be read.
     """
+    if path == Path(os.devnull):
+        return ""
     try:
         return read_bounded(path, MAX_FILE_BYTES).decode()
     except OSError as error:

@@ -137,6 +137,7 @@ MESSAGES: list[m.Message] = [
     m.Ping(),
     m.Pong([0.25, 0.0]),
     m.StopServing("llama"),
+    m.GrammarRefused("llama", "key", "digest", "takes too long"),
     m.AdmissionAnswer("llama", "r1"),
     m.AdmissionAnswer("llama", "r2", 429, "too many", 7.5),
     m.RequestsFailed("llama", ["r1"], "the worker ended"),

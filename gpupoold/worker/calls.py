@@ -42,7 +42,9 @@ def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
     """Check counters, page tables, host slots and the driver; raise AssertionError on a
     mismatch.
     """
-    num_owned = loop.residency.check_integrity(loop.migrations.sent_bytes)
+    num_owned = loop.residency.check_integrity(
+        loop.migrations.sent_bytes, is_loading=loop.is_loading
+    )
     for engine in loop.engines.values():
         engine.check_encoder_outputs()
     pool = loop.residency.pool

@@ -122,6 +122,11 @@ class TurnLoop:
         self._status_at_s = self._last_jobs_s = 0.0
         self._interrupted = self._stopping = self._waits_for_load = False
 
+    @property
+    def is_loading(self) -> bool:
+        """True if a load is under way or waits."""
+        return self._loads.is_busy
+
     def run(self) -> None:
         """Serve until ``Shutdown`` arrives.
 

@@ -110,9 +110,11 @@ class DriverMemory:
         Raises:
             AssertionError: the bytes exceed what kernels and libraries take.
         """
+        if self._device.free_bytes() is None:
+            return {}
         now = self.outside_pages()
         grown = now.device_bytes_since(self._before)
-        if grown is None or self._device.free_bytes() is None:
+        if grown is None:
             return {}
         unaccounted = grown - (now.torch_bytes - self._before.torch_bytes)
         assert unaccounted <= _LIBRARIES_BYTES, (

@@ -252,9 +252,7 @@ class TurnLoop:
         if not self.turns.has_jobs:
             self._receive(_STATUS_INTERVAL_S if self.orders.then is None else _JOBS_S)
         turn = self.orders.turn
-        if turn is None or turn.turn_id != turn_id:
-            self._waits_for_load = False
-        elif self.orders.then is not None:
+        if turn is not None and turn.turn_id == turn_id and self.orders.then is not None:
             self._end_turn()
 
     def _run_jobs(self, model: str) -> None:
@@ -304,7 +302,7 @@ class TurnLoop:
         if then == self._prefetching_for:
             return
         self._prefetching_for = then
-        if then is None or not (self._can_run(then) and self._has_room(then)):
+        if then is None or not self._can_run_now(then):
             self.residency.stop_prefetch()
         else:
             self.residency.prefetch(then, current)
@@ -317,7 +315,7 @@ class TurnLoop:
         turn_id, then = self.orders.end()
         ended = m.TurnReport(turn_id, model, began_s, self._clock(), self._missing.changed())
         self._channel.send(ended)
-        if then is None or not (self._can_run(then) and self._has_room(then)):
+        if then is None or not self._can_run_now(then):
             return
         try:
             self.switch_to(then)
@@ -436,6 +434,10 @@ class TurnLoop:
 
     def _can_run(self, model: str) -> bool:
         return model in self.engines and self.engines[model].weights.has_snapshot
+
+    def _can_run_now(self, model: str) -> bool:
+        """Return whether a model can run, and has room beside the pages of a load."""
+        return self._can_run(model) and self._has_room(model)
 
     def _use(self, name: str) -> Use:
         return Use(

@@ -25,9 +25,7 @@ def check_json_value(name: str, value: Any) -> None:
     while waiting:
         one, depth = waiting.pop()
         if depth > _MAX_DEPTH:
-            raise Refused(
-                f"{name} is nested more than {_MAX_DEPTH} levels deep", "use fewer levels"
-            )
+            raise Refused(f"{name} is nested more than {_MAX_DEPTH} levels deep", _FLATTER)
         if reason := _why_not(one):
             shown = ascii(one) if isinstance(one, str) else str(one)
             raise Refused(

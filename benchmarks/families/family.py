@@ -34,6 +34,18 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
 }
+# The names that GPT-2 and its relatives have for the same sizes.
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": HIDDEN_SIZE,
+    "n_inner": 2 * HIDDEN_SIZE,
+    "n_layer": 2,
+    "n_head": NUM_HEADS,
+    "n_positions": 1024,
+    "bos_token_id": EOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
 
 Task = Literal["generate", "vision", "embed", "classify"]
 

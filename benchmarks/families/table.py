@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.families.family import (
     EXPERTS,
+    GPT2,
     HEAD_DIM,
     HIDDEN_SIZE,
     NUM_HEADS,
@@ -33,6 +34,13 @@ _MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.0,
     **EXPERTS,
+}
+_SHORT_CONVOLUTIONS: dict[str, Any] = {
+    "head_dim": None,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "conv_L_cache": 3,
+    "tie_word_embeddings": True,
 }
 _MAMBA2: dict[str, Any] = {
     "mamba_d_state": 16,
@@ -236,17 +244,7 @@ FAMILIES: tuple[Family, ...] = (
         "GPT-2",
         "gpt2",
         "dense",
-        {
-            "vocab_size": VOCAB_SIZE,
-            "n_embd": HIDDEN_SIZE,
-            "n_inner": 256,
-            "n_layer": 2,
-            "n_head": NUM_HEADS,
-            "n_positions": 1024,
-            "bos_token_id": EOS_ID,
-            "eos_token_id": EOS_ID,
-            "pad_token_id": PAD_ID,
-        },
+        GPT2,
     ),
     Family("stablelm", "StableLM", "stablelm", "dense", text_config(head_dim=None)),
     Family(
@@ -317,15 +315,11 @@ FAMILIES: tuple[Family, ...] = (
         "lfm2",
         "hybrid",
         text_config(
-            head_dim=None,
-            num_hidden_layers=4,
-            layer_types=["conv", "conv", "full_attention", "conv"],
-            conv_L_cache=3,
             conv_dim=HIDDEN_SIZE,
             conv_dim_out=HIDDEN_SIZE,
             block_dim=HIDDEN_SIZE,
-            tie_word_embeddings=True,
             block_auto_adjust_ff_dim=False,
+            **_SHORT_CONVOLUTIONS,
         ),
     ),
     Family(
@@ -333,16 +327,7 @@ FAMILIES: tuple[Family, ...] = (
         "LFM2-MoE",
         "lfm2_moe",
         "hybrid",
-        text_config(
-            head_dim=None,
-            num_hidden_layers=4,
-            layer_types=["conv", "conv", "full_attention", "conv"],
-            conv_L_cache=3,
-            tie_word_embeddings=True,
-            num_dense_layers=1,
-            num_experts=4,
-            **EXPERTS,
-        ),
+        text_config(num_dense_layers=1, num_experts=4, **EXPERTS, **_SHORT_CONVOLUTIONS),
     ),
     Family(
         "llama4",

@@ -10,15 +10,14 @@ from typing import Any
 
 from benchmarks.families.family import (
     EXPERTS,
+    GPT2,
     HEAD_DIM,
-    HIDDEN_SIZE,
-    NUM_HEADS,
     SLIDING_AND_FULL,
     SLIDING_WINDOW,
     Family,
     text_config,
 )
-from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
+from gpupoold.checkpoints.tiny_tokenizer import EOS_ID
 
 _WINDOWS: dict[str, Any] = {"sliding_window": SLIDING_WINDOW, "layer_types": SLIDING_AND_FULL}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -52,17 +51,7 @@ TRANSFORMERS_BACKEND: tuple[Family, ...] = (
         "GPT BigCode (StarCoder)",
         "gpt_bigcode",
         "dense",
-        {
-            "vocab_size": VOCAB_SIZE,
-            "n_embd": HIDDEN_SIZE,
-            "n_inner": 2 * HIDDEN_SIZE,
-            "n_layer": 2,
-            "n_head": NUM_HEADS,
-            "n_positions": 1024,
-            "bos_token_id": EOS_ID,
-            "eos_token_id": EOS_ID,
-            "pad_token_id": PAD_ID,
-        },
+        GPT2,
     ),
     _family("starcoder2", "StarCoder 2", "starcoder2", "dense", head_dim=None),
     _family("phi", "Phi-2", "phi", "dense", head_dim=None),

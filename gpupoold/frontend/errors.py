@@ -317,12 +317,16 @@ def starting() -> ApiError:
     return NotYet("The server is starting.", "", _RETRY_STARTING_S)
 
 
+STOPPING = "the server is stopping"
+"""What clients read, of answers that end and of requests that are not taken any more."""
+
+
 def stopping() -> ApiError:
     """Return 503: the server ends answers in progress, and takes no more requests."""
     return ApiError(
         503,
         "ServiceUnavailableError",
-        "The server is stopping.",
+        STOPPING,
         retry_after_s=_RETRY_STOPPING_S,
         more_headers=[(b"connection", b"close")],
     )

@@ -22,6 +22,7 @@ from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.client_texts import fit_for_clients
 from gpupoold.frontend.cors import Cors
+from gpupoold.frontend.errors import STOPPING
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker
@@ -187,7 +188,7 @@ class FrontendServer:
         """Let open streams finish, and end the remaining streams in time."""
         ending_s, closing_s = min(_ENDING_S, grace_s / 2), min(_CLOSING_S, grace_s / 4)
         await asyncio.wait({serving}, timeout=grace_s - ending_s)
-        self._mounts.unmount_all("the server is stopping")
+        self._mounts.unmount_all(STOPPING)
         await asyncio.wait({serving}, timeout=ending_s - closing_s)
         server.force_exit = True
         await serving

@@ -77,7 +77,7 @@ async def test_connections_while_a_stream_ends(refuses: bool, body: bytes) -> No
                 answer, _, content = (await other.all()).partition(b"\r\n\r\n")
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 assert b"retry-after: 10" in answer
-                assert json.loads(content)["error"]["message"] == "The server is stopping."
+                assert json.loads(content)["error"]["message"] == "the server is stopping"
             else:
                 for _ in range(2):
                     connection, _ = await asyncio.get_running_loop().sock_accept(kept)

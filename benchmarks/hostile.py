@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ NUM_STREAMS = 100
 ROUNDS = 5
 ANSWER_LIMIT_S = 0.1
 MEMORY_LIMIT_BYTES = 20 << 20
-_BESIDE_S = 20.0
+_BESIDE_S = 8.0
 _PATIENCE_S = 60.0
 
 
@@ -50,7 +50,7 @@ def main() -> int:
         room = emulated_config(weight_bytes(checkpoint) + (256 << 20))
         with private_daemon(room) as daemon:
             daemon.add_model(MODEL, checkpoint, max_model_len=1024, dtype="float32")
-            details = _measure(daemon, arguments.streams)
+            details = _measure(daemon, arguments.streams, arguments.only)
     return finish(arguments.out, dict(make_figures(details)), details=details)
 
 
@@ -78,19 +78,21 @@ def make_figures(details: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
         yield name, at_most(details[name], MEMORY_LIMIT_BYTES)
 
 
-def _measure(daemon: PrivateDaemon, num_streams: int) -> dict[str, Any]:
+def _measure(daemon: PrivateDaemon, num_streams: int, kinds: Sequence[str]) -> dict[str, Any]:
     port = int(daemon.http_url.rpartition(":")[2])
     alone = _streams_for(port, num_streams)
     before, resident = _processes(daemon), _resident_bytes(daemon)
     in_frontends = _frontend_bytes(daemon)
     neighbour = Neighbour(port, MODEL, num_streams)
     time.sleep(_BESIDE_S / 4)
-    answers = asyncio.run(_send(port))
+    answers = asyncio.run(_send(port, kinds))
     with daemon.client() as client:
         key = client.add_key(AddKeyRequest(name="uploads")).text
     dripping = asyncio.run(drip(port, key))
     time.sleep(_BESIDE_S / 4)
     beside = neighbour.stop()
+    for answer in answers.values():
+        answer["longest_pause_s"] = _longest_pause_s(beside, answer.pop("windows"))
     return {
         "answers": answers,
         "dripping_uploads": dripping,
@@ -114,25 +116,39 @@ def _streams_for(port: int, num_streams: int) -> Felt:
     return felt
 
 
-async def _send(port: int) -> dict[str, dict[str, Any]]:
-    statuses: dict[str, list[int]] = {}
-    times_s: dict[str, list[float]] = {}
+async def _send(port: int, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+    statuses: dict[str, list[int]] = {name: [] for name in kinds}
+    windows: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for number in range(ROUNDS):
-        for name, make in KINDS.items():
-            data = make(MODEL, number)
-            started_s = time.monotonic()
+        for name in kinds:
+            data = KINDS[name](MODEL, number)
+            began_at = time.time()
             answer = await exchange(port, data, _PATIENCE_S)
-            times_s.setdefault(name, []).append(time.monotonic() - started_s)
-            statuses.setdefault(name, []).append(_status(answer))
+            windows[name].append((began_at, time.time()))
+            statuses[name].append(_status(answer))
             await asyncio.sleep(_BESIDE_S / 40)
+    times_s = {name: [end - start for start, end in windows[name]] for name in kinds}
     return {
         name: {
             "statuses": sorted(set(statuses[name])),
             "median_s": percentile(times_s[name], 0.5),
             "longest_s": max(times_s[name]),
+            "windows": windows[name],
         }
-        for name in statuses
+        for name in kinds
     }
+
+
+def _longest_pause_s(felt: Felt, windows: Sequence[tuple[float, float]]) -> float:
+    """Return the longest pause that began while requests of a kind were answered."""
+    return max(
+        (
+            pause_s
+            for began_at, pause_s in felt.pauses
+            if any(start - pause_s < began_at < end for start, end in windows)
+        ),
+        default=0.0,
+    )
 
 
 def _status(answer: bytes) -> int:
@@ -160,6 +176,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/bench-hostile.json"))
     parser.add_argument("--streams", type=int, default=NUM_STREAMS)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     return parser.parse_args()
 
 

@@ -82,10 +82,12 @@ class Mounts:
     """Owner of all model APIs; for the event loop.
 
     A retired API takes no new requests, still gets engine outputs for its requests, and is closed
-    at the end of the last one.
+    at the end of the last one. ``note_garbage`` is told of each closed API: an application consists
+    of reference cycles of some MB, which only a collection frees.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note_garbage: Callable[[], object] = gc.collect) -> None:
+        self._note_garbage = note_garbage
         self._current: dict[str, Mount] = {}
         self._retired: dict[str, list[Mount]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -177,18 +179,15 @@ class Mounts:
         retired.remove(mount)
         if not retired:
             del self._retired[mount.name]
-        task = asyncio.create_task(_release(mount))
+        task = asyncio.create_task(self._release(mount))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-
-async def _release(mount: Mount) -> None:
-    """Close an API and free its memory, off the event loop."""
-    try:
-        await asyncio.to_thread(mount.api.close)
-    except Exception:
-        logger.exception("closing the API of %s", mount.name)
-    # An application consists of reference cycles of some MB; without an explicit collection
-    # its memory would stay allocated.
-    del mount
-    await asyncio.to_thread(gc.collect)
+    async def _release(self, mount: Mount) -> None:
+        """Close an API, off the event loop."""
+        try:
+            await asyncio.to_thread(mount.api.close)
+        except Exception:
+            logger.exception("closing the API of %s", mount.name)
+        del mount
+        self._note_garbage()

@@ -21,6 +21,7 @@ from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.client_texts import fit_for_clients
+from gpupoold.frontend.collector import Collector
 from gpupoold.frontend.cors import Cors
 from gpupoold.frontend.errors import STOPPING
 from gpupoold.frontend.fleet_calls import FleetCalls
@@ -109,7 +110,6 @@ class FrontendServer:
         wire = socket.socket(fileno=settings.wire_fd)
         self._channel: AsyncChannel[ToFrontend] = AsyncChannel(wire, ToFrontend)
         self._catalog = Catalog()
-        self._mounts = Mounts()
         self._waits = WaitComments(self._channel.send, settings.wait_comments_s)
         self._gates = Gates(self._waits)
         self._metrics = MetricsCalls(self._channel.send)
@@ -120,6 +120,8 @@ class FrontendServer:
             settings.max_live_requests,
             BytesInFlight(settings.max_bytes_in_flight),
         )
+        self._collector = Collector(self._bounds.in_flight)
+        self._mounts = Mounts(self._collector.note_garbage)
         self._fleet_calls = FleetCalls()
         self._traces = Traces(settings.traces_endpoint, settings.traces_share)
         self._batches = (
@@ -155,12 +157,14 @@ class FrontendServer:
         serving = asyncio.create_task(self._serve_when_told(server))
         mounting = asyncio.create_task(self._mount_in_order())
         measuring = asyncio.create_task(measure_lag(self._lags_s.append))
+        collecting = asyncio.create_task(self._collector.run())
         leaving = asyncio.create_task(self._follow_daemon())
         batches = asyncio.create_task(self._run_batches())
         self._channel.send(FrontendReady(pid=os.getpid()))
         await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
         mounting.cancel()
         measuring.cancel()
+        collecting.cancel()
         if not leaving.done():
             leaving.cancel()
             await serving

@@ -40,6 +40,9 @@ _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 _THRESHOLDS = (4_000, 25, 200)
 
 
+SWITCH_INTERVAL_S = 0.0001
+
+
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
     """Prepare a child: end with the daemon, ignore the terminal's signals, log to standard error.
 
@@ -58,6 +61,7 @@ def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> Non
     # Forced: a forked process has the handler of the fork server.
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     faulthandler.enable()  # a crash writes the stacks of all threads to the log
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def raise_oom_score(oom_score_adj: int, path: Path = _OOM_SCORE_ADJ) -> None:

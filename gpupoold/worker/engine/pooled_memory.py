@@ -9,6 +9,7 @@ from torch import nn
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from gpupoold.worker.engine.layer_gates import LayerGates
+from gpupoold.worker.engine.logprobs import bound_logprobs
 from gpupoold.worker.engine.process_groups import ensure_process_groups
 from gpupoold.worker.engine.request_records import ResumedRequest, new_record
 from gpupoold.worker.weights.loading import current_load
@@ -25,6 +26,7 @@ class PooledMemory:
 
     def init_device(self) -> None:
         """Create the process groups that all models share, then initialise as vLLM does."""
+        bound_logprobs()
         ensure_process_groups(self.distributed_init_method, self.local_rank)
         super().init_device()  # type: ignore[misc]
 

@@ -55,6 +55,7 @@ from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.frontend.pooling_inputs import input_slot
 from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
+from gpupoold.frontend.prompt_logprobs import PromptLogprobs
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.frontend.step_outputs import (
     join_steps,
@@ -216,6 +217,7 @@ class VllmModelApi:
         )
         grammars = ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)
+        self._client.slow_outputs = PromptLogprobs(self._llm.output_processor.request_states)
         self._app = build_app(self._args, self._tasks, config.model_config)
         self._app.user_middleware = [
             middleware

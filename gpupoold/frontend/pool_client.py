@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -54,6 +54,18 @@ class EngineCodec:
     unsupported: Callable[[str], Exception]
 
 
+class SlowOutputs(Protocol):
+    """Outputs that take the event loop long, and are prepared in slices; true while it has some."""
+
+    def __bool__(self) -> bool: ...
+
+    def hold(self, outputs: list[Any]) -> list[Any]:
+        """Take slow outputs and what must follow them; return the others."""
+
+    def advance(self) -> list[Any]:
+        """Do a slice of work; return the outputs that are due after it."""
+
+
 class EngineResources:
     """``AsyncLLM``'s view of the engine process, which never counts as dead."""
 
@@ -76,8 +88,9 @@ class PoolClient:
     ) -> None:
         """``tbt_s`` is the model's TBT target, ``vocab_size`` bounds token ids. ``on_unreadable``
         gets the ids whose outputs could not be decoded, ``on_prefilled`` a request's id and its
-        cached tokens.
+        cached tokens. ``slow_outputs`` may be set before the first request.
         """
+        self.slow_outputs: SlowOutputs | None = None
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
         self._model = model
@@ -171,14 +184,29 @@ class PoolClient:
         self._pacer.end(request_ids)
 
     async def get_output_async(self) -> Any:
-        """Return the outputs of the next step; of all waiting steps merged."""
+        """Return the outputs of the next step; of all waiting steps merged.
+
+        Outputs that ``slow_outputs`` holds back follow later.
+        """
         while True:
+            if self.slow_outputs:
+                await asyncio.sleep(0)
+                if due := self.slow_outputs.advance():
+                    return self._codec.put_in_step(due)
+                if self._steps.empty():
+                    continue
             steps = [await self._steps.get()]
             while not self._steps.empty():
                 steps.append(self._steps.get_nowait())
             read = [outputs for outputs in map(self._read, steps) if outputs is not None]
-            if read:
-                return self._codec.join(read) if len(read) > 1 else read[0]
+            if not read:
+                continue
+            outputs = self._codec.join(read) if len(read) > 1 else read[0]
+            if self.slow_outputs is None:
+                return outputs
+            if due := self.slow_outputs.hold(outputs.outputs):
+                outputs.outputs = due
+                return outputs
 
     def _read(self, step: StepOutputs | list[Any]) -> Any | None:
         """Return a step's outputs due now, or outputs released by the pacer."""

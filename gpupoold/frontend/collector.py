@@ -15,8 +15,8 @@ from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.system.process import trim_heap
 
 _NEVER = 1_000_000_000
-_THRESHOLDS = (4_000, 10, _NEVER)
-"""The collector's own collections walk up to 40,000 objects, 10 ms."""
+_THRESHOLDS = (2_000, 10, _NEVER)
+"""The collector's own collections walk up to 20,000 objects, 10 to 20 ms."""
 _INTERVAL_S = 1.0
 _FEW_BYTES = 4 << 20
 _WITH_FEW_AFTER_S = 60.0

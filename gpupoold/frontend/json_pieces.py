@@ -7,8 +7,8 @@ a second.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,15 @@ _NUM_ITEMS = 16
 _NUM_NUMBERS = 10_000
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A list that is made while it is serialised, from lists that follow each other; once."""
+
+    parts: Iterator[list[Any]]
+
+
 class PiecewiseJson(JSONResponse):
-    """An answer that is serialised while it is sent, and in one piece if it is small.
+    """An answer that is serialised while it is sent, in a thread, and in one piece if it is small.
 
     ``divided`` are the types of pydantic models whose fields may be long lists; all other models
     are serialised whole.
@@ -50,9 +57,11 @@ class PiecewiseJson(JSONResponse):
         del self.headers["content-length"]
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        for piece in itertools.chain((self.body, second), self._further):
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        piece: bytes | None = second
+        while piece is not None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
+            piece = await asyncio.to_thread(next, self._further, None)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -67,6 +76,8 @@ def json_pieces(value: Any, divided: frozenset[type] = frozenset()) -> Iterator[
         yield from _object_pieces(value.items(), divided)
     elif isinstance(value, np.ndarray):
         yield from json_pieces(value.tolist(), divided)
+    elif isinstance(value, Parts):
+        yield from _bracketed(_joined_items(part, _NUM_ITEMS) for part in value.parts)
     elif isinstance(value, list) and value:
         yield from _list_pieces(value, divided)
     else:
@@ -83,18 +94,28 @@ def _object_pieces(items: Iterable[tuple[Any, Any]], divided: frozenset[type]) -
 
 
 def _list_pieces(values: list[Any], divided: frozenset[type]) -> Iterator[bytes]:
-    before = b"["
     if _is_nested(values[0], divided):
-        for value in values:
-            yield before
-            yield from json_pieces(value, divided)
-            before = b","
+        yield from _bracketed(json_pieces(value, divided) for value in values)
     else:
         number = _NUM_NUMBERS if isinstance(values[0], int | float) else _NUM_ITEMS
-        for begin in range(0, len(values), number):
-            yield before + _whole(values[begin : begin + number])[1:-1]
-            before = b","
-    yield b"]"
+        yield from _bracketed([_joined_items(values, number)])
+
+
+def _bracketed(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield the pieces of an array, given the pieces of its items or of several of them."""
+    before = b"["
+    for pieces in items:
+        yield before
+        yield from pieces
+        before = b","
+    yield b"]" if before == b"," else b"[]"
+
+
+def _joined_items(values: list[Any], number: int) -> Iterator[bytes]:
+    """Yield the items of a list without brackets, ``number`` of them in each piece."""
+    for begin in range(0, len(values), number):
+        piece = _whole(values[begin : begin + number])[1:-1]
+        yield b"," + piece if begin else piece
 
 
 def _is_nested(value: Any, divided: frozenset[type]) -> bool:

@@ -2,14 +2,15 @@
 
 vLLM makes the log-probabilities of an answer in one function, then converts and serialises the
 whole answer, all on the event loop: 13 MB take seconds. Here the functions run in a thread once the
-handler has the rest of the answer, and ``PiecewiseJson`` serialises the answer.
+handler has the rest of the answer, and ``PiecewiseJson`` serialises the answer. The objects of a
+chat, 500 bytes for an entry, exist only while their part of the answer is serialised.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,12 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseChoice,
 )
 
-from gpupoold.frontend.json_pieces import PiecewiseJson
+from gpupoold.frontend.json_pieces import Parts, PiecewiseJson
 
 _NUM_SMALL = 1_000
 """Entries, or token ids, up to which an answer is made as vLLM makes it."""
+_NUM_POSITIONS = 16
+"""Positions of a chat that are made at one time."""
 
 _DIVIDED = frozenset(
     {
@@ -70,15 +73,32 @@ _HANDLERS: tuple[tuple[str, str, str, type[BaseModel]], ...] = (
 
 @dataclass(frozen=True)
 class _Unmade:
-    """Log-probabilities still to be made; ``placed``, without any, is a part of the answer."""
+    """Log-probabilities still to be made; ``placed``, without any, is a part of the answer.
+
+    ``make`` takes the ``token_ids`` and ``top_logprobs`` of positions, and makes theirs.
+    """
 
     placed: BaseModel
-    make: Callable[[], BaseModel]
+    make: Callable[..., BaseModel]
+    token_ids: Sequence[int]
+    top_logprobs: Sequence[Any]
 
-    def fill(self) -> None:
-        made = self.make()
+    async def fill(self) -> None:
+        """Make the log-probabilities; those of a chat, objects, are made when they are sent."""
+        if isinstance(self.placed, ChatCompletionLogProbs):
+            self.placed.content = Parts(self._parts())
+            return
+        made = await asyncio.to_thread(
+            self.make, token_ids=self.token_ids, top_logprobs=self.top_logprobs
+        )
         for name in type(made).model_fields:
             setattr(self.placed, name, getattr(made, name))
+
+    def _parts(self) -> Iterator[list[Any]]:
+        for begin in range(0, len(self.top_logprobs), _NUM_POSITIONS):
+            rows = slice(begin, begin + _NUM_POSITIONS)
+            made = self.make(token_ids=self.token_ids[rows], top_logprobs=self.top_logprobs[rows])
+            yield made.content or []
 
 
 @dataclass(frozen=True)
@@ -133,12 +153,12 @@ def make_large_answers_apart(state: Any) -> None:
 def _postponed(make: Callable[..., Any], kind: type[BaseModel]) -> Callable[..., Any]:
     """Return vLLM's function that makes log-probabilities, for later if there are many."""
 
-    def postponed(*args: Any, **kwargs: Any) -> Any:
+    def postponed(token_ids: Sequence[int], top_logprobs: Sequence[Any], **kwargs: Any) -> Any:
         unmade = _unmade.get()
-        if unmade is None or _num_entries(kwargs["top_logprobs"]) <= _NUM_SMALL:
-            return make(*args, **kwargs)
+        if unmade is None or _num_entries(top_logprobs) <= _NUM_SMALL:
+            return make(token_ids=token_ids, top_logprobs=top_logprobs, **kwargs)
         placed = kind()
-        unmade.append(_Unmade(placed, functools.partial(make, *args, **kwargs)))
+        unmade.append(_Unmade(placed, functools.partial(make, **kwargs), token_ids, top_logprobs))
         return placed
 
     return postponed
@@ -159,9 +179,10 @@ def _completed(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
             _unmade.reset(token)
         if not isinstance(made, ChatCompletionResponse | CompletionResponse):
             return made  # a stream or an error
-        for one in unmade:
-            await asyncio.to_thread(one.fill)
-        return _as_large(made) if unmade or _num_prompt_entries(made) > _NUM_SMALL else made
+        is_large = bool(unmade) or _num_prompt_entries(made) > _NUM_SMALL
+        while unmade:  # no part stays in the list: contexts of ended tasks have it
+            await unmade.pop().fill()
+        return _as_large(made) if is_large else made
 
     return completed
 

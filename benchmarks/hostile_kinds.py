@@ -75,23 +75,25 @@ def _smuggled(model: str, round_number: int) -> bytes:
     return request_bytes("POST", "/v1/completions", inner, upgrade)
 
 
-def _logprobs_of_prompts(num_prompts: int) -> MakeRequest:
-    """Return a kind with prompts of 1,000 token ids, 21,000 log-probabilities each."""
+def _prompts(num_prompts: int, **wanted: Any) -> MakeRequest:
+    """Return a kind with prompts of 1,000 token ids: 21,000 log-probabilities each if wanted."""
 
     def make(model: str, round_number: int) -> bytes:
         prompts = [[1 + round_number, *range(100, 1_099 - index)] for index in range(num_prompts)]
-        return _posted("/v1/completions", model, prompt=prompts, prompt_logprobs=20, max_tokens=1)
+        return _posted("/v1/completions", model, prompt=prompts, max_tokens=1, **wanted)
 
     return make
 
 
-def _most_logprobs_of_answers(model: str, round_number: int) -> bytes:
-    """Return 96,600 log-probabilities of 23 samples."""
-    messages = [{"role": "user", "content": f"hello {round_number}"}]
-    wanted = {"logprobs": True, "top_logprobs": 20, "n": 23, "max_tokens": 200}
-    return _posted(
-        "/v1/chat/completions", model, messages=messages, ignore_eos=True, temperature=1, **wanted
-    )
+def _answers(**wanted: Any) -> MakeRequest:
+    """Return a kind with 23 samples of 200 tokens: 96,600 log-probabilities if wanted."""
+
+    def make(model: str, round_number: int) -> bytes:
+        messages = [{"role": "user", "content": f"hello {round_number}"}]
+        fields = {"n": 23, "max_tokens": 200, "ignore_eos": True, "temperature": 1} | wanted
+        return _posted("/v1/chat/completions", model, messages=messages, **fields)
+
+    return make
 
 
 def _doubled_rule(model: str, round_number: int) -> bytes:
@@ -132,17 +134,22 @@ KINDS: Mapping[str, MakeRequest] = {
     "long_trailer": _long_trailer,
     "chunk_extension": _chunk_extension,
     "smuggled": _smuggled,
-    "logprobs_of_64_prompts": _logprobs_of_prompts(64),
-    "most_logprobs_of_prompts": _logprobs_of_prompts(4),
-    "most_logprobs_of_answers": _most_logprobs_of_answers,
+    "logprobs_of_64_prompts": _prompts(64, prompt_logprobs=20),
+    "most_logprobs_of_prompts": _prompts(4, prompt_logprobs=20),
+    "most_logprobs_of_answers": _answers(logprobs=True, top_logprobs=20),
     "doubled_rule": _doubled_rule,
     "repetitions": _repetitions,
     "costly_grammar": _costly_grammar,
 }
 MAY_END = frozenset({"trailers", "long_trailer", "chunk_extension"})
 """Kinds whose connections the server may close while the client sends, so the answer is lost."""
-PERMITTED = frozenset({"most_logprobs_of_prompts", "most_logprobs_of_answers"})
-"""Kinds that are as large as their bounds permit: answered with 200, however late."""
+PERMITTED: Mapping[str, MakeRequest] = {
+    "most_logprobs_of_prompts": _prompts(4),
+    "most_logprobs_of_answers": _answers(),
+}
+"""Kinds that are as large as their bounds permit, answered with 200, however late; each with the
+same request without what is bounded, for comparison.
+"""
 TAKES_TIME = frozenset({"doubled_rule", "costly_grammar"})
 """Kinds that other processes refuse: the grammar checker, which first loads the tokenizer, or the
 worker, after some hundred tokens.

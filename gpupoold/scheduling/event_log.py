@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.events import Event, Stepped
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.state import State
 
 # Copies, which take some milliseconds with a thousand requests, are rare enough at this size.
 MAX_ENTRIES = 10_000
+MAX_NAMES = 200_000
+"""Requests in the steps of a log, some 90 bytes each: 2,000 steps of 100 requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,15 @@ class Difference:
 
 
 class RecordedCore:
-    """A core that records its latest calls: ``max_entries`` at most, half as many at least."""
+    """A core that records its latest calls.
 
-    def __init__(self, core: Core, max_entries: int = MAX_ENTRIES) -> None:
+    There are ``max_entries`` at most, with ``max_names`` requests in their steps. As soon as there
+    were more, at least half of one of the two numbers is kept.
+    """
+
+    def __init__(
+        self, core: Core, max_entries: int = MAX_ENTRIES, max_names: int = MAX_NAMES
+    ) -> None:
         """Record from now on.
 
         Raises:
@@ -75,6 +83,8 @@ class RecordedCore:
         self._core = core
         self._is_from_start = not (state.models or state.devices or state.requests)
         self._max_per_segment = max_entries // 2
+        self._max_names_per_segment = max_names // 2
+        self._num_names = 0  # in the last segment
         self._segments = [_new_segment(core)]
 
     @property
@@ -105,8 +115,11 @@ class RecordedCore:
         """Handle events as :meth:`Core.handle` does, with the same errors, and record the call."""
         given = tuple(events)
         segment = self._segments[-1]
-        if len(segment.entries) >= self._max_per_segment:
+        num_names = sum(len(one.request_ids) for one in given if isinstance(one, Stepped))
+        is_full = self._num_names + num_names > self._max_names_per_segment
+        if len(segment.entries) >= self._max_per_segment or (is_full and segment.entries):
             segment = self._turn_over()
+        self._num_names += num_names
         try:
             actions = self._core.handle(given, now_s)
         except Exception as error:
@@ -117,6 +130,7 @@ class RecordedCore:
 
     def _turn_over(self) -> LogSegment:
         self._is_from_start = self._is_from_start and len(self._segments) == 1
+        self._num_names = 0
         self._segments = [self._segments[-1], _new_segment(self._core)]
         return self._segments[-1]
 

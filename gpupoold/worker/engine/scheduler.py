@@ -33,6 +33,9 @@ _STARTABLE = (
     RequestStatus.PREEMPTED,
     RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
 )
+# Limit of a step with a prompt of which log-probabilities are wanted: their logits and the sorting
+# take as long as the tokens themselves.
+_LOGPROB_TOKENS = 512
 # Longest wait of an isolated request for other threads of the process to be idle.
 _MAX_PUT_OFF_S = 1.0
 
@@ -69,6 +72,7 @@ class PooledScheduler(Scheduler):
         self.isolated: dict[str, None] = {}  # in the order of the next steps
         self._on_trial: str | None = None
         self._isolated_s = 0.0  # time of the last step of an isolated request
+        self._with_logprobs: set[str] = set()  # requests whose prompts' log-probabilities are due
         self.chunk_tokens: int | None = None
         self.is_held = False
         self.num_updates = 0
@@ -91,6 +95,13 @@ class PooledScheduler(Scheduler):
             self.prefixes.release_started()
         WORKER.begin_step(self.name, list(output.num_scheduled_tokens))
         return output
+
+    def add_request(self, request: Request) -> None:
+        """Add a request as vLLM does."""
+        sampling = request.sampling_params
+        if sampling is not None and sampling.prompt_logprobs is not None:
+            self._with_logprobs.add(request.request_id)
+        super().add_request(request)
 
     def has_requests(self) -> bool:
         """Return whether there are requests; False while ``is_held``."""
@@ -260,12 +271,22 @@ class PooledScheduler(Scheduler):
         """Return the most tokens of the next step."""
         limit = self.max_num_scheduled_tokens
         # Models with attention in both directions prefill each prompt in one step.
-        if self.chunk_tokens is None or not self.scheduler_config.enable_chunked_prefill:
+        if not self.scheduler_config.enable_chunked_prefill:
             return limit
+        chunk_tokens = limit if self.chunk_tokens is None else self.chunk_tokens
+        if self._with_logprobs and self._wants_prompt_logprobs():
+            chunk_tokens = min(chunk_tokens, _LOGPROB_TOKENS)
         # At least each answer with its draft, and one more.
-        return min(
-            limit, max(self.chunk_tokens, len(self.running) * (1 + self.num_spec_tokens) + 1)
-        )
+        return min(limit, max(chunk_tokens, len(self.running) * (1 + self.num_spec_tokens) + 1))
+
+    def _wants_prompt_logprobs(self) -> bool:
+        known = map(self.requests.get, self._with_logprobs)
+        self._with_logprobs = {
+            one.request_id
+            for one in known
+            if one is not None and one.num_computed_tokens < one.num_prompt_tokens
+        }
+        return bool(self._with_logprobs)
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         everybody, limits = self.running, (self.max_num_running_reqs, self.max_num_active_reqs)

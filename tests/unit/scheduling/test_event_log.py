@@ -65,6 +65,20 @@ def test_at_least_half_and_at_most_all_are_kept() -> None:
     assert set(sizes[10:]) == {12, 14, 16, 18, 20}
 
 
+def test_the_requests_in_all_steps_are_bounded() -> None:
+    core = RecordedCore(fresh(), 1000, max_names=20)
+    ids = [f"r{number}" for number in range(4)]
+    core.handle([e.Arrived(one, "a", 0.0, 50) for one in ids], 0.0)
+    device = core.state.requests["r0"].device or 0
+    num_names = []
+    for number in range(20):
+        core.handle([e.Stepped(device, "a", tuple(ids), 1, 0.02)], number + 1.0)
+        stepped = [event for one in core.entries() for event in one.events]
+        num_names.append(sum(len(one.request_ids) for one in stepped if isinstance(one, e.Stepped)))
+        assert all(replay_on(segment.core(), segment.entries) is None for segment in core.segments)
+    assert set(num_names[4:]) == {12, 16}
+
+
 def test_it_is_known_whether_the_log_goes_back_to_a_new_core() -> None:
     assert not recorded().is_from_start  # models and devices were told before
     core = RecordedCore(Core(make_policy("gpupool")), max_entries=4)

@@ -70,6 +70,25 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> PooledScheduler:
 
 
 class TestChunks:
+    def test_prompts_with_log_probabilities_are_computed_in_short_steps(
+        self, scheduler: PooledScheduler, steps: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            Scheduler, "add_request", lambda self, one: self.requests.update({one.request_id: one})
+        )
+        scheduler.max_num_scheduled_tokens = 4096
+        scored = request("scored", 2000, 0)
+        scored.num_prompt_tokens = 2000
+        scored.sampling_params = SimpleNamespace(prompt_logprobs=0)
+        plain = request("plain", 2000, 0)
+        plain.sampling_params = SimpleNamespace(prompt_logprobs=None)
+        scheduler.add_request(plain)
+        scheduler.schedule()
+        scheduler.add_request(scored)
+        for scored.num_computed_tokens in (0, 512, 2000, 2001):
+            scheduler.schedule()
+        assert steps == [4096, 512, 512, 4096, 4096]
+
     @pytest.mark.parametrize(
         ("chunk_tokens", "num_running", "limit"),
         [

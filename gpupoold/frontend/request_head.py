@@ -65,6 +65,9 @@ def read_head(body: bytes, path: str) -> Head:
     """
     try:
         fields = _decoder.decode(body)
+        has_id = fields.request_id is not msgspec.UNSET
+        if has_id:
+            check_client_id(fields.request_id, "`request_id`")
         most, kind = MAX_PROMPTS, "prompts"
         if is_pooling := path in POOLING_PATHS:
             number, where = num_inputs(body, path)
@@ -88,9 +91,6 @@ def read_head(body: bytes, path: str) -> Head:
         check_fields(fields)
     except OverBound as error:
         raise bad_request(f"{error}.", param=error.field) from error
-    has_id = fields.request_id is not msgspec.UNSET
-    if has_id:
-        check_client_id(fields.request_id, "`request_id`")
     has_limit = any(getattr(fields, name) is not None for name in LIMITS)
     return Head(fields.model, has_id, number, num_samples, has_limit, is_pooling)
 

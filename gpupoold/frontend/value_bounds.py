@@ -45,13 +45,16 @@ def check_values(body: bytes, path: str) -> None:
         is_conversation = is_long_conversation(name, num_bytes, path)
         if name in _BOUND_ELSEWHERE or not (is_conversation or num_bytes > _SMALL_BYTES):
             continue
-        is_input = path in POOLING_PATHS and name == "input"
+        is_pooling = path in POOLING_PATHS
+        if not (is_conversation or is_pooling) and bytes(memoryview(text)[:1]) == b'"':
+            continue  # a string has no elements, and need not be decoded
+        is_input = is_pooling and name == "input"
         if not (_is_numbers(name, text) or (is_input and read_token_ids(text) is not None)):
             value = msgspec.json.decode(text)
             _check_number(name, value)
             if is_conversation:
                 check_conversation(name, value, path)
-            elif path in POOLING_PATHS and name in ("input", "messages"):
+            elif is_pooling and name in ("input", "messages"):
                 check_input(name, value)
 
 

@@ -287,6 +287,9 @@ async def test_a_request_that_ends_frontends_is_not_asked_for_ever(rig: Rig) -> 
         runner = asyncio.create_task(BatchRunner(rig.store, rig.files, work, 3600.0).run())
         if num < 3:
             await until(lambda: asked["bad1"] == asked["bad2"] == len(workers))
+            async with asyncio.timeout(10):
+                while not await rig.store.results(row.id, has_failed=False):
+                    await asyncio.sleep(0.01)
         elif num == 3:  # each alone
             await until(lambda: asked["bad1"] + asked["bad2"] == 5)
         else:

@@ -62,7 +62,7 @@ class PromptLogprobs:
             outputs[0].new_prompt_logprobs_tensors = rest if len(rest.logprobs) else None
             if time.monotonic() >= until_s:
                 break
-        else:
+        if outputs[0].new_prompt_logprobs_tensors is None:
             return outputs
         self._held[request_id] = outputs
         return []

@@ -38,6 +38,11 @@ def _long_id(model: str, round_number: int) -> bytes:
     return _posted("/v1/completions", model, prompt="a", n=16, request_id=long_id)
 
 
+def _long_prompt(_: str, round_number: int) -> bytes:
+    """Return a request that is refused when all of it is there: the model does not exist."""
+    return _posted("/v1/completions", "none", prompt="x" * (9_900_000 - round_number))
+
+
 def _many_answers(model: str, round_number: int) -> bytes:
     num_samples = 16_384 - round_number
     return _posted("/v1/completions", model, prompt=["a"] * 1024, n=num_samples, temperature=1)
@@ -143,13 +148,14 @@ KINDS: Mapping[str, MakeRequest] = {
 }
 MAY_END = frozenset({"trailers", "long_trailer", "chunk_extension"})
 """Kinds whose connections the server may close while the client sends, so the answer is lost."""
-PERMITTED: Mapping[str, MakeRequest] = {
+PERMITTED = frozenset({"most_logprobs_of_prompts", "most_logprobs_of_answers"})
+"""Kinds that are as large as their bounds permit: answered with 200, however late."""
+ORDINARY: Mapping[str, MakeRequest] = {
     "most_logprobs_of_prompts": _prompts(4),
     "most_logprobs_of_answers": _answers(),
+    "long_id": _long_prompt,
 }
-"""Kinds that are as large as their bounds permit, answered with 200, however late; each with the
-same request without what is bounded, for comparison.
-"""
+"""Ordinary requests of the same size as a kind, for comparison."""
 TAKES_TIME = frozenset({"doubled_rule", "costly_grammar"})
 """Kinds that other processes refuse: the grammar checker, which first loads the tokenizer, or the
 worker, after some hundred tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from gpupool_cli.bench.rig import emulated_config
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from gpupoold.api.schemas_access import AddKeyRequest
 from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, ps, until, usage, weight_bytes
 
 _PROMPT_TOKENS, _MAX_TOKENS = 150, 8
@@ -38,6 +40,20 @@ class Conversation:
         self.token_ids += answer.json()["choices"][0]["token_ids"]
         self.token_ids += [400 + len(self.token_ids) % 700] * 4
         return int(answer.headers["x-gpupool-cached-tokens"])
+
+    def check_no_stranger_has_it(self, daemon: PrivateDaemon) -> None:
+        """A new key asks for the whole conversation and finds nothing of it."""
+        with daemon.client() as client:
+            key = client.add_key(AddKeyRequest(name=f"stranger-{time.monotonic_ns()}")).text
+        body = {"model": LLAMA, "prompt": self.token_ids, "max_tokens": 1}
+        answer = httpx.post(
+            f"{daemon.http_url}/v1/completions",
+            json=body,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-gpupool-cached-tokens"] == "0"
 
     @property
     def least_cached(self) -> int:
@@ -85,17 +101,20 @@ def test_it_goes_on(tiny_models: dict[str, Path], tmp_path: Path, expected: list
         os.kill(pid, signal.SIGKILL)
         until(lambda: ps(daemon).devices[0].pid not in (pid, None), 60)
         until(lambda: ps(daemon).devices[0].num_engines == 1, 60)
+        conversation.check_no_stranger_has_it(daemon)
         assert conversation.turn(daemon) >= conversation.least_cached - 32
         until(lambda: usage(daemon, LLAMA).prefix_hit_bytes > 0)
         assert usage(daemon, LLAMA).prefix_file_bytes == 0
         # On the other device, from the memory of this one.
         device_of(daemon, 1, drains=False)
         device_of(daemon, 0, drains=True)
+        conversation.check_no_stranger_has_it(daemon)
         assert conversation.turn(daemon) > _PROMPT_TOKENS
         until(lambda: usage(daemon, LLAMA).prefix_peer_bytes > 0)
     # After a restart of the daemon, from files.
     with private_daemon(config(tiny_models, 2), folder) as daemon:
         until(lambda: any(one.num_engines == 1 for one in ps(daemon).devices), 60)
+        conversation.check_no_stranger_has_it(daemon)
         assert conversation.turn(daemon) > _PROMPT_TOKENS
         until(lambda: usage(daemon, LLAMA).prefix_file_bytes > 0)
         assert conversation.token_ids == expected

@@ -1,8 +1,8 @@
 """``make bench-hostile``: requests that once crashed or hung a process, beside a hundred streams.
 
 Each kind of request (``hostile_kinds.py``) is sent several times to a running daemon with real
-engines, and must be answered once, at once and with 4xx, or with 200 if the request is permitted. ("At once"
-is within 0.1 s, for large bodies more than an ordinary request of the same size.)
+engines, and must be answered once, at once and with 4xx, or with 200 if the request is permitted.
+("At once" is within 0.1 s, for large bodies more than an ordinary request of the same size.)
 Dripping uploads must end, and not stop the uploads of another key. No stream may differ or pause
 for much longer than beside ordinary requests, no process may be replaced, and ten seconds later
 nothing may be held, nor more memory of the daemon and of each frontend. Writes

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.judges.verdicts import Outcome, Result
+from benchmarks.judges.verdicts import Outcome, Result, result
 from gpupoold.errors import Failed
 
 PACKAGE = "llm-comply==0.5.0"
@@ -64,7 +64,7 @@ def judge(program: Path, url: str, model: str) -> dict[str, Result]:
 def read_result(row: Mapping[str, Any]) -> Result:
     """Read a test's row of the program's report; warnings are no failures."""
     text = "; ".join(row.get("errors") or row.get("warnings") or ())
-    return Result(Outcome(row["status"]), text)
+    return result(Outcome(row["status"]), text)
 
 
 def _last_line(text: str) -> str:

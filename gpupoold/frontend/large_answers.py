@@ -98,7 +98,7 @@ class _Unmade:
         for begin in range(0, len(self.top_logprobs), _NUM_POSITIONS):
             rows = slice(begin, begin + _NUM_POSITIONS)
             made = self.make(token_ids=self.token_ids[rows], top_logprobs=self.top_logprobs[rows])
-            yield made.content or []
+            yield getattr(made, "content", None) or []
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ def _libc() -> ctypes.CDLL:
     size, pointer, integer = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     libc.mmap.restype = pointer
     libc.mmap.argtypes = [pointer, size, integer, integer, integer, ctypes.c_long]
-    libc.malloc_trim.argtypes = [size]
     libc.munmap.argtypes = [pointer, size]
     libc.mremap.restype = pointer
     libc.mremap.argtypes = [pointer, size, size, integer, pointer]
@@ -60,11 +59,6 @@ def mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, of
     if result is None or result == _MAP_FAILED:
         raise _error(f"mmap of {num_bytes} bytes")
     return result
-
-
-def trim_heap() -> None:
-    """Return free memory of the C library's allocator to the system."""
-    _libc().malloc_trim(0)
 
 
 def munmap(address: int, num_bytes: int) -> None:

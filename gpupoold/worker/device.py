@@ -16,7 +16,7 @@ from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.processes import GpuUse, gpu_use
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.libc import trim_heap
+from gpupoold.system.process import trim_heap
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import EngineMemory
 

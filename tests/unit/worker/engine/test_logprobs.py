@@ -72,8 +72,8 @@ def test_prompts_in_slices_have_the_same_log_probabilities(length: int, chunk: i
     found = []
     for compute in (sliced.__wrapped__, sliced):
         prompts = {"a": [1, 2, 3], "b": [n % NUM_WORDS for n in range(length)]}
-        runner, answers = Runner(prompts), {}
-        answers |= runner.step(compute, {"a": 3, "b": min(chunk, length)})
+        runner = Runner(prompts)
+        answers = runner.step(compute, {"a": 3, "b": min(chunk, length)})
         while (done := runner.requests["b"].num_computed_tokens) < length:
             answers |= runner.step(compute, {"b": min(chunk, length - done)})
         answers |= runner.step(compute, {"a": 1, "b": 1})  # a token of each answer

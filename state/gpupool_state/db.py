@@ -129,7 +129,7 @@ def _make_file(path: Path) -> None:
 def traces_of(path: Path) -> list[str]:
     """Return the names of files and folders beside a database that an earlier database left."""
     left = [path.with_name(f"{path.name}-wal"), *sorted(path.parent.glob(f"{path.name}.bak-*"))]
-    folders = [path.parent / name for name in ("snapshots", "batches", "models")]
+    folders = [path.parent / name for name in ("snapshots", "batches", "models", "files")]
     return [file.name for file in left if file.is_file() and file.stat().st_size] + [
         folder.name for folder in folders if folder.is_dir() and any(folder.iterdir())
     ]

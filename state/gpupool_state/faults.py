@@ -78,10 +78,10 @@ def emptied(path: Path, traces: Sequence[str]) -> Refused:
     backups = [name for name in traces if ".bak-" in name]
     backup = f"the backup {backups[-1]}" if backups else "a backup"
     return Refused(
-        f"the state database {path} is empty, but its folder has {', '.join(traces)}: an earlier "
-        "registry, its API keys and the history are lost or were moved",
+        f"the state database {path} is empty, but its folder has {', '.join(traces)}: what an "
+        "earlier database had is lost or was moved",
         f"replace {path.name} by {backup}, without {path.name}-wal and {path.name}-shm; or, to "
-        f"start with an empty registry, remove these three files",
+        f"start with an empty database, move {', '.join(traces)} to another folder",
     )
 
 

@@ -98,7 +98,7 @@ async def test_an_empty_file_becomes_a_database(path: Path) -> None:
         assert await db.fetch_all("SELECT * FROM models") == []
 
 
-@pytest.mark.parametrize("trace", ["DB-wal", "DB.bak-12", "snapshots/a", "models/b"])
+@pytest.mark.parametrize("trace", ["DB-wal", "DB.bak-12", "snapshots/a", "models/b", "files/c"])
 async def test_an_emptied_database_is_no_new_one(trace: str, path: Path) -> None:
     """A registry that is lost silently is worse than one that does not open."""
     trace = trace.replace("DB", path.name)
@@ -112,6 +112,7 @@ async def test_an_emptied_database_is_no_new_one(trace: str, path: Path) -> None
         await Database.open(path)
     assert trace.split("/")[0] in caught.value.message
     assert f"replace {path.name} by " in caught.value.hint
+    assert f"move {trace.split('/')[0]} to another folder" in caught.value.hint
     assert (left.read_bytes(), path.stat().st_size) == (b"x", 0), "nothing was changed"
     left.unlink()
     async with await Database.open(path) as db:

@@ -108,9 +108,9 @@ def test_it_goes_on(tiny_models: dict[str, Path], tmp_path: Path, expected: list
         # On the other device, from the memory of this one.
         device_of(daemon, 1, drains=False)
         device_of(daemon, 0, drains=True)
-        conversation.check_no_stranger_has_it(daemon)
         assert conversation.turn(daemon) > _PROMPT_TOKENS
         until(lambda: usage(daemon, LLAMA).prefix_peer_bytes > 0)
+        conversation.check_no_stranger_has_it(daemon)
     # After a restart of the daemon, from files.
     with private_daemon(config(tiny_models, 2), folder) as daemon:
         until(lambda: any(one.num_engines == 1 for one in ps(daemon).devices), 60)

@@ -133,7 +133,10 @@ def _send_ordinary(port: int, num_streams: int) -> tuple[dict[str, Any], Felt]:
 
 
 async def _send(port: int, kinds: Mapping[str, MakeRequest]) -> dict[str, dict[str, Any]]:
-    """Return the statuses and times of the kinds, which are sent one after the other."""
+    """Send the kinds one after the other; return their statuses and times.
+
+    ``windows`` are the times of begin and end, by the wall clock as a neighbour's pauses.
+    """
     statuses: dict[str, list[int]] = {name: [] for name in kinds}
     windows: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for number in range(ROUNDS):

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,11 +35,6 @@ from gpupoold.worker.turns.group_totals import GroupChannel
 
 _logger = logging.getLogger("gpupoold.worker")
 
-# How long a copying thread waits for the GIL between two pieces while another thread runs Python
-# code. Copies in pieces of 1 MiB, 6.0 GB/s alone, then reach 0.2 GB/s with the default of 5 ms,
-# 1.3 GB/s with 0.5 ms and 2.5 GB/s with 0.1 ms. The other thread was equally fast with each value.
-_SWITCH_INTERVAL_S = 0.0001
-
 
 def main() -> None:
     """Serve with one device until ``Shutdown`` arrives or the daemon ends."""
@@ -58,7 +52,6 @@ def main() -> None:
         lower_priority(EMULATED_DEVICE_NICENESS)
     if arguments.activity_fd is not None and not rank.rank:
         WORKER.attach(arguments.activity_fd)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.environ.setdefault("OMP_NUM_THREADS", str(arguments.compute_threads))
     set_engine_environment(arguments.log_level)
     if arguments.device_kind == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,8 @@ class Engine:
         made._demand, made.chunk_tokens, made.max_num_scheduled_tokens = None, None, MAX_STEP
         made.num_spec_tokens = made.num_waiting_for_streaming_input = 0
         made.max_num_active_reqs, made.scheduler_reserve_full_isl = 1, True
+        made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
+        made._with_logprobs = set()
         self.scheduler: Any = made
         self.pool = made.kv_cache_manager.block_pool
         self.num_free = self.pool.get_num_free_blocks()

@@ -19,6 +19,7 @@ from gpupoold.frontend.callers import cache_salt
 from gpupoold.frontend.fleet_calls import take_output_so_far, why_impossible
 from gpupoold.frontend.pacing import Pacer
 from gpupoold.frontend.request_ids import sample_number
+from gpupoold.frontend.vocabulary import drop_beyond, token_beyond
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.continuation import OutputSoFar
@@ -121,13 +122,22 @@ class PoolClient:
 
         Raises:
             Exception: ``codec.unavailable`` after ``stop``,
-                ``codec.unsupported`` for requests without token ids, and for too large ones.
+                ``codec.unsupported`` for requests without token ids, with ids that the model does
+                not have, and for too large ones.
         """
         if self._stopped_because is not None:
             raise self._codec.unavailable(self._stopped_because)
         params, prompt = request.sampling_params, request.prompt_token_ids
         if prompt is None:
             raise self._codec.unsupported("gpupool serves requests with token ids only")
+        if (token_id := token_beyond(request, self._vocab_size)) is not None:
+            raise self._codec.unsupported(
+                f"Token id {token_id} of the prompt is beyond the model's vocabulary of "
+                f"{self._vocab_size:,} tokens; the tokenizer of {self._model} has more tokens than "
+                "its weights."
+            )
+        if params is not None:
+            drop_beyond(params, self._vocab_size)
         request.cache_salt = cache_salt(request.cache_salt)
         frames = [bytes(frame) for frame in self._codec.encode(request)]
         num_bytes = sum(map(len, frames))

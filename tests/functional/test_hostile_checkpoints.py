@@ -118,6 +118,34 @@ def test_a_template_that_is_slow_for_a_clients_text_ends_that_request_alone(
     assert frontend_pids(pool) == processes
 
 
+def test_tokens_beyond_the_vocabulary_end_no_worker(
+    pool: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    source = copy(tiny_models[LLAMA], tmp_path / "beyond")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokens = tokenizer["added_tokens"]
+    tokens.append(tokens[-1] | {"id": tokens[-1]["id"] + 1, "content": "<beyond>"})
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    ends = [2, 1_000_000, -1_000_000]
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    pool.add_model("beyond", source, **LOAD_OPTIONS)
+    worker = ps(pool).devices[0].pid
+    refused = ask_for(pool, "beyond", prompt="<beyond>")
+    assert refused.status_code == 400
+    assert "beyond the model's vocabulary of 2,048 tokens" in refused.text
+    for fields in ({"min_tokens": 2}, {"bad_words": ["<beyond>"]}, {"stop": "x"}):
+        assert ask_for(pool, "beyond", prompt="hi", **fields).status_code == 200
+    assert chat(pool, "beyond", "<beyond>").status_code == 400
+    assert ps(pool).devices[0].pid == worker
+    with pool.client() as client:
+        client.remove_model("beyond")
+
+
+def ask_for(pool: PrivateDaemon, model: str, **fields: Any) -> httpx.Response:
+    body = {"model": model, "max_tokens": 4, **fields}
+    return httpx.post(f"{pool.http_url}/v1/completions", json=body, timeout=60)
+
+
 def test_a_template_that_becomes_endless_is_not_mounted(
     pool: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -129,6 +129,27 @@ async def test_a_tokenizer_with_an_exponential_expression(inspector: Inspector, 
     assert "the tokenizer fails at the repeated 'x'" in await refusal(inspector, copy)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("top_p", 5, "top_p must be in"),
+        ("max_new_tokens", -3, "must be greater than 0"),
+        ("repetition_penalty", "large", "not str"),
+        ("eos_token_id", "</s>", "got `str`"),
+        ("eos_token_id", [1.5], "got `float`"),
+        ("eos_token_id", [[2]], "unhashable type"),
+    ],
+)
+async def test_defaults_that_every_request_would_fail_with(
+    key: str, value: object, reason: str, inspector: Inspector, copy: Path
+) -> None:
+    file = copy / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    message = await refusal(inspector, copy)
+    assert message.startswith("m: generation_config.json has defaults that vLLM refuses: ")
+    assert reason in message
+
+
 async def test_unchanged_files_are_checked_once(
     forks: ForkServer, copy: Path, tmp_path: Path
 ) -> None:

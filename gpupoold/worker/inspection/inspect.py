@@ -21,7 +21,7 @@ from gpupoold.worker.engine.configuration import engine_config, model_config
 from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.inspection.chat import check_chat
 from gpupoold.worker.inspection.division import undivided
-from gpupoold.worker.inspection.presets import check_preset
+from gpupoold.worker.inspection.presets import check_own_defaults, check_preset
 
 
 def inspect(order: Inspect) -> dict[int, str]:
@@ -39,9 +39,11 @@ def inspect(order: Inspect) -> dict[int, str]:
     try:
         if order.only_chat:
             kind = model_config(model)
+            check_own_defaults(model.name, kind)
             check_chat(model, kind, cached_tokenizer_from_config(kind))
             return {}
         config = engine_config(model, is_emulated=is_emulated)
+        check_own_defaults(model.name, config.model_config)
         if config.lora_config is not None:
             _check_adapter_support(model.name, config.model_config, is_emulated=is_emulated)
         tokenizer = cached_tokenizer_from_config(config.model_config)

@@ -1,18 +1,21 @@
-"""Checks of presets by the classes of vLLM's API."""
+"""Checks of the defaults of requests by vLLM's classes: presets, and the checkpoint's own."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel, ValidationError
+from vllm.config import ModelConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import SYSTEM_PROMPT, with_defaults
-from gpupoold.errors import UsageError
+from gpupoold.errors import Refused, UsageError
 
 _MESSAGES = [{"role": "user", "content": "x"}]
 _LEAST_BODIES: tuple[tuple[type[BaseModel], dict[str, Any]], ...] = (
@@ -53,3 +56,22 @@ def check_preset(preset: Preset) -> None:
             raise UsageError(
                 f"{preset.name}: {place}: {first['msg'][:300]}", "use another value"
             ) from error
+
+
+def check_own_defaults(name: str, config: ModelConfig) -> None:
+    """Check that the engine accepts a request that has the checkpoint's defaults.
+
+    Raises:
+        Refused: it does not, so that it would refuse all requests.
+    """
+    if config.runner_type != "generate":
+        return
+    try:
+        params = SamplingParams(**config.get_diff_sampling_param())
+        params.update_from_generation_config(config.try_get_generation_config())
+        msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    except Exception as error:
+        raise Refused(
+            f"{name}: generation_config.json has defaults that vLLM refuses: {str(error)[:300]}",
+            "use the original model's file, or set the option override_generation_config",
+        ) from error

@@ -58,7 +58,10 @@ def engine_request(**changes: Any) -> SimpleNamespace:
     fields: dict[str, Any] = {
         "request_id": "r1",
         "prompt_token_ids": [1, 2],
-        "sampling_params": SimpleNamespace(max_tokens=9),
+        "sampling_params": SimpleNamespace(
+            max_tokens=9, all_stop_token_ids=set(), bad_words_token_ids=None
+        ),
+        "mm_features": None,
         "lora_request": None,
         "cache_salt": None,
     }

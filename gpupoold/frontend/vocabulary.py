@@ -1,0 +1,46 @@
+"""Token ids of a request that are beyond its model's vocabulary. Pure.
+
+A tokenizer may have more tokens than the model has rows: on purpose, as for placeholders of images,
+or because its files belong to another model. vLLM takes the larger of the two as the bound of a
+prompt, and the step that looks up such a row ends the worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def token_beyond(request: Any, vocab_size: int) -> int | None:
+    """Return a token of the prompt that the model has no row for; None if there is none.
+
+    The tokens that embeddings of images and the like replace do not count.
+    """
+    token_ids = request.prompt_token_ids
+    if not token_ids or max(token_ids) < vocab_size:
+        return None
+    replaced: set[int] = set()
+    for feature in request.mm_features or ():
+        where = feature.mm_position
+        mask = [True] * where.length if where.is_embed is None else where.is_embed.tolist()
+        replaced.update(
+            where.offset + index for index, is_replaced in enumerate(mask) if is_replaced
+        )
+    beyond = (one for at, one in enumerate(token_ids) if one >= vocab_size and at not in replaced)
+    return next(beyond, None)
+
+
+def drop_beyond(params: Any, vocab_size: int) -> None:
+    """Drop what no answer can contain from the tokens that ``min_tokens`` and ``bad_words`` mask.
+
+    They are columns of the logits, and some are the checkpoint's own, which vLLM does not check.
+    """
+    stops: set[int] = params.all_stop_token_ids
+    beyond = {one for one in stops if not 0 <= one < vocab_size}
+    if beyond:
+        stops -= beyond
+        # The worker makes the set again of these.
+        params.stop_token_ids = [one for one in params.stop_token_ids if one not in beyond]
+    if params.bad_words_token_ids:
+        params._bad_words_token_ids = [
+            word for word in params.bad_words_token_ids if max(word, default=0) < vocab_size
+        ]

@@ -1,0 +1,67 @@
+"""Token ids beyond a model's vocabulary."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpupoold.frontend.vocabulary import drop_beyond, token_beyond
+
+SIZE = 100
+
+
+class Mask(list[bool]):
+    """A mask with the one method of a tensor that is used."""
+
+    def tolist(self) -> list[bool]:
+        return list(self)
+
+
+def image(offset: int, length: int, mask: Mask | None = None) -> Any:
+    where = SimpleNamespace(offset=offset, length=length, is_embed=mask)
+    return SimpleNamespace(mm_position=where)
+
+
+def request(token_ids: list[int], *features: Any) -> Any:
+    return SimpleNamespace(prompt_token_ids=token_ids, mm_features=list(features) or None)
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (request([]), None),
+        (request([0, 99]), None),
+        (request([0, 100, 200]), 100),
+        (request([1, 500, 500, 2], image(1, 2)), None),
+        (request([500, 500, 500, 2], image(1, 2)), 500),
+        (request([1, 500, 501, 2], image(1, 2, Mask([True, False]))), 501),
+    ],
+)
+def test_prompts(one: Any, expected: int | None) -> None:
+    assert token_beyond(one, SIZE) == expected
+
+
+def params(stops: set[int], own: list[int], words: list[list[int]] | None = None) -> Any:
+    return SimpleNamespace(
+        all_stop_token_ids=stops,
+        stop_token_ids=own,
+        bad_words_token_ids=words,
+        _bad_words_token_ids=words,
+    )
+
+
+def test_what_no_answer_can_contain_is_not_masked() -> None:
+    some = params({2, 100, -7}, [100, -7, 2], [[1], [3, 100], []])
+    drop_beyond(some, SIZE)
+    assert some.all_stop_token_ids == {2}
+    assert some.stop_token_ids == [2]
+    assert some._bad_words_token_ids == [[1], []]
+
+
+def test_the_rest_stays_as_it_is() -> None:
+    some = params({2}, [7])
+    drop_beyond(some, SIZE)
+    assert (some.all_stop_token_ids, some.stop_token_ids) == ({2}, [7])
+    assert some._bad_words_token_ids is None

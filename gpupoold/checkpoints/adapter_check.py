@@ -160,9 +160,11 @@ def check_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts
     tensors = read_tensors(file)
     shapes = _BaseShapes(base, list_folder(base), is_transposed=bool(config.get("fan_in_fan_out")))
     parts: dict[str, str] = {}
+    largest = 0
     for tensor in tensors:
-        module, part = _check_tensor(file, tensor, rank, shapes)
+        module, part, inner = _check_tensor(file, tensor, rank, shapes)
         parts[module] = parts.get(module, "") + part
+        largest = max(largest, inner)
     for module, found in parts.items():
         if sorted(found) != ["A", "B"]:
             raise Refused(
@@ -171,6 +173,9 @@ def check_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts
             )
     if not parts:
         raise Refused(f"{file}: has no tensors", "copy the adapter again")
+    # Slots on the device have the configuration's rank.
+    if largest < rank and not config.get("rank_pattern"):
+        raise _other_rank(file, f"no tensor has a rank above {largest}", rank)
     num_bytes = sum(tensor.end - tensor.begin for tensor in tensors)
     kinds = {module.rpartition(".")[2] for module in parts}
     return AdapterFacts(path, rank, num_bytes, tuple(sorted(kinds)))
@@ -207,8 +212,8 @@ def _check_pickle(path: Path, names: Sequence[str], *, allow_pickle: bool) -> No
 
 def _check_tensor(
     file: Path, tensor: TensorEntry, rank: int, shapes: _BaseShapes
-) -> tuple[str, str]:
-    """Return the tensor's module, and ``A`` or ``B``."""
+) -> tuple[str, str, int]:
+    """Return the tensor's module, ``A`` or ``B``, and the rank."""
     match = _TENSOR.fullmatch(tensor.name)
     if match is None:
         raise Refused(f"{file}: {tensor.name!r} is not the name of a LoRA tensor", _MERGE)
@@ -218,10 +223,7 @@ def _check_tensor(
     module, part = match["module"], match["part"]
     inner, outer = tensor.shape if part == "A" else tensor.shape[::-1]
     if inner > rank and "experts" not in module:  # those of fused experts are stacked
-        raise Refused(
-            f"{file}: {tensor.name!r} has the rank {inner}, but the configuration says {rank}",
-            "configuration and weights are of different adapters; copy the adapter again",
-        )
+        raise _other_rank(file, f"{tensor.name!r} has the rank {inner}", rank)
     widths = shapes.widths(module, is_input=(part == "A") != bool(match["embedding"]))
     if widths is None:
         raise Refused(
@@ -233,7 +235,14 @@ def _check_tensor(
             f"the width {min(widths)}",
             "the adapter belongs to another model",
         )
-    return module, part
+    return module, part, inner
+
+
+def _other_rank(file: Path, problem: str, rank: int) -> Refused:
+    return Refused(
+        f"{file}: {problem}, but the configuration says {rank}",
+        "configuration and weights are of different adapters; copy the adapter again",
+    )
 
 
 class _BaseShapes:

@@ -139,6 +139,7 @@ def test_kinds_that_the_engine_does_not_compute(
         (tensors(num_in=64, num_out=32), "width 64"),
         (tensors(num_out=65), "width 65"),
         (tensors(rank=5), "has the rank 5, but the configuration says 4"),
+        (tensors(rank=3), "no tensor has a rank above 3, but the configuration says 4"),
         ({f"{Q}.weight": np.ones((64, 32), "float32")}, "not the name of a LoRA tensor"),
         ({f"{Q}.lora_A.weight": np.ones((4, 32), "float32")}, "not one lora_A and one lora_B"),
         ({f"{Q}.lora_A.weight": np.ones((4, 32), "int8")}, "is I8 of shape [4, 32]"),

@@ -25,6 +25,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 256 << 20
+"""Limit of an answer that is no stream; 2,048 embeddings of 4,096 numbers take 170 MB."""
 _DROPPED = frozenset(
     (b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding")
 ) | {HEADER.encode(), CONTINUES_HEADER.encode()}
@@ -79,6 +81,20 @@ async def read_body(receive: Receive, send: Send, hold: Callable[[int], bool]) -
             return None
         if not message.get("more_body"):
             return b"".join(parts)
+
+
+async def read_answer(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a node's answer.
+
+    Raises:
+        ValueError: the body is too long.
+    """
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES:,} bytes")
+    return bytes(body)
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -38,6 +38,7 @@ from gpupoold.fleet.asgi import (
     error_body,
     headers_of,
     passed_on,
+    read_answer,
     read_body,
     send_body,
     send_error,
@@ -81,10 +82,19 @@ _ATTEMPTS = 8
 _PATIENCE_S = 120.0
 _LOOK_AGAIN_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
+_LIST_TIMEOUT_S = 10.0
 # Statuses after which the next node is tried.
 _TRIES_NEXT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.BAD_GATEWAY)
 _NO_MODEL = b"model_not_found"
 _FAULTS = (aiohttp.ClientError, ConnectionError, TimeoutError)
+# An answer, or an event, of another form than the protocol's, or a cut one.
+_OTHER_FORM = (ValueError, TypeError, LookupError, RecursionError, msgspec.MsgspecError)
+
+
+class _Models(msgspec.Struct):
+    """The answer of ``/v1/models``."""
+
+    data: list[dict[str, Any]]
 
 
 class NodeFailed(Exception):
@@ -192,13 +202,12 @@ class Entrance:
     async def _list_models(self, scope: Scope, send: Send) -> None:
         """Answer with the models of all nodes, as far as the caller may use the models."""
         headers = passed_on(scope["headers"])
-        asked = (self._get(node, "/v1/models", headers) for node in self._alive())
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*(self._models(node, headers) for node in self._alive()))
         refused = [one for one in answers if isinstance(one, NodeFailed)]
         found: dict[str, Any] = {}
-        for answer in answers:
-            if not isinstance(answer, NodeFailed):
-                found |= {row["id"]: row for row in answer["data"] if row["id"] not in found}
+        for models in answers:
+            if not isinstance(models, NodeFailed):
+                found = models | found
         if refused and len(refused) == len(answers):
             await send_whole(send, refused[0].status, refused[0].headers, refused[0].body)
         else:
@@ -206,19 +215,29 @@ class Entrance:
             answer = {"object": "list", "data": rows}
             await send_json(send, 200, answer, with_body=scope["method"] == "GET")
 
-    async def _get(
-        self, node: Node, path: str, headers: Iterable[tuple[bytes, bytes]]
+    async def _models(
+        self, node: Node, headers: Iterable[tuple[bytes, bytes]]
     ) -> dict[str, Any] | NodeFailed:
+        """Return a node's models by name."""
         assert self._session is not None
+        asking = self._session.get(
+            f"{node.url}/v1/models",
+            headers=as_text(headers),
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=_LIST_TIMEOUT_S),
+        )
         try:
-            async with self._session.get(node.url + path, headers=as_text(headers)) as answer:
-                body = await answer.read()
+            async with asking as answer:
+                body = await read_answer(answer)
                 if answer.status != HTTPStatus.OK:
                     return NodeFailed(answer.status, body, headers_of(answer))
-                found: dict[str, Any] = msgspec.json.decode(body)
-                return found
-        except (*_FAULTS, msgspec.DecodeError) as error:
-            return NodeFailed(503, error_body(503, f"{node.name} does not answer: {error}"), ())
+            rows = msgspec.json.decode(body, type=_Models).data
+            if not all(isinstance(row["id"], str) for row in rows):
+                raise ValueError("a model without a name")
+            return {row["id"]: row for row in rows}
+        except (*_FAULTS, *_OTHER_FORM) as error:
+            text = f"{node.name} does not answer: {error or type(error).__name__}"
+            return NodeFailed(503, error_body(503, text), ())
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._holding() as hold:
@@ -325,12 +344,14 @@ class Entrance:
             headers.append((HEADER.encode(), signature.encode()))
         url = f"{node.url}{asked.path}{'?' if asked.query else ''}{asked.query}"
         try:
-            asking = self._session.request(asked.method, url, data=body, headers=as_text(headers))
+            # A node's word is no reason to send a prompt and a key elsewhere.
+            asking = self._session.request(
+                asked.method, url, data=body, headers=as_text(headers), allow_redirects=False
+            )
             async with asking as answer:
                 with self._liveness.reading(node.name, answer):
                     return await self._take(asked, node, answer, send)
-        except (*_FAULTS, ValueError, msgspec.MsgspecError) as error:
-            # The last two: an event of another form, or a cut one.
+        except (*_FAULTS, *_OTHER_FORM) as error:
             self._liveness.suspect(node.name)
             _logger.info("%s: %s on %s", asked.id, error or type(error).__name__, node.name)
             if asked.has_begun:
@@ -348,10 +369,10 @@ class Entrance:
             aiohttp.ClientError: the node has died.
         """
         if answer.status in _TRIES_NEXT and not asked.has_begun:
-            raise NodeFailed(answer.status, await answer.read(), headers_of(answer))
+            raise NodeFailed(answer.status, await read_answer(answer), headers_of(answer))
         is_stream = answer.content_type == "text/event-stream"
         if not is_stream and not asked.has_begun:
-            whole = await answer.read()
+            whole = await read_answer(answer)
             if answer.status == HTTPStatus.NOT_FOUND and _NO_MODEL in whole:
                 # The fleet has moved the model since the table.
                 text = f"The node {node.name} has {asked.model} no more."

@@ -66,8 +66,11 @@ class Liveness:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         while True:
             try:
-                async with self._session.get(f"{self._urls[name]}/health", timeout=timeout) as one:
-                    await one.read()
+                asking = self._session.get(
+                    f"{self._urls[name]}/health", timeout=timeout, allow_redirects=False
+                )
+                async with asking as answer:
+                    await answer.content.readany()
                 self._num_failed[name] = 0
             except aiohttp.ClientConnectorError:
                 self._failed(name, _LIMIT)

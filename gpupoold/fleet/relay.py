@@ -16,6 +16,8 @@ from gpupoold.wire.continuation import TOKENS_COMMENT, Continuation, OutputSoFar
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_OUTPUTS = 1 << 10
+MAX_TOKENS = 1 << 21
+"""Limit of the tokens of a stream that are kept, of all samples."""
 DATA = b"data: "
 _TOKENS = f": {TOKENS_COMMENT} ".encode()
 
@@ -33,7 +35,8 @@ class Relay(ABC):
         """The node's last event if the node gave the answer up, else empty; held back."""
         self._is_continued = False
         self._outputs: defaultdict[int, OutputSoFar] = defaultdict(OutputSoFar)
-        self._rest = b""
+        self._num_tokens = 0
+        self._rest = bytearray()
 
     @property
     @abstractmethod
@@ -74,7 +77,7 @@ class Relay(ABC):
 
     def begin_again(self) -> None:
         """Expect bytes of a different node, from the beginning of the answer."""
-        self._rest = self.lost = b""
+        self._rest, self.lost = bytearray(), b""
         self._outputs = defaultdict(OutputSoFar, enumerate(self.outputs()))
         self._is_continued = self.has_begun
 
@@ -84,7 +87,12 @@ class Relay(ABC):
         Raises:
             ValueError: an event is too long, or has another form than the protocol's.
         """
-        *events, self._rest = (self._rest + received).split(b"\n\n")
+        searched = max(0, len(self._rest) - 1)
+        self._rest += received
+        events: list[bytes] = []
+        if self._rest.find(b"\n\n", searched) >= 0:
+            *events, rest = bytes(self._rest).split(b"\n\n")
+            self._rest = bytearray(rest)
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of a node has more than {MAX_EVENT_BYTES:,} bytes")
         return b"".join(map(self._told, events))
@@ -100,7 +108,11 @@ class Relay(ABC):
         if not 0 <= int(number) < MAX_OUTPUTS:
             raise ValueError(f"a node tells tokens of sample {number}")
         output = self._outputs[int(number)]
-        output.token_ids += map(int, ids.split(","))
+        token_ids = [int(one) for one in ids.split(",")]
+        self._num_tokens += len(token_ids)
+        if self._num_tokens > MAX_TOKENS:
+            raise ValueError(f"a node tells more than {MAX_TOKENS:,} tokens")
+        output.token_ids += token_ids
         output.finish_reason = (reason and reason[0]) or None
 
     def _kept(self, number: int) -> OutputSoFar:

@@ -334,3 +334,90 @@ async def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer.status_code == 429
         monkeypatch.setattr(entrance_module, "MAX_HELD_BYTES", 1000)
         assert (await client.post(PATH, json=asking(filler="x" * 200))).status_code == 200
+
+
+async def redirects(node: ScriptedNode, body: bytes, send: Any) -> None:
+    await whole(send, 307, {}, [(b"location", b"/elsewhere")])
+
+
+async def never_ends(node: ScriptedNode, body: bytes, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": JSON})
+    while True:
+        await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+        await asyncio.sleep(0)
+
+
+async def says_nothing(node: ScriptedNode, body: bytes, send: Any) -> None:
+    await asyncio.sleep(60)
+
+
+def streams(event: bytes) -> Answer:
+    async def answer(node: ScriptedNode, body: bytes, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        await send({"type": "http.response.body", "body": event})
+
+    return answer
+
+
+def lists(value: object) -> Answer:
+    async def answer(node: ScriptedNode, body: bytes, send: Any) -> None:
+        await whole(send, 200, value)
+
+    return answer
+
+
+async def test_a_redirection_of_a_node_is_not_followed() -> None:
+    async with fleet(a=redirects) as (client, nodes):
+        assert (await client.post(PATH, json=asking())).status_code == 307
+        assert len(nodes[0].bodies) == 1
+
+
+async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "MAX_ANSWER_BYTES", 1_000_000)
+    async with fleet(a=never_ends, b=works) as (client, _):
+        assert (await client.post(PATH, json=asking())).json() == {"node": "b"}
+        assert (await client.get("/v1/models")).status_code == 503  # b's list is none
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"data: {" + b"\n\n",
+        b"data: " + b"[" * 200_000 + b"\n\n",
+        b'data: {"choices": 3}\n\n',
+        b'data: {"choices": [{"index": {}, "delta": 3}]}\n\n',
+        b": gpupool-tokens x y z\n\n",
+        b": gpupool-tokens 0 1,1e9 \n\n",
+    ],
+)
+async def test_an_event_of_another_form_is_given_up(event: bytes) -> None:
+    async with fleet(a=streams(event), b=goes_on) as (client, _):
+        answer = await client.post(PATH, json=asking(stream=True))
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"type": [], "index": {}, "output_index": []}\n\n',
+        b'data: {"type": "content_block_delta", "delta": {"type": "text_delta", "text": 7}}\n\n',
+        b"data: 7\n\n",
+    ],
+)
+async def test_an_event_of_a_message_of_another_form(
+    event: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entrance_module, "_PATIENCE_S", 0.5)
+    async with fleet(a=streams(event)) as (client, _):
+        answer = await client.post("/v1/messages", json=asking(stream=True, max_tokens=4))
+        assert answer.status_code == 503
+
+
+async def test_a_list_of_models_leaves_out_nodes_that_list_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entrance_module, "_LIST_TIMEOUT_S", 0.5)
+    row = {"id": "m", "object": "model"}
+    others = {"b": lists([]), "c": lists({"data": [{"id": []}]}), "d": says_nothing}
+    async with fleet(a=lists({"data": [row]}), **others) as (client, _):
+        assert (await client.get("/v1/models")).json()["data"] == [row]

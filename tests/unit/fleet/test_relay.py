@@ -232,6 +232,22 @@ def test_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         relay_of().feed(b"data: " + b"x" * 200)
 
 
+def test_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "MAX_TOKENS", 10)
+    relay = relay_of()
+    relay.feed(b": gpupool-tokens 0 1,2,3,4,5,6 \n\n")
+    with pytest.raises(ValueError, match="more than 10 tokens"):
+        relay.feed(b": gpupool-tokens 1 1,2,3,4,5 \n\n")
+
+
+def test_a_long_event_in_many_parts() -> None:
+    relay, part = relay_of(), b": " + b"x" * 98
+    for _ in range(100_000):
+        relay.feed(part)  # 10 MB; joined and searched at each part they took minutes
+    assert relay.feed(b"\n") == b""
+    assert len(relay.feed(b"\n")) == 100 * 100_000 + 2
+
+
 @pytest.mark.parametrize(
     ("fields", "path", "can"),
     [

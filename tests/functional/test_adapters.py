@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,19 +213,45 @@ async def test_a_higher_rank_needs_another_engine_in_which_answers_go_on(
     await assert_all_as_alone(daemon, alone, (LLAMA, *RANKS))
 
 
+def lose(folder: Path) -> None:
+    """Leave nothing in the place of an adapter's folder."""
+
+
+def make_endless(folder: Path) -> None:
+    """Put an adapter in place whose expression takes for ever with the name of a layer."""
+    shutil.copytree(folder.with_name("kept"), folder)
+    file = folder / "adapter_config.json"
+    endless = {"rank_pattern": {r"(\w+\.?)+!": 4}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | endless))
+
+
+def make_pipe(folder: Path) -> None:
+    """Put an adapter in place whose weights are a pipe that nobody writes."""
+    shutil.copytree(folder.with_name("kept"), folder)
+    (folder / "adapter_model.safetensors").unlink()
+    os.mkfifo(folder / "adapter_model.safetensors")
+
+
 @pytest.mark.slow
-async def test_an_adapter_whose_folder_is_lost_fails_alone(
-    daemon: PrivateDaemon, adapters: Path, alone: dict[str, list[int]]
+@pytest.mark.parametrize("swap", [lose, make_endless, make_pipe])
+async def test_an_adapter_whose_folder_is_swapped_fails_alone(
+    daemon: PrivateDaemon,
+    adapters: Path,
+    alone: dict[str, list[int]],
+    swap: Callable[[Path], None],
 ) -> None:
     pid = device(daemon).pid
     assert pid is not None
-    (adapters / "third").rename(adapters / "lost")
+    folder = adapters / "third"
+    folder.rename(adapters / "kept")
+    swap(folder)
     try:
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: device(daemon).pid not in (None, pid), BACK_S)
         await eventually(lambda: usage(daemon, LLAMA).state == "ready", BACK_S)
     finally:
-        (adapters / "lost").rename(adapters / "third")
+        shutil.rmtree(folder, ignore_errors=True)
+        (adapters / "kept").rename(folder)
     async with api_client(daemon.http_url) as api:
         assert (await ask(api, LLAMA, PROMPT, LENGTH)).token_ids == alone[LLAMA]
         with pytest.raises(openai.APIError, match="no longer has the adapter"):

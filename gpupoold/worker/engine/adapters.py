@@ -8,6 +8,7 @@ copy of the slots is made equal, so that a switch moves the slots like weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from vllm.lora.lora_model import LoRAModel
@@ -15,6 +16,7 @@ from vllm.lora.ops.triton_ops import fused_moe_lora_op, utils
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
+from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.domain import Adapter
 from gpupoold.errors import Refused
 from gpupoold.memory.weights import WeightMemory
@@ -93,6 +95,8 @@ class EngineAdapters:
         # with its name.
         request = LoRARequest(str(number), number, path)
         try:
+            # The folder may have another content than at its addition.
+            check_adapter_config(Path(path))
             adapter = ReadAdapter(name, request, self._manager._load_adapter(request))
         except Exception as error:
             raise _unusable(name, error) from error

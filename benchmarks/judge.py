@@ -16,20 +16,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.judges import comply
+from benchmarks.judges import comply, engine_tests
 from benchmarks.judges.arguments import read_arguments
 from benchmarks.judges.known import KNOWN
 from benchmarks.judges.page import Report, page_text, read_report, write_report
+from benchmarks.judges.selection import FILES, MODELS, TRAINED
 from benchmarks.judges.servers import running
 from benchmarks.judges.verdicts import Results, Row, compare, compared_again, is_accepted, lines
 from gpupoold.errors import Failed
-from scripts.cached_checkpoints import trained_checkpoint
+from scripts.cached_checkpoints import checkpoints_of, trained_checkpoint
 
 _ROOT = Path(__file__).resolve().parent.parent
 BUILD = _ROOT / "build"
 RESULTS = _ROOT / "benchmarks" / "results" / "judge" / "judge.json"
 PAGE = _ROOT / "docs" / "judge.md"
-NAME = "tiny-trained"
 TARGETS = ("gpupool", "vllm")
 _WORDS = ["--max-model-len", "8192", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
@@ -42,12 +42,20 @@ def judge_comply(target: str, folder: Path, checkpoint: Path) -> Results:
     program = comply.install(BUILD / "judges" / "llm-comply")
     with (
         running(target, folder) as server,
-        server.serving(checkpoint, [NAME], read_arguments(_WORDS)) as url,
+        server.serving(checkpoint, [TRAINED], read_arguments(_WORDS)) as url,
     ):
-        return comply.judge(program, url, NAME)
+        return comply.judge(program, url, TRAINED)
 
 
-JUDGES: Mapping[str, Judge] = {"llm-comply": judge_comply}
+def judge_engine_tests(target: str, folder: Path, checkpoint: Path) -> Results:
+    """Run vLLM's own tests against a target."""
+    source = engine_tests.fetch(BUILD / "judges")
+    stand_ins = {**checkpoints_of("tiny_pooling"), TRAINED: checkpoint}
+    models = {name: stand_ins[kind] for name, kind in MODELS.items()}
+    return engine_tests.judge(target, source, FILES, models, folder)
+
+
+JUDGES: Mapping[str, Judge] = {"llm-comply": judge_comply, "vllm-tests": judge_engine_tests}
 
 
 def judged(names: Sequence[str], checkpoint: Path) -> Report:

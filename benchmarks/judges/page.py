@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.judges.selection import LEFT_OUT
 from benchmarks.judges.verdicts import Outcome, Row, Verdict, differences
 
 _HEAD = """\
@@ -26,6 +27,8 @@ fail.
 | --- | --- |
 | llm-comply | OpenAI's chat completions, Open Responses and Anthropic's messages, checked against \
 the specifications of each; a package from PyPI in an environment of its own |
+| vllm-tests | tests of the OpenAI and Anthropic APIs, of pooling and of tools in the source \
+package of the installed release of vLLM; the package is fetched for the run |
 
 The generating model is `tiny-trained` (`scripts/tiny_trained.py`), which was trained on some 40 \
 chats: the model stops, answers JSON, calls tools and answers after the results of tools. The \
@@ -57,7 +60,7 @@ def read_report(path: Path) -> Report:
 
 def page_text(report: Report) -> str:
     """Return the page."""
-    lines = [_HEAD, *_summary(report.rows), "", *_differences(report.rows)]
+    lines = [_HEAD, *_summary(report.rows), "", *_differences(report.rows), "", *_left_out()]
     return "\n".join(lines) + "\n"
 
 
@@ -83,6 +86,14 @@ def _differences(rows: Sequence[Row]) -> Iterator[str]:
     for row in found:
         outcomes = f"{row.gpupool.outcome} | {row.vllm.outcome}"
         yield f"| {row.judge} | {_code(row.test)} | {outcomes} | {row.reason or '**none**'} |"
+
+
+def _left_out() -> Iterator[str]:
+    yield "## Tests of vLLM that are not run\n"
+    yield "| files below `tests` | reason |"
+    yield "| --- | --- |"
+    for files, reason in LEFT_OUT.items():
+        yield f"| {_code(files)} | {reason} |"
 
 
 def _code(text: str) -> str:

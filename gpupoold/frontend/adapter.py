@@ -66,6 +66,7 @@ from gpupoold.frontend.step_outputs import (
 from gpupoold.frontend.template_bounds import bound_rendering
 from gpupoold.frontend.token_texts import decode_tokens_once, prepare_texts
 from gpupoold.frontend.token_work import why_too_much_work
+from gpupoold.frontend.vocabulary import num_embeddings
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
@@ -214,6 +215,7 @@ class VllmModelApi:
             on_prefilled,
             model.tbt_s,
             config.model_config.get_vocab_size(),
+            num_embeddings(config.model_config),
         )
         grammars = ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)

@@ -86,10 +86,12 @@ class PoolClient:
         on_prefilled: Callable[[str, int], None],
         tbt_s: float,
         vocab_size: int,
+        num_embeddings: int,
     ) -> None:
-        """``tbt_s`` is the model's TBT target, ``vocab_size`` bounds token ids. ``on_unreadable``
-        gets the ids whose outputs could not be decoded, ``on_prefilled`` a request's id and its
-        cached tokens. ``slow_outputs`` may be set before the first request.
+        """``tbt_s`` is the model's TBT target; ``vocab_size`` bounds the tokens of answers,
+        ``num_embeddings`` those of prompts. ``on_unreadable`` gets the ids whose outputs could not
+        be decoded, ``on_prefilled`` a request's id and its cached tokens. ``slow_outputs`` may be
+        set before the first request.
         """
         self.slow_outputs: SlowOutputs | None = None
         self.resources = EngineResources()
@@ -104,6 +106,7 @@ class PoolClient:
         self._pacer = Pacer(self._steps.put_nowait, tbt_s)
         self._stopped_because: str | None = None
         self._vocab_size = vocab_size
+        self._num_embeddings = num_embeddings
 
     def push(self, outputs: StepOutputs) -> None:
         """Store one step's outputs, decoded when the API layer reads them."""
@@ -130,11 +133,11 @@ class PoolClient:
         params, prompt = request.sampling_params, request.prompt_token_ids
         if prompt is None:
             raise self._codec.unsupported("gpupool serves requests with token ids only")
-        if (token_id := token_beyond(request, self._vocab_size)) is not None:
+        if (token_id := token_beyond(request, self._num_embeddings)) is not None:
             raise self._codec.unsupported(
                 f"Token id {token_id} of the prompt is beyond the model's vocabulary of "
-                f"{self._vocab_size:,} tokens; the tokenizer of {self._model} has more tokens than "
-                "its weights."
+                f"{self._num_embeddings:,} tokens; the tokenizer of {self._model} has more tokens "
+                "than its weights."
             )
         if params is not None:
             drop_beyond(params, self._vocab_size)

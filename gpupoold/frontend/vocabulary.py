@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from typing import Any
 
+# Molmo's rows for tokens around images, which are in no number of config.json.
+_MOLMO_ROWS = 128
 
-def token_beyond(request: Any, vocab_size: int) -> int | None:
+
+def num_embeddings(config: Any) -> int:
+    """Return the number of tokens that a model has rows for; ``config`` is vLLM's ModelConfig."""
+    more = getattr(config.hf_text_config, "additional_vocab_size", None)
+    if config.hf_config.model_type == "molmo":
+        more = _MOLMO_ROWS
+    return int(config.get_vocab_size()) + int(more or 0)
+
+
+def token_beyond(request: Any, num_rows: int) -> int | None:
     """Return a token of the prompt that the model has no row for; None if there is none.
 
     The tokens that embeddings of images and the like replace do not count.
     """
     token_ids = request.prompt_token_ids
-    if not token_ids or max(token_ids) < vocab_size:
+    if not token_ids or max(token_ids) < num_rows:
         return None
     replaced: set[int] = set()
     for feature in request.mm_features or ():
@@ -25,7 +36,7 @@ def token_beyond(request: Any, vocab_size: int) -> int | None:
         replaced.update(
             where.offset + index for index, is_replaced in enumerate(mask) if is_replaced
         )
-    beyond = (one for at, one in enumerate(token_ids) if one >= vocab_size and at not in replaced)
+    beyond = (one for at, one in enumerate(token_ids) if one >= num_rows and at not in replaced)
     return next(beyond, None)
 
 

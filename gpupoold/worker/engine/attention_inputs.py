@@ -3,7 +3,8 @@
 vLLM takes the numbers of heads from config.json, and reads keys as (tokens, heads, size). If the
 projections of the model make more heads than config.json says, one token becomes several. vLLM's
 CPU kernel then writes keys of tokens that have no slot: to whatever slots were there before, whose
-pages may be unmapped. Such a write ends the process, or changes the KV of another request.
+pages may be unmapped. Such a write ends the process, or changes the KV of another request. CUDA
+kernels take the number of tokens from the slots, and write no such keys.
 """
 
 from __future__ import annotations

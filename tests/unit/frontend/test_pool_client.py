@@ -50,7 +50,8 @@ class ControlPlane:
             self.unreadable.append,
             lambda *one: self.cached.append(one),
             0.1,
-            1000,
+            vocab_size=1000,
+            num_embeddings=1000,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.frontend.vocabulary import drop_beyond, token_beyond
+from gpupoold.frontend.vocabulary import drop_beyond, num_embeddings, token_beyond
 
 SIZE = 100
 
@@ -41,6 +41,19 @@ def request(token_ids: list[int], *features: Any) -> Any:
 )
 def test_prompts(one: Any, expected: int | None) -> None:
     assert token_beyond(one, SIZE) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "expected"),
+    [("llama", {}, 100), ("molmo", {}, 228), ("molmo2", {"additional_vocab_size": 7}, 107)],
+)
+def test_rows(model_type: str, text: dict[str, int], expected: int) -> None:
+    config = SimpleNamespace(
+        hf_config=SimpleNamespace(model_type=model_type),
+        hf_text_config=SimpleNamespace(**text),
+        get_vocab_size=lambda: SIZE,
+    )
+    assert num_embeddings(config) == expected
 
 
 def params(stops: set[int], own: list[int], words: list[list[int]] | None = None) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.judges.verdicts import Known
 
 _FIELDS = (
-    "vLLM's answers lack required fields, or have null in place of a value; gpupool adds the "
-    "fields (`gpupoold/frontend/answer_fields.py`)"
+    "vLLM's answers lack required fields, or have null in place of a value; gpupool adds or "
+    "leaves out the fields (`gpupoold/frontend/answer_fields.py`)"
 )
 
 KNOWN: Known = {
@@ -20,6 +20,7 @@ KNOWN: Known = {
         "model: status 404 with `detail`; gpupool has it for other models: 404 with OpenAI's error",
     },
     "llm-comply": {
+        "openai-chat/chat-(basic-response|multi-turn|system-prompt|tool-calling)": _FIELDS,
         "anthropic/anth-(basic-response|multi-turn|system-prompt|tool-calling)": _FIELDS,
         "open-responses/(assistant-phase|basic-response|multi-turn|system-prompt)": _FIELDS,
         "open-responses/(tool-calling|streaming-response|streaming-usage)": _FIELDS,

@@ -98,6 +98,13 @@ _RESPONSE_EVENTS: Mapping[str, Table] = {
     **{f"response.content_part.{step}": _kinds("part", _PARTS) for step in ("added", "done")},
 }
 
+CHOICES: Table = {
+    "": {"service_tier": _NOT_NULL},
+    "usage": {"completion_tokens_details": _NOT_NULL, "prompt_tokens_details": _NOT_NULL},
+    "choices.message": {"annotations": _NOT_NULL, "function_call": _NOT_NULL},
+}
+"""For OpenAI's chats and completions, which ``large_answers.py`` completes."""
+
 _RESPONSES = "/v1/responses"
 _TABLES: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
     "/v1/messages": (_MESSAGE, _MESSAGE_EVENTS),

@@ -30,6 +30,7 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseChoice,
 )
 
+from gpupoold.frontend.answer_fields import CHOICES, complete
 from gpupoold.frontend.json_pieces import Parts, PiecewiseJson
 
 _NUM_SMALL = 1_000
@@ -131,8 +132,10 @@ class AnswerJson(PiecewiseJson):
         """Serialise the answer, or its first piece."""
         if isinstance(content, _Large):
             return super().render(content.answer)
-        if isinstance(content, dict) and len(content.get("tokens") or ()) > _NUM_SMALL:
-            return super().render(content)
+        if isinstance(content, dict):
+            if len(content.get("tokens") or ()) > _NUM_SMALL:
+                return super().render(content)
+            complete(content, CHOICES)
         return self.render_whole(content)
 
 
@@ -188,10 +191,23 @@ def _completed(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
 
 
 def _as_large(answer: ChatCompletionResponse | CompletionResponse) -> BaseModel:
+    _leave_nulls_out(answer)
     kind = _LargeCompletion if isinstance(answer, CompletionResponse) else _LargeChat
     large = kind.model_construct()
     large._answer = answer
     return large
+
+
+def _leave_nulls_out(answer: ChatCompletionResponse | CompletionResponse) -> None:
+    """Complete the small parts of an answer, which become objects of JSON."""
+    fields: dict[str, Any] = answer.__dict__  # what is serialised
+    fields["usage"] = answer.usage.model_dump()
+    for choice in answer.choices:
+        if isinstance(choice, ChatCompletionResponseChoice):
+            choice.__dict__["message"] = choice.message.model_dump()
+    complete(fields | {"choices": [choice.__dict__ for choice in answer.choices]}, CHOICES)
+    if fields["service_tier"] is None:
+        del fields["service_tier"]
 
 
 def _num_prompt_entries(answer: ChatCompletionResponse | CompletionResponse) -> int:

@@ -82,6 +82,28 @@ def test_each_sample_of_a_chat_has_its_logprobs(box: PrivateDaemon) -> None:
         assert content[0]["bytes"] == list(content[0]["token"].encode())
 
 
+@pytest.mark.parametrize("num_tokens", [2, 100])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [MESSAGE], "logprobs": True, "top_logprobs": 20}),
+        (COMPLETIONS, {"prompt": "hello", "logprobs": 20}),
+    ],
+)
+def test_what_may_not_be_null_is_left_out(
+    box: PrivateDaemon, path: str, fields: dict[str, Any], num_tokens: int
+) -> None:
+    answer = post(box, path, max_tokens=num_tokens, ignore_eos=True, **fields).json()
+    [choice] = answer["choices"]
+    objects = (answer, answer["usage"], choice, choice.get("message", {}))
+    nulls = {name for one in objects for name, value in one.items() if value is None}
+    assert not nulls & {
+        *("annotations", "function_call", "service_tier"),
+        *("completion_tokens_details", "prompt_tokens_details"),
+    }
+    assert answer["usage"]["completion_tokens"] == num_tokens
+
+
 def test_an_answer_without_a_limit_ends_at_the_bound(box: PrivateDaemon) -> None:
     fields = {"messages": [MESSAGE], "logprobs": True, "top_logprobs": 20, "n": 8}
     answer = post(box, CHAT, ignore_eos=True, **fields).json()

@@ -368,6 +368,8 @@ class Entrance:
             NodeFailed: the node has refused the request.
             aiohttp.ClientError: the node has died.
         """
+        if HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
+            raise ValueError("a redirection")
         if answer.status in _TRIES_NEXT and not asked.has_begun:
             raise NodeFailed(answer.status, await read_answer(answer), headers_of(answer))
         is_stream = answer.content_type == "text/event-stream"

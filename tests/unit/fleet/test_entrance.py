@@ -366,9 +366,9 @@ def lists(value: object) -> Answer:
     return answer
 
 
-async def test_a_redirection_of_a_node_is_not_followed() -> None:
-    async with fleet(a=redirects) as (client, nodes):
-        assert (await client.post(PATH, json=asking())).status_code == 307
+async def test_a_redirection_of_a_node_is_neither_followed_nor_told() -> None:
+    async with fleet(a=redirects, b=works) as (client, nodes):
+        assert (await client.post(PATH, json=asking())).json() == {"node": "b"}
         assert len(nodes[0].bodies) == 1
 
 

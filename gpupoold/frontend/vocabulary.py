@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-# Molmo's rows for tokens around images, which are in no number of config.json.
-_MOLMO_ROWS = 128
-
 
 def num_embeddings(config: Any) -> int:
     """Return the number of tokens that a model has rows for; ``config`` is vLLM's ModelConfig."""
-    more = getattr(config.hf_text_config, "additional_vocab_size", None)
-    if config.hf_config.model_type == "molmo":
-        more = _MOLMO_ROWS
-    return int(config.get_vocab_size()) + int(more or 0)
+    more = 0
+    match config.hf_config.model_type:  # rows for tokens around images
+        case "molmo":
+            more = 128
+        case "molmo2":
+            more = int(config.hf_text_config.additional_vocab_size or 0)
+    return int(config.get_vocab_size()) + more
 
 
 def token_beyond(request: Any, num_rows: int) -> int | None:

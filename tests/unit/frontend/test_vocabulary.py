@@ -45,7 +45,11 @@ def test_prompts(one: Any, expected: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "text", "expected"),
-    [("llama", {}, 100), ("molmo", {}, 228), ("molmo2", {"additional_vocab_size": 7}, 107)],
+    [
+        ("llama", {"additional_vocab_size": 7}, 100),
+        ("molmo", {}, 228),
+        ("molmo2", {"additional_vocab_size": 7}, 107),
+    ],
 )
 def test_rows(model_type: str, text: dict[str, int], expected: int) -> None:
     config = SimpleNamespace(

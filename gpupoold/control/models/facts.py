@@ -72,7 +72,8 @@ class LoadFacts:
         except GpupoolError as error:  # a model without a profile can serve too
             problem = f"{problem}; {error}" if problem else str(error)
         if problem:
-            self._history.record_event("warning", "profile_incomplete", spec.name, problem)
+            text = f"{problem}; the model serves, and its steps are timed again with its next engine"
+            self._history.record_event("warning", "profile_incomplete", spec.name, text)
 
     async def keep_engine_bytes(self, name: str, worker: Worker, loaded: m.ModelLoaded) -> None:
         """Store the memory of an engine outside the pages, the estimate for later loads."""

@@ -72,7 +72,9 @@ class LoadFacts:
         except GpupoolError as error:  # a model without a profile can serve too
             problem = f"{problem}; {error}" if problem else str(error)
         if problem:
-            text = f"{problem}; the model serves, and its steps are timed again with its next engine"
+            text = (
+                f"{problem}; the model serves, and its steps are timed again with its next engine"
+            )
             self._history.record_event("warning", "profile_incomplete", spec.name, text)
 
     async def keep_engine_bytes(self, name: str, worker: Worker, loaded: m.ModelLoaded) -> None:

@@ -4,7 +4,8 @@ The cost of a native call of a grammar library depends on the grammar and on the
 an ambiguous grammar one call can take minutes. So the calls of a step run on another thread, which
 releases the interpreter's lock in native code (xgrammar always, guidance for masks). The step
 waits for the thread at most until one call exceeds its bound of CPU time, and then continues
-without the request; the thread ends after its call.
+without the request; the thread ends after its call. Each such call in a step makes the bound for
+the rest of the step smaller, so that many costly grammars together take little more than one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from gpupoold.system.process import LONG_GRAMMAR_NICENESS
 
 MAX_CALL_S = 0.05
 """Limit of CPU time of one call for a grammar: a mask, or a token."""
+_NEXT_SHARE = 0.25
+"""Share of the bound that is left after a call over it, in the same step; at least PER_TOKEN_S."""
 MAX_TOTAL_S = 0.2
 PER_TOKEN_S = 0.002
 """A request's grammar may take ``MAX_TOTAL_S``, and ``PER_TOKEN_S`` for each token, of CPU time.
@@ -60,32 +63,39 @@ class BoundedGrammar(StructuredOutputGrammar):
         self.owner = owner
         self.refusal = ""
         self.is_slow_call = False  # the refusal is due to one call
+        self.is_final = True  # the refusal holds for the grammar at any time
         self.has_taken_up = False  # see EngineGrammars.take_up
         self._noted: list[int] = []
         self._num_tokens = 0
         self._used_s = 0.0
 
-    @property
-    def left_s(self) -> float:
-        """CPU time that the next call may take in seconds."""
+    def left_s(self, limit_s: float = MAX_CALL_S) -> float:
+        """Return the seconds of CPU time that the next call may take, ``limit_s`` at most."""
         total_s = MAX_TOTAL_S + PER_TOKEN_S * self._num_tokens
-        return min(MAX_CALL_S, total_s - self._used_s)
+        return min(limit_s, total_s - self._used_s)
 
-    def refuse(self, used_s: float) -> None:
+    def refuse(self, used_s: float, limit_s: float = MAX_CALL_S) -> None:
         """Refuse the grammar for a call that has taken ``used_s``, or for the sum of all calls."""
         total_s = self._used_s + used_s
         self.is_slow_call = used_s > MAX_CALL_S
+        self.is_final = self.is_slow_call or used_s <= limit_s
         if self.is_slow_call:
             self.refusal = (
                 f"The grammar takes more than {MAX_CALL_S * 1000:.0f} ms of CPU time for one "
                 f"token, after {self._num_tokens} tokens; this is the bound."
+            )
+        elif not self.is_final:
+            self.refusal = (
+                f"The grammar takes more than {limit_s * 1000:.0f} ms of CPU time for one token, "
+                "in a step in which other grammars were over their bound; repeat the request."
             )
         else:
             self.refusal = (
                 f"The grammar has taken {total_s:.2f} s of CPU time for {self._num_tokens} "
                 f"tokens; the bound is {MAX_TOTAL_S:g} s and {PER_TOKEN_S * 1000:g} ms per token."
             )
-        self.refusal += " Write it without ambiguity: each text should match in one way only."
+        if self.is_final:
+            self.refusal += " Write it without ambiguity: each text should match in one way only."
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         if self.refusal:
@@ -155,7 +165,7 @@ class BoundedGrammar(StructuredOutputGrammar):
         used_s = time.monotonic() - wall_s
         if used_s > _SHORT_S:  # perhaps for lack of a core
             used_s = time.thread_time() - began_s
-        if used_s > self.left_s:
+        if used_s > self.left_s():
             self.refuse(used_s)
         self._used_s += used_s
         return result
@@ -181,11 +191,13 @@ class GrammarCalls:
         ``work`` begins anew. So work may be repeated after any of its calls, and must not write
         to memory of an earlier try.
         """
+        limit_s = MAX_CALL_S
         while True:
             if self._thread is None:
                 self._thread = _CallThread()
                 self._thread.start()
             thread = self._thread
+            thread.limit_s = limit_s
             thread.jobs.put(work)
             outcome = _outcome(thread)
             if outcome is not None:
@@ -195,13 +207,14 @@ class GrammarCalls:
                 return result  # type: ignore[no-any-return]
             self._thread = None
             self._abandoned.append(thread)
+            limit_s = max(PER_TOKEN_S, limit_s * _NEXT_SHARE)
             if on_abandoned is not None:
                 on_abandoned()
 
 
 def _outcome(thread: _CallThread) -> tuple[Any, BaseException | None] | None:
     """Wait for a job; return its result and error, or None after a call over its bound."""
-    wait_s: float | None = MAX_CALL_S
+    wait_s: float | None = thread.limit_s
     while wait_s is not None:
         try:
             return thread.outcomes.get(timeout=wait_s)
@@ -221,6 +234,7 @@ class _CallThread(threading.Thread):
         super().__init__(name="grammar-calls", daemon=True)
         self.jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.limit_s = MAX_CALL_S
         self._clock = 0  # of this thread's CPU time
         self._present: list[tuple[BoundedGrammar, float]] = []
 
@@ -261,14 +275,15 @@ class _CallThread(threading.Thread):
             return _MIN_WAIT_S
         grammar, began_s = present[0]
         used_s = time.clock_gettime(self._clock) - began_s
-        if used_s <= grammar.left_s:
-            return max(_MIN_WAIT_S, grammar.left_s - used_s)
+        left_s = grammar.left_s(self.limit_s) - used_s
+        if left_s >= 0:
+            return max(_MIN_WAIT_S, left_s)
         try:
             taken = self._present.pop()
         except IndexError:
             return _MIN_WAIT_S
         if taken is present[0]:  # else another call has just begun, and is only repeated
-            grammar.refuse(used_s)
+            grammar.refuse(used_s, self.limit_s)
         with contextlib.suppress(OSError):  # a container may forbid the call
             os.setpriority(os.PRIO_PROCESS, self.native_id or 0, LONG_GRAMMAR_NICENESS)
         return None

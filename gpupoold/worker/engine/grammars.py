@@ -298,7 +298,8 @@ class EngineGrammars(StructuredOutputManager):
 
     def _refuse(self, request: Request, grammar: BoundedGrammar) -> None:
         assert request.sampling_params is not None
-        digest = grammar_digest(request.sampling_params.structured_outputs)
+        constraint = request.sampling_params.structured_outputs
+        digest = grammar_digest(constraint) if grammar.is_final else ""
         self._refused[request.request_id] = GrammarRefusal(grammar.refusal, digest)
         if grammar.is_slow_call:
             self._known[grammar.owner] = grammar.refusal

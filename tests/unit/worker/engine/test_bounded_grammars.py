@@ -109,6 +109,24 @@ def test_long_call_ends_its_grammar_alone() -> None:
     assert calls.num_abandoned == 0
 
 
+def test_many_long_calls_of_a_step_take_little_more_than_one() -> None:
+    """The bound is 50 ms, then 12.5, 3.1 and 2: 50 grammars took 2.5 s before."""
+    calls = GrammarCalls()
+    costly = [bounded(COSTLY, bytes([number])) for number in range(8)]
+    for one in costly:
+        assert one.accept_tokens("", [SPACES] * 4)
+    masks = calls.run(
+        lambda: fill([bounded(SCHEMA), *costly], allocate_token_bitmask(9, len(VOCABULARY)))
+    )
+    assert allowed(masks[0]) != list(range(len(VOCABULARY)))
+    limits = [one.refusal.partition(" ms")[0].rpartition(" ")[2] for one in costly]
+    assert limits == ["50", "12", "3", "2", "2", "2", "2", "2"]
+    assert [one.is_final for one in costly] == [True] + 7 * [False]
+    assert "repeat the request" in costly[1].refusal
+    for thread in calls._abandoned:
+        thread.join(120)
+
+
 def test_sum_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_grammars, "MAX_TOTAL_S", 0.0)
     monkeypatch.setattr(bounded_grammars, "PER_TOKEN_S", 0.0)

@@ -46,6 +46,7 @@ _SETTLE_S = 20.0
 # Caches fill during the first thousands of requests; growth after the warm-up is a leak.
 _MAX_GROWTH_BYTES = 100 << 20
 _WARM_UP = 3_000
+_NUM_LISTS = 32
 
 
 def main() -> int:
@@ -90,6 +91,8 @@ def _fuzz(
         # Fills the workers' caches of grammars, which are the largest.
         filling = near_limits(seed + 1, arguments.near, MODELS, MAX_BODY_BYTES)
         asyncio.run(send_malformed_requests(port, filling, NEAR_AT_ONCE, NEAR_PATIENCE_S))
+        for _ in range(_NUM_LISTS):  # each frontend opens the database's log at its first reading
+            httpx.get(f"{daemon.http_url}/v1/batches").raise_for_status()
         before = _processes(daemon)
         mutated = asyncio.run(
             send_malformed_requests(port, malformed_requests(seed, arguments.requests, MODELS))

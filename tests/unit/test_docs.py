@@ -164,9 +164,12 @@ def test_relative_links_lead_somewhere(name: str) -> None:
             assert anchor in page.anchors(), f"{name}: {link}"
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", sorted(PAGES.keys() - {"docs/judge.md"})
+)  # which names vLLM's files
 def test_modules_that_are_named_exist(name: str) -> None:
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")}
+    files = {file for file in files if not file.startswith("build/")}
     ends = {"/".join(file.split("/")[n:]) for file in files for n in range(file.count("/") + 1)}
     named = set(re.findall(r"(?<![<\w/])[a-z_]\w*(?:/\w+)*\.py\b", PAGES[name].text))
     assert named <= ends

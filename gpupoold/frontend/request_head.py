@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from gpupoold.engine_options.defaults import LIMITS
 from gpupoold.frontend.conversations import BATCH_PATH
@@ -23,6 +24,7 @@ MAX_INPUTS = 2_048
 """Limit of inputs to embed, or of documents to score, as OpenAI's."""
 
 _NO_PROMPT = msgspec.Raw(b"null")
+_BEFORE_SURROGATE, _SURROGATE = 0xED, 0xA0
 
 
 class _Fields(GrammarFields):
@@ -63,6 +65,8 @@ def read_head(body: bytes, path: str) -> Head:
     Raises:
         ApiError: 400; the body is no JSON object, a field is invalid, or a grammar exceeds a bound.
     """
+    if _has_surrogate(body):
+        raise bad_request("The request body is not valid UTF-8: it has a surrogate.")
     try:
         fields = _decoder.decode(body)
         has_id = fields.request_id is not msgspec.UNSET
@@ -93,6 +97,18 @@ def read_head(body: bytes, path: str) -> Head:
         raise bad_request(f"{error}.", param=error.field) from error
     has_limit = any(getattr(fields, name) is not None for name in LIMITS)
     return Head(fields.model, has_id, number, num_samples, has_limit, is_pooling)
+
+
+def _has_surrogate(body: bytes) -> bool:
+    """Return whether a body has an encoded surrogate, which no valid UTF-8 has.
+
+    Python's json takes them one by one, each by an exception: 5 MB in 1.2 s.
+    """
+    begin = body.find(_BEFORE_SURROGATE)
+    if begin < 0:
+        return False
+    codes = np.frombuffer(body, np.uint8, offset=begin)
+    return bool(np.any((codes[:-1] == _BEFORE_SURROGATE) & (codes[1:] >= _SURROGATE)))
 
 
 def check_num_requests(head: Head, bound: int) -> None:

@@ -25,6 +25,15 @@ def test_everything_else_is_skipped() -> None:
         read_head(b'{"model": "y"} trailing', COMPLETIONS)
 
 
+def test_surrogates_are_refused_before_they_are_decoded_one_by_one() -> None:
+    body = b'{"model": "y", "user": "%s"}'
+    assert read_head(body % ("\ud55c\U0001f600" * 9).encode(), COMPLETIONS).model == "y"
+    for surrogate in ("\ud800", "\udfff"):
+        text = surrogate.encode("utf-8", "surrogatepass") * 1_000_000
+        with pytest.raises(ApiError, match="not valid UTF-8: it has a surrogate"):
+            read_head(body % text, COMPLETIONS)
+
+
 @pytest.mark.parametrize(
     ("prompt", "num"),
     [

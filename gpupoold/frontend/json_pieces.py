@@ -121,7 +121,10 @@ def _joined_items(values: list[Any], number: int) -> Iterator[bytes]:
 def _is_nested(value: Any, divided: frozenset[type]) -> bool:
     """Return whether the items of a list, of which ``value`` is the first, may be long."""
     if isinstance(value, dict):
-        return any(isinstance(inner, list | np.ndarray) for inner in value.values())
+        return any(
+            isinstance(inner, list | np.ndarray) or type(inner) in divided
+            for inner in value.values()
+        )
     return isinstance(value, list) or type(value) in divided
 
 

@@ -22,12 +22,10 @@ from pydantic import BaseModel, PrivateAttr
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionLogProbs,
     ChatCompletionResponse,
-    ChatCompletionResponseChoice,
 )
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionLogProbs,
     CompletionResponse,
-    CompletionResponseChoice,
 )
 
 from gpupoold.frontend.answer_fields import CHOICES, complete
@@ -38,16 +36,7 @@ _NUM_SMALL = 1_000
 _NUM_POSITIONS = 16
 """Positions of a chat that are made at one time."""
 
-_DIVIDED = frozenset(
-    {
-        ChatCompletionLogProbs,
-        ChatCompletionResponse,
-        ChatCompletionResponseChoice,
-        CompletionLogProbs,
-        CompletionResponse,
-        CompletionResponseChoice,
-    }
-)
+_DIVIDED = frozenset({ChatCompletionLogProbs, CompletionLogProbs})
 # The handlers in the state of vLLM's application, the function that answers a request, the function
 # that makes log-probabilities, and what the latter returns.
 _HANDLERS: tuple[tuple[str, str, str, type[BaseModel]], ...] = (
@@ -106,18 +95,18 @@ class _Unmade:
 class _Large:
     """An answer that is not to be converted as a whole."""
 
-    answer: BaseModel
+    answer: dict[str, Any]
 
 
 class _LargeCompletion(CompletionResponse):  # type: ignore[misc, unused-ignore]
-    _answer: BaseModel = PrivateAttr()
+    _answer: dict[str, Any] = PrivateAttr()
 
     def model_dump(self, **_: Any) -> Any:
         return _Large(self._answer)
 
 
 class _LargeChat(ChatCompletionResponse):  # type: ignore[misc, unused-ignore]
-    _answer: BaseModel = PrivateAttr()
+    _answer: dict[str, Any] = PrivateAttr()
 
     def model_dump(self, **_: Any) -> Any:
         return _Large(self._answer)
@@ -191,23 +180,21 @@ def _completed(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
 
 
 def _as_large(answer: ChatCompletionResponse | CompletionResponse) -> BaseModel:
-    _leave_nulls_out(answer)
     kind = _LargeCompletion if isinstance(answer, CompletionResponse) else _LargeChat
     large = kind.model_construct()
-    large._answer = answer
+    large._answer = _as_objects(answer)
     return large
 
 
-def _leave_nulls_out(answer: ChatCompletionResponse | CompletionResponse) -> None:
-    """Complete the small parts of an answer, which become objects of JSON."""
-    fields: dict[str, Any] = answer.__dict__  # what is serialised
-    fields["usage"] = answer.usage.model_dump()
-    for choice in answer.choices:
-        if isinstance(choice, ChatCompletionResponseChoice):
-            choice.__dict__["message"] = choice.message.model_dump()
-    complete(fields | {"choices": [choice.__dict__ for choice in answer.choices]}, CHOICES)
-    if fields["service_tier"] is None:
-        del fields["service_tier"]
+def _as_objects(answer: ChatCompletionResponse | CompletionResponse) -> dict[str, Any]:
+    """Return a completed answer as objects of JSON, with its log-probabilities as they are."""
+    choices = [dict(choice) for choice in answer.choices]
+    for choice in choices:
+        if "message" in choice:
+            choice["message"] = choice["message"].model_dump()
+    shown = {**dict(answer), "choices": choices, "usage": answer.usage.model_dump()}
+    complete(shown, CHOICES)
+    return shown
 
 
 def _num_prompt_entries(answer: ChatCompletionResponse | CompletionResponse) -> int:

@@ -19,7 +19,7 @@ from gpupoold.frontend.callers import cache_salt
 from gpupoold.frontend.fleet_calls import take_output_so_far, why_impossible
 from gpupoold.frontend.pacing import Pacer
 from gpupoold.frontend.request_ids import sample_number
-from gpupoold.frontend.vocabulary import drop_beyond, token_beyond
+from gpupoold.frontend.vocabulary import counts_prompt, drop_beyond, take_rows
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.codec import MAX_FRAME_BYTES
 from gpupoold.wire.continuation import OutputSoFar
@@ -130,17 +130,24 @@ class PoolClient:
         """
         if self._stopped_because is not None:
             raise self._codec.unavailable(self._stopped_because)
-        params, prompt = request.sampling_params, request.prompt_token_ids
-        if prompt is None:
+        params = request.sampling_params
+        if request.prompt_token_ids is None:
             raise self._codec.unsupported("gpupool serves requests with token ids only")
-        if (token_id := token_beyond(request, self._num_embeddings)) is not None:
+        if (token_id := take_rows(request, self._num_embeddings)) is not None:
             raise self._codec.unsupported(
                 f"Token id {token_id} of the prompt is beyond the model's vocabulary of "
                 f"{self._num_embeddings:,} tokens; the tokenizer of {self._model} has more tokens "
                 "than its weights."
             )
+        prompt = request.prompt_token_ids
         if params is not None:
             drop_beyond(params, self._vocab_size)
+            if counts_prompt(params) and max(prompt, default=0) >= self._vocab_size:
+                raise self._codec.unsupported(
+                    "Penalties and prompt_logprobs count the tokens of the prompt, and token id "
+                    f"{max(prompt)} is beyond the {self._vocab_size:,} that an answer of "
+                    f"{self._model} can have. Leave them out."
+                )
         request.cache_salt = cache_salt(request.cache_salt)
         frames = [bytes(frame) for frame in self._codec.encode(request)]
         num_bytes = sum(map(len, frames))

@@ -21,10 +21,13 @@ def num_embeddings(config: Any) -> int:
     return int(config.get_vocab_size()) + more
 
 
-def token_beyond(request: Any, num_rows: int) -> int | None:
-    """Return a token of the prompt that the model has no row for; None if there is none.
+def take_rows(request: Any, num_rows: int) -> int | None:
+    """Give the tokens that an image or the like replaces numbers that the model has rows for.
 
-    The tokens that embeddings of images and the like replace do not count.
+    Most of vLLM's models look a replaced token up before they write the image's embedding over it,
+    and the penalties and log-probabilities of a prompt count it. The number is the prompt's first
+    with a row, which penalties count already. Returns a token without a row that nothing replaces;
+    None if there is none.
     """
     token_ids = request.prompt_token_ids
     if not token_ids or max(token_ids) < num_rows:
@@ -36,8 +39,18 @@ def token_beyond(request: Any, num_rows: int) -> int | None:
         replaced.update(
             where.offset + index for index, is_replaced in enumerate(mask) if is_replaced
         )
-    beyond = (one for at, one in enumerate(token_ids) if one >= num_rows and at not in replaced)
-    return next(beyond, None)
+    stand_in = next((one for one in token_ids if one < num_rows), 0)
+    taken = [
+        stand_in if one >= num_rows and at in replaced else one for at, one in enumerate(token_ids)
+    ]
+    request.prompt_token_ids = taken  # the answer shows the list as it was
+    return next((one for one in taken if one >= num_rows), None)
+
+
+def counts_prompt(params: Any) -> bool:
+    """Return whether a request's sampling reads columns of the logits for its prompt's tokens."""
+    has_penalty = params.repetition_penalty != 1 or params.presence_penalty
+    return bool(has_penalty or params.frequency_penalty) or params.prompt_logprobs is not None
 
 
 def drop_beyond(params: Any, vocab_size: int) -> None:

@@ -29,6 +29,7 @@ from tests.functional.daemon_tools import (
     frontend_pids,
     ps,
 )
+from tests.functional.images import MAX_LEN, messages
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 SLOW_FOR_LONG_TEXTS = (
@@ -139,6 +140,52 @@ def test_tokens_beyond_the_vocabulary_end_no_worker(
     assert ps(pool).devices[0].pid == worker
     with pool.client() as client:
         client.remove_model("beyond")
+
+
+def test_images_whose_placeholder_is_beyond_the_vocabulary(
+    pool: PrivateDaemon, vision_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The embeddings of the image replace the placeholders, whatever their number is."""
+    original = vision_models["tiny-qwen2.5-vl"]
+    config = json.loads((original / "config.json").read_text())
+    rows, image = config["text_config"]["vocab_size"], config["image_token_id"]
+    beyond = copy(original, tmp_path / "beyond", image_token_id=rows + 100)
+    tokenizer = json.loads((beyond / "tokenizer.json").read_text())
+    tokens = tokenizer["added_tokens"]
+    (token,) = (one for one in tokens if one["id"] == image)
+    fillers = range(tokens[-1]["id"] + 1, rows + 100)
+    tokens += [token | {"id": one, "content": f"<filler-{one}>"} for one in fillers]
+    tokens.append(token | {"id": rows + 100})
+    tokens[tokens.index(token)] = token | {"content": "<filler>"}
+    (beyond / "tokenizer.json").write_text(json.dumps(tokenizer))
+    answers = {}
+    for name, source in (("original", original), ("beyond", beyond)):
+        pool.add_model(name, source, max_model_len=MAX_LEN)
+        worker = ps(pool).devices[0].pid
+        answers[name] = [
+            ask_about_image(pool, name, **fields)
+            for fields in ({}, {"repetition_penalty": 1.5}, {"prompt_logprobs": 1})
+        ]
+        assert ps(pool).devices[0].pid == worker
+        with pool.client() as client:
+            client.remove_model(name)
+    assert answers["beyond"] == answers["original"]
+
+
+def ask_about_image(pool: PrivateDaemon, model: str, **fields: Any) -> list[int]:
+    """Return the tokens of a greedy answer about an image."""
+    body = {
+        "model": model,
+        "messages": messages((1,)),
+        "max_tokens": 8,
+        "temperature": 0,
+        "return_token_ids": True,
+        **fields,
+    }
+    answer = httpx.post(f"{pool.http_url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
 
 
 def ask_for(pool: PrivateDaemon, model: str, **fields: Any) -> httpx.Response:

@@ -51,7 +51,7 @@ class ControlPlane:
             lambda *one: self.cached.append(one),
             0.1,
             vocab_size=1000,
-            num_embeddings=1000,
+            num_embeddings=1010,
         )
 
 
@@ -60,7 +60,13 @@ def engine_request(**changes: Any) -> SimpleNamespace:
         "request_id": "r1",
         "prompt_token_ids": [1, 2],
         "sampling_params": SimpleNamespace(
-            max_tokens=9, all_stop_token_ids=set(), bad_words_token_ids=None
+            max_tokens=9,
+            all_stop_token_ids=set(),
+            bad_words_token_ids=None,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            prompt_logprobs=None,
         ),
         "mm_features": None,
         "lora_request": None,
@@ -113,6 +119,19 @@ def test_only_requests_with_tokens() -> None:
     with pytest.raises(Unsupported):
         asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=None)))
     assert pool.sent == []
+
+
+def test_tokens_with_a_row_that_no_answer_can_have() -> None:
+    """Such tokens are part of a prompt, but nothing counts them."""
+    pool = ControlPlane()
+    asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=[1, 1005])))
+    with pytest.raises(Unsupported, match="Token id 1010 of the prompt is beyond"):
+        asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=[1, 1010])))
+    counting = engine_request(prompt_token_ids=[1, 1005])
+    counting.sampling_params.repetition_penalty = 1.1
+    with pytest.raises(Unsupported, match="token id 1005 is beyond the 1,000 that an answer"):
+        asyncio.run(pool.client.add_request_async(counting))
+    assert len(pool.sent) == 1
 
 
 def test_a_pooling_request_is_due_one_result() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.frontend.vocabulary import drop_beyond, num_embeddings, token_beyond
+from gpupoold.frontend.vocabulary import counts_prompt, drop_beyond, num_embeddings, take_rows
 
 SIZE = 100
 
@@ -29,18 +29,43 @@ def request(token_ids: list[int], *features: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("one", "expected"),
+    ("one", "taken", "beyond"),
     [
-        (request([]), None),
-        (request([0, 99]), None),
-        (request([0, 100, 200]), 100),
-        (request([1, 500, 500, 2], image(1, 2)), None),
-        (request([500, 500, 500, 2], image(1, 2)), 500),
-        (request([1, 500, 501, 2], image(1, 2, Mask([True, False]))), 501),
+        (request([]), [], None),
+        (request([0, 99]), [0, 99], None),
+        (request([0, 100, 200]), [0, 100, 200], 100),
+        (request([1, 500, 500, 2], image(1, 2)), [1, 1, 1, 2], None),
+        (request([500, 7, 7, 2], image(0, 1)), [7, 7, 7, 2], None),
+        (request([500, 500], image(0, 2)), [0, 0], None),
+        (request([1, 99, 99, 2], image(1, 2)), [1, 99, 99, 2], None),
+        (request([500, 500, 500, 2], image(1, 2)), [500, 2, 2, 2], 500),
+        (request([1, 500, 501, 2], image(1, 2, Mask([True, False]))), [1, 1, 501, 2], 501),
     ],
 )
-def test_prompts(one: Any, expected: int | None) -> None:
-    assert token_beyond(one, SIZE) == expected
+def test_prompts(one: Any, taken: list[int], beyond: int | None) -> None:
+    shown = list(one.prompt_token_ids)
+    before = one.prompt_token_ids
+    assert take_rows(one, SIZE) == beyond
+    assert one.prompt_token_ids == taken
+    assert before == shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"prompt_logprobs": 0}, True),
+    ],
+)
+def test_sampling_that_reads_columns_for_the_prompt(
+    fields: dict[str, float], expected: bool
+) -> None:
+    none = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    params = SimpleNamespace(**{"prompt_logprobs": None} | none | fields)
+    assert counts_prompt(params) is expected
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ daemon gets malformed requests, requests near the limits while another client st
 that schemathesis generates from the daemon's OpenAPI descriptions. Afterwards the daemon must have
 the same processes, no live request, no more open files, and serve as before; no event loop may have
 been late by more than a second, and no stream of the other client may have paused for 100 ms longer
-than undisturbed. Writes ``build/fuzz.json``; exit code 1 if a condition fails.
+than beside as many ordinary requests of the same sizes. Writes ``build/fuzz.json``; exit code 1 if
+a condition fails.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.malformed_requests import MAX_TOKENS, malformed_requests
 from benchmarks.near_limits import near_limits
 from benchmarks.noise import (
     MAX_BODY_BYTES,
+    MORE_PAUSE_S,
     NEAR_AT_ONCE,
     NEAR_PATIENCE_S,
     beside_a_neighbour,
@@ -76,6 +78,9 @@ def make_figures(runs: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
             yield f"{kind}_{name}_requests", at_least(run[name]["requests"], 1)
         yield f"{kind}_wrong_answers", at_most(len(run["wrong"]), 0)
         yield f"{kind}_harm", at_most(len(run["harm"]), 0)
+        neighbour = run["neighbour"]
+        most_s = neighbour["pause_beside_ordinary_s"] + MORE_PAUSE_S
+        yield f"{kind}_longest_pause_s", at_most(neighbour["pause_s"], most_s)
 
 
 def _fuzz(

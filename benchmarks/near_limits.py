@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -32,6 +32,25 @@ def near_limits(
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
         kind = make.__name__.strip("_")
         yield MalformedRequest(kind, request_bytes("POST", path, data, headers))
+
+
+def ordinary(
+    requests: Iterable[MalformedRequest], models: Sequence[str]
+) -> Iterator[MalformedRequest]:
+    """Make for each request a chat of as many bytes, as a person with a long document sends.
+
+    Instead of a grammar the chat asks for an object of its own.
+    """
+    for number, request in enumerate(requests):
+        body: _Body = {"model": models[number % len(models)], "max_tokens": MAX_TOKENS}
+        if request.kind in _WITH_GRAMMARS:
+            names = [f"title{number}", "author", "pages"]
+            schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+            named = {"name": "book", "schema": schema | {"required": names}}
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
+        text = "What does this book say? " * (len(request.data) // 25)
+        data = json.dumps(body | {"messages": [{"role": "user", "content": text or "Hello"}]})
+        yield MalformedRequest("ordinary", request_bytes("POST", _CHAT, data.encode()))
 
 
 def log_uniform(rng: Random, most: int, least: int = 1) -> int:
@@ -334,3 +353,4 @@ _MAKERS: list[Callable[[Random, int], _Case]] = [
     _wrong_elements,
     _unknown,
 ]
+_WITH_GRAMMARS = frozenset({"format", "constraint"})

@@ -12,7 +12,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.fuzz import Outcome, send_malformed_requests
-from benchmarks.near_limits import near_limits
+from benchmarks.malformed_requests import MalformedRequest
+from benchmarks.near_limits import near_limits, ordinary
 from benchmarks.neighbour import Felt, Neighbour
 from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_top import TurnInfo
@@ -20,6 +21,7 @@ from gpupoold.api.schemas_top import TurnInfo
 MAX_BODY_BYTES = 10_000_000
 MORE_PAUSE_S = 0.1
 _STREAMS = 2
+_ALONE_S = 10.0
 NEAR_AT_ONCE = 4
 _MAX_TURNS = 4096
 NEAR_PATIENCE_S = 5.0
@@ -29,25 +31,23 @@ _LATE_S = "1.0"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the neighbour felt alone, and beside the other client for as long or longer.
+    """What the neighbour felt alone, beside the other client, and beside ordinary requests.
 
-    ``longest_pause_s`` is beside the other client, less the time in which the neighbour's
-    device served another model.
+    The pauses are less the time in which the neighbour's device served another model.
     """
 
     alone: Felt
     beside: Felt
-    longest_pause_s: float
+    beside_ordinary: Felt
+    pause_s: float
+    pause_beside_ordinary_s: float
 
     def harm(self, *, has_same_answers: bool) -> Iterator[str]:
-        """Name what the neighbour felt of the other client."""
+        """Name what the neighbour lost by the other client, pauses aside."""
         for error in self.beside.failed[:5]:
             yield f"a stream of the neighbour failed: {error}"
         if has_same_answers and self.beside.differing:
             yield f"{self.beside.differing} answers of the neighbour differ"
-        more_s = self.longest_pause_s - self.alone.longest_pause_s
-        if more_s > MORE_PAUSE_S:
-            yield f"the neighbour's longest pause is {more_s * 1e3:.0f} ms longer than alone"
 
     def row(self) -> dict[str, Any]:
         """As JSON."""
@@ -57,7 +57,8 @@ class Comparison:
 def beside_a_neighbour(
     daemon: PrivateDaemon, count: int, seed: int, models: Sequence[str]
 ) -> tuple[Outcome, Comparison]:
-    """Send ``count`` requests near the limits to a daemon that a neighbour streams from.
+    """Send ``count`` requests near the limits to a daemon that a neighbour streams from, after as
+    many ordinary ones of the same sizes.
 
     The neighbour asks the first of ``models`` and the other client the rest. There is a device
     for each, but a model with much to do is given turns on both.
@@ -65,15 +66,26 @@ def beside_a_neighbour(
     port = int(daemon.http_url.rpartition(":")[2])
     # Made before the measurement: on few cores the generation would slow the neighbour's streams.
     noise = list(near_limits(seed, count, models[1:], MAX_BODY_BYTES))
+    usual = list(ordinary(noise, models[1:]))
     neighbour = Neighbour(port, models[0], _STREAMS)
-    outcome = asyncio.run(send_malformed_requests(port, noise, NEAR_AT_ONCE, NEAR_PATIENCE_S))
-    beside = neighbour.stop()
-    neighbour = Neighbour(port, models[0], _STREAMS)
-    time.sleep(max(10.0, min(outcome.wall_s, 60.0)))
+    time.sleep(_ALONE_S)
     alone = neighbour.stop()
+    _, usually, usual_pause_s = _beside(daemon, usual, models[0])
+    outcome, beside, pause_s = _beside(daemon, noise, models[0])
+    return outcome, Comparison(alone, beside, usually, pause_s, usual_pause_s)
+
+
+def _beside(
+    daemon: PrivateDaemon, requests: Sequence[MalformedRequest], model: str
+) -> tuple[Outcome, Felt, float]:
+    """Send requests while a neighbour streams from ``model``; return also its longest pause."""
+    port = int(daemon.http_url.rpartition(":")[2])
+    neighbour = Neighbour(port, model, _STREAMS)
+    outcome = asyncio.run(send_malformed_requests(port, requests, NEAR_AT_ONCE, NEAR_PATIENCE_S))
+    felt = neighbour.stop()
     with daemon.client() as client:
         turns = client.turns(limit=_MAX_TURNS)
-    return outcome, Comparison(alone, beside, longest_unshared_s(beside, turns, models[0]))
+    return outcome, felt, longest_unshared_s(felt, turns, model)
 
 
 def longest_unshared_s(felt: Felt, turns: Sequence[TurnInfo], model: str) -> float:

@@ -13,6 +13,8 @@ from gpupoold.frontend.json_scan import JsonScan, TooMuchJson
 from gpupoold.frontend.mounts import Receive, Scope
 
 BODY_TIMEOUT_S = 60.0
+_STRETCH_BYTES = 16_384
+_BETWEEN_STRETCHES_S = 0.002
 
 
 class Disconnected(Exception):
@@ -54,6 +56,16 @@ async def _join(receive: Receive, max_bytes: int, holding: BodyHolding) -> bytes
         pieces.append(piece)
         if not message.get("more_body"):
             return b"".join(pieces)
+
+
+async def let_others_run(num_bytes: int) -> None:
+    """Suspend the task between two stretches of work on a request, if it has many bytes.
+
+    A chunk of another stream passes through several tasks, so one turn of the event loop would not
+    be enough.
+    """
+    if num_bytes > _STRETCH_BYTES:
+        await asyncio.sleep(_BETWEEN_STRETCHES_S)
 
 
 def without_bom(body: bytes) -> bytes:

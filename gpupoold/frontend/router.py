@@ -16,7 +16,7 @@ from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.batches.exchange import Exchange
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.batches.work import JsonAnswer
-from gpupoold.frontend.body import Disconnected, read_body, replay, without_bom
+from gpupoold.frontend.body import Disconnected, let_others_run, read_body, replay, without_bom
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, model_row
 from gpupoold.frontend.checkpoint_files import CheckpointFiles
@@ -240,6 +240,7 @@ class Router:
                 body, so_far = fleet_call.opened(body)
             body = without_bom(body)
             head = read_head(body, path)
+            await let_others_run(len(body))  # vLLM reads and validates it again
             scope = with_id(scope, ids, body_has_id=head.has_id)
             model, mount = await self._lookup.find(head.model, caller.models)
             traced.model = model.name

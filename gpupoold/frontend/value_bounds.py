@@ -6,6 +6,8 @@ checked here first: its elements are counted, and messages are checked up to the
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from gpupoold.frontend.errors import bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS, check_input
 from gpupoold.frontend.pooling_inputs import read_token_ids
+from gpupoold.frontend.token_work import why_too_much_work
 
 MAX_ELEMENTS = 4_096
 """Limit of list elements in one field, at any depth. ``json_scan`` counts objects."""
@@ -49,7 +52,10 @@ def check_values(body: bytes, path: str) -> None:
         if not (is_conversation or is_pooling) and bytes(memoryview(text)[:1]) == b'"':
             continue  # a string has no elements, and need not be decoded
         is_input = is_pooling and name == "input"
-        if not (_is_numbers(name, text) or (is_input and read_token_ids(text) is not None)):
+        if (numbers := _numbers(name, text)) is not None:
+            if (found := why_too_much_work(SimpleNamespace(**{name: numbers}))) is not None:
+                raise bad_request(found[1], param=name)
+        elif not (is_input and read_token_ids(text) is not None):
             value = msgspec.json.decode(text)
             _check_number(name, value)
             if is_conversation:
@@ -58,14 +64,12 @@ def check_values(body: bytes, path: str) -> None:
                 check_input(name, value)
 
 
-def _is_numbers(name: str, text: msgspec.Raw) -> bool:
+def _numbers(name: str, text: msgspec.Raw) -> Any:
+    """Return a field of token ids or biases as numbers; None for others, and if it is malformed."""
     for decoder in _NUMBERS.get(name, ()):
-        try:
-            decoder.decode(text)
-        except msgspec.ValidationError:
-            continue
-        return True
-    return False
+        with contextlib.suppress(msgspec.ValidationError):
+            return decoder.decode(text)
+    return None
 
 
 def _check_number(name: str, value: Any) -> None:

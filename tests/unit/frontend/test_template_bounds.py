@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 
-from gpupoold.frontend.template_bounds import RenderLimit, bound_rendering
+from gpupoold.frontend.template_bounds import RenderLimit, after_others, bound_rendering
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TOO_SLOW = r"takes more than 0\.05 s of CPU time for this conversation"
@@ -125,3 +125,29 @@ async def test_vllms_renderers_have_the_limit(monkeypatch: pytest.MonkeyPatch) -
     assert await asyncio.to_thread(hf.safe_apply_chat_template, "text") == "text"
     assert len(rendered) == 1
     bound_rendering.cache_clear()
+
+
+@pytest.mark.parametrize(("num_messages", "others_run"), [(10, False), (4_000, True)])
+def test_others_on_the_loop_precede_a_long_conversation(
+    num_messages: int, others_run: bool
+) -> None:
+    async def count() -> None:
+        for _ in range(5):  # as a chunk, which passes through several tasks
+            await asyncio.sleep(0)
+        done.append("other")
+
+    async def parse(messages: list[int]) -> int:
+        done.append("parsed")
+        return len(messages)
+
+    async def run() -> int:
+        other = asyncio.create_task(count())
+        try:
+            parsed: int = await after_others(parse)([0] * num_messages)
+            return parsed
+        finally:
+            await other
+
+    done: list[str] = []
+    assert asyncio.run(run()) == num_messages
+    assert done == (["other", "parsed"] if others_run else ["parsed", "other"])

@@ -20,7 +20,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
@@ -38,6 +40,7 @@ from gpupoold.worker.engine.bounded_grammars import (
     BoundedGrammar,
     GrammarCalls,
     GrammarOverBound,
+    put_off,
 )
 
 CACHE_BYTES = 16 << 20
@@ -88,6 +91,8 @@ class GrammarCaches:
 
 _caches = GrammarCaches(CACHE_BYTES)
 _calls = GrammarCalls()
+_first_calls = GrammarCalls()  # of compiling threads, one at a time
+_first_calls_lock = threading.Lock()
 _MAX_KNOWN = 256
 
 
@@ -126,6 +131,7 @@ class _BackendGrammars(StructuredOutputManager):
                     self.backend = make_backend(self._name, self.vllm_config, self.tokenizer)
                     self._engine.backend = self.backend  # all backends make equal bitmasks
             grammar = self._engine.bounded(request, super()._create_grammar)
+            self._engine.prepare(request, grammar)
         if self._name == "xgrammar":
             _caches.used(self)
         return grammar
@@ -139,6 +145,7 @@ class _BackendGrammars(StructuredOutputManager):
     def _take_all(self, request: Request, grammar: BoundedGrammar) -> StructuredOutputGrammar:
         with WORKER.beside(ThreadPhase.GRAMMAR, self._engine.model, [request.request_id]):
             self._engine.walk(request, grammar)
+            self._engine.prepare(request, grammar)
         return grammar
 
     @property
@@ -179,6 +186,7 @@ class EngineGrammars(StructuredOutputManager):
         self.model = model
         self._by_backend: dict[str, _BackendGrammars] = {}
         self._refused: dict[str, GrammarRefusal] = {}
+        self._turn = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()  # reasons by owner and grammar
         # Masks are filled beside the step in any case, on one thread.
         self.fill_bitmask_parallel_threshold = config.scheduler_config.max_num_seqs
@@ -204,12 +212,41 @@ class EngineGrammars(StructuredOutputManager):
         salt = (request.cache_salt or "").partition(":")[0]
         owner = hashlib.sha256(f"{salt}:{digest}".encode("utf-8", "surrogatepass")).digest()
         reason = self._known.get(owner, "")
-        if not reason and _calls.num_abandoned >= MAX_ABANDONED:
+        num_abandoned = _calls.num_abandoned + _first_calls.num_abandoned
+        if not reason and num_abandoned >= MAX_ABANDONED:
             reason = "Other grammars take more CPU time than they may; please try again later."
         if reason:
             self._refused[request.request_id] = GrammarRefusal(reason, "")
             raise GrammarOverBound(reason)
         return BoundedGrammar(compile_grammar(request), owner)
+
+    def prepare(self, request: Request, grammar: BoundedGrammar) -> None:
+        """Make the next mask of a request's grammar; for a compiling thread.
+
+        Raises:
+            GrammarOverBound: the grammar is over a bound.
+        """
+        num_words = cdiv(self.vllm_config.model_config.get_vocab_size(), 32)
+        row = torch.empty((1, num_words), dtype=torch.int32)
+
+        def make() -> None:
+            lower_priority(GRAMMAR_NICENESS)
+            grammar.prepare(row)
+
+        with _first_calls_lock:
+            _first_calls.run(make)
+        if grammar.refusal:
+            self._refuse(request, grammar)
+            raise GrammarOverBound(grammar.refusal)
+
+    def put_off(self, requests: Iterable[Request]) -> set[str]:
+        """Return who of the running requests sits out the next step, for costly grammars."""
+        found = ((one.request_id, _grammar_of(one)) for one in requests)
+        grammars = {name: grammar for name, grammar in found if grammar is not None}
+        if not grammars:
+            return set()
+        self._turn += 1
+        return put_off(grammars, self._turn)
 
     def take_up(self, request: Request) -> bool:
         """Return whether a resumed request's compiled grammar has taken the answer's tokens.
@@ -331,3 +368,4 @@ def use_engine_grammars(core: Any, model: str) -> None:
     """Replace the manager of an ``EngineCore``, which has no option for a manager."""
     grammars = EngineGrammars(core.vllm_config, model)
     core.structured_output_manager = core.scheduler.structured_output_manager = grammars
+    core.scheduler.grammars = grammars

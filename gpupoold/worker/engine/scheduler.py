@@ -24,6 +24,7 @@ from gpupoold.wire.messages import DraftCounts
 from gpupoold.worker.engine import computed_kv
 from gpupoold.worker.engine.block_demand import BlockDemand, StepLimits
 from gpupoold.worker.engine.computed_kv import ComputedKv
+from gpupoold.worker.engine.grammars import EngineGrammars
 from gpupoold.worker.engine.prefixes import StoredPrefixes
 from gpupoold.worker.engine.resume import after_grammar
 
@@ -43,7 +44,8 @@ _MAX_PUT_OFF_S = 1.0
 class PooledScheduler(Scheduler):
     """A scheduler that knows which blocks are on the device, from ``kv``.
 
-    ``prefixes``, if set, has KV of ended requests for new ones.
+    ``prefixes``, if set, has KV of ended requests for new ones; ``grammars``, if set, says whose
+    grammars are too costly for a common step.
     ``alone`` is the only request that may run, if set. ``isolated`` requests share no step with
     others, see ``take_turns``; ``name`` is the model's name for the activity page. ``chunk_tokens``
     limits the next step, if set. While ``is_held``, no step is scheduled. ``num_updates`` counts
@@ -52,6 +54,7 @@ class PooledScheduler(Scheduler):
     """
 
     prefixes: StoredPrefixes | None = None
+    grammars: EngineGrammars | None = None
     running: list[Request]
     max_num_running_reqs: int
     max_num_active_reqs: int
@@ -293,6 +296,9 @@ class PooledScheduler(Scheduler):
         out = set[str]()
         if self._is_restricted:
             out = {request.request_id for request in everybody if not self._may_run(request)}
+        if self.grammars is not None:
+            may_run = (one for one in everybody if one.request_id not in out)
+            out |= self.grammars.put_off(may_run)
         if self.lora_config is not None:
             out |= self._without_slot(out, self.lora_config.max_loras)
         if not out:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +67,27 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> PooledScheduler:
     made.kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: (owned.get(name, []),))
     scheduler: PooledScheduler = made
     return scheduler
+
+
+@pytest.fixture
+def ran(scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return the requests that vLLM plans a step with, of all running ones."""
+    planned: list[str] = []
+
+    def schedule(scheduler: PooledScheduler) -> Any:
+        planned[:] = [one.request_id for one in scheduler.running]
+        return SimpleNamespace(num_scheduled_tokens={})
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+
+    def run(*running: Any) -> list[str]:
+        scheduler.running = list(running)
+        scheduler.schedule()
+        assert scheduler.running == list(running)
+        assert scheduler.max_num_running_reqs == 8
+        return planned
+
+    return run
 
 
 class TestChunks:
@@ -147,28 +168,6 @@ class TestChunks:
 class TestAdapters:
     """``max_loras`` is vLLM's limit of different adapters in one step."""
 
-    @pytest.fixture
-    def ran(
-        self, scheduler: PooledScheduler, monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[..., list[str]]:
-        """Returns the requests that vLLM plans a step with, of all running ones."""
-        planned: list[str] = []
-
-        def schedule(scheduler: PooledScheduler) -> Any:
-            planned[:] = [one.request_id for one in scheduler.running]
-            return SimpleNamespace(num_scheduled_tokens={})
-
-        monkeypatch.setattr(Scheduler, "schedule", schedule)
-
-        def run(*running: Any) -> list[str]:
-            scheduler.running = list(running)
-            scheduler.schedule()
-            assert scheduler.running == list(running)
-            assert scheduler.max_num_running_reqs == 8
-            return planned
-
-        return run
-
     def of(self, name: str, number: int | None) -> Any:
         made = request(name)
         made.lora_request = None if number is None else SimpleNamespace(lora_int_id=number)
@@ -194,6 +193,26 @@ class TestAdapters:
         assert isinstance(scheduler.kv, Kv)
         scheduler.kv.away = {5}
         assert ran(away, here) == ["q"]
+
+
+class TestGrammars:
+    def test_requests_with_costly_grammars_sit_out(
+        self, scheduler: PooledScheduler, ran: Callable[..., list[str]]
+    ) -> None:
+        """Only the requests that could run otherwise take turns."""
+        asked: list[list[str]] = []
+
+        def put_off(requests: Iterable[Any]) -> set[str]:
+            asked.append([one.request_id for one in requests])
+            return {"b"} & {*asked[-1]}
+
+        scheduler.grammars = SimpleNamespace(put_off=put_off)  # type: ignore[assignment]
+        running = [request(name) for name in ("a", "b", "r")]
+        assert ran(*running) == ["a", "r"]
+        assert isinstance(scheduler.kv, Kv)
+        scheduler.kv.away = {5}
+        assert ran(*running) == ["a"]
+        assert asked == [["a", "b", "r"], ["a", "b"]]
 
 
 class TestSteps:

@@ -189,6 +189,7 @@ async def _running_admin(
         log_config=None,
         access_log=False,
         lifespan="off",
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
     )

@@ -27,6 +27,7 @@ def http_config(app: AsgiApp, tls: Tls | None) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         lifespan="off",
+        proxy_headers=False,
         server_header=False,
         http=PublicHttp,
         ws="none",

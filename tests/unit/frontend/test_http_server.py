@@ -29,6 +29,7 @@ class Streaming:
         self._address: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scope = scope
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
         await self.may_end.wait()
@@ -84,3 +85,16 @@ async def test_connections_while_a_stream_ends(refuses: bool, body: bytes) -> No
                     connection.close()
             streaming.may_end.set()
             assert b"last" in await client.all()
+
+
+async def test_headers_of_proxies_are_ignored() -> None:
+    """A client on this machine could claim any address."""
+    streaming = Streaming(refuses=False)
+    claims = b"X-Forwarded-For: 192.0.2.1\r\nX-Forwarded-Proto: https\r\n\r\n"
+    async with streaming.serving(), streaming.connected(GET[:-2] + claims) as client:
+        await client.reader.readuntil(b"first")
+        assert streaming.scope["client"][0] == "127.0.0.1"
+        assert streaming.scope["scheme"] == "http"
+        streaming.server.should_exit = True
+        streaming.may_end.set()
+        assert b"last" in await client.all()

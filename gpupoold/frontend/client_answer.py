@@ -48,6 +48,11 @@ class ClientAnswer:
         self._commenting: asyncio.Task[None] | None = None
 
     @property
+    def has_begun(self) -> bool:
+        """True from the first message of the API."""
+        return bool(self.status) or self._start is not None
+
+    @property
     def takes_comments(self) -> bool:
         """True from the headers of a stream of events to its end."""
         return self._waits and self._is_event_stream

@@ -67,8 +67,8 @@ class Gate:
 
     @property
     def has_begun(self) -> bool:
-        """True if the client gets the API's output."""
-        return self._is_open
+        """True if the client gets the API's output: there is some, and the gate is open."""
+        return self._is_open and (bool(self._held) or self.answer.has_begun)
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Pass on a message of the answer, or keep it; drop it after a refusal."""
@@ -111,7 +111,7 @@ class Gate:
                     self._is_open = True
                     self._opening = asyncio.create_task(self._flush())
                 return []
-            if self._is_open:
+            if self.has_begun:
                 return [message.request_id]
             self.refusal = not_admitted(message)
         return self._request_ids

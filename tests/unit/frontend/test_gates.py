@@ -200,6 +200,23 @@ async def test_later_ones_of_a_stream_end_within_it() -> None:
     assert (await served(api)).got == [START, END]
 
 
+async def test_later_ones_are_refused_before_there_is_output() -> None:
+    """As the further inputs of a request for embeddings."""
+
+    async def api(client: Client, gate: Gate) -> None:
+        client.gates.asked("a")
+        assert client.take("a") == []
+        await asyncio.sleep(0)
+        client.gates.asked("b")
+        assert client.refuse("b") == ["a", "b"]
+        await gate.send(START)
+        await gate.send(END)
+
+    with pytest.raises(ApiError) as refused:
+        await served(api)
+    assert refused.value.status == 429
+
+
 async def test_answers_that_ask_for_nothing() -> None:
     async def api(client: Client, gate: Gate) -> None:
         await gate.send(START)

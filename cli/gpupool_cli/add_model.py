@@ -8,11 +8,19 @@ from typing import Annotated
 
 import typer
 
+from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.lists import numbers
 from gpupool_cli.models import print_model
-from gpupool_cli.options import NewNameArgument, PaceOption, RevisionOption, TbtOption, TtftOption
+from gpupool_cli.options import (
+    JsonOption,
+    NewNameArgument,
+    PaceOption,
+    RevisionOption,
+    TbtOption,
+    TtftOption,
+)
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client, socket_path_of
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
@@ -65,6 +73,7 @@ def add_model(
             "--replicas", min=1, max=1000, metavar="N", help="With --fleet: at least so many nodes."
         ),
     ] = 1,
+    as_json: JsonOption = False,
 ) -> None:
     """Register a model: find, download, check and load it.
 
@@ -73,6 +82,8 @@ def add_model(
     """
     if check and detach:
         raise UsageError("--check and --detach exclude each other", "give one of the two")
+    if as_json and (detach or on_fleet):
+        raise UsageError("--json waits for the model", "leave out --detach and --fleet")
     request = AddModelRequest(
         name=name,
         source=None if source is None else as_daemon_sees(source),
@@ -93,7 +104,9 @@ def add_model(
         return
     with open_client(ctx) as client:
         model = follow(request.name, client.add_model(request))
-    if model is None:
+    if as_json:
+        output.print_json(model)
+    elif model is None:
         say(f"{name}: accepted; `gpupool ps` shows the progress, `gpupool events` the result")
     elif check:
         say(f"{model.name}: can be served; not added")

@@ -74,7 +74,9 @@ def park(daemon: PrivateDaemon, *numbers: int) -> None:
 
     for number in numbers:
         until(lambda number=number: is_parked(number), 30)  # type: ignore[misc]
-    until(lambda: all(states(daemon)[number] == "parked" for number in numbers))
+    rows = {row.device: row for row in ps(daemon).devices}
+    assert all((rows[number].state, rows[number].pid) == ("parked", None) for number in numbers)
+    assert all(rows[number].num_engines == 0 for number in numbers)
 
 
 def wake_all(daemon: PrivateDaemon) -> None:

@@ -84,7 +84,7 @@ class Parking:
                 self._had[name] = number
                 self._dispatcher.evict(name, worker)
             self._dispatcher.worker_down(worker, "parked")
-            self._supervisor.park(number)
+        await self._supervisor.park(number)
         self._history.record_event("info", "device_parked", str(number), why)
 
     def wake(self, number: int, why: str = "by hand") -> None:

@@ -111,9 +111,12 @@ class WorkerSupervisor:
             if name in process.loads:
                 process.end(reason)
 
-    def park(self, number: int) -> None:
-        """End a worker without requests, until it is woken."""
+    async def park(self, number: int) -> None:
+        """End a worker without requests, until it is woken; return after its process."""
+        worker = self.workers[number]
         self.processes[number].park()
+        while worker.state == "parked" and worker.pid is not None:
+            await asyncio.sleep(_READY_POLL_S)
 
     def wake(self, number: int) -> None:
         """Start a worker if it is parked."""

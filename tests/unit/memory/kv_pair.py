@@ -14,7 +14,7 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.kv_transfers import PeerCache, PeerSlot
 from gpupoold.memory.transfers import Transfer
 from tests.unit.memory.ledger import MemoryLedger
-from tests.unit.memory.rig import Rig, fill_blocks, geometry_of, read
+from tests.unit.memory.rig import GatedCopyStream, Rig, fill_blocks, geometry_of, read
 
 ORDERS: dict[str, Callable[[list[int]], list[int]]] = {
     "ascending": sorted,
@@ -64,8 +64,8 @@ def in_slot(slot: HostSlot) -> bytes:
     return b"".join(read(address, num_bytes) for address, num_bytes in slot.pieces())
 
 
-def open_later(gate: threading.Event) -> None:
-    threading.Timer(0.02, gate.set).start()
+def open_later(gate: GatedCopyStream) -> None:
+    threading.Timer(0.02, gate.allow).start()
 
 
 class Pair:

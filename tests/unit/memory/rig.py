@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -87,31 +88,38 @@ class FailingDevice(EmulatedDevice):
 
 
 class GatedCopyStream:
-    """A copy stream whose copies begin only while ``gate`` is open; ``error`` is raised by the
-    next.
-
-    The gate closes after ``num_allowed`` batches.
-    """
+    """A copy stream that begins as many batches as are allowed; ``error`` is raised by the next."""
 
     def __init__(self, copy_stream: CopyStream) -> None:
         self._copy_stream = copy_stream
-        self.gate = threading.Event()
-        self.gate.set()
+        self._allowed = threading.Condition()
+        self._num_allowed: float = math.inf
         self.error: Exception | None = None
-        self.num_allowed: int | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._num_allowed
+
+    def allow(self, num_batches: float = math.inf) -> None:
+        """Let this many more batches begin; with 0 the next waits."""
+        with self._allowed:
+            self._num_allowed = num_batches
+            self._allowed.notify_all()
+
+    def wait_until_allowed(self) -> None:
+        with self._allowed:
+            self._allowed.wait_for(lambda: self._num_allowed)
 
     def fence(self) -> int:
         return self._copy_stream.fence()
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        self.gate.wait()
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        if self.num_allowed is not None:
-            self.num_allowed -= 1
-            if not self.num_allowed:
-                self.gate.clear()
+        with self._allowed:
+            self._allowed.wait_for(lambda: self._num_allowed)
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            self._num_allowed -= 1
         return self._copy_stream.begin(copies, after)
 
     def wait(self, batch: int) -> None:
@@ -168,13 +176,13 @@ class Rig:
     @contextlib.contextmanager
     def copies_held(self) -> Iterator[None]:
         """No copy of a queue begins inside."""
-        self.in_copy_stream.gate.clear()
-        self.out_copy_stream.gate.clear()
+        self.in_copy_stream.allow(0)
+        self.out_copy_stream.allow(0)
         try:
             yield
         finally:
-            self.in_copy_stream.gate.set()
-            self.out_copy_stream.gate.set()
+            self.in_copy_stream.allow()
+            self.out_copy_stream.allow()
 
     def page_out(self, kv: KvMemory, extent: int) -> bool:
         """Page an extent out and wait for it; whether the host had room."""

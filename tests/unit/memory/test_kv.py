@@ -332,7 +332,7 @@ def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
         kv.begin_page_out([1], rig.outs)
         kv.begin_page_out([2], rig.outs)
         # The first has been taken up by the thread, the second has not begun.
-        threading.Timer(0.02, rig.out_copy_stream.gate.set).start()
+        threading.Timer(0.02, rig.out_copy_stream.allow).start()
         kv.stop_leaving()
     assert kv.extents(Place.DEVICE) == [1, 2]
     assert kv.is_whole
@@ -374,7 +374,7 @@ def test_what_was_arriving_stays_on_the_host_when_plans_change(rig: Rig) -> None
     with rig.copies_held():
         kv.begin_page_in([1], rig.ins)
         kv.begin_page_in([2], rig.ins)
-        threading.Timer(0.02, rig.in_copy_stream.gate.set).start()
+        threading.Timer(0.02, rig.in_copy_stream.allow).start()
         kv.stop_arriving()
     assert 2 in kv.extents(Place.HOST)
     check(rig, kv)

@@ -146,7 +146,7 @@ def test_what_is_called_back_comes_later(pair: Pair) -> None:
     attached = pair.attach_slot(blocks)
     with pair.target.copies_held():
         pair.kv.begin_page_in([pair.kv.extents(Place.HOST)[0]], pair.target.ins)
-        open_later(pair.target.in_copy_stream.gate)
+        open_later(pair.target.in_copy_stream)
         pair.kv.stop_arriving()
     assert pair.num_freed == len(pair.kv.extents(Place.DEVICE)[:1])
     pair.bring_in()

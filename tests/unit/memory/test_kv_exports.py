@@ -86,10 +86,10 @@ def test_blocks_on_the_host_are_kept_as_long(rig: Rig) -> None:
 
 def test_pages_stay_until_they_have_been_copied(rig: Rig) -> None:
     kv, ledger, written = backed(rig, "layers-outermost")
-    rig.out_copy_stream.gate.clear()
+    rig.out_copy_stream.allow(0)
     slot, transfer, told = export(rig, kv, [2, 3])
     ledger.release([2, 3])
-    open_later(rig.out_copy_stream.gate)
+    open_later(rig.out_copy_stream)
     assert kv.begin_page_out([1, 2], rig.outs) == 2
     assert transfer.has_ended
     assert told == [True]
@@ -135,16 +135,16 @@ def test_what_is_on_its_way_is_called_back(rig: Rig, leaving: bool) -> None:
     if not leaving:
         for extent in (1, 2):
             rig.page_out(kv, extent)
-    rig.in_copy_stream.gate.clear()
-    rig.out_copy_stream.gate.clear()
+    rig.in_copy_stream.allow(0)
+    rig.out_copy_stream.allow(0)
     for extent in (1, 2):
         if leaving:
             kv.begin_page_out([extent], rig.outs)
         else:
             kv.begin_page_in([extent], rig.ins)
     # The first has been taken up by the thread, the second has not begun.
-    open_later(rig.in_copy_stream.gate)
-    open_later(rig.out_copy_stream.gate)
+    open_later(rig.in_copy_stream)
+    open_later(rig.out_copy_stream)
     slot, transfer, _ = export(rig, kv, [5, 2, 4, 3])
     transfer.wait()
     assert in_slot(slot) == row_by_row(kv, written, [5, 2, 4, 3])
@@ -173,9 +173,9 @@ def test_the_same_blocks_for_two(rig: Rig) -> None:
 
 def test_a_model_that_goes_makes_its_copies_first(rig: Rig) -> None:
     kv, _, written = backed(rig, "layers-outermost")
-    rig.out_copy_stream.gate.clear()
+    rig.out_copy_stream.allow(0)
     slot, transfer, told = export(rig, kv, [2, 3, 4])
-    open_later(rig.out_copy_stream.gate)
+    open_later(rig.out_copy_stream)
     kv.close()
     assert transfer.has_ended
     assert told == [True]

@@ -82,11 +82,11 @@ class Pair:
 
 
 class UnendingCopyStream(GatedCopyStream):
-    """Its copies have begun, and end when the gate is open."""
+    """Its copies begin at once and end when they are allowed."""
 
     def __init__(self, copy_stream: CopyStream) -> None:
         super().__init__(copy_stream)
-        self.gate.clear()
+        self.allow(0)
         self.has_begun = threading.Event()
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
@@ -95,7 +95,7 @@ class UnendingCopyStream(GatedCopyStream):
         return batch
 
     def wait(self, batch: int) -> None:
-        self.gate.wait()
+        self.wait_until_allowed()
         super().wait(batch)
 
 
@@ -140,7 +140,7 @@ def test_pitfall_04_a_model_that_goes_ends_its_copies_first(
         copy_stream.has_begun.wait()
     assert len(driver.busy_streams) >= 2
     for copy_stream, close in zip(copy_streams, (model.weights.close, model.kv.close), strict=True):
-        threading.Timer(0.02, copy_stream.gate.set).start()
+        threading.Timer(0.02, copy_stream.allow).start()
         close()
     for queue in queues:
         queue.close()

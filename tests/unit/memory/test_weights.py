@@ -205,14 +205,14 @@ def test_a_load_short_of_pages_keeps_the_part_that_is_present(rig: Rig) -> None:
 
 def test_a_load_follows_the_loads_in_progress(rig: Rig) -> None:
     gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
-    gate.gate.clear()
+    gate.allow(0)
     queue = TransferQueue([gate], "gated")
     weights, snapshot = rig.weights(12, "w")
     weights.begin_load(queue, 5)
     weights.begin_load(queue, 5)
     assert (weights.num_arriving, weights.num_mapped_pages) == (2, 10)
     assert weights.loaded_bytes == 0
-    gate.gate.set()
+    gate.allow()
     weights.wait()
     assert weights.loaded_bytes == 10 * PAGE
     assert read(weights.address, 10 * PAGE) == snapshot[: 10 * PAGE]
@@ -222,12 +222,12 @@ def test_a_load_follows_the_loads_in_progress(rig: Rig) -> None:
 
 def test_a_stop_keeps_nothing_behind_a_load_that_was_stopped(rig: Rig) -> None:
     gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
-    gate.gate.clear()
+    gate.allow(0)
     queue = TransferQueue([gate], "gated")
     weights, _ = rig.weights(12, "w")
     for _ in range(2):
         weights.begin_load(queue, 5)
-    threading.Timer(0.05, gate.gate.set).start()
+    threading.Timer(0.05, gate.allow).start()
     weights.stop()
     assert not weights.is_arriving
     assert weights.num_mapped_pages * PAGE == weights.loaded_bytes
@@ -239,7 +239,7 @@ def test_a_stop_keeps_nothing_behind_a_load_that_was_stopped(rig: Rig) -> None:
 def held_load(rig: Rig, num_pages: int) -> tuple[WeightMemory, bytes, GatedCopyStream]:
     """All pages mapped, none copied: each batch has two pages and waits for the gate."""
     gate = GatedCopyStream(rig.device.open_copy_stream(Direction.IN))
-    gate.gate.clear()
+    gate.allow(0)
     weights, data = rig.weights(num_pages, "w")
     weights.begin_load(TransferQueue([gate], "held", batch_bytes=2 * PAGE), num_pages)
     return weights, data, gate
@@ -247,15 +247,13 @@ def held_load(rig: Rig, num_pages: int) -> tuple[WeightMemory, bytes, GatedCopyS
 
 def test_the_first_bytes_are_waited_for(rig: Rig) -> None:
     weights, data, gate = held_load(rig, 12)
-    gate.num_allowed = 3
-    gate.gate.set()
+    gate.allow(3)
     weights.wait_for(3 * PAGE)
     assert 3 * PAGE <= weights.present_bytes <= 6 * PAGE
     assert weights.arriving_bytes == 12 * PAGE - weights.present_bytes
     assert read(weights.address, 3 * PAGE) == data[: 3 * PAGE]
     assert not weights.is_resident
-    gate.num_allowed = None
-    gate.gate.set()
+    gate.allow()
     weights.wait_for(12 * PAGE)
     assert weights.is_resident
     assert read(weights.address, 12 * PAGE) == data
@@ -283,7 +281,7 @@ def test_bytes_that_do_not_arrive_are_not_waited_for_for_ever(rig: Rig) -> None:
 def test_a_failed_copy_ends_the_wait_for_its_bytes(rig: Rig) -> None:
     weights, data, gate = held_load(rig, 12)
     gate.error = OSError("the link is broken")
-    gate.gate.set()
+    gate.allow()
     with pytest.raises(OSError, match="broken"):
         weights.wait_for(3 * PAGE)
     assert not weights.is_arriving
@@ -296,13 +294,11 @@ def test_a_model_may_start_when_its_first_bytes_are_there_and_the_others_arrive(
     weights, _, gate = held_load(rig, 12)
     weights.start_bytes = 4 * PAGE
     assert not weights.can_start
-    gate.num_allowed = 4
-    gate.gate.set()
+    gate.allow(4)
     weights.wait_for(weights.start_bytes)
     assert weights.can_start
     assert not weights.is_resident
-    gate.num_allowed = None
-    gate.gate.set()
+    gate.allow()
     weights.stop()
     weights.evict(1)
     assert not weights.can_start  # a page is missing

@@ -187,8 +187,8 @@ def test_pitfall_28_a_copy_that_hangs_stops_no_other_model() -> None:
     box = Box(60)
     box.switch_in("a")
     gate = GatedCopyStream(box.rig.device.open_copy_stream(Direction.IN))
-    gate.gate.clear()
-    watchdog = threading.Timer(10, gate.gate.set)  # whoever waits for the copy waits so long
+    gate.allow(0)
+    watchdog = threading.Timer(10, gate.allow)  # whoever waits for the copy waits so long
     watchdog.start()
     box.residency._in.close()
     box.residency._in = TransferQueue([gate], "copy-in")
@@ -201,12 +201,12 @@ def test_pitfall_28_a_copy_that_hangs_stops_no_other_model() -> None:
         written = box.ask("a", 1)
         assert box.models["a"].is_ready()
         assert box.kv_bytes("a", written) == written
-    assert not gate.gate.is_set()
+    assert gate.is_closed
     assert box.weights("b").num_arriving == 2
     assert not box.weights("b").is_resident
     box.residency.check_integrity()
     watchdog.cancel()
-    gate.gate.set()
+    gate.allow()
     box.switch_in("b")
     box.close()
 

@@ -14,8 +14,14 @@ from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box
 START_PAGES = 6
 
 
+class GatedBox(Box):
+    """A device whose copies in pass a gate."""
+
+    gate: GatedCopyStream
+
+
 @pytest.fixture
-def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedBox]:
     """A device for one model and a half. Models start with 6 of 20 pages; batches have 2 pages."""
     monkeypatch.setattr("gpupoold.memory.emulated.EmulatedDevice.copy_batch_bytes", 2 * PAGE)
     gates: list[GatedCopyStream] = []
@@ -26,26 +32,13 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
 
     monkeypatch.setattr("gpupoold.memory.emulated.EmulatedDevice.open_copy_streams", gated)
     monkeypatch.setattr("gpupoold.memory.emulated.EmulatedDevice.has_link", True, raising=False)
-    made = Box(34)
+    made = GatedBox(34)
     for model in made.models.values():
         model.weights.start_bytes = START_PAGES * PAGE
-    made.gate = gates[-2]  # type: ignore[attr-defined]
+    made.gate = gates[-2]
     yield made
-    gates[-2].num_allowed = None
-    gates[-2].gate.set()
+    gates[-2].allow()
     made.close()
-
-
-def hold_after(box: Box, num_batches: int) -> None:
-    gate: GatedCopyStream = box.gate  # type: ignore[attr-defined]
-    gate.num_allowed = num_batches
-    gate.gate.set()
-
-
-def release(box: Box) -> None:
-    gate: GatedCopyStream = box.gate  # type: ignore[attr-defined]
-    gate.num_allowed = None
-    gate.gate.set()
 
 
 def whole(box: Box, name: str) -> bool:
@@ -53,8 +46,8 @@ def whole(box: Box, name: str) -> bool:
     return read(model.weights.address, len(model.snapshot)) == model.snapshot
 
 
-def test_a_switch_ends_when_a_step_may_begin(box: Box) -> None:
-    hold_after(box, 5)
+def test_a_switch_ends_when_a_step_may_begin(box: GatedBox) -> None:
+    box.gate.allow(5)
     record = box.residency.switch_in("a")
     weights = box.weights("a")
     assert record is not None
@@ -65,15 +58,15 @@ def test_a_switch_ends_when_a_step_may_begin(box: Box) -> None:
     assert box.residency.missing_bytes("a") == 0
     box.residency.check_integrity()
     assert box.residency.switch_in("a") is None  # the turn begins again: nothing to do
-    release(box)
+    box.gate.allow()
     box.residency.bring_all("a")
     assert weights.is_resident
     assert whole(box, "a")
     box.residency.check_integrity()
 
 
-def test_kv_that_is_away_is_waited_for_with_all_weights(box: Box) -> None:
-    release(box)
+def test_kv_that_is_away_is_waited_for_with_all_weights(box: GatedBox) -> None:
+    box.gate.allow()
     box.residency.make_resident("a")
     written = box.ask("a", 2)
     box.residency.page_out("a")
@@ -96,11 +89,11 @@ def test_kv_that_is_away_is_waited_for_with_all_weights(box: Box) -> None:
     ids=["page out", "another model", "pages for a load", "evict"],
 )
 def test_weights_that_still_arrive_can_be_taken_away(
-    box: Box, leave: Callable[[Box], object]
+    box: GatedBox, leave: Callable[[GatedBox], object]
 ) -> None:
-    hold_after(box, 5)
+    box.gate.allow(5)
     box.residency.switch_in("a")
-    release(box)
+    box.gate.allow()
     leave(box)
     assert not box.residency.can_step("a")
     box.residency.check_integrity()
@@ -108,26 +101,26 @@ def test_weights_that_still_arrive_can_be_taken_away(
     assert whole(box, "a")
 
 
-def test_the_rest_of_a_prefetch_arrives_during_the_step(box: Box) -> None:
-    release(box)
+def test_the_rest_of_a_prefetch_arrives_during_the_step(box: GatedBox) -> None:
+    box.gate.allow()
     box.residency.make_resident("a")
-    hold_after(box, 2)
+    box.gate.allow(2)
     box.residency.prefetch("b", "a")
     num_prefetched = box.weights("b").num_mapped_pages
     assert 0 < num_prefetched < WEIGHT_PAGES  # the other pages are a's
-    hold_after(box, 6)
+    box.gate.allow(6)
     record = box.residency.switch_in("b")
     assert record is not None
     assert record.prefetched_bytes == num_prefetched * PAGE
     assert record.weight_bytes == (WEIGHT_PAGES - num_prefetched) * PAGE
     assert record.late_weight_bytes > 0
-    release(box)
+    box.gate.allow()
     box.residency.bring_all("b")
     assert whole(box, "b")
 
 
-def test_a_copy_that_fails_before_the_start_ends_the_switch(box: Box) -> None:
-    box.gate.error = OSError("the link is broken")  # type: ignore[attr-defined]
+def test_a_copy_that_fails_before_the_start_ends_the_switch(box: GatedBox) -> None:
+    box.gate.error = OSError("the link is broken")
     with pytest.raises(OSError, match="broken"):
         box.residency.switch_in("a")
     assert not box.residency.can_step("a")
@@ -136,11 +129,11 @@ def test_a_copy_that_fails_before_the_start_ends_the_switch(box: Box) -> None:
     assert whole(box, "a")
 
 
-def test_a_copy_that_fails_after_the_start_is_noticed_by_who_needs_it(box: Box) -> None:
-    hold_after(box, 5)
+def test_a_copy_that_fails_after_the_start_is_noticed_by_who_needs_it(box: GatedBox) -> None:
+    box.gate.allow(5)
     box.residency.switch_in("a")
-    box.gate.error = OSError("the link is broken")  # type: ignore[attr-defined]
-    release(box)
+    box.gate.error = OSError("the link is broken")
+    box.gate.allow()
     weights = box.weights("a")
     with pytest.raises(OSError, match="broken"):
         weights.wait_for(weights.num_bytes)
@@ -150,11 +143,11 @@ def test_a_copy_that_fails_after_the_start_is_noticed_by_who_needs_it(box: Box) 
 
 
 def test_the_bandwidth_is_that_of_the_bytes_that_arrived(
-    box: Box, monkeypatch: pytest.MonkeyPatch
+    box: GatedBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_loads, "_BANDWIDTH_SMOOTHING", 1.0)
     monkeypatch.setattr(Device, "piece_bytes", 1)
-    hold_after(box, 5)
+    box.gate.allow(5)
     record = box.residency.switch_in("a")
     assert record is not None
     arrived = record.weight_bytes - record.late_weight_bytes
@@ -162,4 +155,4 @@ def test_the_bandwidth_is_that_of_the_bytes_that_arrived(
     # The record counts the late bytes after the bandwidth: a copy may have ended in between.
     assert 0 < box.residency.bandwidth_bytes_per_s <= 1.001 * arrived / seconds
     assert arrived < record.weight_bytes
-    release(box)
+    box.gate.allow()

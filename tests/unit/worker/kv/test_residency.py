@@ -173,7 +173,7 @@ def test_a_model_runs_as_soon_as_its_first_request_can(
     assert box.residency.missing_bytes("a") == (WEIGHT_PAGES + 6 * 3) * PAGE
     model = box.models["a"]
     gate = GatedCopyStream(box.rig.device.open_copy_stream(Direction.IN))
-    gate.num_allowed = 3 + 1  # extent 0 with the null block, and the first request's
+    gate.allow(3 + 1)  # extent 0 with the null block, and the first request's
     box.residency._in.close()
     box.residency._in = TransferQueue([gate], "copy-in")
     box.residency.switch_in("a")
@@ -181,8 +181,7 @@ def test_a_model_runs_as_soon_as_its_first_request_can(
     assert not model.kv.is_on_device(second)
     assert box.residency.missing_bytes("a") == 0  # all of it is on its way
     assert box.kv_bytes("a", first) == first
-    gate.num_allowed = None
-    gate.gate.set()
+    gate.allow()
     box.residency.bring_all("a")
     assert box.kv_bytes("a", second) == second
 

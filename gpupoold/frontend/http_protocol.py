@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from uvicorn import Config
+from uvicorn.server import ServerState
+
 from gpupoold.frontend.errors import ApiError
 from gpupoold.system.http_protocol import BoundedHttp
 
@@ -19,3 +22,12 @@ class PublicHttp(BoundedHttp):
 
     def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
         return ApiError(status.value, _KINDS[status], message).body()
+
+    def move(self, config: Config, state: ServerState) -> None:
+        """Let the server of ``config`` and ``state`` have the connection, if it has no request."""
+        if self.cycle is None:
+            self.connections.discard(self)
+            self.config, self.app = config, config.loaded_app
+            self.server_state, self.tasks = state, state.tasks
+            self.connections = state.connections
+            self.connections.add(self)

@@ -40,8 +40,8 @@ def http_config(app: AsgiApp, tls: Tls | None) -> uvicorn.Config:
 class HttpServer(uvicorn.Server):
     """Uvicorn without signal handlers of its own; calls ``on_accepting`` once.
 
-    With ``refusing``, the server's end refuses new connections while answers in progress are
-    completed: ``refusing`` configures a server for these connections.
+    With ``refusing``, the server's end refuses new connections, and those without a request so far,
+    while answers in progress are completed: ``refusing`` configures a server for these connections.
     """
 
     def __init__(
@@ -65,15 +65,20 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Complete the answers in progress; see the class."""
         async with contextlib.AsyncExitStack() as stack:
-            for one in sockets or () if self._refusing is not None else ():
-                stack.callback((await self._refuse(one.dup())).close)
+            if self._refusing is not None:
+                self._refusing.load()
+                state = ServerState()
+                for one in sockets or ():
+                    stack.callback((await self._refuse(one.dup(), self._refusing, state)).close)
+                for connection in tuple(self.server_state.connections):
+                    if isinstance(connection, PublicHttp):
+                        connection.move(self._refusing, state)
             await super().shutdown(sockets)
 
-    async def _refuse(self, listener: socket.socket) -> asyncio.Server:
+    async def _refuse(
+        self, listener: socket.socket, config: uvicorn.Config, state: ServerState
+    ) -> asyncio.Server:
         """Serve with connections of its own, which the end of the server does not wait for."""
-        config, state = self._refusing, ServerState()
-        assert config is not None
-        config.load()
         return await asyncio.get_running_loop().create_server(
             lambda: PublicHttp(config, state, {}), sock=listener, ssl=config.ssl
         )

@@ -87,6 +87,23 @@ async def test_connections_while_a_stream_ends(refuses: bool, body: bytes) -> No
             assert b"last" in await client.all()
 
 
+@pytest.mark.parametrize("begun", [b"", GET[:20]])
+async def test_a_connection_made_before_the_end_is_answered_too(begun: bytes) -> None:
+    """A client whose request was on its way would else read a closed connection."""
+    streaming = Streaming(refuses=True)
+    async with streaming.serving(), streaming.connected(GET) as client:
+        await client.reader.readuntil(b"first")
+        async with streaming.connected(begun) as early:
+            while len(streaming.server.server_state.connections) < 2:
+                await asyncio.sleep(0.01)
+            await streaming.stop()
+            await asyncio.sleep(0)
+            early.writer.write(GET[len(begun) :])
+            assert (await early.all()).startswith(b"HTTP/1.1 503 ")
+            streaming.may_end.set()
+            assert b"last" in await client.all()
+
+
 async def test_headers_of_proxies_are_ignored() -> None:
     """A client on this machine could claim any address."""
     streaming = Streaming(refuses=False)

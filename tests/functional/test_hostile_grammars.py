@@ -261,7 +261,7 @@ def test_checker_that_dies_is_replaced(peer: EnginePeer) -> None:
     (checker,) = psutil.Process(peer.process.pid).children()
     checker.kill()
     assert complete(peer, {"choice": ["left", "right"]}).status_code == 200
-    until(lambda: complete(peer, {"choice": ["up", "down"]}).status_code == 200)
+    until(lambda: complete(peer, {"choice": ["up", "down"]}).status_code == 200, 60)
 
 
 @pytest.mark.slow

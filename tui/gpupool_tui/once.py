@@ -9,7 +9,7 @@ from gpupool_tui.glyphs import ASCII, UNICODE
 from gpupool_tui.layout import wishes
 from gpupool_tui.picture import Picture
 from gpupool_tui.text import plain
-from gpupool_tui.view import View
+from gpupool_tui.view import View, first_zoom_s
 from gpupoold.api.client import AdminClient
 
 _NUM_TURNS = 2000
@@ -19,7 +19,8 @@ _NUM_EVENTS = 10
 
 def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | None = None) -> str:
     """Return all panels as text of any height, without the hints of keys."""
-    view = View(ASCII if is_ascii else UNICODE, zone, interval_s=0.0)
+    zoom_s = first_zoom_s(picture.turns_s())
+    view = View(ASCII if is_ascii else UNICODE, zone, zoom_s=zoom_s, interval_s=0.0)
     rows = len(picture.devices), len(picture.models), len(picture.requests), len(picture.events)
     height = 2 + sum(one.most for one in wishes(*rows).values())
     lines = compose(picture, view, width, height).lines[:-1]

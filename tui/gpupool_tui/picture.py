@@ -84,6 +84,10 @@ class Picture:
         lane = self._lanes.setdefault((number, zoom_s), LaneCells(zoom_s))
         return lane.drawn(first_cell(now, zoom_s, width), width, parts)
 
+    def turns_s(self) -> list[float]:
+        """The durations of the kept turns of all devices."""
+        return [one.seconds for kept in self.turns.values() for one in kept if one.did_run]
+
     def turns_since(self, device: int, since: float) -> list[TurnInfo]:
         """Return a device's turns that ended after ``since`` (wall-clock seconds), oldest first."""
         kept = self.turns.get(device, ())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpupool_tui.glyphs import ASCII, UNICODE
 from gpupool_tui.once import ask_once, screen_text
-from gpupool_tui.view import View
+from gpupool_tui.view import View, first_zoom_s
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import UsageError
 
@@ -57,6 +57,7 @@ def run(socket_path: Path, options: Options) -> None:
         picture = asked.result()
     view = View(
         glyphs=ASCII if options.is_ascii else UNICODE,
+        zoom_s=first_zoom_s(picture.turns_s()),
         interval_s=options.interval_s,
         is_read_only=options.is_read_only,
     )

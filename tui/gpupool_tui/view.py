@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import tzinfo
 from enum import Enum
+from statistics import median
 
 from gpupool_tui.glyphs import UNICODE, Glyphs
 
@@ -25,6 +27,9 @@ class Panel(Enum):
 
 
 ZOOMS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Times of a cell of the lanes."""
+FIRST_ZOOM_S = 0.5
+_CELLS_OF_NAME = 5
 INTERVALS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -57,7 +62,7 @@ class View:
     )
     selected: dict[Panel, str] = field(default_factory=dict)
     filter: str = ""
-    zoom_s: float = 0.5
+    zoom_s: float = FIRST_ZOOM_S
     interval_s: float = 1.0
     is_held: bool = False
     is_read_only: bool = False
@@ -81,6 +86,12 @@ class View:
         elif panel is self.focus or panel not in visible:
             self.maximised = panel
         self.focus = panel
+
+
+def first_zoom_s(turns_s: Sequence[float]) -> float:
+    """Return a cell's time at which names fit into half of the turns: at most ``FIRST_ZOOM_S``."""
+    most_s = min(FIRST_ZOOM_S, median(turns_s) / _CELLS_OF_NAME) if turns_s else FIRST_ZOOM_S
+    return max((one for one in ZOOMS_S if one <= most_s), default=ZOOMS_S[0])
 
 
 def _stepped(values: tuple[float, ...], value: float, step: int) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gpupool_tui.view import INTERVALS_S, ZOOMS_S, Panel, View
+import pytest
+
+from gpupool_tui.view import INTERVALS_S, ZOOMS_S, Panel, View, first_zoom_s
 
 ALL = frozenset(Panel)
 
@@ -41,3 +43,11 @@ def test_a_value_between_the_steps_goes_to_the_next() -> None:
     view = View(interval_s=1.5)
     view.change_interval(1)
     assert view.interval_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("turns_s", "zoom_s"),
+    [([], 0.5), ([9.0], 0.5), ([1.5, 0.2, 3.0], 0.25), ([0.25], 0.1), ([0.8, 0.8, 9.0], 0.1)],
+)
+def test_names_fit_into_half_of_the_turns_at_first(turns_s: list[float], zoom_s: float) -> None:
+    assert first_zoom_s(turns_s) == zoom_s

@@ -62,6 +62,7 @@ def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
     """Return the application of the admin API for ``control_plane``."""
     app = FastAPI(title="gpupoold", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(GpupoolError, _on_error)
+    app.add_exception_handler(UnicodeEncodeError, _on_surrogate)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     _add_model_routes(app, control_plane)
     _add_cache_routes(app, control_plane.cache_control)
@@ -264,7 +265,8 @@ def _log_paths(log_dir: Path, process: str | None) -> dict[str, Path]:
 
 
 def _body(error: GpupoolError) -> ErrorBody:
-    return ErrorBody(code=error.code, message=error.message, hint=error.hint)
+    message = error.message.encode(errors="replace").decode()  # may quote a surrogate
+    return ErrorBody(code=error.code, message=message, hint=error.hint)
 
 
 async def _on_error(_: Request, error: Exception) -> JSONResponse:
@@ -272,10 +274,13 @@ async def _on_error(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": _body(error).model_dump()}, status_code=error.http_status)
 
 
-async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_surrogate(request: Request, _: Exception) -> JSONResponse:
+    return await _on_error(request, UsageError("a text has half of a surrogate pair"))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     problems = [
         f"{'.'.join(map(str, p['loc'][1:]))}: {plain_problem(p['msg'])}" for p in error.errors()
     ]
-    usage = UsageError("; ".join(problems))
-    return JSONResponse({"error": _body(usage).model_dump()}, status_code=usage.http_status)
+    return await _on_error(request, UsageError("; ".join(problems)))

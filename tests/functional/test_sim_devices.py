@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -32,6 +33,7 @@ from tests.functional.daemon_tools import (
     usage,
 )
 
+JSON = "application/json"
 MODELS = ("one", "two", "three")
 WEIGHT_BYTES = builtin_shape(SIM_SHAPE).weight_bytes
 
@@ -117,6 +119,27 @@ def test_what_needs_an_engine_is_refused(box: PrivateDaemon) -> None:
         answer = http.post("/bench/switch", json=body)
     assert answer.status_code == 409
     assert "simulates a H800 and cannot do bench_switch" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/models", {"name": "\ud800", "source": "/tmp"}),
+        ("/models", {"name": "a", "source": "/tmp/\ud800"}),
+        ("/models", {"name": "a", "source": "/tmp", "aliases": ["\ud800"], "dtype": "\ud800"}),
+        ("/presets", {"name": "\ud800", "model": "one", "path": "\ud800"}),
+        ("/keys", {"name": "\ud800"}),
+        ("/keys", {"name": "a", "models": ["\ud800"]}),
+        ("/bench/switch", {"models": ["\ud800", "two"]}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(
+    box: PrivateDaemon, path: str, body: dict[str, Any]
+) -> None:
+    with admin_http(box) as http:
+        answer = http.post(path, content=json.dumps(body), headers={"content-type": JSON})
+    assert answer.status_code < 500  # 200 is for the beginning of progress
+    assert json.loads(answer.text.splitlines()[-1])["error"]["message"]
 
 
 def test_leaving_client_frees_its_kv(box: PrivateDaemon) -> None:

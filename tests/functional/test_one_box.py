@@ -244,7 +244,7 @@ def test_every_kind_of_request_at_once_is_answered_as_alone(
         futures = [pool.submit(kind, api) for _ in range(2) for kind in KINDS]
         assert [future.result() for future in futures] == alone * 2
     with daemon.client() as client:
-        assert {one.model for one in client.switches() if one.weight_bytes} == {
+        assert {one.model for one in client.switches(1000) if one.weight_bytes} == {
             LLAMA,
             QWEN2,
             MIXTRAL,

@@ -152,7 +152,7 @@ async def test_results_among_answers_equal_those_of_vllm_alone(
     for name, one in answers.items():
         assert await one.finished() == undisturbed[name]
     with box.client() as client:
-        assert {LLAMA, QWEN2, *POOLING} <= {switch.model for switch in client.switches()}
+        assert {LLAMA, QWEN2, *POOLING} <= {switch.model for switch in client.switches(1000)}
     check(box)
 
 

@@ -28,7 +28,7 @@ class Panel(Enum):
 
 ZOOMS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Times of a cell of the lanes."""
-FIRST_ZOOM_S = 0.5
+_FIRST_ZOOM_S = 0.5
 _CELLS_OF_NAME = 5
 INTERVALS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -62,7 +62,7 @@ class View:
     )
     selected: dict[Panel, str] = field(default_factory=dict)
     filter: str = ""
-    zoom_s: float = FIRST_ZOOM_S
+    zoom_s: float = _FIRST_ZOOM_S
     interval_s: float = 1.0
     is_held: bool = False
     is_read_only: bool = False
@@ -89,8 +89,8 @@ class View:
 
 
 def first_zoom_s(turns_s: Sequence[float]) -> float:
-    """Return a cell's time at which names fit into half of the turns: at most ``FIRST_ZOOM_S``."""
-    most_s = min(FIRST_ZOOM_S, median(turns_s) / _CELLS_OF_NAME) if turns_s else FIRST_ZOOM_S
+    """Return a cell's time at which names fit into half of the turns: at most half a second."""
+    most_s = min(_FIRST_ZOOM_S, median(turns_s) / _CELLS_OF_NAME) if turns_s else _FIRST_ZOOM_S
     return max((one for one in ZOOMS_S if one <= most_s), default=ZOOMS_S[0])
 
 

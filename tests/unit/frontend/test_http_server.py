@@ -97,7 +97,6 @@ async def test_a_connection_made_before_the_end_is_answered_too(begun: bytes) ->
             while len(streaming.server.server_state.connections) < 2:
                 await asyncio.sleep(0.01)
             await streaming.stop()
-            await asyncio.sleep(0)
             early.writer.write(GET[len(begun) :])
             assert (await early.all()).startswith(b"HTTP/1.1 503 ")
             streaming.may_end.set()

@@ -115,7 +115,7 @@ class GatedCopyStream:
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         with self._allowed:
-            self._allowed.wait_for(lambda: self._num_allowed)
+            self.wait_until_allowed()
             if self.error is not None:
                 error, self.error = self.error, None
                 raise error

@@ -123,13 +123,16 @@ class ChatWait:
 
 @dataclass(frozen=True, slots=True)
 class ChatPiece:
-    """A piece of the answer; ``num_tokens`` is known at the end alone.
+    """A piece of the answer; the numbers of tokens and the reason to finish come at the end alone.
 
     A piece with ``wait`` has no text: the answer has not begun.
     """
 
     text: str = ""
     reasoning: str = ""
+    request_id: str | None = None
+    finish_reason: str | None = None
+    num_prompt_tokens: int | None = None
     num_tokens: int | None = None
     wait: ChatWait | None = None
 
@@ -203,6 +206,9 @@ def _piece(chunk: dict[str, Any]) -> ChatPiece:
     return ChatPiece(
         text=delta.get("content") or "",
         reasoning=delta.get("reasoning") or delta.get("reasoning_content") or "",
+        request_id=chunk.get("id"),
+        finish_reason=choices[0].get("finish_reason"),
+        num_prompt_tokens=usage.get("prompt_tokens"),
         num_tokens=usage.get("completion_tokens"),
     )
 

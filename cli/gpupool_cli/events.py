@@ -49,11 +49,22 @@ def logs(
             metavar="NAME", help="Only one process's lines, such as frontend-0 or worker-0."
         ),
     ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON document; with --follow one per line."),
+    ] = False,
 ) -> None:
     """Print the log of the daemon and its processes."""
     with open_client(ctx) as client:
-        for line in client.logs(lines, process, follow):
-            output.print_line(line)
+        read = client.logs(lines, process, follow)
+        if as_json and not follow:
+            output.print_json(list(read))
+            return
+        for one in read:
+            if as_json:
+                output.print_json_line(one)
+            else:
+                output.print_line(f"{one.process} | {one.line}")
 
 
 def _print_event(event: EventInfo, as_json: bool) -> None:

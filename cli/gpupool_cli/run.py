@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -27,6 +28,8 @@ from gpupoold.errors import UsageError
 from gpupoold.printable import without_controls
 from gpupoold.units import format_duration
 
+_T = TypeVar("_T")
+
 
 class AnswerTiming:
     """Times of an answer's pieces by this process's clock."""
@@ -37,6 +40,22 @@ class AnswerTiming:
         self._last_s = started_s
         self._num_pieces = 0
         self._num_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens by the server's count, without it the pieces."""
+        return self._num_pieces if self._num_tokens is None else self._num_tokens
+
+    @property
+    def ttft_s(self) -> float | None:
+        """The time to the first token; None if none has arrived."""
+        return None if self._first_s is None else self._first_s - self._started_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate of the tokens after the first; None if there are none."""
+        elapsed_s = 0.0 if self._first_s is None else self._last_s - self._first_s
+        return (self.num_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
     def note(self, piece: ChatPiece, now_s: float) -> None:
         """Add a piece that arrived at ``now_s``."""
@@ -50,13 +69,10 @@ class AnswerTiming:
 
     def summary(self) -> str:
         """Time to first token, tokens and tokens per second after the first."""
-        if self._first_s is None:
+        if self.ttft_s is None:
             return "no tokens"
-        num_tokens = self._num_pieces if self._num_tokens is None else self._num_tokens
-        elapsed_s = self._last_s - self._first_s
-        rate = f", {(num_tokens - 1) / elapsed_s:.1f} tokens/s" if elapsed_s > 0 else ""
-        ttft = format_duration(self._first_s - self._started_s)
-        return f"ttft {ttft}, {num_tokens} tokens{rate}"
+        rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.1f} tokens/s"
+        return f"ttft {format_duration(self.ttft_s)}, {self.num_tokens} tokens{rate}"
 
 
 def run(
@@ -86,6 +102,9 @@ def run(
             help="Longest time without data from the server; default: 10m.",
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole answer as one JSON document.")
+    ] = False,
 ) -> None:
     """Stream one chat completion to stdout.
 
@@ -99,6 +118,7 @@ def run(
         status = client.status()
     server = ChatServer(status.http_url, _key(), status.tls_cert)
     timing = AnswerTiming(time.monotonic())
+    pieces: list[ChatPiece] = []
     last = ""
     with WaitView() as view:
         for piece in stream_chat(server, request):
@@ -107,14 +127,40 @@ def run(
                 continue
             view.end()
             timing.note(piece, time.monotonic())
+            if as_json:
+                pieces.append(piece)
+                continue
             output.print_piece(piece.text)
             last = piece.text or last
             if verbose and piece.reasoning:
                 print(without_controls(piece.reasoning), end="", file=sys.stderr, flush=True)
-    if not last.endswith("\n"):
+    if as_json:
+        output.print_json(_answer(name, pieces, timing))
+    elif not last.endswith("\n"):
         output.print_line("")
     if verbose:
         say(timing.summary())
+
+
+def _answer(model: str, pieces: Sequence[ChatPiece], timing: AnswerTiming) -> dict[str, object]:
+    """Return the document of ``--json``."""
+    return {
+        "model": model,
+        "id": _last(one.request_id for one in pieces),
+        "text": "".join(one.text for one in pieces),
+        "reasoning": "".join(one.reasoning for one in pieces),
+        "finish_reason": _last(one.finish_reason for one in pieces),
+        "num_prompt_tokens": _last(one.num_prompt_tokens for one in pieces),
+        "num_tokens": timing.num_tokens,
+        "ttft_s": timing.ttft_s,
+        "tokens_per_s": timing.tokens_per_s,
+    }
+
+
+def _last(values: Iterable[_T | None]) -> _T | None:
+    """Return the last value that a piece had; None without any."""
+    known = [one for one in values if one is not None]
+    return known[-1] if known else None
 
 
 def wait_text(wait: ChatWait) -> str:

@@ -13,8 +13,8 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.completion import PROGRAM
 from gpupool_cli.diagnostics import CliGroup, say
-from gpupool_cli.options import duration_s
-from gpupool_cli.session import SOCKET_VARIABLE, global_options, socket_path_of
+from gpupool_cli.options import JsonOption, duration_s
+from gpupool_cli.session import SOCKET_VARIABLE, global_options, open_client, socket_path_of
 from gpupoold.errors import Refused, UsageError
 from gpupoold.system.process import die_with_parent
 
@@ -51,11 +51,16 @@ def top(
     port: Annotated[
         int, typer.Option("--port", metavar="N", min=1, max=65535, help="With --web: the TCP port.")
     ] = _WEB_PORT,
+    as_json: JsonOption = False,
 ) -> None:
     """Watch devices, models, turns, requests and events live; ? shows the keys.
 
     Where stdout is no terminal, one screen is printed as with -1.
     """
+    if as_json:
+        with open_client(ctx) as client:
+            output.print_json(client.top())
+        return
     if web:
         _serve(socket_path_of(ctx), port, interval, theme, use_ascii=use_ascii, read_only=read_only)
         return

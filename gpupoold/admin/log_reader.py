@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+from gpupoold.api.schemas import LogLine
 from gpupoold.logs.files import old_file
 
 _POLL_S = 0.25
@@ -22,7 +22,7 @@ async def follow_logs(
     follow: bool,
     is_gone: Callable[[], Awaitable[bool]],
 ) -> AsyncIterator[str]:
-    """Yield NDJSON ``{"line": "process | text"}``: the last lines of each log, then new lines."""
+    """Yield NDJSON of :class:`LogLine`: the last lines of each log, then new lines."""
     with contextlib.ExitStack() as stack:
         readers = {name: stack.enter_context(LogReader(path)) for name, path in paths.items()}
         for name, reader in readers.items():
@@ -99,4 +99,4 @@ def _lines(data: bytes) -> list[str]:
 
 
 def _encode(name: str, line: str) -> str:
-    return json.dumps({"line": f"{name} | {line}"}) + "\n"
+    return LogLine(process=name, line=line).model_dump_json() + "\n"

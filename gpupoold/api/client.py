@@ -22,6 +22,7 @@ from gpupoold.api.client_top import TopCalls
 from gpupoold.api.schemas import (
     DeviceInfo,
     EventInfo,
+    LogLine,
     Ps,
     RequestRecord,
     RoleName,
@@ -370,14 +371,14 @@ class AdminClient(KeyCalls, NodeCalls, TopCalls):
 
     def logs(
         self, lines: int = 100, process: str | None = None, follow: bool = False
-    ) -> Iterator[str]:
+    ) -> Iterator[LogLine]:
         """Yield the last ``lines`` lines of the daemon's log or of one process's log.
 
         With ``follow``, new lines follow until the daemon stops.
         """
         query = given(lines=lines, process=process, follow="true" if follow else None)
         for line in self._stream("GET", "/logs", query=query):
-            yield _parsed(_LogLine, line, "GET /logs").line
+            yield _parsed(LogLine, line, "GET /logs")
 
     def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
         """Alternate between two models on an idle worker and measure; may take minutes.
@@ -394,10 +395,6 @@ class AdminClient(KeyCalls, NodeCalls, TopCalls):
             Refused: no worker is idle, or the worker has too little memory.
         """
         return self._call(_OBJECT, "POST", "/bench/memory", body=request, unbounded=True)
-
-
-class _LogLine(BaseModel):
-    line: str
 
 
 _Body = TypeVar("_Body", bound=BaseModel)

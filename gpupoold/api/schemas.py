@@ -250,6 +250,13 @@ class EventInfo(Body):
     message: str
 
 
+class LogLine(Body):
+    """A line of the log of a process."""
+
+    process: str
+    line: str
+
+
 class AdditionInfo(Body):
     """A model or adapter that is being added: the latest ``Progress``."""
 

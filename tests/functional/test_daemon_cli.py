@@ -108,6 +108,20 @@ class TestAsking:
         assert done.stdout.strip()
         assert "ttft" in done.stderr
 
+    def test_run_as_json(self, pool: PrivateDaemon) -> None:
+        done = cli(pool, "run", LLAMA, "say something", "--max-tokens", "8", "--json")
+        answer = json.loads(done.stdout)
+        assert (answer["num_tokens"], answer["finish_reason"]) == (8, "length")
+        assert answer["num_prompt_tokens"] > 0
+        assert answer["text"]
+        assert answer["ttft_s"] > 0
+        told = json.loads(cli(pool, "why", answer["id"], "--json").stdout)
+        assert told["finished"]["request"]["model"] == LLAMA
+
+    def test_top_as_json(self, pool: PrivateDaemon) -> None:
+        state = json.loads(cli(pool, "top", "--json").stdout)
+        assert [one["usage"]["name"] for one in state["models"]] == list(MODELS)
+
     def test_run_of_an_unknown_model(self, pool: PrivateDaemon) -> None:
         done = cli(pool, "run", "tiny-lama", "hello")
         assert (done.returncode, done.stdout) == (4, "")

@@ -86,7 +86,7 @@ async def test_all_processes_in_one_stream(
     paths = {"worker-0": path, "frontend": other}
     lines = [json.loads(line) async for line in follow_logs(paths, 5, follow=True, is_gone=is_gone)]
     file.close()
-    assert [line["line"] for line in lines] == [
-        "frontend | old",
-        *(f"worker-0 | line {number:04d}" for number in range(4)),
+    assert lines == [
+        {"process": "frontend", "line": "old"},
+        *({"process": "worker-0", "line": f"line {number:04d}"} for number in range(4)),
     ]

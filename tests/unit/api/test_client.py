@@ -152,13 +152,13 @@ def test_a_stream_that_is_not_read_to_its_end_leaves_the_client_usable(
     daemon: FakeDaemon, client: AdminClient
 ) -> None:
     for _ in range(20):
-        assert next(client.logs(lines=1, follow=True)) == "three"
+        assert next(client.logs(lines=1, follow=True)).line == "three"
     assert client.status().state == "ready"
 
 
 def test_log_lines_keep_unusual_separators(daemon: FakeDaemon, client: AdminClient) -> None:
     daemon.log_lines = ["a\u2028b\u0085c", "", "d"]
-    assert list(client.logs()) == ["a\u2028b\u0085c", "", "d"]
+    assert [one.line for one in client.logs()] == ["a\u2028b\u0085c", "", "d"]
 
 
 def test_benchmarks_answer_anything(client: AdminClient) -> None:
@@ -232,7 +232,7 @@ def test_a_slow_answer_times_out(daemon: FakeDaemon) -> None:
 
 def test_a_connection_that_breaks_is_a_failure(daemon: FakeDaemon, client: AdminClient) -> None:
     stream = client.logs(lines=1, follow=True)
-    assert next(stream) == "three"
+    assert next(stream).line == "three"
     daemon.stop_admin()
     with pytest.raises((Failed, StopIteration)):
         next(stream)

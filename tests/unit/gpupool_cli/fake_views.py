@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from gpupoold.api.schemas import EventInfo, Ps, RequestRecord, Status
+from gpupoold.api.schemas import EventInfo, LogLine, Ps, RequestRecord, Status
 from gpupoold.api.schemas_batches import BatchInfo
 from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_config import (
@@ -235,7 +234,7 @@ async def _logging(daemon: FakeDaemon, lines: int, follow: bool) -> AsyncIterato
     sent = max(len(daemon.log_lines) - lines, 0)
     while True:
         for text in daemon.log_lines[sent:]:
-            yield json.dumps({"line": text}, ensure_ascii=False) + "\n"
+            yield line_of(LogLine(process="gpupoold", line=text))
         sent = len(daemon.log_lines)
         if not follow:
             return

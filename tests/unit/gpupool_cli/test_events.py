@@ -55,7 +55,9 @@ def test_followed_events_are_lines_of_json_until_interrupted(
 
 
 def test_logs(daemon: FakeDaemon, cli: Cli) -> None:
-    assert cli("logs", "--lines", "2").stdout == "two\nthree\n"
+    assert cli("logs", "--lines", "2").stdout == "gpupoold | two\ngpupoold | three\n"
+    written = json.loads(cli("logs", "--lines", "2", "--json").stdout)
+    assert written == [{"process": "gpupoold", "line": line} for line in ("two", "three")]
     result = cli("logs", "--process", "nobody")
     assert (result.exit_code, result.stdout) == (1, "")
 
@@ -66,11 +68,20 @@ def test_followed_logs_end_quietly_when_their_reader_does(
     with _follow(["logs", "--follow", "--lines", "1"], environment) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert process.stdout.readline() == "three\n"
+        assert process.stdout.readline() == "gpupoold | three\n"
         process.stdout.close()
         daemon.log_lines += ["four", "five"]
         assert process.wait(20) == 0
         assert process.stderr.read() == ""
+
+
+def test_followed_logs_are_lines_of_json(daemon: FakeDaemon, environment: dict[str, str]) -> None:
+    with _follow(["logs", "--follow", "--lines", "1", "--json"], environment) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["line"] == "three"
+        daemon.log_lines.append("four")
+        assert json.loads(process.stdout.readline())["line"] == "four"
+        process.kill()
 
 
 def test_a_daemon_that_stops_ends_the_stream(
@@ -78,7 +89,7 @@ def test_a_daemon_that_stops_ends_the_stream(
 ) -> None:
     with _follow(["logs", "-f", "--lines", "1"], environment) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "three\n"
+        assert process.stdout.readline() == "gpupoold | three\n"
         daemon.stop_admin()
         _, talk = process.communicate(timeout=20)
     assert process.returncode in (0, 1)

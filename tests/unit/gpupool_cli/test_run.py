@@ -79,6 +79,15 @@ def test_verbose_tells_times_on_stderr(daemon: FakeDaemon, cli: Cli) -> None:
     assert re.fullmatch(r"hm ttft [\d.]+m?s, 3 tokens, [\d.]+ tokens/s\n", result.stderr)
 
 
+def test_the_whole_answer_is_one_document(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.chat_chunks.insert(1, json.dumps({"choices": [{"delta": {"reasoning": "hm "}}]}))
+    answer = json.loads(cli("run", "m", "Hi", "--json").stdout)
+    assert answer["text"] == "Hello, wörld!"
+    assert answer["reasoning"] == "hm "
+    assert answer["num_tokens"] == 3
+    assert answer["ttft_s"] > 0
+
+
 def test_line_separators_inside_a_piece_survive(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.chat_chunks = samples.chat_chunks("a\u2028b\u0085c\x0cd\n")
     assert cli("run", "m", "Hi").stdout == "a\u2028b\u0085c\x0cd\n"

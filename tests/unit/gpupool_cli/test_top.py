@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -24,6 +25,13 @@ def test_one_screen_is_printed(daemon: FakeDaemon, cli: Cli) -> None:
             assert word in result.stdout
         assert "\x1b" not in result.stdout
     assert cli("top", "--ascii").stdout.isascii()
+
+
+def test_the_state_as_json(daemon: FakeDaemon, cli: Cli) -> None:
+    daemon.add("q")
+    state = json.loads(cli("top", "--json").stdout)
+    assert [model["usage"]["name"] for model in state["models"]] == ["q"]
+    assert state["status"]["state"] == "ready"
 
 
 def test_a_theme_that_there_is_not(daemon: FakeDaemon, cli: Cli) -> None:

@@ -40,6 +40,8 @@ Calls for ordinary schemas take 0.01 to 0.2 ms.
 """
 MAX_ABANDONED = 8
 """Limit of threads that end by themselves; while as many run, no further grammar is accepted."""
+MAX_ABANDONED_OF_KEY = 2
+"""Limit of the threads of one API key's grammars, beyond which no further one of it is accepted."""
 _FREE_S = 0.005
 """The first calls of a step leave the bound for others' as it is."""
 _MIN_WAIT_S = 0.001
@@ -63,13 +65,14 @@ class BoundedGrammar(StructuredOutputGrammar):
 
     Tokens accepted outside of :meth:`GrammarCalls.run` are only noted, and taken before the next
     call. After ``refusal`` has been set every token is rejected, and no mask constrains.
-    ``owner`` names whose grammar it is, see :class:`EngineGrammars`. ``last_turn`` is of
-    :func:`put_off`.
+    ``owner`` names whose grammar it is, see :class:`EngineGrammars`; ``key`` is the id of the API
+    key, if any. ``last_turn`` is of :func:`put_off`.
     """
 
-    def __init__(self, grammar: StructuredOutputGrammar, owner: bytes = b"") -> None:
+    def __init__(self, grammar: StructuredOutputGrammar, owner: bytes = b"", key: str = "") -> None:
         self.inner = grammar
         self.owner = owner
+        self.key = key
         self.refusal = ""
         self.is_slow_call = False  # the refusal is due to one call
         self.is_final = True  # the refusal holds for the grammar at any time
@@ -231,11 +234,10 @@ class GrammarCalls:
         self._thread: _CallThread | None = None
         self._abandoned: list[_CallThread] = []
 
-    @property
-    def num_abandoned(self) -> int:
-        """Number of threads whose call has not ended yet."""
-        self._abandoned = [one for one in self._abandoned if one.is_alive()]
-        return len(self._abandoned)
+    def abandoned_keys(self) -> list[str]:
+        """Return the API keys of the grammars whose abandoned calls have not ended yet."""
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        return [thread.abandoned_key for thread in self._abandoned]
 
     def run(self, work: Callable[[], _T], on_abandoned: Callable[[], None] | None = None) -> _T:
         """Return the result of ``work``, whose grammars are :class:`BoundedGrammar`.
@@ -281,7 +283,8 @@ class _CallThread(threading.Thread):
 
     ``_present`` has the present call, if any. Whoever takes the call out, this thread after the
     call or :meth:`left_s` before, decides whether the step waits for this thread. ``used_s`` is the
-    CPU time of the step's calls so far.
+    CPU time of the step's calls so far. ``abandoned_key`` is the API key of the grammar with which
+    the thread was left.
     """
 
     def __init__(self) -> None:
@@ -289,6 +292,7 @@ class _CallThread(threading.Thread):
         self.jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.used_s = 0.0
+        self.abandoned_key = ""
         self._clock = 0  # of this thread's CPU time
         self._present: list[tuple[BoundedGrammar, float]] = []
 
@@ -340,6 +344,7 @@ class _CallThread(threading.Thread):
         if taken is present[0]:  # else another call has just begun, and is only repeated
             grammar.refuse(used_s, limit_s)
             self.used_s += used_s
+        self.abandoned_key = taken[0].key
         with contextlib.suppress(OSError):  # a container may forbid the call
             os.setpriority(os.PRIO_PROCESS, self.native_id or 0, LONG_GRAMMAR_NICENESS)
         return None

@@ -37,6 +37,7 @@ from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import GRAMMAR_NICENESS, lower_priority, trim_heap
 from gpupoold.worker.engine.bounded_grammars import (
     MAX_ABANDONED,
+    MAX_ABANDONED_OF_KEY,
     BoundedGrammar,
     GrammarCalls,
     GrammarOverBound,
@@ -97,10 +98,15 @@ _MAX_KNOWN = 256
 
 
 class GrammarRefusal(NamedTuple):
-    """Why a request's grammar is refused; ``digest`` names the grammar to the frontends."""
+    """Why a request's grammar is refused.
+
+    ``digest`` names the grammar to the frontends. ``is_final``: the reason lies in the grammar, and
+    not in others' at this time.
+    """
 
     reason: str
-    digest: str
+    digest: str = ""
+    is_final: bool = True
 
 
 class _BackendGrammars(StructuredOutputManager):
@@ -211,14 +217,11 @@ class EngineGrammars(StructuredOutputManager):
         digest = grammar_digest(request.sampling_params.structured_outputs)
         salt = (request.cache_salt or "").partition(":")[0]
         owner = hashlib.sha256(f"{salt}:{digest}".encode("utf-8", "surrogatepass")).digest()
-        reason = self._known.get(owner, "")
-        num_abandoned = _calls.num_abandoned + _first_calls.num_abandoned
-        if not reason and num_abandoned >= MAX_ABANDONED:
-            reason = "Other grammars take more CPU time than they may; please try again later."
-        if reason:
-            self._refused[request.request_id] = GrammarRefusal(reason, "")
-            raise GrammarOverBound(reason)
-        return BoundedGrammar(compile_grammar(request), owner)
+        refusal = GrammarRefusal(self._known[owner]) if owner in self._known else _too_many(salt)
+        if refusal is not None:
+            self._refused[request.request_id] = refusal
+            raise GrammarOverBound(refusal.reason)
+        return BoundedGrammar(compile_grammar(request), owner, salt)
 
     def prepare(self, request: Request, grammar: BoundedGrammar) -> None:
         """Make the next mask of a request's grammar; for a compiling thread.
@@ -336,8 +339,11 @@ class EngineGrammars(StructuredOutputManager):
     def _refuse(self, request: Request, grammar: BoundedGrammar) -> None:
         assert request.sampling_params is not None
         constraint = request.sampling_params.structured_outputs
-        digest = grammar_digest(constraint) if grammar.is_final else ""
-        self._refused[request.request_id] = GrammarRefusal(grammar.refusal, digest)
+        self._refused[request.request_id] = GrammarRefusal(
+            grammar.refusal,
+            grammar_digest(constraint) if grammar.is_final else "",
+            grammar.is_final,
+        )
         if grammar.is_slow_call:
             self._known[grammar.owner] = grammar.refusal
             if len(self._known) > _MAX_KNOWN:
@@ -356,6 +362,19 @@ class EngineGrammars(StructuredOutputManager):
         self._by_backend.clear()
         self.backend = None  # it belonged to a manager above
         super().clear_backend()
+
+
+def _too_many(key: str) -> GrammarRefusal | None:
+    """Return why no further grammar of an API key is accepted at present, if none is."""
+    keys = [*_calls.abandoned_keys(), *_first_calls.abandoned_keys()]
+    if key and keys.count(key) >= MAX_ABANDONED_OF_KEY:
+        whose = "Grammars of this key take"
+    elif len(keys) >= MAX_ABANDONED:
+        whose = "Other grammars take"
+    else:
+        return None
+    reason = f"{whose} more CPU time than they may; please try again later."
+    return GrammarRefusal(reason, is_final=False)
 
 
 def _grammar_of(request: Request) -> BoundedGrammar | None:

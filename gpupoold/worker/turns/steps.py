@@ -89,7 +89,7 @@ class TurnSteps:
                 engine.name,
                 [request_id],
                 refusal.reason,
-                code=FinalFailure.GRAMMAR,
+                code=FinalFailure.GRAMMAR if refusal.is_final else "",
                 grammar=refusal.digest,
             )
             self._unsendable.append(failed)

@@ -80,12 +80,13 @@ def test_masks_are_the_grammars_own() -> None:
             assert ours.accept_tokens("", [token])
             assert plain.accept_tokens("", [token])
     assert not ours.refusal
-    assert calls.num_abandoned == 0
+    assert calls.abandoned_keys() == []
 
 
 def test_long_call_ends_its_grammar_alone() -> None:
     calls, renewed = GrammarCalls(), list[int]()
     costly, honest = bounded(COSTLY), bounded(SCHEMA)
+    costly.key = "key"
     held = list[torch.Tensor]()
 
     def work() -> torch.Tensor:
@@ -102,12 +103,13 @@ def test_long_call_ends_its_grammar_alone() -> None:
     assert not honest.refusal
     assert masks is held[-1]
     assert not costly.accept_tokens("", [SPACES])
+    assert [thread.abandoned_key for thread in calls._abandoned] == ["key"]
     # The thread of the long call ends by itself, and the next calls have another.
     assert torch.equal(calls.run(work)[0], masks[0])
     for thread in threading.enumerate():
         if thread in calls._abandoned:
             thread.join(120)
-    assert calls.num_abandoned == 0
+    assert calls.abandoned_keys() == []
 
 
 def test_many_long_calls_of_a_step_take_little_more_than_one() -> None:

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from gpupoold.worker.engine import bounded_grammars
+from gpupoold.worker.engine import bounded_grammars, grammars as worker_grammars
 from gpupoold.worker.engine.bounded_grammars import GrammarOverBound
 from gpupoold.worker.engine.grammars import EngineGrammars, GrammarCaches
 
@@ -271,6 +271,35 @@ def test_equal_grammars_of_an_owner_are_refused_together(
     again.request_id, again.cache_salt = "d", "key:"
     assert isinstance(compiled(grammars, again), GrammarOverBound)
     assert set(grammars.take_refused()) == {"d"}
+    grammars.clear_backend()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        (["key"], set()),
+        (["key", "key"], {"a"}),
+        (["", ""], set()),
+        (["1", "1", "2", "2", "3", "3", "4", "4"], {"a", "b", "c"}),
+    ],
+)
+def test_costly_grammars_of_a_key_hinder_that_key_first(
+    keys: list[str],
+    refused: set[str],
+    grammars: EngineGrammars,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And whoever is hindered may try again."""
+    monkeypatch.setattr(worker_grammars._calls, "abandoned_keys", lambda: keys)
+    for name, salt in (("a", "key:"), ("b", "other:"), ("c", "")):
+        asked = request("xgrammar", regex="ab?c")
+        asked.request_id, asked.cache_salt = name, salt
+        compiled(grammars, asked)
+    found = grammars.take_refused()
+    assert set(found) == refused
+    assert not any(one.is_final for one in found.values())
+    assert all("try again later" in one.reason for one in found.values())
     grammars.clear_backend()
 
 

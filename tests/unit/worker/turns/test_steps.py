@@ -258,3 +258,6 @@ def test_refused_grammar_is_to_be_ended_and_reported(told: Told) -> None:
     assert told.steps.take_unsendable() == [
         m.RequestsFailed("m", ["r"], "too costly", code="grammar_over_bound", grammar="digest")
     ]
+    told.engine.refused = {"r": GrammarRefusal("others take long", is_final=False)}
+    told.steps.begin(told.engine, None)
+    assert told.steps.take_unsendable() == [m.RequestsFailed("m", ["r"], "others take long")]

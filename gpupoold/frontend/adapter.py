@@ -54,7 +54,11 @@ from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, PoolClient
 from gpupoold.frontend.pooling_inputs import input_slot
-from gpupoold.frontend.prompt_bounds import bound_renderer, why_words_are_too_long
+from gpupoold.frontend.prompt_bounds import (
+    bound_renderer,
+    num_prompts_at_once,
+    why_words_are_too_long,
+)
 from gpupoold.frontend.prompt_logprobs import PromptLogprobs
 from gpupoold.frontend.request_ids import make_engine_id
 from gpupoold.frontend.step_outputs import (
@@ -159,7 +163,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
-        if costly := why_too_much_work(params):
+        if costly := why_too_much_work(params, num_prompts_at_once()):
             raise VLLMValidationError(costly[1], parameter=costly[0])
         count_features(prompt, getattr(params, "n", 1))
         if has_logprobs(params):

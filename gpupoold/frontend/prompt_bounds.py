@@ -24,10 +24,11 @@ Raise = Callable[[str], Exception]
 class PromptCount:
     """The prompt tokens of one HTTP request so far.
 
-    Each prompt counts ``num_samples`` times.
+    Each of the ``num_prompts`` counts ``num_samples`` times.
     """
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_prompts: int, num_samples: int) -> None:
+        self.num_prompts = num_prompts
         self._num_samples = num_samples
         self._num_tokens = 0
 
@@ -46,13 +47,19 @@ _current: ContextVar[PromptCount | None] = ContextVar("prompt_count", default=No
 
 
 @contextlib.contextmanager
-def counting_prompts(num_samples: int) -> Iterator[None]:
+def counting_prompts(num_prompts: int, num_samples: int) -> Iterator[None]:
     """Count the prompts rendered in the context, and in its tasks, as those of one request."""
-    token = _current.set(PromptCount(num_samples))
+    token = _current.set(PromptCount(num_prompts, num_samples))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+def num_prompts_at_once() -> int:
+    """Return the number of prompts of the present HTTP request."""
+    count = _current.get()
+    return 1 if count is None else count.num_prompts
 
 
 def bound_renderer(renderer: Any, max_model_len: int, refused: Raise) -> None:

@@ -257,7 +257,7 @@ class Router:
                 serving(caller, model),
                 naming(ids),
                 answering_as(head.model or model.name),
-                counting_prompts(head.num_samples),
+                counting_prompts(head.num_prompts, head.num_samples),
                 counting_logprobs(head.has_limit, path),
                 pooling_inputs(token_ids, min(INPUTS_AT_ONCE, max_live)),
                 bounding_images(holding, self._decoding),

@@ -1,7 +1,8 @@
 """Bounds on work that a request causes for each token of its answers, in a frontend or a worker.
 
 The work is done on the event loop or in a step, where other requests wait. Each of the ``n``
-answers of a request causes the work again. docs/security.md lists all such work.
+answers to each prompt of an HTTP request causes the work again, in the same steps.
+docs/security.md lists all such work.
 """
 
 from __future__ import annotations
@@ -29,31 +30,34 @@ def _num_comparisons(detection: Any) -> int:
 
 _BOUNDS: dict[str, _Bound] = {
     # At each change of the batch vLLM makes the biases and the tokens of all requests anew.
-    "logit_bias": _Bound(len, 16_384, "tokens"),
+    "logit_bias": _Bound(len, 65_536, "tokens"),
     # Each new token is looked up in a list.
-    "stop_token_ids": _Bound(len, 4_096, "tokens"),
+    "stop_token_ids": _Bound(len, 65_536, "tokens"),
     # Each string is searched in the new text.
-    "stop": _Bound(lambda stop: 1 if isinstance(stop, str) else len(stop), 1_024, "strings"),
+    "stop": _Bound(lambda stop: 1 if isinstance(stop, str) else len(stop), 16_384, "strings"),
     # Each is compared with the last tokens.
-    "bad_words": _Bound(len, 1_024, "words"),
+    "bad_words": _Bound(len, 8_192, "words"),
     "repetition_detection": _Bound(
         _num_comparisons,
-        65_536,
+        262_144,
         "comparisons for each token (`max_pattern_size` squared, times `min_count`, halved)",
     ),
 }
 
 
-def why_too_much_work(params: Any) -> tuple[str, str] | None:
-    """Return the field of sampling parameters that is over its bound, and why; None if none is."""
-    num_answers = int(getattr(params, "n", 1) or 1)
+def why_too_much_work(params: Any, num_prompts: int = 1) -> tuple[str, str] | None:
+    """Return the field that is over its bound, and why; None if none is.
+
+    ``params`` are the sampling parameters of each of an HTTP request's ``num_prompts``.
+    """
+    num_answers = num_prompts * int(getattr(params, "n", 1) or 1)
     for name, bound in _BOUNDS.items():
         value = getattr(params, name, None)
         if not value:
             continue
         size = bound.size(value) * num_answers
         if size > bound.most:
-            times = f" times `n` = {num_answers}" if num_answers > 1 else ""
+            times = f", for each of {num_answers:,} answers" if num_answers > 1 else ""
             return name, (
                 f"`{name}` has {bound.size(value):,} {bound.what}{times}; the bound is "
                 f"{bound.most:,}, because the work is done for each token."

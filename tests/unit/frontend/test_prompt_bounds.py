@@ -71,7 +71,7 @@ def test_all_prompts_of_a_request_count(
     made = renderer(131_072)
 
     async def render() -> None:
-        with counting_prompts(num_samples):
+        with counting_prompts(1, num_samples):
             for length in lengths:
                 prompt = {"prompt_token_ids": [1] * length}
                 await asyncio.create_task(made.process_for_engine_async(prompt, 0.0))
@@ -85,7 +85,7 @@ def test_all_prompts_of_a_request_count(
 
 def test_a_long_context_takes_one_such_prompt() -> None:
     made = renderer(2 * MAX_PROMPT_TOKENS)
-    with counting_prompts(1):
+    with counting_prompts(1, 1):
         prompt = {"prompt_token_ids": [1] * (2 * MAX_PROMPT_TOKENS)}
         assert asyncio.run(made.process_for_engine_async(prompt, 0.0)) is prompt
 

@@ -18,12 +18,12 @@ def detection(size: int, count: int) -> RepetitionDetectionParams:
 @pytest.mark.parametrize(
     ("field", "most", "more"),
     [
-        ("logit_bias", dict.fromkeys(range(16_384), 1.0), dict.fromkeys(range(16_385), 1.0)),
-        ("stop_token_ids", list(range(4_096)), list(range(4_097))),
-        ("stop", ["a"] * 1_024, ["a"] * 1_025),
-        ("bad_words", [str(one) for one in range(1_024)], [str(one) for one in range(1_025)]),
-        ("repetition_detection", detection(256, 2), detection(257, 2)),
-        ("repetition_detection", detection(64, 32), detection(64, 33)),
+        ("logit_bias", dict.fromkeys(range(65_536), 1.0), dict.fromkeys(range(65_537), 1.0)),
+        ("stop_token_ids", list(range(65_536)), list(range(65_537))),
+        ("stop", ["a"] * 16_384, ["a"] * 16_385),
+        ("bad_words", [str(one) for one in range(8_192)], [str(one) for one in range(8_193)]),
+        ("repetition_detection", detection(512, 2), detection(513, 2)),
+        ("repetition_detection", detection(128, 32), detection(128, 33)),
     ],
 )
 def test_bound(field: str, most: Any, more: Any) -> None:
@@ -35,7 +35,16 @@ def test_bound(field: str, most: Any, more: Any) -> None:
     assert "the bound is " in found[1]
     twice = why_too_much_work(SamplingParams(n=2, **{field: most}))
     assert twice is not None
-    assert "times `n` = 2" in twice[1]
+    assert "for each of 2 answers" in twice[1]
+    prompts = why_too_much_work(SamplingParams(n=2, **{field: most}), num_prompts=256)
+    assert prompts is not None
+    assert "for each of 512 answers" in prompts[1]
+
+
+def test_ordinary_requests_of_many_prompts() -> None:
+    """OpenAI takes 4 stop strings and 300 biases."""
+    ordinary = SamplingParams(stop=["a"] * 4, logit_bias=dict.fromkeys(range(100), 1.0))
+    assert why_too_much_work(ordinary, num_prompts=512) is None
 
 
 def test_one_string_and_nothing() -> None:

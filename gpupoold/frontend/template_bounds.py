@@ -2,6 +2,9 @@
 
 A template is a program of the checkpoint's author, and its time depends on the client's text. vLLM
 renders in a thread, which no caller can end: after its own limit vLLM leaves the thread running.
+
+The limit acts between two instructions of the interpreter. Powers of integers, one instruction of
+any length, are bounded in size; docs/security.md names what is not bounded.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import filters
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 
@@ -22,6 +29,9 @@ from gpupoold.frontend.body import let_others_run
 MAX_RENDER_S = 2.0
 """Limit of CPU time for one conversation, in seconds; ordinary templates take milliseconds."""
 _LOOK_S = 0.05
+_MAX_BITS = 4096
+"""Limit of the integers that a template's products and powers give."""
+_MAX_DECIMALS = 1000
 _MESSAGE_BYTES = 40  # about the least that a message takes in a body
 
 
@@ -106,12 +116,52 @@ def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
 
 
+def bound_arithmetic() -> None:
+    """Bound the integers of all templates in this process."""
+    sandbox: Any = ImmutableSandboxedEnvironment  # transformers makes it for each template
+    sandbox.intercepted_binops = frozenset({"*", "**"})
+    sandbox.call_binop = _bounded_operation
+    filters.FILTERS["round"] = _round
+
+
+def _bounded_operation(
+    environment: ImmutableSandboxedEnvironment,
+    context: Context,
+    operator: str,
+    left: Any,
+    right: Any,
+) -> Any:
+    """Return the result of an operation of a template.
+
+    Raises:
+        SecurityError: the result is an integer of too many bits.
+    """
+    if isinstance(left, int) and isinstance(right, int):
+        num_bits = left.bit_length()
+        num_bits = num_bits * right if operator == "**" else num_bits + right.bit_length()
+        if num_bits > _MAX_BITS:
+            raise SecurityError("the chat template computes too large an integer")
+    return environment.binop_table[operator](left, right)
+
+
+def _round(value: float, precision: int = 0, method: Any = "common") -> float:
+    """Round as Jinja's filter, which computes a power of the precision.
+
+    Raises:
+        SecurityError: the precision is too large.
+    """
+    if abs(precision) > _MAX_DECIMALS:
+        raise SecurityError("the chat template rounds to too many decimals")
+    return filters.do_round(value, precision, method)
+
+
 @functools.cache
 def bound_rendering() -> None:
     """Limit the CPU time of chat templates in this process.
 
     To be called before renderers are made, which keep a reference to vLLM's function.
     """
+    bound_arithmetic()
     limit = RenderLimit(MAX_RENDER_S)
     # Not public: the function of all renderers with Jinja templates, on the loop and in threads.
     render = hf.safe_apply_chat_template

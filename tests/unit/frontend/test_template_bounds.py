@@ -9,11 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import pytest
+from jinja2 import filters
+from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 
-from gpupoold.frontend.template_bounds import RenderLimit, after_others, bound_rendering
+from gpupoold.frontend.template_bounds import (
+    RenderLimit,
+    after_others,
+    bound_arithmetic,
+    bound_rendering,
+)
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TOO_SLOW = r"takes more than 0\.05 s of CPU time for this conversation"
@@ -49,6 +56,36 @@ def test_an_endless_template_ends_in_a_pools_thread(limit: RenderLimit) -> None:
         with pytest.raises(VLLMValidationError, match=TOO_SLOW):
             pool.submit(limit.run, endless).result()
         assert pool.submit(limit.run, lambda: "next").result() == "next"
+
+
+@pytest.fixture
+def arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("intercepted_binops", "call_binop"):
+        value = getattr(ImmutableSandboxedEnvironment, name)
+        monkeypatch.setattr(ImmutableSandboxedEnvironment, name, value)
+    monkeypatch.setitem(filters.FILTERS, "round", filters.FILTERS["round"])
+    bound_arithmetic()
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "x ** 99999999",
+        "9 ** 99999999",
+        "(x ** 1000) * (x ** 1000)",
+        "x | round(99999999, 'floor')",
+        "x | round(-99999999, 'ceil')",
+    ],
+)
+def test_one_instruction_takes_no_long_time(expression: str, arithmetic: None) -> None:
+    template = ImmutableSandboxedEnvironment().from_string("{{ " + expression + " }}")
+    with pytest.raises(SecurityError, match="the chat template"):
+        template.render(x=9)
+
+
+def test_ordinary_arithmetic(arithmetic: None) -> None:
+    text = "{{ x * 3 }} {{ x ** 2 }} {{ 'ab' * 2 }} {{ 2 ** -1 }} {{ 2.567 | round(2) }}"
+    assert ImmutableSandboxedEnvironment().from_string(text).render(x=9) == "27 81 abab 0.5 2.57"
 
 
 def test_no_handler_in_the_function_keeps_it_alive(limit: RenderLimit) -> None:

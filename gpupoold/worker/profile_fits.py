@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpupoold.checkpoints.files import read_json
+from gpupoold.errors import Refused
 from gpupoold.latency.errors import FitError, LatencyError, ShapeError
 from gpupoold.latency.fit import DecodeSample, Fit, FitQuality, PrefillSample
 from gpupoold.latency.models import Law, LinearDecode, LinearPrefill, PrefillModel
@@ -27,8 +28,8 @@ _SPARE_POINTS = 2
 def model_shape(path: str) -> ModelShape | None:
     """Return the model's dimensions, None for an architecture that equation 5 does not cover."""
     try:
-        return from_hf_config(json.loads((Path(path) / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, ShapeError) as error:
+        return from_hf_config(read_json(Path(path) / "config.json"))
+    except (Refused, ValueError, ShapeError) as error:
         _logger.info("%s: %s; the prefill model is fitted without dimensions", path, error)
         return None
 

@@ -207,6 +207,28 @@ def test_a_template_that_becomes_endless_is_not_mounted(
         assert cli(pool, "rm", "changing", "--force").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "status"), [("config.json", 503), ("generation_config.json", 200)]
+)
+def test_a_file_that_becomes_a_pipe_is_not_read(
+    name: str, status: int, pool: PrivateDaemon, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The daemon looks at what a worker reads, before each load; the rest is read at mounts."""
+    source = copy(tiny_models[LLAMA], tmp_path / "changing")
+    pool.add_model("changing", source, **LOAD_OPTIONS)
+    [worker] = [row.pid for row in ps(pool).devices]
+    try:
+        assert cli(pool, "unload", "changing").returncode == 0
+        (source / name).unlink()
+        os.mkfifo(source / name)
+        answer = ask_for(pool, "changing", prompt="hello")
+        assert answer.status_code == status, answer.text
+        assert ask_for(pool, LLAMA, prompt="hello").status_code == 200
+        assert [row.pid for row in ps(pool).devices] == [worker]
+    finally:
+        assert cli(pool, "rm", "changing", "--force").returncode == 0
+
+
 def test_the_configuration_becomes_a_pipe(pool: PrivateDaemon) -> None:
     file = pool.log_path.parent / "gpupool.toml"
     text = file.read_text()

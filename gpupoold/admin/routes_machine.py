@@ -38,5 +38,6 @@ def _machine(configuration: Configuration) -> MachineInfo:
         open_files=limits.open_files,
         processes=limits.processes,
         locked_bytes=limits.locked_bytes,
+        address_space_bytes=limits.address_space_bytes,
         memory_limit_bytes=memory_facts().limit_bytes,
     )

@@ -35,4 +35,5 @@ class MachineInfo(BaseModel):
     open_files: int | None
     processes: int | None
     locked_bytes: int | None
+    address_space_bytes: int | None = None
     memory_limit_bytes: int | None

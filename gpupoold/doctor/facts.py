@@ -111,6 +111,7 @@ class LimitFacts:
     open_files: int | None
     processes: int | None
     locked_bytes: int | None
+    address_space_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

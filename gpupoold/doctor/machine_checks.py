@@ -131,7 +131,7 @@ def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
 
 
 def check_limits(limits: LimitFacts, settings: Settings, pinned_bytes: int) -> Iterator[Check]:
-    """Check the limits of open files, processes and locked memory.
+    """Check the limits of open files, processes, locked memory and address space.
 
     ``pinned_bytes`` is the host memory that a worker pins for a GPU.
     """
@@ -159,6 +159,11 @@ def check_limits(limits: LimitFacts, settings: Settings, pinned_bytes: int) -> I
     else:
         shown = "unlimited" if locked is None else format_bytes(locked)
         yield ok("locked memory", f"{shown}{of}")
+    if limits.address_space_bytes is None:
+        yield ok("address space", f"unlimited{of}")
+    else:
+        text = f"at most {format_bytes(limits.address_space_bytes)}{of}; workers reserve more"
+        yield fault("address space", text, "LimitAS=infinity, or: ulimit -v unlimited")
 
 
 def check_folder(folder: Folder) -> Check:

@@ -10,7 +10,12 @@ from gpupoold.doctor.facts import LimitFacts
 
 def limit_facts(pid: int | None = None) -> LimitFacts:
     """Return the limits of process ``pid``, the daemon, if readable; else this process's limits."""
-    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+    kinds = (
+        resource.RLIMIT_NOFILE,
+        resource.RLIMIT_NPROC,
+        resource.RLIMIT_MEMLOCK,
+        resource.RLIMIT_AS,
+    )
     if pid is not None:
         with suppress(OSError):
             return LimitFacts("the daemon", *(_soft(resource.prlimit(pid, one)) for one in kinds))

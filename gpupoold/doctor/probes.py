@@ -114,7 +114,13 @@ def _memory(machine: MachineInfo | None, daemon: DaemonFacts) -> MemoryFacts:
 def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
     if machine is None:
         return limit_facts(daemon.pid)
-    return LimitFacts("the daemon", machine.open_files, machine.processes, machine.locked_bytes)
+    return LimitFacts(
+        "the daemon",
+        machine.open_files,
+        machine.processes,
+        machine.locked_bytes,
+        machine.address_space_bytes,
+    )
 
 
 def _folders(machine: MachineInfo | None, settings: Settings | None) -> tuple[Folder, ...]:

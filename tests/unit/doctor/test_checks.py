@@ -128,6 +128,12 @@ FAULTS: list[tuple[str, Facts, str, str]] = [
     ),
     ("overcommit", healthy(memory=memory(overcommit=2)), "is 2", "overcommit_memory=0"),
     ("open files", healthy(limits=LimitFacts("x", 256, None, None)), "256 (x)", "LimitNOFILE"),
+    (
+        "address space",
+        healthy(limits=LimitFacts("x", None, None, None, 1 << 30)),
+        "at most 1 GiB (x)",
+        "LimitAS",
+    ),
     ("folder state_dir", state_dir(is_writable=False), "cannot be written", "daemon's user"),
     (
         "folder state_dir",

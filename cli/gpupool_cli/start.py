@@ -6,23 +6,19 @@ Ctrl-C while the commands are loaded ends the process as later, without a traceb
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
 
-_INTERRUPTED = 130
+from gpupoold.system.interrupts import INTERRUPTED, ended_by_interrupts
 
 
 def main() -> None:
-    before = signal.signal(signal.SIGINT, _end)
-    run = _load()
-    signal.signal(signal.SIGINT, before)
+    with ended_by_interrupts():
+        run = _load()
     try:
         run()
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def _load() -> Callable[[], None]:
@@ -34,10 +30,6 @@ def _load() -> Callable[[], None]:
     from gpupool_cli.main import main as every_command
 
     return every_command
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(_INTERRUPTED)
 
 
 if __name__ == "__main__":

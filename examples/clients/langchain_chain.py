@@ -12,7 +12,10 @@ from langchain_openai import ChatOpenAI
 
 url = os.environ.get("GPUPOOL_URL", "http://127.0.0.1:8000") + "/v1"
 key = os.environ.get("GPUPOOL_KEY", "none")
-writer, reviewer = os.environ["GPUPOOL_MODELS"].split(",")[:2]
+models = os.environ.get("GPUPOOL_MODELS", "").split(",")
+if len(models) < 2:
+    raise SystemExit("set GPUPOOL_MODELS to two models, such as qwen-7b,llama-8b (`gpupool list`)")
+writer, reviewer = models[:2]
 
 
 def model(name: str) -> ChatOpenAI:

@@ -19,21 +19,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from gpupoold.system.interrupts import INTERRUPTED, ended_by_interrupts
 
-from examples.demo import act_one, act_two
-from examples.demo.setting import (
-    BUILD,
-    add_models,
-    daemon_config,
-    device_text,
-    gpupool,
-    make_models,
-    set_aside,
-)
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+with ended_by_interrupts():
+    from rich.console import Console
 
-INTERRUPTED = 130
+    from examples.demo import act_one, act_two
+    from examples.demo.setting import (
+        BUILD,
+        add_models,
+        daemon_config,
+        device_text,
+        gpupool,
+        make_models,
+        set_aside,
+    )
+    from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 
 def main() -> int:

@@ -133,7 +133,8 @@ def print_models(console: Console, daemon: PrivateDaemon) -> None:
         num_requests = sum(one.model == model.name for one in requests)
         table.add_row(model.name, str(num_requests), shown, share)
     console.print(table)
-    console.print(f"{now.num_switches} switches on one device")
+    plural = "" if now.num_switches == 1 else "es"
+    console.print(f"{now.num_switches} switch{plural} on one device")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,28 @@ def test_an_interrupted_import(command: str, module: str, project_env: dict[str,
     assert (done.returncode, done.stderr, done.stdout) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        ("gpupoold.__main__", "uvicorn"),
+        ("gpupoold.__main__", "gpupoold.admin.app"),
+        ("examples.demo.__main__", "rich.console"),
+        ("examples.demo.__main__", "examples.demo.act_two"),
+    ],
+)
+def test_an_interrupted_start(program: str, module: str, project_env: dict[str, str]) -> None:
+    text = PROGRAM.replace("gpupool_cli.start", program)
+    done = subprocess.run(
+        [sys.executable, "-c", text, module],
+        env=project_env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (130, "", "")
+
+
 def test_an_interrupted_command(project_env: dict[str, str]) -> None:
     program = (
         "import sys; import gpupool_cli.main as every\n"

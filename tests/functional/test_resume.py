@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.2, "repetition_penalty": 1.1},
     "seeded": {"temperature": 0.9, "seed": 5},
     "seeded-nucleus": {"temperature": 1.2, "seed": 6, "top_p": 0.8, "top_k": 50},
+    "biased": {"logit_bias": {301: 8.0, 302: -100.0}, "min_tokens": 40, "ignore_eos": False},
+    "bad-words": {"_bad_words_token_ids": [[305], [306, 307]]},
     "grammar": {"structured_outputs": grammar(REGEX), "ignore_eos": False},
     "seeded-grammar": {
         "temperature": 1.0,

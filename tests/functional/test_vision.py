@@ -216,6 +216,14 @@ def test_other_apis(http: httpx.Client) -> None:
     parts = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
     body = {"model": QWEN3, "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
     assert http.post("/v1/messages", json=body).json()["usage"]["output_tokens"] == 4
+    use = {"type": "tool_use", "id": "toolu_1", "name": "see", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": parts}
+    body["messages"] = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    assert http.post("/v1/messages", json=body).json()["usage"]["output_tokens"] == 4
     items = [{"type": "input_image", "image_url": SMALL, "detail": "auto"}]
     body = {"model": QWEN3, "max_output_tokens": 4, "input": [{"role": "user", "content": items}]}
     assert http.post("/v1/responses", json=body).json()["usage"]["output_tokens"] == 4

@@ -140,6 +140,7 @@ class TestFolder:
             (b'{"architectures": []}', "names no model class"),
             (b'{"architectures": "Llama"}', "names no model class"),
             (b'{"architectures": [3]}', "names no model class"),
+            (b"\xef\xbb\xbf{}", "is not valid JSON"),
         ],
     )
     def test_bad_config(self, content: bytes, said: str, tmp_path: Path) -> None:

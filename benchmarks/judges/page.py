@@ -20,8 +20,9 @@ _HEAD = """\
 both with the same tiny checkpoint on a CPU, and generates this page from \
 [judge.json](../benchmarks/results/judge/judge.json); a test compares the page with the file. Only \
 differences between the two servers count: a test that fails with both depends on the tiny model, \
-the CPU or vLLM. A difference without a reason in `benchmarks/judges/known.py` makes `make judge` \
-fail.
+the CPU, vLLM, or a choice of both: a request without a name goes to the only model, and \
+`/v1/responses/compact` does not exist. A difference without a reason in \
+`benchmarks/judges/known.py` makes `make judge` fail.
 
 | judge | content |
 | --- | --- |

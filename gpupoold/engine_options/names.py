@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from gpupoold.errors import UsageError
 from gpupoold.json_values import check_json_text
+
+ENGINE_HELP = f"see `{Path(sys.executable).with_name('vllm')} serve --help=all`"
+"""Where all options are explained: vLLM's command is not on the path of users."""
 
 MAX_OPTIONS = 64
 MAX_VALUE_CHARACTERS = 65_536
@@ -199,6 +204,6 @@ def _checked_name(given: str) -> str:
         near = difflib.get_close_matches(whole, OFFERED, n=3, cutoff=0.6)
         raise UsageError(
             f"vLLM has no engine option {whole!r}",
-            f"similar: {', '.join(near)}" if near else "see `vllm serve --help=all`",
+            f"similar: {', '.join(near)}" if near else ENGINE_HELP,
         )
     return name

@@ -22,6 +22,7 @@ try:  # vLLM 0.33
 except ImportError:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser  # vLLM 0.32
 
+from gpupoold.engine_options.names import ENGINE_HELP
 from gpupoold.errors import UsageError
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -32,9 +33,7 @@ class _OptionParser(FlexibleArgumentParser):  # type: ignore[misc, unused-ignore
     """vLLM's parser, which raises an error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"an engine option is wrong: {message[:600]}", "see `vllm serve --help=all`"
-        )
+        raise UsageError(f"an engine option is wrong: {message[:600]}", ENGINE_HELP)
 
 
 def default_arguments() -> Namespace:
@@ -63,9 +62,7 @@ def _parse(words: list[str]) -> Namespace:
     try:
         parsed: Namespace = _parser().parse_args(words)
     except (TypeError, ValueError, argparse.ArgumentError) as error:
-        raise UsageError(
-            f"an engine option is wrong: {str(error)[:600]}", "see `vllm serve --help=all`"
-        ) from error
+        raise UsageError(f"an engine option is wrong: {str(error)[:600]}", ENGINE_HELP) from error
     return parsed
 
 
@@ -82,7 +79,7 @@ def _words(name: str, value: str) -> list[str]:
     # argparse offers no public look-up of an argument by its name.
     action = _parser()._option_string_actions.get(flag)
     if action is None:
-        raise UsageError(f"vLLM has no engine option {first!r}", "see `vllm serve --help=all`")
+        raise UsageError(f"vLLM has no engine option {first!r}", ENGINE_HELP)
     if dot:
         return [f"{flag}.{keys}={value}"]
     if action.nargs == 0:

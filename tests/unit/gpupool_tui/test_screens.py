@@ -45,7 +45,7 @@ def lost() -> View:
 
 def filtered() -> View:
     chosen = view(filter="coder", focus=Panel.REQUESTS, is_read_only=True)
-    chosen.selected[Panel.REQUESTS] = "cmpl-0000000000000005-0"
+    chosen.selected[Panel.REQUESTS] = "05" + "5eed" * 7 + "00"
     chosen.sorting[Panel.MODELS] = Sorting("ttft", True)
     return chosen
 

@@ -146,6 +146,24 @@ def test_a_model_that_goes_is_prefetched_no_more(box: Box) -> None:
     assert box.switch_in("c") == 0
 
 
+def test_a_running_model_that_is_paged_out_waits_for_its_own_kernels_only(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment of its last kernels is recorded before its pages go, as when another runs."""
+    box.switch_in("a")
+    weights, moments = box.weights("a"), list[object]()
+    evict = weights.evict
+
+    def note_and_evict() -> None:
+        moments.append(weights._address_range.last_use)
+        evict()
+
+    monkeypatch.setattr(weights, "evict", note_and_evict)
+    box.residency.page_out("a")
+    assert moments
+    assert None not in moments
+
+
 def test_kv_leaves_for_a_switch_and_comes_back(tight_box: Box) -> None:
     box = tight_box
     box.switch_in("a")

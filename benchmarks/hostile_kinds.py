@@ -127,6 +127,22 @@ def _repetitions(model: str, round_number: int) -> bytes:
     return _posted("/v1/completions", model, prompt="a", repetition_detection=detection)
 
 
+def _biases(num_each: int) -> MakeRequest:
+    """Return a maker of 64 prompts, each with so many biases and four strings to stop at."""
+
+    def make(model: str, round_number: int) -> bytes:
+        return _posted(
+            "/v1/completions",
+            model,
+            prompt=[f"a {round_number}"] * 64,
+            max_tokens=8,
+            logit_bias={str(token): 0.5 for token in range(num_each)},
+            stop=["one", "two", "three", "four"],
+        )
+
+    return make
+
+
 _FLOOD_BYTES = 8 << 20
 _CHUNKED = b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -142,17 +158,23 @@ KINDS: Mapping[str, MakeRequest] = {
     "logprobs_of_64_prompts": _prompts(64, prompt_logprobs=20),
     "most_logprobs_of_prompts": _prompts(4, prompt_logprobs=20),
     "most_logprobs_of_answers": _answers(logprobs=True, top_logprobs=20),
+    "biases_of_64_prompts": _biases(257),
+    "most_biases_of_prompts": _biases(256),
     "doubled_rule": _doubled_rule,
     "repetitions": _repetitions,
     "costly_grammar": _costly_grammar,
 }
 MAY_END = frozenset({"trailers", "long_trailer", "chunk_extension"})
 """Kinds whose connections the server may close while the client sends, so the answer is lost."""
-PERMITTED = frozenset({"most_logprobs_of_prompts", "most_logprobs_of_answers"})
+PERMITTED = frozenset(
+    {"most_logprobs_of_prompts", "most_logprobs_of_answers", "most_biases_of_prompts"}
+)
 """Kinds that are as large as their bounds permit: answered with 200, however late."""
 ORDINARY: Mapping[str, MakeRequest] = {
     "most_logprobs_of_prompts": _prompts(4),
     "most_logprobs_of_answers": _answers(),
+    "biases_of_64_prompts": _prompts(64),
+    "most_biases_of_prompts": _prompts(64),
     "long_id": _long_prompt,
 }
 """Ordinary requests of the same size as a kind, for comparison."""

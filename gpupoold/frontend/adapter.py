@@ -139,10 +139,12 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Return the outputs of a request, after a check of its log-probabilities.
+        """Return the outputs of a request, after checks of its work and its log-probabilities.
 
         The API makes the generators of all prompts before it begins with the first.
         """
+        if costly := why_too_much_work(sampling_params, num_prompts_at_once()):
+            raise VLLMValidationError(costly[1], parameter=costly[0])
         limit_logprobs(prompt, sampling_params, self.model_config)
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(
             prompt, sampling_params, request_id, **kwargs
@@ -163,8 +165,6 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             reason = why_words_are_too_long(name, getattr(params, name, None))
             if reason:
                 raise VLLMValidationError(reason, parameter=name)
-        if costly := why_too_much_work(params, num_prompts_at_once()):
-            raise VLLMValidationError(costly[1], parameter=costly[0])
         count_features(prompt, getattr(params, "n", 1))
         if has_logprobs(params):
             await prepare_texts(self.renderer.tokenizer)

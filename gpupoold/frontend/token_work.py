@@ -30,13 +30,13 @@ def _num_comparisons(detection: Any) -> int:
 
 _BOUNDS: dict[str, _Bound] = {
     # At each change of the batch vLLM makes the biases and the tokens of all requests anew.
-    "logit_bias": _Bound(len, 65_536, "tokens"),
+    "logit_bias": _Bound(len, 16_384, "tokens"),
     # Each new token is looked up in a list.
-    "stop_token_ids": _Bound(len, 65_536, "tokens"),
+    "stop_token_ids": _Bound(len, 16_384, "tokens"),
     # Each string is searched in the new text.
-    "stop": _Bound(lambda stop: 1 if isinstance(stop, str) else len(stop), 16_384, "strings"),
+    "stop": _Bound(lambda stop: 1 if isinstance(stop, str) else len(stop), 4_096, "strings"),
     # Each is compared with the last tokens.
-    "bad_words": _Bound(len, 8_192, "words"),
+    "bad_words": _Bound(len, 1_024, "words"),
     "repetition_detection": _Bound(
         _num_comparisons,
         262_144,

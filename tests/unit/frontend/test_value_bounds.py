@@ -61,10 +61,10 @@ def path_of(fields: dict[str, Any]) -> str:
         ({"stop_token_ids": [None] * MANY}, "`stop_token_ids` has more than 4,096 elements"),
         ({"bad_words": [1] * MANY}, "`bad_words` has more than 4,096 elements"),
         ({"logit_bias": dict.fromkeys(map(str, range(20_000)))}, "`logit_bias` has an object"),
-        ({"logit_bias": dict.fromkeys(map(str, range(65_537)), 1)}, "`logit_bias` has 65,537 tok"),
+        ({"logit_bias": dict.fromkeys(map(str, range(16_385)), 1)}, "`logit_bias` has 16,385 tok"),
         (
-            {"stop_token_ids": [1] * 65_537},
-            "`stop_token_ids` has 65,537 tokens; the bound is 65,536",
+            {"stop_token_ids": [1] * 16_385},
+            "`stop_token_ids` has 16,385 tokens; the bound is 16,384",
         ),
         ({"vllm_xargs": {"a": dict.fromkeys(map(str, range(1_025)))}}, "`vllm_xargs` has an obj"),
         ({"x" * 5_000: [1] * MANY}, r"`x{100}\.\.\.` has more than 4,096 elements"),

@@ -108,9 +108,12 @@ async def test_a_node_dies(fleet: LocalFleet, spec: Callable[..., FleetSpec]) ->
         undisturbed = [await stream(api, LLAMA, one) for one in words]
         assert {reason for _, reason in undisturbed} == {"length"}
         running = [asyncio.create_task(stream(api, LLAMA, one)) for one in words]
-        await asyncio.sleep(0.6)
-        nums = {one.name: one.model(LLAMA) for one in fleet.controller.table.nodes}
-        assert all(one is not None and one.num_live for one in nums.values()), "on one node alone"
+
+        def are_spread() -> bool:
+            models = [one.model(LLAMA) for one in fleet.controller.table.nodes]
+            return all(model is not None and model.num_live for model in models)
+
+        await eventually(are_spread)
         kill(fleet.daemons[doomed])
         assert await asyncio.gather(*running) == undisturbed
         # The model that the dead node alone had is placed on the other one.

@@ -65,7 +65,7 @@ def peer(running: EnginePeer) -> Iterator[EnginePeer]:
 
 
 def post(peer: EnginePeer, path: str, **more: Any) -> httpx.Response:
-    return httpx.post(peer.url + path, json={"model": LLAMA, **ASKED[path], **more}, timeout=30)
+    return httpx.post(peer.url + path, json={"model": LLAMA, **ASKED[path], **more}, timeout=120)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -39,7 +39,7 @@ _BOUNDS: dict[str, _Bound] = {
     "bad_words": _Bound(len, 1_024, "words"),
     "repetition_detection": _Bound(
         _num_comparisons,
-        262_144,
+        65_536,
         "comparisons for each token (`max_pattern_size` squared, times `min_count`, halved)",
     ),
 }

@@ -22,8 +22,8 @@ def detection(size: int, count: int) -> RepetitionDetectionParams:
         ("stop_token_ids", list(range(16_384)), list(range(16_385))),
         ("stop", ["a"] * 4_096, ["a"] * 4_097),
         ("bad_words", [str(one) for one in range(1_024)], [str(one) for one in range(1_025)]),
-        ("repetition_detection", detection(512, 2), detection(513, 2)),
-        ("repetition_detection", detection(128, 32), detection(128, 33)),
+        ("repetition_detection", detection(256, 2), detection(257, 2)),
+        ("repetition_detection", detection(64, 32), detection(64, 33)),
     ],
 )
 def test_bound(field: str, most: Any, more: Any) -> None:

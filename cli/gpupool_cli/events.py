@@ -14,6 +14,10 @@ FollowOption = Annotated[
     bool, typer.Option("--follow", "-f", help="Print new events until interrupted.")
 ]
 
+JsonLinesOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document; with --follow one per line.")
+]
+
 
 def events(
     ctx: typer.Context,
@@ -21,10 +25,7 @@ def events(
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=1, help="How many past events at most.")
     ] = 50,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON document; with --follow one per line."),
-    ] = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Show failures, restarts and other notable events."""
     with open_client(ctx) as client:
@@ -49,10 +50,7 @@ def logs(
             metavar="NAME", help="Only one process's lines, such as frontend-0 or worker-0."
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON document; with --follow one per line."),
-    ] = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Print the log of the daemon and its processes."""
     with open_client(ctx) as client:

@@ -6,11 +6,13 @@ PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_t
 # Where `make install` puts things; DESTDIR is a staging folder in front of it.
 export PREFIX SYSCONFDIR DESTDIR VENV DIST
 
-# Processes that run tests.
+# Processes that run tests, and the part of the slow tests that `make test-slow` runs.
 JOBS ?= 2
+SHARD ?= 1/6
+PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo pictures test test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo pictures test test-slow test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,10 +40,13 @@ pictures: venv ## docs/demo.svg and docs/top.svg anew, from real runs (on an idl
 	@$(BIN)/python -m scripts.picture_of_top docs/top.svg
 
 test: venv ## the test suite without its slow tables (ARGS='-k name' for some of it, JOBS=1)
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: venv ## one of six parts of the slow tests (SHARD=2/6)
+	@$(PYTEST) --shard $(SHARD) $(ARGS)
 
 test-all: venv ## the whole test suite
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 lint: venv ## ruff: rules and formatting
 	@$(BIN)/ruff check .

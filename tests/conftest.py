@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 
 from scripts.cached_checkpoints import checkpoints_of, trained_checkpoint
 
+pytest_plugins = ["tests.support.durations"]
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
 # A bundle's packages may be on the path by it alone (docs/gpu.md).

@@ -1,0 +1,39 @@
+"""Files run longest first, and the shards of the slow tests are of about equal duration."""
+
+from __future__ import annotations
+
+from tests.support.durations import RECORD, ROOT, longest_first, merged, read_record, shard_of
+
+THIS = "tests/unit/test_durations.py"
+DURATIONS = {"a": 60.0, "b": 30.0, "c": 29.0, "d": 20.0, "e": 10.0}
+
+
+def test_the_longest_file_is_first_and_one_that_is_not_recorded_counts_little() -> None:
+    assert longest_first(["e", "new", "d", "a"], DURATIONS) == ["a", "d", "e", "new"]
+
+
+def test_each_file_is_in_one_shard() -> None:
+    shards = [shard_of(DURATIONS, DURATIONS, number, 3) for number in (1, 2, 3)]
+    assert sorted(file for shard in shards for file in shard) == sorted(DURATIONS)
+
+
+def test_shards_have_equal_durations() -> None:
+    shards = [shard_of(DURATIONS, DURATIONS, number, 3) for number in (1, 2, 3)]
+    assert shards == [{"a"}, {"b", "e"}, {"c", "d"}]
+
+
+def test_the_order_of_collection_does_not_change_a_shard() -> None:
+    assert shard_of("abcde", DURATIONS, 2, 3) == shard_of("edcba", DURATIONS, 2, 3)
+
+
+def test_a_record_keeps_files_that_did_not_run_and_loses_those_that_are_gone() -> None:
+    other = "tests/conftest.py"
+    before = {"test": {other: 3.0, "tests/gone.py": 5.0, THIS: 2.0}, "slow": {}}
+    after = merged(before, {"test": {THIS: 4.04}, "slow": {THIS: 0.2}})
+    assert after == {"test": {other: 3.0, THIS: 4.0}, "slow": {}}
+
+
+def test_the_record_names_files_of_the_project() -> None:
+    files = {file for durations in read_record(RECORD).values() for file in durations}
+    assert {file for file in files if not file.startswith("tests/")} == set()
+    assert ROOT.joinpath(THIS).is_file()

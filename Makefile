@@ -112,7 +112,7 @@ soak: venv ## nine minutes of mixed load, and what grows: build/soak.json (ARGS=
 fuzz: venv ## 10,000 mutated requests and more to two daemons: build/fuzz.json
 	@$(BIN)/python -m benchmarks.fuzz_surface
 
-judge: venv ## others' tests of the API, also against vllm serve: docs/judge.md
+judge: venv ## others' tests of the API, also against vllm serve: docs/internals/judge.md
 	@$(BIN)/python -m benchmarks.judge $(ARGS)
 
 gpu-bundle: venv ## what a GPU machine without network lacks, in parts: build/gpu-bundle

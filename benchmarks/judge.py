@@ -4,9 +4,9 @@
 
 Both servers have the same tiny checkpoint on an emulated device, so that only differences count.
 Prints a table of all tests, writes ``build/judge.json``, and replaces the judges' rows in
-``benchmarks/results/judge/judge.json`` and ``docs/judge.md``. Exit code 1 if there is a difference
-without a reason in ``judges/known.py``. A judge that the package index does not have is left out,
-with the reason.
+``benchmarks/results/judge/judge.json`` and ``docs/internals/judge.md``. Exit code 1 if there is a
+difference without a reason in ``judges/known.py``. A judge that the package index does not have is
+left out, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scripts.cached_checkpoints import checkpoints_of, trained_checkpoint
 _ROOT = Path(__file__).resolve().parent.parent
 BUILD = _ROOT / "build"
 RESULTS = _ROOT / "benchmarks" / "results" / "judge" / "judge.json"
-PAGE = _ROOT / "docs" / "judge.md"
+PAGE = _ROOT / "docs" / "internals" / "judge.md"
 TARGETS = ("gpupool", "vllm")
 _WORDS = ["--max-model-len", "8192", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 

@@ -1,4 +1,4 @@
-"""Write the figures of ``make bench-memory`` into ``docs/memory.md``.
+"""Write the figures of ``make bench-memory`` into ``docs/internals/memory.md``.
 
     python -m benchmarks.memory_table build/bench-memory.json
 
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.values import value_text
 from gpupoold.errors import UsageError
 
-_PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
+_PAGE = Path(__file__).resolve().parent.parent / "docs" / "internals" / "memory.md"
 _MARKED = re.compile(r"(?<=<!-- bench-memory -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

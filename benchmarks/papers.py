@@ -1,4 +1,4 @@
-"""Published figures and tables beside the simulator's, for ``docs/papers.md``.
+"""Published figures and tables beside the simulator's, for ``docs/internals/papers.md``.
 
 The published numbers are from the papers' text and tables. Ours come from the rows of
 ``benchmarks/sim.py``, or from latency laws and formulas where no simulation is needed.
@@ -181,7 +181,7 @@ def _prism(workloads: Path | None) -> Iterator[PaperFigure]:
         quantity="seconds to activate a model of 8B, without mapping ahead",
         published="0.7",
         ours="0.34",
-        why="measured on one H200 (docs/gpu.md), from pinned memory",
+        why="measured on one H200 (docs/internals/gpu.md), from pinned memory",
     )
     published = {
         "static": "51 % (MuxServe++); 39 % (S-partition)",

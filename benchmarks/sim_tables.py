@@ -25,7 +25,7 @@ from gpupoold.sim.presets import preset_panels
 Report = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
-_DOCS = Path(__file__).resolve().parent.parent / "docs"
+_DOCS = Path(__file__).resolve().parent.parent / "docs" / "internals"
 _PAGES = (_DOCS / "scheduling.md", _DOCS / "papers.md")
 _SYNTH = "aegaeon-synth-"
 _MARKED = re.compile(r"<!-- bench-sim: (?P<name>[\w-]+) -->\n(?P<old>.*?)<!-- end -->", re.DOTALL)

@@ -1,6 +1,7 @@
 """The releases of vLLM that gpupool's adapters were checked with.
 
-``python scripts/check_vllm.py VERSION`` compares a release with these (docs/vllm-releases.md).
+``python scripts/check_vllm.py VERSION`` compares a release with these
+(docs/internals/vllm-releases.md).
 """
 
 from __future__ import annotations

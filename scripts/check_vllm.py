@@ -7,7 +7,7 @@
 
 Downloads the release's wheel (330 MB, once; the sources stay in ``build/vllm-releases``) and reads
 its sources: needs no GPU, imports nothing of vLLM. Exits with 0 if every seam is as before or
-reviewed, else with 1. See docs/vllm-releases.md.
+reviewed, else with 1. See docs/internals/vllm-releases.md.
 """
 
 from __future__ import annotations

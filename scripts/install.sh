@@ -189,9 +189,10 @@ install_files() {
     for name in "${UNITS[@]}"; do put 644 "systemd/$name" "$PREFIX/lib/systemd/system/$name"; done
     put 644 systemd/sysusers.d/gpupool.conf "$SYSUSERS"
     put 644 systemd/tmpfiles.d/gpupool.conf "$TMPFILES"
-    for file in README.md CHANGELOG.md examples/gpupool.toml docs/*.md; do
+    for file in CHANGELOG.md examples/gpupool.toml; do
         put 644 "$file" "$DOC/$(basename "$file")"
     done
+    for file in docs/*.md docs/*/*.md; do put 644 "$file" "$DOC/${file#docs/}"; done
     for shell in "${!COMPLETIONS[@]}"; do
         file=$DESTDIR${COMPLETIONS[$shell]}
         mkdir -p "$(dirname "$file")"

@@ -229,7 +229,7 @@ def print_table(trees: Sequence[Path]) -> Package:
 
 def print_pages(paths: Iterable[Path]) -> float:
     """Print a line for each Markdown page; return the largest share of pronouns in percent."""
-    files = [file for path in paths for file in ([path] if path.is_file() else path.glob("*.md"))]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.md"))]
     largest = 0.0
     for file in sorted(files):
         figures = Figures(list(page(file)))

@@ -19,7 +19,7 @@ pytest_plugins = ["tests.support.durations"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
-# A bundle's packages may be on the path by it alone (docs/gpu.md).
+# A bundle's packages may be on the path by it alone (docs/internals/gpu.md).
 PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
 _SLOW_TIMEOUT_S = 900
 

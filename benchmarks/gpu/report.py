@@ -32,7 +32,7 @@ _HEAD = """\
 `python -m benchmarks.gpu.report` generates this page from the files in \
 [benchmarks/results](../benchmarks/results/README.md); a test compares the page with the files. \
 The README in the same folder describes how to measure. Every figure has a link to the file with \
-the measurement. Figures of emulated devices are in [memory](memory.md) and the \
+the measurement. Figures of emulated devices are in [memory](internals/memory.md) and the \
 [README](../README.md).
 """
 _NOTHING = "Nothing has been measured on a GPU yet."

@@ -1,4 +1,4 @@
-"""The results file of the judges, and the page ``docs/judge.md`` that is generated from it."""
+"""The results file of the judges, and ``docs/internals/judge.md``, generated from the file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HEAD = """\
 
 `make judge` runs tests of other projects for this API against gpupool and against `vllm serve`, \
 both with the same tiny checkpoint on a CPU, and generates this page from \
-[judge.json](../benchmarks/results/judge/judge.json); a test compares the page with the file. Only \
-differences between the two servers count: a test that fails with both depends on the tiny model, \
-the CPU, vLLM, or a choice of both: a request without a name goes to the only model, and \
+[judge.json](../../benchmarks/results/judge/judge.json); a test compares the page with the file. \
+Only differences between the two servers count: a test that fails with both depends on the tiny \
+model, the CPU, vLLM, or a choice of both: a request without a name goes to the only model, and \
 `/v1/responses/compact` does not exist. A difference without a reason in \
 `benchmarks/judges/known.py` makes `make judge` fail.
 

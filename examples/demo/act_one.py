@@ -24,7 +24,7 @@ NUM_TOKENS = 64
 TITLES = ("asked", "tokens", "first\np50", "token\np99", "next\np50", "token\np99", "in time")
 REAL_SWITCH = (
     "[dim]These models are tiny. On an H200 a switch to a model of 8 billion parameters takes "
-    "about 0.3 s (docs/gpu.md).[/]\n"
+    "about 0.3 s (docs/internals/gpu.md).[/]\n"
 )
 
 

@@ -14,9 +14,9 @@ Each constant scales with the quantities behind its term:
 Equation 6 counts a token's KV as 3h; KV bytes are the same for plain attention and right
 for grouped-query attention too. The root stands for a fixed part that is half reading weights,
 half launching kernels: with the full ratio, and c2 scaled like compute, each packaged pair was
-predicted worse from the other pairs (``docs/latency.md`` has the errors). The GPUs of a group have
-little to read each; their steps are launches and exchanges, a number per layer. A group never takes
-less than the read of its weights.
+predicted worse from the other pairs (``docs/internals/latency.md`` has the errors). The GPUs of a
+group have little to read each; their steps are launches and exchanges, a number per layer. A group
+never takes less than the read of its weights.
 """
 
 from __future__ import annotations

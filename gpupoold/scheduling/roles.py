@@ -1,6 +1,6 @@
 """Prefill and decode roles by arrivals (TokenScale, section IV-C).
 
-Roles are split only where a split pays (docs/scheduling.md has the measurements): one model has
+Roles are split only where a split pays (measurements: docs/internals/scheduling.md): one model has
 most of the load, or hot models that need several devices each, the load needs more than one device,
 and no device has to switch. Otherwise every device does both, and batches stay whole. All devices
 are used: the split makes the busier stage the least busy.

@@ -19,7 +19,7 @@ _LARGE_GPU_BYTES, _HOST_BYTES_PER_LARGE_GPU = 70 * 10**9, 256 * _GIB
 # The largest cloud instance with eight A10G (AWS g5.48xlarge) has 768 GiB.
 _HOST_BYTES_PER_SMALL_GPU = 96 * _GIB
 LOAD_S = 13.0
-"""Measured for each further FP8 model of 9 GB on an H200, with compiled kernels (docs/gpu.md)."""
+"""Measured per further FP8 model of 9 GB on an H200, compiled kernels (docs/internals/gpu.md)."""
 
 
 def host_bytes(box: Box) -> int:

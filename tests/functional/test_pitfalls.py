@@ -1,4 +1,4 @@
-"""What other systems got wrong, where only the real engine shows it; ``docs/memory.md`` has all."""
+"""Errors of other systems that need the real engine; all: ``docs/internals/memory.md``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What the scenarios run on: a GPU, or an emulated device to try the scenarios themselves.
 
 ``GPUPOOL_GPU_TESTS_ON=emulated`` runs those that are marked ``gpu(emulated=True)`` on emulated
-devices, with small models in float32, on a machine without a GPU. The fake card (docs/gpu.md)
-sets it to ``fake-card``: all that a GPU runs, with fewer switches, for copies there are slow.
+devices, with small models in float32, on a machine without a GPU. The fake card
+(docs/internals/gpu.md) sets it to ``fake-card``: all that a GPU runs, with fewer switches, for
+copies there are slow.
 """
 
 from __future__ import annotations

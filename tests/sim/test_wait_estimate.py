@@ -1,4 +1,4 @@
-"""What refused clients are told, beside what then happened: docs/request-life.md has the table."""
+"""What refused clients are told, and what then happened (docs/internals/request-life.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's tables in ``docs/scheduling.md``: right numbers in, everything else as it was."""
+"""Tables of ``make bench-sim`` in the pages: right numbers in, everything else as it was."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_report_that_lacks_something() -> None:
 def test_the_command(tmp_path: Path) -> None:
     report, page = tmp_path / "bench.json", tmp_path / "scheduling.md"
     report.write_text(json.dumps(REPORT), "utf-8")
-    page.write_bytes((ROOT / "docs" / "scheduling.md").read_bytes())
+    page.write_bytes((ROOT / "docs" / "internals" / "scheduling.md").read_bytes())
     command = [sys.executable, "-m", "benchmarks.sim_tables", str(report), "--page", str(page)]
     told = [
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -189,6 +189,9 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_the_pages_have_every_table() -> None:
-    pages = (ROOT / "docs" / "scheduling.md", ROOT / "docs" / "papers.md")
+    pages = (
+        ROOT / "docs" / "internals" / "scheduling.md",
+        ROOT / "docs" / "internals" / "papers.md",
+    )
     page = "".join(one.read_text("utf-8") for one in pages)
     assert [name for name in TABLES if f"<!-- bench-sim: {name} -->" not in page] == []

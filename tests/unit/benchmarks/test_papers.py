@@ -42,14 +42,14 @@ def test_a_group_without_measurements_has_no_figure(figures: list[papers.PaperFi
 
 
 def test_the_page_has_these_rows(figures: list[papers.PaperFigure]) -> None:
-    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "papers.md").read_text(encoding="utf-8")
     for one in figures:
         begin = f"| {one['figure']} | {one['quantity']} | {one['published']} |"
         assert begin in page
 
 
 def test_the_daemon_accepts_the_policies_that_the_page_names() -> None:
-    page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "scheduling.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]+) \| (yes|no)[^|]* \| yes \|", page, re.MULTILINE)
     in_daemon = {name: there for names, there in rows for name in re.findall(r"`([\w-]+)`", names)}
     assert set(in_daemon) == set(POLICY_NAMES)

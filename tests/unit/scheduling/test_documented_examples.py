@@ -1,4 +1,4 @@
-"""The worked examples of ``docs/scheduling.md``, in its order, with its numbers."""
+"""The worked examples of ``docs/internals/scheduling.md``, in its order, with its numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from gpupoold.scheduling.policies.planned_turns import (
 from gpupoold.scheduling.state import Model, Request
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, migrations_in, sends
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "scheduling.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "internals" / "scheduling.md").read_text(
+    "utf-8"
+)
 TARGETS = Targets(10.0, 0.1)
 
 

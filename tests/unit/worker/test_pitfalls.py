@@ -1,4 +1,4 @@
-"""What other systems got wrong about switching models; ``docs/memory.md`` has the whole list."""
+"""Errors of other systems in switching models; all: ``docs/internals/memory.md``."""
 
 from __future__ import annotations
 

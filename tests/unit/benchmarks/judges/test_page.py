@@ -1,4 +1,4 @@
-"""docs/judge.md is what the results say, and every difference in it has a reason."""
+"""docs/internals/judge.md is what the results say, and every difference in it has a reason."""
 
 from __future__ import annotations
 

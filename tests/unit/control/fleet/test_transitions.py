@@ -20,7 +20,7 @@ from gpupoold.control.fleet.transitions import (
 from gpupoold.scheduling.phases import IllegalTransition
 
 M, E = ModelPhase, ModelEvent
-PAGE = (Path(__file__).parents[4] / "docs/architecture.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs/internals/architecture.md").read_text()
 
 
 def life(phase: ModelPhase = M.REMOVED) -> Life[ModelPhase, ModelEvent]:

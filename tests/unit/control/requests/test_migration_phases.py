@@ -16,7 +16,9 @@ from gpupoold.control.live_requests import (
     MigrationPhase,
 )
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs" / "request-life.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "internals" / "request-life.md").read_text(
+    "utf-8"
+)
 
 
 @pytest.mark.parametrize(("phase", "event"), itertools.product(MigrationPhase, MigrationEvent))

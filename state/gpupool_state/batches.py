@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from gpupool_state.batches_schema import BATCH_MIGRATIONS, RESULT_BYTES
 from gpupool_state.db import Database
 from gpupool_state.lock import turn
+from gpupool_state.migrations import BATCH_MIGRATIONS
 from gpupool_state.writer import Source, Transaction
 
 BATCHES_NAME = "batches.db"
@@ -255,10 +255,9 @@ class BatchStore:
                 (batch_id, result.line, result.has_failed, result.body),
             )
             if added:
-                num_bytes = RESULT_BYTES.format("")
                 await tx.execute(
                     f"UPDATE batches SET {count} = {count} + 1, result_bytes = result_bytes + "
-                    f"(SELECT {num_bytes} FROM results WHERE batch_id = ?1 AND line = ?2) "
+                    "(SELECT length(body) + 64 FROM results WHERE batch_id = ?1 AND line = ?2) "
                     "WHERE id = ?1",
                     (batch_id, result.line),
                 )

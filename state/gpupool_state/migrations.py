@@ -9,21 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpupool_state.faults import emptied, explain
-from gpupool_state.schema import (
-    ADD_HOSTING,
-    ADD_OPTIONS,
-    ADD_PACES,
-    ADD_PINS,
-    ADD_REQUEST_STAGES,
-    CREATE_API_KEYS,
-    CREATE_DIVISIONS,
-    CREATE_HISTORY,
-    CREATE_PROFILES,
-    CREATE_REGISTRY,
-    CREATE_SLO_MINUTES,
-    CREATE_USAGE,
-    RENAME_INSTANCES,
-)
+from gpupool_state.schema import BATCHES_SCHEMA, STATE_SCHEMA
 from gpupool_state.writer import Source, Writer
 from gpupoold import __version__
 from gpupoold.errors import Failed, Refused
@@ -34,11 +20,9 @@ CREATE TABLE IF NOT EXISTS schema_migrations (
     number INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     applied_at REAL NOT NULL,
-    gpupool_version TEXT
+    gpupool_version TEXT NOT NULL
 )
 """
-# Databases of earlier versions have the table without the column.
-_ADD_VERSION = "ALTER TABLE schema_migrations ADD COLUMN gpupool_version TEXT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,42 +36,24 @@ class SchemaMigration:
 
 @dataclass(frozen=True, slots=True)
 class AppliedMigration:
-    """A step applied to a database; ``applied_at`` in wall-clock seconds.
-
-    ``gpupool_version`` is the version of the program that applied the step, None for versions
-    that did not record themselves.
-    """
+    """A step applied to a database at ``applied_at`` (wall-clock seconds) by a version."""
 
     number: int
     name: str
     applied_at: float
-    gpupool_version: str | None
+    gpupool_version: str
 
 
-MIGRATIONS: tuple[SchemaMigration, ...] = (
-    SchemaMigration(1, "registry", CREATE_REGISTRY),
-    SchemaMigration(2, "history", CREATE_HISTORY),
-    SchemaMigration(3, "profiles", CREATE_PROFILES),
-    SchemaMigration(4, "pins", ADD_PINS),
-    SchemaMigration(5, "slo_minutes", CREATE_SLO_MINUTES),
-    SchemaMigration(6, "api_keys", CREATE_API_KEYS),
-    SchemaMigration(7, "device_columns", RENAME_INSTANCES),
-    SchemaMigration(8, "options", ADD_OPTIONS),
-    SchemaMigration(9, "hosting", ADD_HOSTING),
-    SchemaMigration(10, "divisions", CREATE_DIVISIONS),
-    SchemaMigration(11, "request_stages", ADD_REQUEST_STAGES),
-    SchemaMigration(12, "usage", CREATE_USAGE),
-    SchemaMigration(13, "paces", ADD_PACES),
-)
+MIGRATIONS = (SchemaMigration(1, "initial", STATE_SCHEMA),)
+BATCH_MIGRATIONS = (SchemaMigration(1, "initial", BATCHES_SCHEMA),)
 
 
 async def applied(source: Source) -> tuple[AppliedMigration, ...]:
     """Return the steps applied to ``source``, in order."""
     if "schema_migrations" not in await _tables(source):
         return ()
-    version = "gpupool_version" if await _has_version(source) else "NULL"
     rows = await source.fetch_all(
-        f"SELECT number, name, applied_at, {version} FROM schema_migrations ORDER BY number"
+        "SELECT number, name, applied_at, gpupool_version FROM schema_migrations ORDER BY number"
     )
     return tuple(AppliedMigration(*row) for row in rows)
 
@@ -131,11 +97,6 @@ async def migrate(
     return todo
 
 
-async def _has_version(source: Source) -> bool:
-    columns = await source.fetch_all("PRAGMA table_info(schema_migrations)")
-    return any(row["name"] == "gpupool_version" for row in columns)
-
-
 async def _tables(source: Source) -> set[str]:
     rows = await source.fetch_all("SELECT name FROM sqlite_master WHERE type = 'table'")
     return {row["name"] for row in rows}
@@ -174,8 +135,7 @@ async def _check_known(
 
 
 def _newer_schema(path: Path, newest: AppliedMigration, newest_known: int) -> Refused:
-    version = newest.gpupool_version
-    program = f"gpupool {version}" if version else "a newer gpupool"
+    program = f"gpupool {newest.gpupool_version}"
     return Refused(
         f"the state database {path} has schema version {newest.number}, written by {program}; "
         f"this is gpupool {__version__}, which knows schema versions up to "
@@ -204,8 +164,6 @@ async def _apply(writer: Writer, path: Path, step: SchemaMigration) -> None:
     try:
         async with writer.transaction() as tx:
             await tx.execute(_BOOKKEEPING)
-            if not await _has_version(tx):
-                await tx.execute(_ADD_VERSION)
             for statement in step.statements:
                 await tx.execute(statement)
             await tx.execute(

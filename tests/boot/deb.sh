@@ -32,13 +32,14 @@ make_environment
 copy_as /tmp/later 0.1.1
 copy_as /tmp/newer 0.2.0
 python3 - <<'PYTHON'
+import re
 from pathlib import Path
 
 path = Path("/tmp/newer/state/gpupool_state/migrations.py")
 text = path.read_text()
-newest = max(int(line.split("(")[1].split(",")[0]) for line in text.splitlines() if "SchemaMigration(" in line and ", \"" in line)
-step = f'    SchemaMigration({newest + 1}, "notes", ("CREATE TABLE notes (text TEXT)",)),\n)\n\n\nasync def applied'
-path.write_text(text.replace(")\n\n\nasync def applied", step, 1))
+newest = max(map(int, re.findall(r'SchemaMigration\((\d+), "', text.split("BATCH_MIGRATIONS")[0])))
+step = f'SchemaMigration({newest + 1}, "notes", ("CREATE TABLE notes (text TEXT)",))'
+path.write_text(f"{text}\n\nMIGRATIONS = (*MIGRATIONS, {step})\n")
 Path("/tmp/newest").write_text(str(newest))
 PYTHON
 schema=$(cat /tmp/newest)

@@ -20,7 +20,6 @@ from gpupoold.doctor.probe_folders import folder_facts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_limits import limit_facts
 from gpupoold.doctor.probe_memory import memory_facts
-from tests.unit.gpupool_state import old_schemas
 
 GIB = 2**30
 GONE = DaemonFacts(problem="not there")
@@ -116,6 +115,13 @@ class TestGpu:
         assert gpu_facts(Nvml("Library Not Found")) == expected
 
 
+def make_database(path: Path, schema: int) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE models (name TEXT PRIMARY KEY)")
+        connection.execute("CREATE TABLE schema_migrations (number INTEGER PRIMARY KEY)")
+        connection.execute("INSERT INTO schema_migrations VALUES (?)", (schema,))
+
+
 class TestDatabase:
     def test_none_yet(self, tmp_path: Path) -> None:
         facts = probes.database_facts(tmp_path / "gpupool.db")
@@ -123,7 +129,7 @@ class TestDatabase:
 
     def test_an_older_one_is_left_as_it_is(self, tmp_path: Path) -> None:
         path = tmp_path / "gpupool.db"
-        old_schemas.make(path, 3)
+        make_database(path, 3)
         before = path.read_bytes()
         assert probes.database_facts(path).schema == 3
         assert path.read_bytes() == before
@@ -131,19 +137,17 @@ class TestDatabase:
 
     def test_what_is_only_in_its_log_counts(self, tmp_path: Path) -> None:
         path = tmp_path / "gpupool.db"
-        old_schemas.make(path, 3)
+        make_database(path, 3)
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(
-                "INSERT INTO schema_migrations (number, name, applied_at) VALUES (9, 'later', 0)"
-            )
+            connection.execute("INSERT INTO schema_migrations VALUES (9)")
             connection.commit()
             assert probes.database_facts(path).schema == 9
 
     @pytest.mark.parametrize("keep", [100, 5000])
     def test_a_damaged_one(self, tmp_path: Path, keep: int) -> None:
         path = tmp_path / "gpupool.db"
-        old_schemas.make(path, 4)
+        make_database(path, 4)
         path.write_bytes(path.read_bytes()[:keep] + b"nonsense" * 1000)
         assert probes.database_facts(path).problem
 

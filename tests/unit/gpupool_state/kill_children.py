@@ -26,22 +26,24 @@ from pathlib import Path
 from typing import Any
 
 from gpupool_state import DATABASE_NAME, Database, History, MinuteRow, Registry, migrations
+from gpupool_state.migrations import MIGRATIONS, SchemaMigration
 from gpupool_state.writer import Writer
 from gpupoold.domain import ModelName, ModelSpec, ModelState
-from tests.unit.gpupool_state.old_schemas import (
-    NEWEST,
-    has_kept,
-    is_sound,
-    make,
-    number_of,
-    rows_of,
-)
 
 # A database is used for so many kills: then it would take longer to check than to write.
 _KILLS_PER_DATABASE = 40
 _LONGEST_DELAY_S = 0.004
-_OLDEST_SCHEMA = 4
 _PADDING_ROWS = 1500
+
+_NUM_STEPS = 8
+_PRESENT = MIGRATIONS[-1].number
+_NEWEST = _PRESENT + _NUM_STEPS
+_FURTHER = tuple(
+    SchemaMigration(number, f"further-{number}", (f"ALTER TABLE events ADD COLUMN c{number}",))
+    for number in range(_PRESENT + 1, _NEWEST + 1)
+)
+
+Rows = dict[str, list[dict[str, object]]]
 
 
 # Being killed
@@ -189,8 +191,7 @@ def kill_during_upgrade(folder: Path, num_kills: int, rng: random.Random) -> dic
     """Kill ``num_kills`` children while they copy the database and change its schema."""
     told = Counter[str]()
     original = folder / "original.db"
-    make(original, _OLDEST_SCHEMA)
-    _pad(original)
+    asyncio.run(_make(original))
     before = rows_of(original)
     for run in range(num_kills):
         path = folder / str(run) / DATABASE_NAME
@@ -204,9 +205,9 @@ def kill_during_upgrade(folder: Path, num_kills: int, rng: random.Random) -> dic
         told.update([words])
         _check_upgrade(path, before, words)
         asyncio.run(_open(path))
-        assert number_of(path) == NEWEST
+        assert number_of(path) == _NEWEST
         assert has_kept(before, rows_of(path))
-        backup = path.with_name(f"{path.name}.bak-{_OLDEST_SCHEMA}")
+        backup = path.with_name(f"{path.name}.bak-{_PRESENT}")
         assert rows_of(backup) == before
         assert not list(path.parent.glob("*.part"))
     return {"kills": num_kills, **dict(sorted(told.items()))}
@@ -231,26 +232,62 @@ def _tell_before(owner: Any, name: str, pipe: int, word: bytes) -> None:
 
 
 async def _open(path: Path) -> None:
-    await (await Database.open(path)).close()
+    await (await Database.open(path, migrations=(*MIGRATIONS, *_FURTHER))).close()
 
 
-def _pad(path: Path) -> None:
-    """Make a copy take some time."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.executemany(
-            "INSERT INTO events (at, level, kind, subject, message) VALUES (0, '', '', '', ?)",
-            [("x" * 300,)] * _PADDING_ROWS,
-        )
+async def _make(path: Path) -> None:
+    """A database of the present schema, with rows that make a copy take some time."""
+    async with await Database.open(path) as db:
+        await _change(Registry(db), 0, 0)
+        async with db.write() as tx:
+            await tx.execute_many(
+                "INSERT INTO events (at, level, kind, subject, message) VALUES (0, '', '', '', ?)",
+                [("x" * 300,)] * _PADDING_ROWS,
+            )
 
 
-def _check_upgrade(path: Path, before: dict[str, list[dict[str, object]]], words: str) -> None:
+def rows_of(path: Path) -> Rows:
+    """All rows by table, but for the schema's own."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.row_factory = sqlite3.Row
+        found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        names = [name for (name,) in found if name != "schema_migrations"]
+        return {
+            name: [dict(row) for row in connection.execute(f"SELECT * FROM {name} ORDER BY rowid")]
+            for name in names
+        }
+
+
+def has_kept(before: Rows, after: Rows) -> bool:
+    """Return whether all rows are there with their values, perhaps with more columns."""
+    return all(
+        len(after[table]) == len(rows)
+        and all(old.items() <= new.items() for old, new in zip(rows, after[table], strict=True))
+        for table, rows in before.items()
+    )
+
+
+def is_sound(path: Path) -> bool:
+    """Return whether SQLite finds nothing wrong with a database."""
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def number_of(path: Path) -> int:
+    """A database's schema."""
+    with closing(sqlite3.connect(path)) as connection:
+        (number,) = connection.execute("SELECT max(number) FROM schema_migrations").fetchone()
+        return int(number)
+
+
+def _check_upgrade(path: Path, before: Rows, words: str) -> None:
     """The database is as it was or has been taken forward; a finished copy is whole."""
     assert is_sound(path)
     assert has_kept(before, rows_of(path))
     # Each step is a change of its own.
-    oldest = NEWEST if "d" in words else _OLDEST_SCHEMA
-    assert oldest <= number_of(path) <= NEWEST
-    backup = path.with_name(f"{path.name}.bak-{_OLDEST_SCHEMA}")
+    oldest = _NEWEST if "d" in words else _PRESENT
+    assert oldest <= number_of(path) <= _NEWEST
+    backup = path.with_name(f"{path.name}.bak-{_PRESENT}")
     assert backup.exists() or "s" not in words
     if backup.exists():
         assert is_sound(backup)

@@ -1,4 +1,4 @@
-"""Files and batches: accounts equal the rows, also in databases of earlier versions."""
+"""Files and batches: accounts equal the rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from gpupool_state.batches import (
     ResultRow,
 )
 from gpupool_state.batches_reader import read_batches
-from gpupool_state.batches_schema import BATCH_MIGRATIONS
-from gpupool_state.db import Database
 
 pytestmark = pytest.mark.asyncio
 
@@ -106,35 +104,7 @@ async def test_metadata_is_stored_as_it_is(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_database_of_an_earlier_version_gets_accounts(tmp_path: Path) -> None:
-    old = await Database.open(tmp_path / BATCHES_NAME, migrations=BATCH_MIGRATIONS[:1])
-    async with old.write() as tx:
-        await tx.execute("INSERT INTO files VALUES ('f', 'a', 'batch', 'in', 9000, 5)")
-        await tx.execute(
-            "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, metadata,"
-            " status, created_at, expires_at) VALUES ('b', 'a', '/v1/completions', 'f', '1h',"
-            """ '{"k": "v"}', 'in_progress', 5, 9)"""
-        )
-        await tx.execute("INSERT INTO results VALUES ('b', 0, 0, 'body')")
-    await old.close()
-    store = await BatchStore.open(tmp_path)
-    assert await store.account("a") == await recounted(store, "a")
-    assert (await store.account("a")).num_bytes > 9000
-    [row] = await store.under_way()
-    assert (row.models, row.waits_because, row.output_expires_after_s) == ([], "", None)
-    found = await store.file("f", "a")
-    assert found is not None
-    assert found.expires_at is None
-    await store.end("b", "completed", 6, [])
-    assert await store.account("a") == await recounted(store, "a")
-    await store.close()
-
-
-@pytest.mark.parametrize("version", [0, 1])
-async def test_frontends_open_at_the_same_time(tmp_path: Path, version: int) -> None:
-    if version:
-        path = tmp_path / BATCHES_NAME
-        await (await Database.open(path, migrations=BATCH_MIGRATIONS[:version])).close()
+async def test_frontends_open_at_the_same_time(tmp_path: Path) -> None:
     stores = await asyncio.gather(*(BatchStore.open(tmp_path) for _ in range(3)))
     for store in stores:
         await store.close()

@@ -101,18 +101,6 @@ async def test_a_newer_schema_is_refused_with_both_versions(path: Path) -> None:
     assert "second" in tables(path)
 
 
-async def test_versions_of_before_did_not_record_themselves(path: Path) -> None:
-    await (await Database.open(path, migrations=[ONE])).close()
-    execute(path, "ALTER TABLE schema_migrations DROP COLUMN gpupool_version")
-    async with await Database.open(path, migrations=[ONE]) as db:
-        assert [step.gpupool_version for step in await applied(db)] == [None]
-    async with await Database.open(path, migrations=[ONE, TWO]) as db:
-        assert [step.gpupool_version for step in await applied(db)] == [None, __version__]
-    execute(path, "UPDATE schema_migrations SET gpupool_version = NULL")
-    with pytest.raises(Refused, match=r"schema version 2, written by a newer gpupool;"):
-        await Database.open(path, migrations=[ONE])
-
-
 async def test_another_history_of_steps_is_refused(path: Path) -> None:
     await (await Database.open(path, migrations=[ONE])).close()
     with pytest.raises(Refused, match=r"'one'.*'uno'"):

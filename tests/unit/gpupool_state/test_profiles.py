@@ -5,12 +5,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from gpupool_state import Database, ProfilePhase, ProfileRow, Registry
-from gpupool_state.migrations import MIGRATIONS
 from gpupoold.errors import Failed, NoSuchModel
 from tests.unit.gpupool_state.conftest import MakeSpec
 
@@ -117,16 +115,3 @@ async def test_the_table_knows_no_other_phase(db: Database, registry: Registry) 
                 "INSERT INTO profiles VALUES "
                 "('a', 'd', 'lunch', '', NULL, '', '', '[]', 0, 0, NULL, NULL, NULL, 0, 0.0)"
             )
-
-
-async def test_an_older_database_gets_the_table(path: Path, make_spec: MakeSpec) -> None:
-    older = [step for step in MIGRATIONS if step.number < 3]
-    async with await Database.open(path, migrations=older) as db, db.write() as tx:
-        await tx.execute(
-            "INSERT INTO models (name, source, path, dtype, ttft_s, tbt_s, state, created_at) "
-            "VALUES ('a', 's', '/p', 'auto', 1.0, 0.1, 'ready', 0.0)"
-        )
-    async with await Database.open(path) as db:
-        registry = Registry(db)
-        assert [row.profiles for row in await registry.list()] == [()]
-        assert (await registry.set_profiles("a", ROWS)).profiles == ROWS

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gpupool_state import Database, Registry
-from gpupool_state.migrations import MIGRATIONS
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 
@@ -186,19 +185,6 @@ async def test_pins(path: Path, registry: Registry, make_spec: MakeSpec) -> None
     async with await Database.open(path) as again:
         assert await Registry(again).list() == [row]
     assert await registry.set_pinned("llama", False) == before
-
-
-async def test_an_older_database_gets_pins(path: Path) -> None:
-    older = [step for step in MIGRATIONS if step.number < 4]
-    async with await Database.open(path, migrations=older) as db, db.write() as tx:
-        await tx.execute(
-            "INSERT INTO models (name, source, path, dtype, ttft_s, tbt_s, state, created_at) "
-            "VALUES ('a', 's', '/p', 'auto', 1.0, 0.1, 'ready', 0.0)"
-        )
-    async with await Database.open(path) as db:
-        registry = Registry(db)
-        assert [row.is_pinned for row in await registry.list()] == [False]
-        assert (await registry.set_pinned("a", True)).is_pinned
 
 
 async def test_removal_frees_the_names(registry: Registry, make_spec: MakeSpec) -> None:

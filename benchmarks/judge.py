@@ -50,7 +50,7 @@ def judge_comply(target: str, folder: Path, checkpoint: Path) -> Results:
 def judge_engine_tests(target: str, folder: Path, checkpoint: Path) -> Results:
     """Run vLLM's own tests against a target."""
     source = engine_tests.fetch(BUILD / "judges")
-    stand_ins = {**checkpoints_of("tiny_pooling"), TRAINED: checkpoint}
+    stand_ins = {**checkpoints_of("tests.support.tiny_pooling"), TRAINED: checkpoint}
     models = {name: stand_ins[kind] for name, kind in MODELS.items()}
     return engine_tests.judge(target, source, FILES, models, folder)
 

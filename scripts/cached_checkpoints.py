@@ -26,14 +26,13 @@ def trained_checkpoint(env: Mapping[str, str] | None = None) -> Path:
     return path
 
 
-def checkpoints_of(maker: str, env: Mapping[str, str] | None = None) -> dict[str, Path]:
-    """Return the folders of a maker in ``gpupoold.checkpoints``, by name.
+def checkpoints_of(module: str, env: Mapping[str, str] | None = None) -> dict[str, Path]:
+    """Return the folders that a module makes (``tests.support.tiny_vision``), by name.
 
     Raises:
         Failed: the maker failed.
     """
-    files = sorted((_ROOT / "gpupoold/checkpoints").glob(f"{maker}*.py"))
-    return _made_by(f"gpupoold.checkpoints.{maker}", files, env)
+    return _made_by(module, sorted(_ROOT.glob(f"{module.replace('.', '/')}*.py")), env)
 
 
 def _made_by(module: str, files: list[Path], env: Mapping[str, str] | None) -> dict[str, Path]:

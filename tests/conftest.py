@@ -100,19 +100,19 @@ def tiny_models(project_env: dict[str, str]) -> dict[str, Path]:
     Made once and kept below ``build/`` until the code that makes them changes. A child
     process makes them, so that the test process does not load torch. Do not write there.
     """
-    return checkpoints_of("tiny", project_env)
+    return checkpoints_of("gpupoold.checkpoints.tiny", project_env)
 
 
 @pytest.fixture(scope="session")
 def tiny_pooling_models(project_env: dict[str, str]) -> dict[str, Path]:
     """The tiny checkpoints that embed, rank or classify, by name; as ``tiny_models``."""
-    return checkpoints_of("tiny_pooling", project_env)
+    return checkpoints_of("tests.support.tiny_pooling", project_env)
 
 
 @pytest.fixture(scope="session")
 def vision_models(project_env: dict[str, str]) -> dict[str, Path]:
     """The tiny vision checkpoints by name (``tiny-qwen2.5-vl``, ...), as ``tiny_models``."""
-    return checkpoints_of("tiny_vision", project_env)
+    return checkpoints_of("tests.support.tiny_vision", project_env)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from benchmarks.families.prompts import (
     prompt_of,
 )
 from benchmarks.families.workers import FamilyWorker
-from gpupoold.checkpoints.tiny_vision import VISION_FAMILIES
+from tests.support.tiny_vision import VISION_FAMILIES
 
 _ENCODER_BYTES = 2 << 20  # kept free for the outputs of an image encoder
 _MAX_ATTEMPTS = 4  # to have requests of all families running

@@ -26,12 +26,12 @@ from benchmarks.families.family import HIDDEN_SIZE, Family
 from benchmarks.families.table import FAMILIES, family_named
 from gpupoold.checkpoints.maker import whole_folder
 from gpupoold.checkpoints.tiny import DEFAULT_SIZE, Recipe
-from gpupoold.checkpoints.tiny_pooling import PoolingRecipe, make_pooling_checkpoint
 from gpupoold.checkpoints.tiny_tokenizer import write_tokenizer
-from gpupoold.checkpoints.tiny_vision import VISION_FAMILIES, make_vision_checkpoint
 from gpupoold.units import parse_size_bytes
 from scripts.tiny_drafter import make_drafting
 from scripts.tiny_quantized import make_quantized
+from tests.support.tiny_pooling import PoolingRecipe, make_pooling_checkpoint
+from tests.support.tiny_vision import VISION_FAMILIES, make_vision_checkpoint
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""``make-tiny-models`` and the like: checkpoints and adapters to try gpupool with, offline."""
+"""``make-tiny-models`` and the like: checkpoints to try gpupool with, offline."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from gpupoold.units import format_bytes
 
 # Run by name, because the module needs torch, which this process must not load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
-_POOLING_MAKER = "gpupoold.checkpoints.tiny_pooling"
-_VISION_MAKER = "gpupoold.checkpoints.tiny_vision"
-_ADAPTER_MAKER = "gpupoold.checkpoints.tiny_adapter"
 _DUMMY_MAKER = "gpupoold.checkpoints.dummy"
 _COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))
 
@@ -37,8 +34,6 @@ class TinyModel(BaseModel):
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command("make-tiny-models")(make_tiny_models)
-    app.command("make-tiny-adapter")(make_tiny_adapter)
-    app.command("make-tiny-pooling-models")(make_tiny_pooling_models)
     app.command("make-dummy-models")(make_dummy_models)
     app.command("make-hollow-models", hidden=True)(_make_hollow_models)
 
@@ -46,58 +41,14 @@ def register(app: typer.Typer) -> None:
 def make_tiny_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     size: Annotated[str, typer.Option(help="Weights of each model at float32.")] = "10MB",
-    arch: Annotated[
-        str,
-        typer.Option(
-            help="llama, qwen2, qwen3, mixtral or all; with --vision qwen2_5_vl, qwen3_vl, gemma3, "
-            "gemma4 or all."
-        ),
-    ] = "all",
-    vision: Annotated[
-        bool, typer.Option("--vision", help="Make vision models, of 15 MB and float32.")
-    ] = False,
+    arch: Annotated[str, typer.Option(help="llama, qwen2, qwen3, mixtral or all.")] = "all",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Make small random models to try gpupool with; needs no network and no daemon."""
-    if vision:
-        _print(run_maker([f"--arch={arch}", "--", str(directory)], _VISION_MAKER), as_json=as_json)
-        return
     options = [f"--size={size}", f"--arch={arch}", f"--dtype={dtype}", f"--seed={seed}"]
     _print(run_maker([*options, "--", str(directory)]), as_json=as_json)
-
-
-def make_tiny_adapter(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folder.")],
-    base: Annotated[
-        Path, typer.Option("--base", metavar="CHECKPOINT", help="The folder of the model.")
-    ],
-    name: Annotated[str, typer.Option(help="The name of the folder.")] = "tiny-adapter",
-    rank: Annotated[int, typer.Option(help="The rank of every layer.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Make a random LoRA adapter for a checkpoint; needs no network and no daemon."""
-    options = [f"--base={base}", f"--name={name}", f"--rank={rank}", f"--seed={seed}"]
-    _print(run_maker([*options, "--", str(directory)], _ADAPTER_MAKER), as_json=as_json)
-
-
-def make_tiny_pooling_models(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
-    kind: Annotated[
-        str,
-        typer.Option(
-            help="bert-embed, modernbert-embed, qwen3-embed, bert-rerank, qwen3-rerank, "
-            "bert-classify or all."
-        ),
-    ] = "all",
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Make small random models that embed, rank or classify; needs no network and no daemon."""
-    options = [f"--kind={kind}", f"--seed={seed}", "--", str(directory)]
-    _print(run_maker(options, _POOLING_MAKER), as_json=as_json)
 
 
 def make_dummy_models(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from examples.demo.setting import gpupool
 from examples.rag.pipeline import Rag, RagModels, Sourced
 from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
@@ -72,7 +72,8 @@ def tiny_box(console: Console) -> Iterator[PrivateDaemon]:
     folder = ROOT / "build" / "rag-models"
     chat = make_checkpoints(folder, ["llama", "qwen3"], 10_000_000)
     for kind in ("bert-embed", "bert-rerank"):
-        gpupool(["make-tiny-pooling-models", str(folder), "--kind", kind])
+        maker = [sys.executable, "-m", "tests.support.tiny_pooling", str(folder), "--kind", kind]
+        subprocess.run(maker, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     paths = {path.name: path for path in (folder / TINY.embedder, folder / TINY.reranker, *chat)}
     total = sum(map(weight_bytes, paths.values()))
     sizes = f"{format_bytes(total // 2)} for {format_bytes(total)} of weights"

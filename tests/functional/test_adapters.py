@@ -52,16 +52,21 @@ MAY_HAVE_ADAPTERS = ("--engine", "max-lora-rank=8")
 
 
 @pytest.fixture(scope="module")
-def adapters(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(
+    tiny_models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    project_env: dict[str, str],
+) -> Path:
     """A folder with adapters of the Llama."""
     folder = tmp_path_factory.mktemp("adapters")
     for name, rank in RANKS.items():
         base = str(tiny_models[LLAMA])
-        command = [sys.executable, "-m", "gpupoold.checkpoints.tiny_adapter", str(folder)]
+        command = [sys.executable, "-m", "tests.support.tiny_adapter", str(folder)]
         subprocess.run(
             [*command, "--base", base, "--name", name, "--rank", str(rank)],
             check=True,
             capture_output=True,
+            env=project_env,
         )
     return folder
 

@@ -162,7 +162,7 @@ def adapter(
 ) -> Path:
     """An adapter of the Llama."""
     folder = tmp_path_factory.mktemp("adapter")
-    command = [sys.executable, "-m", "gpupoold.checkpoints.tiny_adapter", str(folder)]
+    command = [sys.executable, "-m", "tests.support.tiny_adapter", str(folder)]
     options = ["--base", str(tiny_models[LLAMA]), "--name", ADAPTER, "--rank", "8"]
     subprocess.run([*command, *options], check=True, env=project_env)
     return folder / ADAPTER

@@ -99,6 +99,7 @@ def daemon(
     vision_models: dict[str, Path],
     tiny_pooling_models: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
+    project_env: dict[str, str],
 ) -> Iterator[PrivateDaemon]:
     folder = tmp_path_factory.mktemp("one-box")
     paths = {
@@ -112,9 +113,9 @@ def daemon(
     }
     NO_BLANKS.update({str(number): -100 for number in blanks(paths[LLAMA])})
     device_bytes = sum(map(weight_bytes, paths.values())) // 2
-    maker = [sys.executable, "-m", "gpupoold.checkpoints.tiny_adapter", str(folder)]
+    maker = [sys.executable, "-m", "tests.support.tiny_adapter", str(folder)]
     base = ["--base", str(paths[LLAMA]), "--name", ADAPTER, "--rank", "4"]
-    subprocess.run([*maker, *base], check=True, capture_output=True)
+    subprocess.run([*maker, *base], check=True, capture_output=True, env=project_env)
     with private_daemon(emulated_config(device_bytes), folder / "daemon") as daemon:
         for name, path in paths.items():
             options = {"dtype": "float32"} if path.name in tiny_pooling_models else LOAD_OPTIONS

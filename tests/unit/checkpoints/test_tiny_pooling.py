@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.tiny_pooling import (
+from gpupoold.errors import UsageError
+from tests.support.tiny_pooling import (
     KINDS,
     PoolingRecipe,
     main,
     make_pooling_checkpoint,
 )
-from gpupoold.errors import UsageError
 
 
 def test_every_kind_passes_the_checks(tiny_pooling_models: dict[str, Path]) -> None:

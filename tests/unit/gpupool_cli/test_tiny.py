@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from gpupool_cli import tiny
-from gpupoold.checkpoints.adapter_check import check_adapter
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from tests.unit.gpupool_cli.conftest import Cli
 
@@ -30,41 +29,6 @@ def test_made_folders_are_listed(cli: Cli, tmp_path: Path) -> None:
     assert made["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
 
 
-@pytest.mark.slow
-def test_pooling_models_are_made(cli: Cli, tmp_path: Path) -> None:
-    options = [str(tmp_path), "--kind", "bert-rerank", "--json"]
-    [made] = json.loads(cli("make-tiny-pooling-models", *options).stdout)
-    assert made["name"] == "tiny-bert-rerank"
-    assert Path(made["path"], "config.json").exists()
-    refused = cli("make-tiny-pooling-models", str(tmp_path), "--kind", "gpt")
-    assert refused.exit_code == UsageError.exit_code
-
-
-@pytest.mark.slow
-def test_vision_models_have_a_processor(cli: Cli, tmp_path: Path) -> None:
-    options = [str(tmp_path), "--vision", "--arch", "qwen3_vl", "--json"]
-    [made] = json.loads(cli("make-tiny-models", *options).stdout)
-    assert made["name"] == "tiny-qwen3-vl"
-    assert made["size_bytes"] > 15_000_000
-    folder = Path(made["path"])
-    assert json.loads((folder / "preprocessor_config.json").read_text())["patch_size"] == 16
-    before = (folder / "model.safetensors").stat()
-    assert json.loads(cli("make-tiny-models", *options).stdout) == [made]
-    assert (folder / "model.safetensors").stat() == before  # kept
-
-
-@pytest.mark.slow
-def test_an_adapter_fits_its_checkpoint(cli: Cli, tmp_path: Path) -> None:
-    cli("make-tiny-models", str(tmp_path), "--arch", "llama", "--size", "4MB")
-    base = tmp_path / "tiny-llama"
-    options = [str(tmp_path), "--base", str(base), "--name", "a", "--rank", "4", "--json"]
-    [made] = json.loads(cli("make-tiny-adapter", *options).stdout)
-    facts = check_adapter(Path(made["path"]), base, allow_pickle=False)
-    assert (facts.rank, len(facts.modules)) == (4, 7)
-    for wrong in (["--base", str(tmp_path)], ["--base", str(base), "--rank", "0"]):
-        assert cli("make-tiny-adapter", str(tmp_path), *wrong).exit_code == 2
-
-
 def test_dummy_models_take_no_disk(cli: Cli, tmp_path: Path) -> None:
     shapes = ["--shape", "Qwen2.5-7B", "--shape", "Llama-2-13B"]
     made = json.loads(cli("make-dummy-models", str(tmp_path), *shapes, "--json").stdout)
@@ -79,10 +43,7 @@ def test_dummy_models_take_no_disk(cli: Cli, tmp_path: Path) -> None:
     assert cli("make-dummy-models", str(tmp_path), "--shape", "GPT-9").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--size", "1MB"], ["--size", "x"], ["--arch", "gpt"], ["--vision", "--arch", "llama"]],
-)
+@pytest.mark.parametrize("options", [["--size", "1MB"], ["--size", "x"], ["--arch", "gpt"]])
 def test_bad_options_are_usage_errors(cli: Cli, tmp_path: Path, options: list[str]) -> None:
     assert cli("make-tiny-models", str(tmp_path), *options).exit_code == UsageError.exit_code
     assert list(tmp_path.iterdir()) == []

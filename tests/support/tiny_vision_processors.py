@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpupoold.checkpoints.tiny_vision_configs import (
+from tests.support.tiny_vision_configs import (
     GEMMA4_IMAGE_TOKENS,
     GEMMA4_PATCH_SIZE,
     GEMMA4_POOLING,

@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code.
     """
     parser = maker_parser(
-        "gpupoold.checkpoints.tiny_pooling", "Make tiny random pooling checkpoints, offline."
+        "tests.support.tiny_pooling", "Make tiny random pooling checkpoints, offline."
     )
     parser.add_argument("--kind", default="all", help=f"{', '.join(KINDS)} or all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

@@ -1,6 +1,6 @@
 """Tiny random LoRA adapters in the format of peft, made offline for tests and demos.
 
-``python -m gpupoold.checkpoints.tiny_adapter DIR --base CHECKPOINT`` writes one adapter for the
+``python -m tests.support.tiny_adapter DIR --base CHECKPOINT`` writes one adapter for the
 checkpoint's linear layers. The weights are large enough that greedy text differs from the base's.
 """
 
@@ -111,7 +111,7 @@ def _write_weights(folder: Path, layers: Sequence[TensorEntry], recipe: AdapterR
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line: print the adapter's folder, errors to stderr; return the exit code."""
-    parser = maker_parser("gpupoold.checkpoints.tiny_adapter", "Make a tiny random LoRA adapter.")
+    parser = maker_parser("tests.support.tiny_adapter", "Make a tiny random LoRA adapter.")
     parser.add_argument("--base", type=Path, required=True, help="folder of the base's checkpoint")
     parser.add_argument("--name", default="tiny-adapter", help="name of the adapter's folder")
     parser.add_argument("--rank", type=int, default=8, help="rank of every layer")

@@ -1,6 +1,6 @@
 """Tiny random vision checkpoints, made offline by transformers' own classes.
 
-``python -m gpupoold.checkpoints.tiny_vision DIR`` writes a Qwen2.5-VL, a Qwen3-VL, a Gemma 3 and
+``python -m tests.support.tiny_vision DIR`` writes a Qwen2.5-VL, a Qwen3-VL, a Gemma 3 and
 a Gemma 4, each with its processor's files. Weights are float32 and scaled so that greedy text
 depends on the image as well as on the text. Equal arguments on the same machine give equal bytes.
 """
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder
 from gpupoold.checkpoints.tiny_tokenizer import EOS_ID, PAD_ID, write_tokenizer
-from gpupoold.checkpoints.tiny_vision_configs import (
+from gpupoold.errors import UsageError
+from tests.support.tiny_vision_configs import (
     GEMMA4_TOKENS,
     GEMMA_TOKENS,
     HIDDEN_SIZE,
@@ -30,13 +31,12 @@ from gpupoold.checkpoints.tiny_vision_configs import (
     qwen2_5_config,
     qwen3_config,
 )
-from gpupoold.checkpoints.tiny_vision_processors import (
+from tests.support.tiny_vision_processors import (
     write_gemma4_processor,
     write_gemma_processor,
     write_qwen2_5_processor,
     write_qwen3_processor,
 )
-from gpupoold.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code.
     """
     parser = maker_parser(
-        "gpupoold.checkpoints.tiny_vision", "Make tiny random vision checkpoints, offline."
+        "tests.support.tiny_vision", "Make tiny random vision checkpoints, offline."
     )
     parser.add_argument("--arch", default="all", help=f"{', '.join(VISION_FAMILIES)} or all")
     args = parser.parse_args(argv)

@@ -33,10 +33,10 @@ from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.launch import engine_environment
-from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.replay.log_file import Header
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.system.nvml import GpuReadings
 from gpupoold.system.systemd import FdStore
 
 

@@ -45,7 +45,6 @@ from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
-from gpupoold.control.workers.nvml import GpuReadings
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelState
@@ -53,6 +52,7 @@ from gpupoold.errors import Failed, Refused
 from gpupoold.replay.log_file import Header, lines as log_lines
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.loop_lag import measure_lag
+from gpupoold.system.nvml import GpuReadings
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)

@@ -10,31 +10,29 @@ import pynvml
 from gpupoold.doctor.facts import Gpu, GpuFacts
 from gpupoold.doctor.probe_links import gpu_links
 from gpupoold.memory import numa
+from gpupoold.system.nvml import connected
 
 _CUDA_DRIVER = "libcuda.so.1"
 
 
 def gpu_facts(nvml: Any = pynvml) -> GpuFacts:
     """Return the data of NVML; if NVML cannot be used, only ``problem``."""
+    is_connected = False
     try:
-        nvml.nvmlInit()
+        with connected(nvml):
+            is_connected = True
+            number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+            count = nvml.nvmlDeviceGetCount()
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            return GpuFacts(
+                driver=nvml.nvmlSystemGetDriverVersion(),
+                cuda=(number // 1000, number % 1000 // 10),
+                gpus=tuple(_gpu(nvml, handle) for handle in handles),
+                links=gpu_links(nvml, handles),
+                has_none=not count,
+            )
     except nvml.NVMLError as error:
-        return GpuFacts(problem=str(error), has_none=not _has_driver())
-    try:
-        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
-        count = nvml.nvmlDeviceGetCount()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-        return GpuFacts(
-            driver=nvml.nvmlSystemGetDriverVersion(),
-            cuda=(number // 1000, number % 1000 // 10),
-            gpus=tuple(_gpu(nvml, handle) for handle in handles),
-            links=gpu_links(nvml, handles),
-            has_none=not count,
-        )
-    except nvml.NVMLError as error:
-        return GpuFacts(problem=str(error))
-    finally:
-        nvml.nvmlShutdown()
+        return GpuFacts(problem=str(error), has_none=not is_connected and not _has_driver())
 
 
 def _has_driver() -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gpupoold.control.accounting.meters import MOVED_KINDS, WEIGHTS_SOURCES
-from gpupoold.control.workers.nvml import Reading
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import SWITCH_STAGES, Role
 from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each
 from gpupoold.metrics.scrape import Scrape, memories
+from gpupoold.system.nvml import Reading
 from gpupoold.wire.messages import WorkerReady, WorkerStatus
 
 _GPU_READINGS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (

@@ -14,8 +14,8 @@ from gpupoold.errors import Failed
 from gpupoold.latency.division import group_name
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.cuda.processes import GpuUse, gpu_use
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.system.nvml import GpuUse, gpu_use
 from gpupoold.system.process import trim_heap
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import EngineMemory

@@ -27,9 +27,9 @@ from gpupoold.control.frontends.frontend import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.workers.nvml import NO_READING
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import COUNT_NAMES
+from gpupoold.system.nvml import NO_READING
 from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus
 
 _USAGE_COUNTS = [name for name in COUNT_NAMES if name in ModelUsage.model_fields]

@@ -1,4 +1,4 @@
-"""The worker processes, one per device: start, orders, messages, roles, readings.
+"""The worker processes, one per device: start, orders, messages, roles.
 
 Imports ``fleet``, ``processes`` and ``weights``; owns no request.
 """

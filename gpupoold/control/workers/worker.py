@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from gpupoold.config.schema import DeviceSettings
 from gpupoold.control.processes.pending import Calls, Pending
 from gpupoold.control.processes.supervised import Supervised
-from gpupoold.control.workers.nvml import NO_READING, Reading
 from gpupoold.errors import Failed
+from gpupoold.system.nvml import NO_READING, Reading
 from gpupoold.wire import messages as m
 
 

@@ -12,10 +12,10 @@ from prometheus_client.samples import Sample
 from gpupoold.config.schema import DeviceSettings
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.control_plane import ControlPlane
-from gpupoold.control.workers.nvml import Reading, of_group
 from gpupoold.domain import ModelName, ModelSpec, Targets
 from gpupoold.errors import Failed
 from gpupoold.metrics.exposition import Exporter
+from gpupoold.system.nvml import Reading, of_group
 from gpupoold.wire import messages as m
 
 MODEL = "org/llama-3:8b"

@@ -9,8 +9,8 @@ import pytest
 from vllm.platforms import current_platform
 
 from gpupoold.errors import Failed
-from gpupoold.memory.cuda.processes import GpuUse
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.system.nvml import GpuUse
 from gpupoold.worker.device import DriverMemory, open_device
 
 GIB = 1 << 30

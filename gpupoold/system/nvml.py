@@ -1,9 +1,4 @@
-"""Utilisation, temperature, power, energy and memory of GPUs, from NVIDIA's NVML.
-
-A separate thread calls the driver, which may be slow or hang, and all readers get the latest
-value; an old value counts as unknown. No call fails: without a driver, device or sensor the value
-is None.
-"""
+"""NVIDIA's NVML: utilisation, temperature, power, energy, memory and processes of GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +6,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pynvml
 
 from gpupoold.config.device_names import visible_entry
-from gpupoold.config.schema import DeviceSettings
+
+if TYPE_CHECKING:
+    from gpupoold.config.schema import DeviceSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +70,12 @@ def of_group(readings: Sequence[Reading]) -> Reading:
 
 
 class GpuReadings:
-    """The latest reading of each CUDA device of the configuration."""
+    """The latest reading of each CUDA device of the configuration.
+
+    A separate thread calls the driver, which may be slow or hang, and all readers get the latest
+    value; an old value counts as unknown. No call fails: without a driver, device or sensor the
+    value is None.
+    """
 
     def __init__(
         self,
@@ -213,3 +216,46 @@ class GpuReadings:
             return float(read(handle))
         except self._nvml.NVMLError:
             return None
+
+
+@contextmanager
+def connected(nvml: Any = pynvml) -> Iterator[None]:
+    """Connect to the driver for the time of a block.
+
+    Raises:
+        NVMLError: no driver answers.
+    """
+    nvml.nvmlInit()
+    try:
+        yield
+    finally:
+        nvml.nvmlShutdown()
+
+
+class GpuUse(NamedTuple):
+    """The use of a GPU: the number of processes, and the memory of this process in bytes.
+
+    ``own_bytes`` is None if NVML does not list this process, or not its memory.
+    """
+
+    num_processes: int = 0
+    own_bytes: int | None = None
+
+
+def gpu_use(pci_bus_id: str, nvml: Any = pynvml) -> GpuUse:
+    """Return the use of a GPU by processes that compute or draw; 0 processes if it is unknown.
+
+    NVML counts this process too. Inside a container the identifiers are those of the host, or the
+    processes are hidden. NVML does not list memory by process under WSL.
+    """
+    try:
+        with connected(nvml):
+            handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
+            found = [
+                *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+                *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+            ]
+    except nvml.NVMLError:
+        return GpuUse()
+    own = [process.usedGpuMemory for process in found if process.pid == os.getpid()]
+    return GpuUse(len({process.pid for process in found}), own[0] if own else None)

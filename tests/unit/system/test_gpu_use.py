@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-from gpupoold.memory.cuda.processes import GpuUse, gpu_use
+from gpupoold.system.nvml import GpuUse, gpu_use
 
 
 class Nvml:

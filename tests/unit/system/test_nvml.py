@@ -12,7 +12,7 @@ import pytest
 
 from gpupoold.config.device_names import visible_entry
 from gpupoold.config.schema import DeviceSettings
-from gpupoold.control.workers.nvml import NO_READING, GpuReadings, Reading
+from gpupoold.system.nvml import NO_READING, GpuReadings, Reading
 
 UUIDS = ("GPU-aa11-0", "GPU-ab22-1", "GPU-cc33-2")
 

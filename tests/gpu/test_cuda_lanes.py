@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.cuda import pinning as cuda_pinning
+from gpupoold.memory.cuda import device as cuda_pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.host import HostBuffer

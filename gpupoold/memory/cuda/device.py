@@ -19,16 +19,15 @@ crash the driver (vllm#36753). A worker owns its GPU, and the worker's turn loop
 
 from __future__ import annotations
 
+import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
 from gpupoold.memory.cuda.copy_stream import CudaCopyStream
 from gpupoold.memory.cuda.driver import BindingsDriver, CudaDriver, CudaError
-from gpupoold.memory.cuda.fence import CudaFence
-from gpupoold.memory.cuda.pinning import PinnedMemory
-from gpupoold.memory.cuda.stale_mappings import StaleMappings
 from gpupoold.memory.numa import node_of, prefer_node
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
@@ -49,6 +48,13 @@ _BATCH_BYTES = 32 << 20
 # During a load a layer at a time is in the checkpoint's format and in the kernels' format.
 _LOAD_SLACK_BYTES = 1 << 30
 _LEGACY_STREAM = 0
+
+# A registration holds driver locks, which all processes share, for 0.1 s per GB. Registering a KV
+# cache of 500 GB in one call would stop every kernel launch on the machine for a minute. Between
+# pieces other processes get the locks every 0.1 s, and the cost of more calls is negligible.
+# (vllm#42632 and TensorRT-LLM#17773 register in pieces too. 512 GiB in one call fails with any
+# driver from R580 on, and more than 2 GiB with kernels 6.11 to 6.13.)
+_PIN_BYTES = 1 << 30
 
 
 def _legacy_stream() -> tuple[int, ...]:
@@ -314,3 +320,147 @@ def _num_pages(runs: list[PageRun]) -> int:
 
 def _pages(runs: list[PageRun]) -> Iterator[int]:
     return (page for run in runs for page in range(run.first, run.end))
+
+
+class PinnedMemory:
+    """The registered ranges of one device's context, for any thread."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._ends: dict[int, int] = {}  # start → end of each registration
+        self._bounds: list[int] = []  # sorted; replaced as a whole: ``split`` takes no lock
+        self._lock = threading.Lock()
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Register a range. Its pages should exist: CUDA creates missing pages with one thread.
+
+        Raises:
+            CudaError: the driver refused; nothing is registered.
+        """
+        end = address + num_bytes
+        done: dict[int, int] = {}
+        try:
+            for start in range(address, end, _PIN_BYTES):
+                length = min(_PIN_BYTES, end - start)
+                self._driver.register_host(start, length)
+                done[start] = start + length
+        except CudaError:
+            for start in done:
+                self._driver.unregister_host(start)
+            raise
+        with self._lock:
+            self._ends |= done
+            self._note_bounds()
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        """Undo a ``pin`` of the same range; no copy may use the range.
+
+        Raises:
+            ValueError: the range was not pinned as a whole.
+        """
+        starts = range(address, address + num_bytes, _PIN_BYTES)
+        if any(start not in self._ends for start in starts):
+            raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
+        for start in starts:
+            self._driver.unregister_host(start)
+        with self._lock:
+            for start in starts:
+                del self._ends[start]
+            self._note_bounds()
+
+    def split(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield ``(offset, num_bytes)`` of parts of a host range, each within one registration.
+
+        CUDA refuses a copy that touches two registrations, or one and other memory. An empty range
+        yields nothing.
+        """
+        end = address + num_bytes
+        bounds = self._bounds
+        inner = bounds[bisect_right(bounds, address) : bisect_left(bounds, end)]
+        start = address
+        for bound in (*inner, end):
+            if bound > start:
+                yield start - address, bound - start
+            start = bound
+
+    def close(self) -> None:
+        for start in self._ends:
+            self._driver.unregister_host(start)
+        self._ends.clear()
+        self._note_bounds()
+
+    def _note_bounds(self) -> None:
+        self._bounds = sorted({*self._ends, *self._ends.values()})
+
+
+class CudaFence:
+    """Events on all compute streams; every method raises ``CudaError``. For one thread."""
+
+    def __init__(self, driver: CudaDriver, compute_streams: Callable[[], Iterable[int]]) -> None:
+        self._driver = driver
+        self._compute_streams = compute_streams
+        self._events: list[int] = []
+        self._num_recorded = 0
+
+    def record(self) -> None:
+        self._num_recorded = 0
+        for stream in self._compute_streams():
+            if self._num_recorded == len(self._events):
+                self._events.append(self._driver.create_host_event())
+            self._driver.record_event(self._events[self._num_recorded], stream)
+            self._num_recorded += 1
+
+    def wait(self) -> None:
+        for event in self._events[: self._num_recorded]:
+            self._driver.synchronize_event(event)
+        self._num_recorded = 0  # the moment has passed
+
+    def close(self) -> None:
+        for event in self._events:
+            self._driver.destroy_event(event)
+        self._events.clear()
+        self._num_recorded = 0
+
+
+class StaleMappings:
+    """Mapped ranges without an owner; ``unmap(address, num_bytes)`` removes mappings.
+
+    The driver unmaps page by page: 36 ms for an 8B model. A page may be mapped at several
+    addresses, so the next owner need not wait. Nobody uses the former addresses until these are
+    mapped again.
+    """
+
+    def __init__(self, unmap: Callable[[int, int], None]) -> None:
+        self._unmap = unmap
+        self._ranges: dict[int, int] = {}  # num_bytes by address, the oldest first
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all stale mappings."""
+        return sum(self._ranges.values())
+
+    def add(self, address: int, num_bytes: int) -> None:
+        """Keep a mapping whose pages have no owner any more."""
+        self._ranges[address] = num_bytes
+
+    def remove_at(self, address: int, num_bytes: int) -> None:
+        """Remove every mapping that overlaps a range, as a whole."""
+        end = address + num_bytes
+        found = [at for at, size in self._ranges.items() if at < end and address < at + size]
+        for at in found:
+            self._unmap(at, self._ranges.pop(at))
+
+    def remove_some(self, num_bytes: int) -> None:
+        """Remove the oldest mappings, or parts of these, up to ``num_bytes``."""
+        while self._ranges and num_bytes:
+            at = next(iter(self._ranges))
+            size = self._ranges.pop(at)
+            part = min(size, num_bytes)
+            self._unmap(at, part)
+            num_bytes -= part
+            if part < size:
+                self._ranges = {at + part: size - part, **self._ranges}
+
+    def remove_all(self) -> None:
+        """Remove every mapping."""
+        self.remove_some(self.num_bytes)

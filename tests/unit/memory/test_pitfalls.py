@@ -10,7 +10,7 @@ import pytest
 
 from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, CopyStream, Direction
-from gpupoold.memory.cuda import pinning as cuda_pinning
+from gpupoold.memory.cuda import device as cuda_pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv_extents import Place

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.cuda import copy_stream as cuda_copy_stream, pinning as cuda_pinning
+from gpupoold.memory.cuda import copy_stream as cuda_copy_stream, device as cuda_pinning
 from gpupoold.memory.cuda.copy_stream import CudaCopyStream
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError

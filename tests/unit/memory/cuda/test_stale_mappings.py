@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory.cuda.stale_mappings import StaleMappings
+from gpupoold.memory.cuda.device import StaleMappings
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import itertools
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.conftest import PYTHON_PATH
+from tests.functional.command_server import run_command
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
@@ -290,15 +290,7 @@ def _snapshots_held(pid: int) -> Iterator[str]:
 def cli(daemon: PrivateDaemon | Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``gpupool`` as a user would."""
     socket_path = daemon if isinstance(daemon, Path) else daemon.socket_path
-    return subprocess.run(
-        [sys.executable, "-m", "gpupool_cli.main", *arguments],
-        env=child_env() | {"GPUPOOL_SOCKET": str(socket_path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    return run_command(arguments, child_env() | {"GPUPOOL_SOCKET": str(socket_path)})
 
 
 def child_env() -> dict[str, str]:

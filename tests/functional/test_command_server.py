@@ -1,0 +1,32 @@
+"""A command that is forked does what a command that is started does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gpupool_cli.private_daemon import PrivateDaemon
+from tests.functional.command_server import run_command
+from tests.functional.daemon_tools import child_env
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["list"], ["show", "one", "--json"], ["show", "nothing"], ["set", "one"], ["no-command"]],
+    ids=" ".join,
+)
+def test_a_fork_does_what_a_command_does(sim_box: PrivateDaemon, arguments: list[str]) -> None:
+    environment = child_env() | {"GPUPOOL_SOCKET": str(sim_box.socket_path)}
+    started = subprocess.run(
+        [sys.executable, "-m", "gpupool_cli.main", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    forked = run_command(arguments, environment)
+    assert (forked.returncode, forked.stdout) == (started.returncode, started.stdout)
+    assert forked.stderr == started.stderr

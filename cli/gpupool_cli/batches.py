@@ -36,7 +36,7 @@ def batches(
 ) -> None:
     """Show the batches of clients, and why one stands still; the latest first."""
     with open_client(ctx) as client:
-        found = client.batches(limit, with_ended=with_ended)
+        found = client.batches(limit, ended=with_ended)
     if as_json:
         output.print_json(found)
         return

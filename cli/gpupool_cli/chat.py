@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from gpupoold.api.calls import split_lines
+from gpupoold.api.client import split_lines
 from gpupoold.errors import (
     Failed,
     GpupoolError,

@@ -168,7 +168,7 @@ def ls(
 ) -> None:
     """List the keys with their rights and use."""
     with open_client(ctx) as client:
-        keys = client.api_keys(with_revoked=with_revoked)
+        keys = client.api_keys(revoked=with_revoked)
     if as_json:
         output.print_json(keys)
         return

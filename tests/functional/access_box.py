@@ -156,7 +156,7 @@ def places(box: Box) -> Iterator[tuple[str, bytes]]:
             yield f"{process.pid} {name}", Path(f"/proc/{process.pid}/{name}").read_bytes()
     paths = ("/keys?revoked=true", "/status", "/ps", "/events?limit=1000", "/requests", "/models")
     with admin_http(box.daemon) as http:
-        for path in (*paths, "/logs?lines=100000", "/stimuli", "/switches", "/config"):
+        for path in (*paths, "/logs?lines=100000", "/event-log", "/switches", "/config"):
             response = http.get(path)
             assert response.status_code == 200, path
             yield path, response.content

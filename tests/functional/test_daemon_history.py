@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gpupool_cli.private_daemon import PrivateDaemon
-from gpupoold.admin.routes_explain import FRESH_S
+from gpupoold.admin.handlers import FRESH_S
 from gpupoold.api.schemas_usage import UseInfo
 from tests.functional.conftest import MAX_REQUEST_ROWS
 from tests.functional.daemon_tools import (

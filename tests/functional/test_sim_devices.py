@@ -100,7 +100,7 @@ def test_the_decisions_are_recorded_and_replayed(box: PrivateDaemon, tmp_path: P
     assert replayed["is_equal"]
     assert replayed["actions"]["Send"] >= len(MODELS)
     with admin_http(box) as http:
-        assert http.get("/stimuli").content.startswith(path.read_bytes())
+        assert http.get("/event-log").content.startswith(path.read_bytes())
 
     nobody = tmp_path / "no.sock"
     text = path.read_text()

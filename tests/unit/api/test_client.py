@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from gpupoold.api.calls import split_lines
-from gpupoold.api.client import AdminClient
+from gpupoold.api.client import AdminClient, split_lines
 from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import (

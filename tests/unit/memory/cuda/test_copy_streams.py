@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.cuda import copy_stream as cuda_copy_stream, device as cuda_pinning
+from gpupoold.memory.cuda import copy_stream as cuda_copy_stream, device as cuda_device
 from gpupoold.memory.cuda.copy_stream import CudaCopyStream
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
@@ -232,7 +232,7 @@ class TestBadDescriptors:
         snapshot: HostBuffer,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(cuda_pinning, "_PIECE_BYTES", 3 * PAGE)
+        monkeypatch.setattr(cuda_device, "_PIN_BYTES", 3 * PAGE)
         device.pin(snapshot.address, 16 * PAGE)
         copy_stream = open_copy_stream(Direction.IN)
         copy_stream.wait(

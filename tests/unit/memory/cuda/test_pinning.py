@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.memory.contracts import Copy, Direction
-from gpupoold.memory.cuda import device as cuda, device as cuda_pinning
+from gpupoold.memory.cuda import device as cuda
 from gpupoold.memory.cuda.device import CudaDevice, PinnedMemory
 from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.host import HostBuffer
@@ -28,7 +28,7 @@ def test_pitfalls_17_and_18_no_call_registers_more_than_1_gib(
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_pinning, "_PIECE_BYTES", 6 * PAGE)
+    monkeypatch.setattr(cuda, "_PIN_BYTES", 6 * PAGE)
 
 
 @pytest.mark.usefixtures("pieces")

@@ -430,9 +430,7 @@ def _log_paths(log_dir: Path, process: str | None) -> dict[str, Path]:
 
 def _machine(configuration: Configuration) -> MachineInfo:
     # Imported here, because no other operation needs the probes.
-    from gpupoold.doctor.probe_folders import folder_facts
-    from gpupoold.doctor.probe_limits import limit_facts
-    from gpupoold.doctor.probe_memory import memory_facts
+    from gpupoold.doctor.probe_host import folder_facts, limit_facts, memory_facts
 
     limits = limit_facts()
     return MachineInfo(

@@ -11,7 +11,7 @@ from gpupoold.config.machine import DeviceFacts, Machine
 from gpupoold.config.schema import DeviceSettings, Settings
 from gpupoold.doctor.facts import GpuFacts, MemoryFacts
 from gpupoold.doctor.probe_gpu import gpu_facts
-from gpupoold.doctor.probe_memory import memory_facts
+from gpupoold.doctor.probe_host import memory_facts
 from gpupoold.engine_versions import installed_version, is_built_for_gpus
 from gpupoold.latency.hardware import hardware
 from gpupoold.memory import numa

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gpupoold
-from gpupoold.doctor.machine_checks import LEAST_DRIVERS
+from gpupoold.doctor.checks import LEAST_DRIVERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = re.compile(r"^([A-Za-z0-9._-]+)===?([^ ;]+)(?: ; .+)?$")

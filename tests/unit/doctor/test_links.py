@@ -9,9 +9,9 @@ from typing import Any
 
 from gpupoold.config.schema import parse_settings
 from gpupoold.doctor.check import Check, Verdict
+from gpupoold.doctor.checks import check_groups
 from gpupoold.doctor.facts import Gpu, GpuFacts, GpuLink, PciPath
-from gpupoold.doctor.group_checks import check_groups
-from gpupoold.doctor.probe_links import gpu_links
+from gpupoold.doctor.probe_gpu import gpu_links
 
 GIB = 2**30
 SWITCH, PEER = 2, 0

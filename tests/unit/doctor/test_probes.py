@@ -16,10 +16,8 @@ from gpupool_state.migrations import MIGRATIONS
 from gpupoold.config.schema import parse_settings
 from gpupoold.doctor import probe_gpu, probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts
-from gpupoold.doctor.probe_folders import folder_facts
 from gpupoold.doctor.probe_gpu import gpu_facts
-from gpupoold.doctor.probe_limits import limit_facts
-from gpupoold.doctor.probe_memory import memory_facts
+from gpupoold.doctor.probe_host import folder_facts, limit_facts, memory_facts
 
 GIB = 2**30
 GONE = DaemonFacts(problem="not there")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.doctor.machine_checks import LEAST_DRIVERS
+from gpupoold.doctor.checks import LEAST_DRIVERS
 from tests.conftest import ROOT
 
 # As much of nvidia-smi's table as is read.

@@ -22,7 +22,7 @@ from benchmarks.gpu.runner import (
     main,
     pack_logs,
 )
-from gpupoold.doctor.probe_memory import memory_facts
+from gpupoold.doctor.probe_host import memory_facts
 
 _PIECE = """
 import json, sys, time

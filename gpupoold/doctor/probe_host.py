@@ -1,0 +1,102 @@
+"""Facts about host memory, the kernel's overcommit mode, limits of processes and folders."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from gpupoold.config.schema import Settings
+from gpupoold.doctor.facts import Folder, LimitFacts, MemoryFacts
+from gpupoold.system.control_group import memory_limit_bytes
+from gpupoold.system.folders import filesystem_of
+
+
+def memory_facts(root: Path = Path("/"), pid: int | None = None) -> MemoryFacts:
+    """Return the facts; ``root`` is the folder with ``proc`` and ``sys``.
+
+    The limit is that of the control group of ``pid``, None for this process.
+    """
+    memory = psutil.virtual_memory()
+    huge = _meminfo(root, "HugePages_Free") * _meminfo(root, "Hugepagesize") * 1024
+    return MemoryFacts(
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        limit_bytes=memory_limit_bytes(pid, root),
+        huge_bytes=huge,
+        overcommit=int(_read(root / "proc/sys/vm/overcommit_memory") or 0),
+        transparent_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/enabled"),
+        shared_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+    )
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def _meminfo(root: Path, key: str) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0])
+    return 0
+
+
+def _chosen(path: Path) -> str:
+    """Return the word in brackets of a list such as ``always [madvise] never``."""
+    return _read(path).partition("[")[2].partition("]")[0]
+
+
+def limit_facts(pid: int | None = None) -> LimitFacts:
+    """Return the limits of process ``pid``, the daemon, if readable; else this process's limits."""
+    kinds = (
+        resource.RLIMIT_NOFILE,
+        resource.RLIMIT_NPROC,
+        resource.RLIMIT_MEMLOCK,
+        resource.RLIMIT_AS,
+    )
+    if pid is not None:
+        with suppress(OSError):
+            return LimitFacts("the daemon", *(_soft(resource.prlimit(pid, one)) for one in kinds))
+    return LimitFacts("this shell", *(_soft(resource.getrlimit(one)) for one in kinds))
+
+
+def _soft(limit: tuple[int, int]) -> int | None:
+    return None if limit[0] == resource.RLIM_INFINITY else limit[0]
+
+
+def folder_facts(settings: Settings) -> tuple[Folder, ...]:
+    """Return the facts of the folders that the daemon writes to, as this process finds them."""
+    paths = settings.paths
+    folders = [
+        _folder("state_dir", paths.state_dir),
+        _folder("log_dir", paths.log_dir),
+        _folder("download_dir", paths.download_dir),
+        _folder("runtime_dir", paths.runtime_dir),
+    ]
+    if settings.memory.snapshot_files_bytes:
+        folders.append(_folder("snapshots", paths.state_dir / "snapshots"))
+    if settings.memory.kv_files_bytes:
+        folders.append(_folder("kv", settings.kv_folder))
+    return tuple(folders)
+
+
+def _folder(key: str, path: Path) -> Folder:
+    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    free_bytes = num_bytes = 0
+    owner = -1
+    with suppress(OSError):
+        disk = os.statvfs(there)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        owner = there.stat().st_uid
+    if key in ("snapshots", "kv") and there == path:
+        with suppress(OSError):
+            num_bytes = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+    is_writable = os.access(there, os.W_OK | os.X_OK)
+    filesystem = filesystem_of(there)
+    return Folder(key, path, there == path, is_writable, owner, filesystem, free_bytes, num_bytes)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.families.family import Family
 from benchmarks.families.prompts import Prompt, decoded_features
 from gpupoold.control.live_requests import LiveRequest
+from gpupoold.control.requests.core_shell import arrived, cut_short
 from gpupoold.domain import Targets
 from gpupoold.scheduling.actions import Action, Send
 from gpupoold.wire import messages as m
@@ -102,7 +103,7 @@ class FamilyWorker(WorkerPeer):
         self.channel.send(m.MigrateOut(model, request_id))
         answer = self.wait(m.Migrated)
         assert answer.is_known, "the request had ended"
-        self.scheduler.ended([request_id])
+        self.shell.handle(*cut_short([request_id]))
         fds = () if answer.kv_transfer is None else (self.channel.take_fd(),)
         return Moved(self.tokens[request_id], answer.kv_transfer, fds)
 
@@ -141,7 +142,8 @@ class FamilyWorker(WorkerPeer):
         assert isinstance(answer, m.RequestAttached), answer
         num_blocks: int = self.call("checksum", model=model)["num_live_blocks"]
         self._present.add(request_id)
-        self.scheduler.arrived(LiveRequest(order, Targets(), output_token_ids=moved.tokens))
+        request = LiveRequest(order, Targets(), output_token_ids=moved.tokens)
+        self.shell.handle(arrived(request))
         return num_blocks
 
     def forget_transfer(self, moved: Moved) -> None:

@@ -135,7 +135,7 @@ async def build_control_plane(
         health=Health(fleet, dispatcher, supervisor),
         minutes=Minutes(history, dispatcher.accounts.stats),
         explainer=Explainer(registry, history, dispatcher, fleet, supervisor.workers, cache),
-        wait_reports=WaitReports(dispatcher.live, dispatcher.scheduler.state, frontends.send_to),
+        wait_reports=WaitReports(dispatcher.live, dispatcher.state, frontends.send_to),
         keyring=keyring,
         membership=FleetMembership(
             settings.paths.state_dir, settings.paths.download_dir, history, frontends.send

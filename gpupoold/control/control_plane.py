@@ -50,6 +50,7 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelState
 from gpupoold.errors import Failed, Refused
 from gpupoold.replay.log_file import Header, lines as log_lines
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.loop_lag import measure_lag
 from gpupoold.system.nvml import GpuReadings
@@ -277,7 +278,7 @@ class ControlPlane:
 
     def event_log(self) -> Iterator[bytes]:
         """Return the lines of the core's event log; any thread may read the lines."""
-        core = self.dispatcher.scheduler.core
+        core = self.dispatcher.shell.core
         first = None if core.is_from_start else core.segments[0]
         return log_lines(self.policy, core.entries(), first)
 
@@ -340,7 +341,7 @@ class ControlPlane:
             if len(self.dispatcher.live):
                 continue
             try:
-                self.dispatcher.scheduler.check_state()
+                check_state(self.dispatcher.state)
             except AssertionError as error:
                 if str(error) != reported:
                     reported = str(error)
@@ -354,7 +355,7 @@ class ControlPlane:
             Failed: an inconsistency, or a worker is down.
         """
         try:
-            self.dispatcher.scheduler.check_state()
+            check_state(self.dispatcher.state)
         except AssertionError as error:
             raise Failed(f"the state of the scheduling core is inconsistent: {error}") from error
         calls = (self.supervisor.call(i, "check_integrity") for i in self.supervisor.workers)

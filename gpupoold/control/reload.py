@@ -28,6 +28,7 @@ from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError
+from gpupoold.scheduling.events import QuotaMaxSet
 from gpupoold.system.process import set_log_level
 
 
@@ -139,7 +140,7 @@ class Reloader:
         self._cache.set_disk_budget(self._settings.memory.snapshot_files_bytes)
 
     def _apply_quota_max(self, before: Settings) -> None:
-        self._dispatcher.scheduler.set_quota_max(self._settings.scheduling.quota_max_s)
+        self._dispatcher.shell.handle(QuotaMaxSet(self._settings.scheduling.quota_max_s))
 
     def _apply_roles(self, before: Settings) -> None:
         pairs = zip(configured_roles(before), configured_roles(self._settings), strict=True)

@@ -112,7 +112,7 @@ def _speed(scrape: Scrape) -> Iterator[Family]:
         "scheduler_decision_seconds",
         "Duration of a call of the scheduling core.",
         (),
-        [((), control_plane.dispatcher.scheduler.decisions)],
+        [((), control_plane.dispatcher.shell.decisions)],
         WORK_BOUNDS_S,
     )
     yield histogram(

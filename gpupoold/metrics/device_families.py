@@ -77,7 +77,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_waiting_for_kv_requests",
         "Requests that are not sent to the device for lack of KV memory.",
-        lambda one: dispatcher.scheduler.num_waiting_for_kv(one.number),
+        lambda one: dispatcher.state.num_waiting_for_kv(one.number),
     )
     yield counter_of(
         "worker_restarts",

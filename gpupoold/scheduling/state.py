@@ -446,6 +446,11 @@ class State:
         """True if some devices only prefill or only decode."""
         return any(one.role is not Role.MIXED for one in self.devices.values())
 
+    def num_waiting_for_kv(self, number: int) -> int:
+        """Return the number of requests held back for lack of KV memory on a device."""
+        device = self.devices.get(number)
+        return 0 if device is None else device.num_waiting_for_kv
+
     def hosts(self, model: Model) -> list[DeviceState]:
         """Return the devices that can run a model, by number."""
         return [self.devices[number] for number in sorted(model.hosts)]

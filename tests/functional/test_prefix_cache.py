@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_cli.bench.rig import weight_bytes
+from gpupoold.scheduling.events import ModelRemoved, Unhosted
 from gpupoold.wire import messages as m
 from tests.conftest import ROOT
 from tests.functional.worker_peer import WorkerPeer
@@ -176,7 +177,6 @@ def test_a_model_is_unloaded_during_its_turn(
     peer.abort("guest", *(f"doomed-{number}" for number in range(3)))
     peer.channel.send(m.UnloadModel("guest"))
     peer.wait(m.ModelUnloaded)
-    peer.scheduler.unhost(0, "guest")
-    peer.scheduler.remove_model("guest")
+    peer.shell.handle(Unhosted(0, "guest"), ModelRemoved("guest"))
     peer.ask("tiny-llama", "after", user_turn(0, 0), max_tokens=4)
     peer.run_until_ended("after")

@@ -141,9 +141,9 @@ def test_prompts_in_chunks_beside_answers(
         peer.ask(model, name, prompt(length), max_tokens=NUM_TOKENS)
         peer.run_until_ended(name)
         alone[name] = peer.tokens[name]
-    while peer.scheduler.state.devices[0].turn is not None:
+    while peer.state.devices[0].turn is not None:
         peer.pump(0.2)  # only another turn has chunks
-    send, note = peer.channel.send, peer.scheduler.stepped
+    send, note = peer.channel.send, peer._note
     first_step: dict[str, int] = {}
     steps = itertools.count()
 
@@ -152,14 +152,15 @@ def test_prompts_in_chunks_beside_answers(
             message = msgspec.structs.replace(message, chunk_tokens=chunk_tokens)
         send(message, fds)
 
-    def stepped(number: int, message: m.StepOutputs) -> None:
-        step = next(steps)
-        for one in message.progress:
-            first_step.setdefault(one.request_id, step)
-        note(number, message)
+    def note_step(message: m.FromWorker) -> None:
+        if isinstance(message, m.StepOutputs):
+            step = next(steps)
+            for one in message.progress:
+                first_step.setdefault(one.request_id, step)
+        note(message)
 
     monkeypatch.setattr(peer.channel, "send", send_chunked)
-    monkeypatch.setattr(peer.scheduler, "stepped", stepped)
+    monkeypatch.setattr(peer, "_note", note_step)
     for name, length in lengths.items():
         salt = f"{name}-chunked"  # else the prompts would be there already
         peer.ask(model, salt, prompt(length), cache_salt=salt, max_tokens=NUM_TOKENS)

@@ -14,10 +14,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.control.requests.core_shell import Scheduler
+from gpupoold.control.requests.core_shell import (
+    CoreShell,
+    arrived,
+    cut_short,
+    device_up,
+    memory_changed,
+    model_added,
+    stepped,
+)
 from gpupoold.control.requests.orders import run_turn
 from gpupoold.domain import Role, Targets
+from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, Send, StartTurn
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
@@ -95,7 +105,8 @@ class WorkerPeer:
         self.drafts = m.DraftCounts()
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
-        self.scheduler = Scheduler(policy, self._carry_out)
+        self.shell = CoreShell(policy, self._carry_out)
+        self.state = self.shell.core.state
         self._unsent: dict[str, LiveRequest] = {}
         try:
             self.ready = self.wait(m.WorkerReady, _START_TIMEOUT_S)
@@ -106,7 +117,7 @@ class WorkerPeer:
         self.kv_host_fd: int | None = None
         if self.ready.shares_kv_host:
             self.kv_host_fd = self.channel.take_fd()
-        self.scheduler.device_up(0, self.ready, Role.MIXED, is_fixed=True)
+        self.shell.handle(device_up(0, self.ready, Role.MIXED, is_fixed=True))
 
     def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
         """The next message of ``kind``; the others are taken note of."""
@@ -154,8 +165,8 @@ class WorkerPeer:
         self.snapshots[name] = Snapshot(
             self.channel.take_fd(), answer.layout_digest, answer.self_check
         )
-        self.scheduler.add_model(Targets(model.ttft_s, model.tbt_s), answer.model)
-        self.scheduler.host(0, name)
+        targets = Targets(model.ttft_s, model.tbt_s)
+        self.shell.handle(model_added(targets, answer.model), e.Hosted(0, name))
         self.loaded[name] = answer.model
         return answer
 
@@ -177,7 +188,7 @@ class WorkerPeer:
         order = m.AddRequest(model, request_id, time.monotonic(), len(prompt), 0, frames)
         request = LiveRequest(order, Targets(), output_token_ids=list(output_token_ids))
         self._unsent[request_id] = request
-        self.scheduler.arrived(request)
+        self.shell.handle(arrived(request))
 
     def answers_alone(
         self, models: Sequence[str], num_prompts: int, max_tokens: int
@@ -195,7 +206,7 @@ class WorkerPeer:
     def abort(self, model: str, *request_ids: str) -> None:
         """Cancel requests."""
         self.channel.send(m.AbortRequests(model, list(request_ids)))
-        self.scheduler.ended(request_ids)
+        self.shell.handle(*cut_short(request_ids))
 
     def run_until_ended(self, *request_ids: str, timeout_s: float = 120.0) -> None:
         """Pump until the requests have ended."""
@@ -263,16 +274,16 @@ class WorkerPeer:
                 if item.finish_reason:
                     self.ended[item.request_id] = item.finish_reason
             self.drafts = self.drafts.plus(message.drafts or m.DraftCounts())
-            self.scheduler.stepped(0, message)
-            self.scheduler.check_state()
+            self.shell.handle(*stepped(0, message))
+            check_state(self.state)
         elif isinstance(message, m.MemoryReport):
-            self.scheduler.memory_changed(0, message)
+            self.shell.handle(memory_changed(0, message))
         elif isinstance(message, m.TurnReport):
-            self.scheduler.turn_ended(0, message)
-            self.scheduler.check_state()
+            self.shell.handle(memory_changed(0, message), e.TurnEnded(0, message.turn_id))
+            check_state(self.state)
         elif isinstance(message, m.RequestsFailed):
             self.ended |= dict.fromkeys(message.request_ids, message.message)
-            self.scheduler.ended(message.request_ids)
+            self.shell.handle(*cut_short(message.request_ids))
         elif isinstance(message, m.Switched):
             self.switches.append(message.switch)
         elif isinstance(message, m.WrongAnswer):

@@ -13,6 +13,7 @@ from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from tests.unit.control.fleet_box import FleetBox
@@ -162,7 +163,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         device = self.devices[which % len(self.devices)]
         if device in self.down:
             return
-        turn = self.dispatcher.scheduler.state.devices[device.number].turn
+        turn = self.dispatcher.state.devices[device.number].turn
         if turn is not None:
             report = m.TurnReport(turn.turn_id, turn.model, None, 0.0, {})
             self.dispatcher.from_worker(device, report)
@@ -228,7 +229,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert len(live) == len(self.clients.open) <= IN_ALL
         for name in MODELS:
             assert live.num_of(name) == self.num_of(name) <= PER_MODEL
-        self.dispatcher.scheduler.check_state()
+        check_state(self.dispatcher.state)
 
     def num_of(self, name: str) -> int:
         return sum(model == name for model in self.clients.open.values())
@@ -239,7 +240,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             del self.clients.open[request_id]
             self.dispatcher.from_frontend(m.AbortRequests(model, [request_id]))
         assert len(self.dispatcher.live) == 0
-        assert self.dispatcher.scheduler.state.requests == {}
+        assert self.dispatcher.state.requests == {}
         assert not any(self.dispatcher.live.num_waiting(name) for name in MODELS)
 
 

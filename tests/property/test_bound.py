@@ -14,6 +14,7 @@ from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from tests.unit.control.fleet_box import FleetBox
@@ -155,7 +156,7 @@ class ControlPlane:
             assert self.clients.now_s - heard_s <= LIMIT_S, request_id
         live = {one.request_id for one in self.dispatcher.live.all()}
         assert live == set(self.clients.heard_s)
-        self.dispatcher.scheduler.check_state()
+        check_state(self.dispatcher.state)
 
 
 MODEL = st.integers(0, len(MODELS) - 1)

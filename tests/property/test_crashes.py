@@ -15,6 +15,7 @@ from gpupoold.control.processes.crash_attribution import Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
@@ -132,7 +133,7 @@ class Box:
 
     def end_turn(self, number: int) -> None:
         """Let the core choose whose turn it is next."""
-        turn = self.dispatcher.scheduler.state.devices[number].turn
+        turn = self.dispatcher.state.devices[number].turn
         if turn is not None:
             now_s = time.monotonic()
             ended = m.TurnReport(turn.turn_id, turn.model, now_s, now_s, {})
@@ -206,7 +207,7 @@ def test_exactly_the_poisonous_requests_end(
             box.die(number, is_at_fault=False)
         else:
             box.run(number, model)
-        box.dispatcher.scheduler.check_state()
+        check_state(box.dispatcher.state)
     for request_id in waiting:
         box.ask(request_id, names[request_id])
     for turn in range(MAX_STEPS):

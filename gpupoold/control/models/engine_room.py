@@ -76,9 +76,10 @@ class EngineRoom:
 
     def device(self, worker: Worker) -> HostingDevice:
         """Return a device with its engines for a decision of the scheduling core."""
-        number, devices = worker.number, self._dispatcher.scheduler.state.devices
+        number = worker.number
+        known = self._dispatcher.state.devices.get(number)
         engines = self._fleet.hosts.engines_on(number)
-        on_device = devices[number].models_with_requests if number in devices else set[str]()
+        on_device = known.models_with_requests if known else set[str]()
         return HostingDevice(
             number,
             {
@@ -86,7 +87,7 @@ class EngineRoom:
                 for name in engines
             },
             self.limit_bytes(worker),
-            self._dispatcher.scheduler.num_requests(number),
+            known.num_requests if known else 0,
             worker.num_loads,
             self._fleet.is_device_draining(number),
             self._fleet.hosts.kept_bytes(number),
@@ -102,9 +103,7 @@ class EngineRoom:
             frozenset(row.spec.devices),
             {worker.number: self._need_bytes(row, worker) for worker in workers},
             is_wanted=is_asked or not self._fleet.availability(name).is_evicted,
-            is_late=now_s is not None
-            and is_asked
-            and is_late(self._dispatcher.scheduler.state, name, now_s),
+            is_late=now_s is not None and is_asked and is_late(self._dispatcher.state, name, now_s),
             home=self._home(name),
             undivided=self.divisions.lacking(row.spec),
         )
@@ -175,7 +174,7 @@ class EngineRoom:
 
     def _home(self, name: str) -> int | None:
         """Return the device that the policy plans for a model's requests."""
-        model = self._dispatcher.scheduler.state.models.get(name)
+        model = self._dispatcher.state.models.get(name)
         return None if model is None or model.home is None else model.home.device
 
     async def _evict_for(

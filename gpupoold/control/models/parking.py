@@ -141,7 +141,7 @@ class Parking:
                 self.wake(self._best(request.model, parked), f"for a request of {request.model}")
                 return
         full_load = Tuning().full_load
-        devices = self._dispatcher.scheduler.state.devices.values()
+        devices = self._dispatcher.state.devices.values()
         if devices and all(load_of(one) > full_load for one in devices):
             self.wake(parked[0], "all other devices are full")
 

@@ -317,10 +317,10 @@ class EnginePlacement:
         if now_s >= self._next_hostable_s:
             self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
             for row in rows:
-                state = self._dispatcher.scheduler.state
-                change = hostable_change(state, self._room.model(row), devices)
+                state, model = self._dispatcher.state, self._room.model(row)
+                change = hostable_change(state, model, devices)
                 if change is not None:
-                    self._dispatcher.scheduler.hostable(change)
+                    self._dispatcher.shell.handle(change)
         for row in rows:
             if idle.difference(engines.get(row.spec.name, ())):
                 self._start_due(row, devices, idle, now_s)

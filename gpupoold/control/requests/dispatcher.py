@@ -18,7 +18,16 @@ from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.accounts import Accounts
 from gpupoold.control.requests.admission import Overload
 from gpupoold.control.requests.background import BackgroundQueue
-from gpupoold.control.requests.core_shell import Scheduler
+from gpupoold.control.requests.core_shell import (
+    CoreShell,
+    arrived,
+    bandwidth_measured,
+    cut_short,
+    device_up,
+    memory_changed,
+    model_added,
+    stepped,
+)
 from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.kv_peers import KvPeers
 from gpupoold.control.requests.migrations import Migrations, is_leaving
@@ -38,6 +47,7 @@ from gpupoold.domain import (
     Targets,
 )
 from gpupoold.errors import NoSuchRequest, Refused
+from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.wire import messages as m
@@ -48,9 +58,9 @@ _SAME_ID = "A live request has the same id. Please send the request again."
 class Dispatcher:
     """All live requests, from arrival to end; one object per daemon.
 
-    :class:`Scheduler` decides, :class:`WorkerOrders` sends the decisions to the workers,
-    :class:`Replies` writes to the frontends, :class:`Accounts` counts. A request without a token
-    for ``token_timeout_s`` ends.
+    The scheduling core in ``shell`` decides; ``state`` is the core's state, for reading.
+    :class:`WorkerOrders` sends the decisions to the workers, :class:`Replies` writes to the
+    frontends, :class:`Accounts` counts. A request without a token for ``token_timeout_s`` ends.
     """
 
     def __init__(
@@ -81,9 +91,9 @@ class Dispatcher:
         self._orders = WorkerOrders(
             self._workers, live, self.roles, self.migrations, peers, history
         )
-        self.scheduler = Scheduler(policy, self._orders.carry_out, clock)
-        state = self.scheduler.state
-        self._background = BackgroundQueue(live, state, self.scheduler.arrived)
+        self.shell = CoreShell(policy, self._orders.carry_out, clock)
+        self.state = state = self.shell.core.state
+        self._background = BackgroundQueue(live, state, self._begin)
         self.accounts = Accounts(history, live, state, keys, clock, wall_clock)
         stats, refused = self.accounts.stats, self.accounts.meters.refused
         self._overload = Overload(limits, history, live, stats, state, refused, keys)
@@ -111,20 +121,25 @@ class Dispatcher:
             case m.RequestAttached():
                 request = self.migrations.attached(message.request_id, self._clock())
                 if request is not None:
-                    self.scheduler.attached(request.request_id, len(request.output_token_ids))
+                    num_tokens = len(request.output_token_ids)
+                    self.shell.handle(e.Attached(request.request_id, num_tokens))
             case m.KvTransferUsed():
                 self.kv_peers.used(message.transfer_id)
             case m.MemoryReport():
-                self.scheduler.memory_changed(worker.number, message)
+                self.shell.handle(memory_changed(worker.number, message))
             case m.TurnReport():
                 self.accounts.turn_ended(worker.number, message)
-                self.scheduler.turn_ended(worker.number, message)
+                changed = memory_changed(worker.number, message)
+                self.shell.handle(changed, e.TurnEnded(worker.number, message.turn_id))
             case m.RequestsFailed():
                 self._failed_there(message)
             case m.WrongAnswer():
                 self._fleet.signals.weights_damaged(message)
             case m.Switched():
-                self.scheduler.set_bandwidth(worker.number, message.bandwidth_bytes_per_s)
+                bandwidth_bytes_per_s = message.bandwidth_bytes_per_s
+                self.shell.handle(
+                    *bandwidth_measured(self.state, worker.number, bandwidth_bytes_per_s)
+                )
                 self.accounts.switched(message.switch)
 
     def worker_up(self, worker: Worker) -> None:
@@ -135,9 +150,9 @@ class Dispatcher:
         self.kv_peers.share_prefixes(number)
         self._orders.introduce_peers()
         role, is_fixed = self.roles.of(number)
-        self.scheduler.device_up(number, worker.ready, role, is_fixed=is_fixed)
+        self.shell.handle(device_up(number, worker.ready, role, is_fixed=is_fixed))
         if self._fleet.is_device_draining(number):
-            self.scheduler.set_draining(number, is_draining=True)
+            self.shell.handle(e.DrainSet(number, is_draining=True))
 
     def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
         """Set a worker's role; None leaves the choice to the policy.
@@ -147,13 +162,13 @@ class Dispatcher:
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
         self._orders.introduce_peers()
-        self.scheduler.set_role(number, role, is_fixed=is_fixed)
+        self.shell.handle(e.RoleSet(number, role, is_fixed))
         self._history.record_event("info", "role_set", str(number), f"{role.value}, {whose}")
 
     def set_draining(self, number: int, *, is_draining: bool) -> None:
         """Drain a worker, or end the drain."""
         self._fleet.drain_device(number, is_draining=is_draining)
-        self.scheduler.set_draining(number, is_draining=is_draining)
+        self.shell.handle(e.DrainSet(number, is_draining))
         text = (
             "no new requests; running requests end or migrate"
             if is_draining
@@ -171,35 +186,34 @@ class Dispatcher:
         self, targets: Targets, loaded: m.LoadedModel, costs: ModelCosts | None, worker: Worker
     ) -> None:
         """Allow requests of a loaded model on a worker."""
-        self.scheduler.add_model(targets, loaded, costs)
-        self.scheduler.host(worker.number, loaded.name, costs)
+        self.shell.handle(model_added(targets, loaded, costs))
+        self.shell.handle(e.Hosted(worker.number, loaded.name, costs))
         self._fleet.host(loaded, worker.number)
 
     def unhost(self, name: str, worker: Worker) -> None:
         """Remove a model from a worker without requests of the model."""
         if worker.number in self._fleet.availability(name).devices:
             self._fleet.unhost(name, worker.number)
-            self.scheduler.unhost(worker.number, name)
+            self.shell.handle(e.Unhosted(worker.number, name))
             self._wake_asleep()
 
     def rest(self, name: str, number: int) -> None:
         """Send no requests of a model to a device without the snapshot, while others serve."""
         self._fleet.snapshots.rest(name, number)
-        self.scheduler.unhost(number, name)
+        self.shell.handle(e.Unhosted(number, name))
 
     def wake(self, name: str, number: int) -> None:
         """Send requests again to a resting device that has the snapshot."""
         if number in self._fleet.snapshots.resting(name):
             self._fleet.snapshots.wake(name, number)
-            state = self.scheduler.state
-            speed = state.models[name].speed(state.devices[number].kind)
-            self.scheduler.host(number, name, speed.costs)
+            speed = self.state.models[name].speed(self.state.devices[number].kind)
+            self.shell.handle(e.Hosted(number, name, speed.costs))
 
     def evict(self, name: str, worker: Worker) -> None:
         """Remove an idle model from a worker, for another model's engine."""
         if worker.number in self._fleet.availability(name).devices:
             self._fleet.evict(name, worker.number)
-            self.scheduler.unhost(worker.number, name)
+            self.shell.handle(e.Unhosted(worker.number, name))
 
     def withdraw(self, name: str, worker: Worker) -> list[LiveRequest]:
         """Remove a model from a worker; return the requests there, to be passed to ``go_elsewhere``
@@ -213,7 +227,7 @@ class Dispatcher:
         if any(one.migration and one.migration.concerns(number) for one in requests):
             raise Refused(f"requests of {name} are migrating from or to device {number}")
         here = [one for one in requests if one.device == number]
-        self.scheduler.ended(one.request_id for one in here)
+        self.shell.handle(*cut_short(one.request_id for one in here))
         self._orders.abort(here)
         self.unhost(name, worker)
         return here
@@ -235,7 +249,7 @@ class Dispatcher:
             for one in self._known(request_ids)
             if one.device == worker.number and not is_leaving(one)
         ]
-        self.scheduler.ended(one.request_id for one in dropped)
+        self.shell.handle(*cut_short(one.request_id for one in dropped))
         for request in dropped:
             self._restart(request)
 
@@ -253,7 +267,7 @@ class Dispatcher:
     def check_servable(self) -> None:
         """Raise Refused when the policy cannot serve all present models."""
         try:
-            self.scheduler.check()
+            self.shell.core.policy.check(self.state)
         except CannotServe as error:
             raise Refused(str(error), "remove another model, or choose another policy") from error
 
@@ -263,14 +277,14 @@ class Dispatcher:
         name, targets = spec.name, spec.targets
         for number in self._devices(name):
             self._workers[number].send(m.SetTargets(name, targets.ttft_s, targets.tbt_s))
-        if name in self.scheduler.state.models:
-            self.scheduler.set_targets(name, targets)
+        if name in self.state.models:
+            self.shell.handle(e.TargetsChanged(name, targets))
 
     def forget(self, name: str) -> None:
         """Remove a model without live requests from all workers."""
         self._fleet.unhost_all(name)
         self._overload.forget(name)
-        self.scheduler.remove_model(name)
+        self.shell.handle(e.ModelRemoved(name))
 
     def fail_model(self, model: str, reason: str) -> None:
         """End all live requests of a model with an error."""
@@ -304,7 +318,8 @@ class Dispatcher:
         self.accounts.worker_down(worker.number)
         lost = self.live.on_device(worker.number)
         gone = [*lost, *self.migrations.worker_down(worker.number)]
-        self.scheduler.device_down(worker.number, [one.request_id for one in gone])
+        # One call: between two calls the core would send further requests to the worker.
+        self.shell.handle(*cut_short(one.request_id for one in gone), e.DeviceDown(worker.number))
         convicted = self.isolation.worker_down(lost, candidates)
         for request in lost:
             if not request.is_held and request not in convicted:
@@ -319,7 +334,8 @@ class Dispatcher:
     def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
         """Return the number of live requests per worker: assigned, running or not yet released."""
         had = Counter(request.device for request in self.live)
-        return [max(had[number], self.scheduler.num_requests(number)) for number in numbers]
+        known = {one.number: one.num_requests for one in self.state.devices.values()}
+        return [max(had[number], known.get(number, 0)) for number in numbers]
 
     def fail_unhosted(self, reason: str) -> None:
         """End the waiting requests of models without a worker, unless another worker can load."""
@@ -332,7 +348,8 @@ class Dispatcher:
         self._fail(late, "dropped: the request had not begun when the first token was due")
         self._overload.report(now_s)
         self._try_suspects(now_s)
-        self.scheduler.tick()
+        if self.state.requests:
+            self.shell.handle(e.Tick())
         self._background.fill()
 
     def end_overdue(self, now_s: float) -> None:
@@ -408,7 +425,10 @@ class Dispatcher:
         if request.is_background:
             self._background.add(request)
         else:
-            self.scheduler.arrived(request)
+            self._begin(request)
+
+    def _begin(self, request: LiveRequest) -> None:
+        self.shell.handle(arrived(request))
 
     def _restart(self, request: LiveRequest) -> None:
         """Schedule a request again after the loss of the worker; the tokens so far are kept."""
@@ -426,11 +446,11 @@ class Dispatcher:
 
     def _waits_for(self, request: LiveRequest) -> str:
         has_hosts = bool(self._devices(request.model))
-        return waits_for(request, has_hosts=has_hosts, on_turn=self.scheduler.on_turn)
+        return waits_for(request, self.state, has_hosts=has_hosts)
 
     def _note_outputs(self, worker: Worker, message: m.StepOutputs) -> None:
         self.accounts.stepped(worker.number, message)
-        self.scheduler.stepped(worker.number, message)
+        self.shell.handle(*stepped(worker.number, message))
         for item in message.progress:
             if item.finish_reason is not None:
                 self._remove(item.request_id, finish_reason(item.finish_reason))
@@ -459,7 +479,7 @@ class Dispatcher:
         self._end(requests, FinishReason.ERROR, reason)
 
     def _end(self, requests: list[LiveRequest], reason: FinishReason, error: str = "") -> None:
-        self.scheduler.ended(one.request_id for one in requests if not one.is_cold)
+        self.shell.handle(*cut_short(one.request_id for one in requests if not one.is_cold))
         for request in requests:
             self._remove(request.request_id, reason, error)
 

@@ -147,7 +147,7 @@ def _device(
         kv_host_bytes=status.kv_host_bytes if status else 0,
         kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
         prefix_bytes=status.prefix_bytes if status else 0,
-        num_waiting_for_kv=dispatcher.scheduler.num_waiting_for_kv(worker.number),
+        num_waiting_for_kv=dispatcher.state.num_waiting_for_kv(worker.number),
         num_recomputed=status.num_recomputed if status else 0,
         num_steps=status.num_steps if status else 0,
         role=role.value,

@@ -32,7 +32,6 @@ from gpupoold.domain import FinishReason, ModelState
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
 from gpupoold.scheduling.hosting import HostingReason
-from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.units import format_bytes, format_duration
 from gpupoold.wire.messages import ModelMemory
@@ -75,6 +74,7 @@ class Explainer:
         self._registry = registry
         self._history = history
         self._dispatcher = dispatcher
+        self._state = dispatcher.state
         self._fleet = fleet
         self._workers = workers
         self._cache = cache
@@ -163,10 +163,6 @@ class Explainer:
             advice=advice(name, targets, hour),
         )
 
-    @property
-    def _state(self) -> State:
-        return self._dispatcher.scheduler.state
-
     def _live(self, seen: str) -> list[LiveRequest]:
         """Return the live requests of a client's request, the named one first."""
         live, text = self._dispatcher.live.all(), request_id_of(seen)
@@ -182,9 +178,8 @@ class Explainer:
         return found
 
     def _turns(self, number: int, now_s: float) -> DeviceTurns:
-        core = self._dispatcher.scheduler.core
-        device = core.state.devices[number]
-        turns = turns_of(core.policy, core.state, device, now_s)
+        device = self._state.devices[number]
+        turns = turns_of(self._dispatcher.shell.core.policy, self._state, device, now_s)
         loading = views.loading(self._workers[number])
         body = _turns_body(turns, device.num_waiting_for_kv, loading)
         settings = self._workers[number].device

@@ -28,7 +28,7 @@ async def fleet_models(
 
     Other work of the event loop comes between two models: the fleet asks twice a second.
     """
-    state, now_s = dispatcher.scheduler.state, time.monotonic()
+    state, now_s = dispatcher.state, time.monotonic()
     rates_rps = state.arrivals.lasting.rates_rps(now_s)
     found = []
     for row in rows:

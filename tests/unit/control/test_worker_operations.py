@@ -26,7 +26,7 @@ def control_of(box: Box, drain_timeout_s: float = 60.0) -> WorkerOperations:
 
 def draining(box: Box) -> list[bool]:
     """What the scheduling core knows."""
-    devices = box.dispatcher.scheduler.state.devices
+    devices = box.dispatcher.state.devices
     return [devices[number].is_draining for number in sorted(devices)]
 
 
@@ -58,7 +58,7 @@ async def test_a_worker_that_there_is_not(box: Box, number: int) -> None:
 
 def test_a_role_by_hand_outlives_a_restart(box: Box) -> None:
     control_of(box).set_role(1, Role.DECODE)
-    devices = box.dispatcher.scheduler.state.devices
+    devices = box.dispatcher.state.devices
     assert (devices[1].role, devices[1].is_role_fixed) == (Role.DECODE, True)
     box.die(1)
     box.come_up(1)

@@ -14,6 +14,7 @@ from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import CacheFull
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.wire import messages as m
 from tests.unit.control.models.models_box import PAGE, TIMEOUT_S, ModelsBox, running
 
@@ -48,7 +49,7 @@ async def cached(box: ModelsBox, name: str) -> CachedModel:
 
 def serving(box: ModelsBox) -> set[int]:
     """The devices to which requests are sent."""
-    return box.dispatcher.scheduler.state.models["a"].hosts
+    return box.dispatcher.state.models["a"].hosts
 
 
 async def test_each_degree_makes_one_snapshot_that_later_loads_use(
@@ -188,7 +189,7 @@ async def test_a_model_with_room_for_one_snapshot_is_warmed_on_one_degree(
         assert box.fleet.snapshots.of("a", number) == present
         await box.until(lambda: box.requests.get(number) == ["r1"])
         assert "device_rests" in await box.events()
-        box.dispatcher.scheduler.check_state()
+        check_state(box.dispatcher.state)
 
 
 async def test_other_options_make_both_snapshots_anew(

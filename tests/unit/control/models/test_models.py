@@ -203,7 +203,7 @@ async def test_targets_and_aliases_change_while_it_serves(box: ModelsBox) -> Non
     box.frontends.mounted.clear()
     row = await box.lifecycle.set("a", SetModelRequest(ttft_s=2.0, add_aliases=["alias"]))
     assert row.spec.targets == box.fleet.targets("a") == Targets(2.0, Targets().tbt_s)
-    assert box.dispatcher.scheduler.state.models["a"].targets == row.spec.targets
+    assert box.dispatcher.state.models["a"].targets == row.spec.targets
     assert box.frontends.mounted == {"a"}  # under the alias too
     assert box.frontends.lists[-1].models[0].aliases == ("alias",)
 

@@ -10,6 +10,7 @@ from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.scheduling.state import Request
 from gpupoold.wire import messages as m
@@ -94,7 +95,7 @@ class Bench:
     @property
     def scheduled(self) -> dict[str, Request]:
         """What the scheduling core knows."""
-        return self.dispatcher.scheduler.state.requests
+        return self.dispatcher.state.requests
 
     def check(self) -> None:
-        self.dispatcher.scheduler.check_state()
+        check_state(self.dispatcher.state)

@@ -18,6 +18,7 @@ from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, Role, Targets
+from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
@@ -330,10 +331,10 @@ class Box:
 
     def check(self) -> None:
         """No request is lost or in two places, no token is lost or told twice."""
-        self.dispatcher.scheduler.check_state()
+        check_state(self.dispatcher.state)
         unsent = {
             one.id
-            for one in self.dispatcher.scheduler.state.requests.values()
+            for one in self.dispatcher.state.requests.values()
             if one.phase in (RequestPhase.HELD, RequestPhase.QUEUED)
         }
         for request in self.dispatcher.live.all():
@@ -351,7 +352,7 @@ class Box:
         """Nobody has a request, or anything that was for one."""
         assert self.live == []
         assert self.dispatcher.kv_peers.transfers == {}
-        assert self.dispatcher.scheduler.state.requests == {}
+        assert self.dispatcher.state.requests == {}
         for worker in self.workers:
             assert (worker.answers, worker.coming, worker.kv_transfers) == ({}, {}, set())
 

@@ -207,7 +207,7 @@ class TestBound:
         bench.come_back(device_bytes=WEIGHT_BYTES + 2000, kv_host_bytes=0)
         bench.ask("first", 100.0)
         bench.ask("second", 100.0)
-        turn = bench.dispatcher.scheduler.state.devices[0].turn
+        turn = bench.dispatcher.state.devices[0].turn
         assert turn is not None
         report = m.TurnReport(turn.turn_id, turn.model, None, 0.0, {})
         bench.dispatcher.from_worker(bench.worker, report)

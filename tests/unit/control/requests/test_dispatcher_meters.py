@@ -6,6 +6,7 @@ import time
 
 from gpupool_state import History
 from gpupoold.domain import Targets
+from gpupoold.scheduling.events import TargetsChanged
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench
 
@@ -60,6 +61,6 @@ async def test_one_that_loses_its_worker_is_resumed(history: History) -> None:
 
 async def test_the_core_is_timed(history: History) -> None:
     bench = Bench(history)
-    before = len(bench.dispatcher.scheduler.decisions)
-    bench.dispatcher.scheduler.set_targets(NAME, Targets(1.0, 1.0))
-    assert len(bench.dispatcher.scheduler.decisions) == before + 1
+    before = len(bench.dispatcher.shell.decisions)
+    bench.dispatcher.shell.handle(TargetsChanged(NAME, Targets(1.0, 1.0)))
+    assert len(bench.dispatcher.shell.decisions) == before + 1

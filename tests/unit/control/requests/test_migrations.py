@@ -72,7 +72,7 @@ def bring_to(box: Box, stage: str, *, has_kv: bool = True) -> None:
 
 def core_phase(box: Box) -> tuple[str, int | None]:
     """What the core believes of the request."""
-    [request] = box.dispatcher.scheduler.state.requests.values()
+    [request] = box.dispatcher.state.requests.values()
     return request.phase.name, request.device
 
 
@@ -106,7 +106,7 @@ def test_tokens_on_the_way_out_go_with_it(box: Box) -> None:
     bring_to(box, ATTACHED)
     [request] = box.dispatcher.live.all()
     assert request.output_token_ids == [0, 1]
-    [known] = box.dispatcher.scheduler.state.requests.values()
+    [known] = box.dispatcher.state.requests.values()
     assert known.num_tokens == 2
 
 
@@ -125,7 +125,7 @@ def test_the_target_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.die(TARGET, num_heard=0)
     box.check()
     if stage in (TOLD, LET_GO):  # the source has it: nobody else may
-        assert box.dispatcher.scheduler.state.requests == {}
+        assert box.dispatcher.state.requests == {}
         assert box.dispatcher.nums_of_requests([SOURCE])[0] == 1
     box.exchange()
     assert box.workers[SOURCE].kv_transfers == set()
@@ -144,7 +144,7 @@ def test_the_source_dies(box: Box, stage: str, has_kv: bool) -> None:
     [request] = box.dispatcher.live.all()
     num_resumed = box.dispatcher.accounts.meters.model(request.model).resumed
     assert num_resumed == (not is_at_target)  # scheduled anew with its token
-    assert box.dispatcher.scheduler.state.requests["r1"].num_tokens == 1
+    assert box.dispatcher.state.requests["r1"].num_tokens == 1
     box.exchange()
     box.check()
     if is_at_target:  # it has what had come, and computes the rest

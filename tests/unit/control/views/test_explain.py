@@ -192,7 +192,7 @@ async def test_a_paused_requests_kv_is_found(told: Told) -> None:
     dispatcher, worker = told.bench.dispatcher, told.bench.worker
     progress = [m.RequestProgress("r", [1])]
     dispatcher.from_worker(worker, m.StepOutputs(NAME, time.monotonic(), [], progress))
-    state = dispatcher.scheduler.state
+    state = dispatcher.state
     turn = state.devices[0].turn
     assert turn is not None
     state.devices[0].turn = None

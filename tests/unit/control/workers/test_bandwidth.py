@@ -15,7 +15,7 @@ def box() -> Box:
 
 
 def bandwidths(box: Box) -> list[float]:
-    devices = box.dispatcher.scheduler.state.devices
+    devices = box.dispatcher.state.devices
     return [devices[number].bandwidth_bytes_per_s for number in sorted(devices)]
 
 

@@ -76,7 +76,6 @@ async def build_control_plane(
         settings.access.share_prefixes,
         allowed_origins=settings.access.allowed_origins,
     )
-    fleet.signals.grammar_refused.connect(frontends.send)
     policy, roles = make_policy(header.policy, header.options), configured_roles(settings)
     dispatcher = Dispatcher(
         settings.limits, history, policy, fleet, frontends.send_to, roles, keyring
@@ -104,6 +103,7 @@ async def build_control_plane(
         cache,
         Inspector(settings, forks),
     )
+    dispatcher.listener = lifecycle
     await lifecycle.room.divisions.restore()
     host_budget = snapshots.host_budget
     operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)

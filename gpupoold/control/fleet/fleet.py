@@ -15,7 +15,6 @@ from gpupoold.control.fleet.circuit_breaker import CircuitBreakers
 from gpupoold.control.fleet.device_snapshots import DeviceSnapshots
 from gpupoold.control.fleet.hosts import Hosts
 from gpupoold.control.fleet.shared_lock import SharedLock
-from gpupoold.control.fleet.signals import Signals
 from gpupoold.control.fleet.transitions import MODEL_TRANSITIONS, Life, ModelEvent, ModelPhase
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState, Targets
@@ -105,7 +104,6 @@ class Fleet:
         self.hosts = Hosts()
         self.snapshots = DeviceSnapshots(cache, self.hosts, without_snapshots, degrees)
         self.breakers = CircuitBreakers()
-        self.signals = Signals()
         self._draining_devices: set[int] = set()
         self._records: dict[str, _Record] = {}
         self._changing: defaultdict[str, SharedLock] = defaultdict(SharedLock)

@@ -38,17 +38,21 @@ from gpupoold.control.models.retries import Retries
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Adapter, Preset
 from gpupoold.errors import NoSuchModel
+from gpupoold.wire.messages import GrammarRefused, WrongAnswer
 
 LOAD_GRACE_S = 20.0
 """Time for the load of a removed model to stop; a worker has no other means to end it."""
 
 
-class ModelLifecycle:
+class ModelLifecycle(RequestListener):
     """A user's operations on models, by name or alias, while serving continues.
+
+    The dispatcher reports what models need for their requests.
 
     ``mounts``, ``reloads`` and ``quarantine`` handle starts and ends of processes;
     ``retries.check`` is to be called every second.
@@ -74,6 +78,7 @@ class ModelLifecycle:
         self.ongoing = OngoingAdditions(history)
         self._snapshots = snapshots
         self._supervisor = supervisor
+        self._frontends = frontends
         mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends, inspector)
         facts = LoadFacts(registry, history)
         divisions = Divisions(settings, inspector, registry.divisions)
@@ -147,6 +152,31 @@ class ModelLifecycle:
             self._changes.set,
             inspector,
         )
+
+    def request_began(self, model: str) -> None:
+        self.warmer.began(model)
+
+    def request_ended(self, model: str, device: int | None) -> None:
+        self._snapshots.touch(model, device)
+
+    def weights_wanted(self, model: str) -> None:
+        self.warmer.begin(model)
+        self.parking.wanted(model)
+
+    def weights_damaged(self, answer: WrongAnswer) -> None:
+        self.warmer.renew(answer)
+
+    def grammar_refused(self, refused: GrammarRefused) -> None:
+        self._frontends.send(refused)
+
+    def answered(self, model: str) -> None:
+        self._fleet.breakers.answered(model)
+
+    def convicted(self, model: str, request_id: str) -> None:
+        self.quarantine.convicted(model, request_id)
+
+    def acquitted(self, model: str) -> None:
+        self.quarantine.acquitted(model)
 
     async def stop(self) -> None:
         """Undo unfinished additions, and end all other work; the workers have stopped before."""

@@ -49,7 +49,6 @@ class Parking:
         self._idle_since_s: dict[int, float] = {}
         self._had: dict[str, int] = {}  # the device that a model had before its device was parked
         self._parking: asyncio.Task[None] | None = None
-        fleet.signals.weights_wanted.connect(self._wanted)
 
     def check(self, now_s: float) -> None:
         """Park devices that are idle for too long, and wake devices; to be called every second."""
@@ -120,7 +119,7 @@ class Parking:
         engines_on = self._fleet.hosts.engines_on
         return [one for one in idle if waiting.isdisjoint(engines_on(one.number))]
 
-    def _wanted(self, model: str) -> None:
+    def wanted(self, model: str) -> None:
         """Wake a device for a model that no device in service can load."""
         parked = self._parked()
         states = {one.state for one in self._supervisor.workers}

@@ -50,9 +50,6 @@ class Quarantine:
         self._clock = clock
         self._unclear: dict[str, tuple[int, Death]] = {}  # the latest crash of each model
         self._tasks: set[asyncio.Task[None]] = set()
-        fleet.signals.answered.connect(fleet.breakers.answered)
-        fleet.signals.convicted.connect(self._convicted)
-        fleet.signals.acquitted.connect(self._acquitted)
 
     def crashed(self, device: int, death: Death) -> Candidates:
         """Record the death and the activity of a worker; return the possible causes."""
@@ -83,12 +80,12 @@ class Quarantine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _convicted(self, model: str, request_id: str) -> None:
+    def convicted(self, model: str, request_id: str) -> None:
         reason = self._fleet.breakers.record_convicted(model, request_id, self._clock())
         if reason is not None:
             self._shut_out(model, reason)
 
-    def _acquitted(self, model: str) -> None:
+    def acquitted(self, model: str) -> None:
         self._record_crash(model, *self._unclear.pop(model, (0, _UNKNOWN)))
 
     def _record_crash(self, model: str, device: int, death: Death) -> None:

@@ -59,10 +59,6 @@ class Warmer:
         self._load_timeout_s = load_timeout_s
         self._failures = failures
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        fleet.signals.weights_wanted.connect(self.begin)
-        fleet.signals.weights_damaged.connect(self._damaged)
-        fleet.signals.request_began.connect(self._began)
-        fleet.signals.request_ended.connect(snapshots.touch)
 
     def begin(self, model: str) -> asyncio.Task[None]:
         """Start warming; the task raises the reason of a failure."""
@@ -90,13 +86,13 @@ class Warmer:
         for model in list(self._tasks):
             await self.cancel(model)
 
-    def _began(self, model: str) -> None:
+    def began(self, model: str) -> None:
         """Record a use; bring the snapshot of resting devices back if there is room now."""
         self._snapshots.touch(model)
         if self._fleet.snapshots.resting(model) and self._snapshots.fits_again(model):
             self.begin(model)
 
-    def _damaged(self, message: m.WrongAnswer) -> None:
+    def renew(self, message: m.WrongAnswer) -> None:
         """Renew the snapshot from the checkpoint: the saved snapshot may be damaged too."""
         model = message.model
         text = f"the self-check answered {list(message.answered)}, not {list(message.expected)}"

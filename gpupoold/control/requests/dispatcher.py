@@ -30,6 +30,7 @@ from gpupoold.control.requests.core_shell import (
 )
 from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.kv_peers import KvPeers
+from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.requests.migrations import Migrations, is_leaving
 from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.replies import Replies
@@ -60,7 +61,8 @@ class Dispatcher:
 
     The scheduling core in ``shell`` decides; ``state`` is the core's state, for reading.
     :class:`WorkerOrders` sends the decisions to the workers, :class:`Replies` writes to the
-    frontends, :class:`Accounts` counts. A request without a token for ``token_timeout_s`` ends.
+    frontends, :class:`Accounts` counts. ``listener`` manages the models; set the attribute before
+    the first request. A request without a token for ``token_timeout_s`` ends.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class Dispatcher:
         self.accounts = Accounts(history, live, state, keys, clock, wall_clock)
         stats, refused = self.accounts.stats, self.accounts.meters.refused
         self._overload = Overload(limits, history, live, stats, state, refused, keys)
-        self.isolation = Isolation(live, history, self._orders, fleet.signals)
+        self.isolation = Isolation(live, history, self._orders)
+        self.listener = RequestListener()
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """Handle a request or a cancellation."""
@@ -134,7 +137,7 @@ class Dispatcher:
             case m.RequestsFailed():
                 self._failed_there(message)
             case m.WrongAnswer():
-                self._fleet.signals.weights_damaged(message)
+                self.listener.weights_damaged(message)
             case m.Switched():
                 bandwidth_bytes_per_s = message.bandwidth_bytes_per_s
                 self.shell.handle(
@@ -328,6 +331,7 @@ class Dispatcher:
         self._fail(convicted, text, FinalFailure.CRASHED_WORKER)
         for request in convicted:
             self.isolation.convicted(request)
+            self.listener.convicted(request.model, request.request_id)
         self._wake_asleep()
         self._try_suspects(self._clock())
 
@@ -385,7 +389,7 @@ class Dispatcher:
         request = LiveRequest(message, targets, output_token_ids=list(message.output_token_ids))
         self.live.add(request)
         self.accounts.admitted(message, is_warm=is_warm)
-        self._fleet.signals.request_began(message.model)
+        self.listener.request_began(message.model)
         self._schedule(request, is_warm=is_warm)
 
     def _failed_there(self, message: m.RequestsFailed) -> None:
@@ -394,13 +398,13 @@ class Dispatcher:
         self._fail(requests, message.message, FinalFailure(message.code) if message.code else None)
         for key_id in {one.key_id for one in requests} if message.grammar else ():
             refused = m.GrammarRefused(message.model, key_id, message.grammar, message.message)
-            self._fleet.signals.grammar_refused(refused)
+            self.listener.grammar_refused(refused)
 
     def _wake_asleep(self) -> None:
         """Ask for the snapshots of models with requests whose devices all rest."""
         for name in self._fleet.asleep():
             if self.live.num_of(name):
-                self._fleet.signals.weights_wanted(name)
+                self.listener.weights_wanted(name)
 
     def _known(self, request_ids: Iterable[str]) -> list[LiveRequest]:
         """Return the live requests among ``request_ids``."""
@@ -419,7 +423,7 @@ class Dispatcher:
             self._arrive(request)
             return
         self.live.set_cold(request, is_cold=True)
-        self._fleet.signals.weights_wanted(request.model)
+        self.listener.weights_wanted(request.model)
 
     def _arrive(self, request: LiveRequest) -> None:
         if request.is_background:
@@ -454,7 +458,7 @@ class Dispatcher:
         for item in message.progress:
             if item.finish_reason is not None:
                 self._remove(item.request_id, finish_reason(item.finish_reason))
-        self.isolation.progressed(message)
+        self._report_answered(self.isolation.progressed(message))
         self._try_suspects(self._clock())
         if any(item.finish_reason is not None for item in message.progress):
             self._background.fill()
@@ -483,11 +487,21 @@ class Dispatcher:
         for request in requests:
             self._remove(request.request_id, reason, error)
 
+    def _report_answered(self, requests: Sequence[LiveRequest]) -> None:
+        """Report crashes that count for a model now, then ``requests``, which closes breakers."""
+        for model in self.isolation.take_attributed() if requests else ():
+            self.listener.acquitted(model)
+        for request in requests:
+            self.listener.answered(request.model)
+
     def _remove(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         """Remove the record of a request after the end in the core."""
         request = self.live.pop(request_id)
         if request is None:
             return
-        self.isolation.ended(request, reason)
+        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self.isolation.ended(request, is_whole=is_whole)
+        if is_whole:
+            self._report_answered([request])
         self.accounts.ended(request, reason, error)
-        self._fleet.signals.request_ended(request.model, request.device)
+        self.listener.request_ended(request.model, request.device)

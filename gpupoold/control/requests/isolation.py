@@ -7,28 +7,23 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gpupool_state import History
-from gpupoold.control.fleet.signals import Signals
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.suspects import Suspects
-from gpupoold.domain import FinishReason
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
 
 
 class Isolation:
-    """Suspects of one daemon; records events and reports verdicts, but starts no request."""
+    """Suspects of one daemon; records events and returns verdicts, but starts no request."""
 
-    def __init__(
-        self, live: LiveRequests, history: History, orders: WorkerOrders, signals: Signals
-    ) -> None:
+    def __init__(self, live: LiveRequests, history: History, orders: WorkerOrders) -> None:
         self._live = live
         self._history = history
         self._orders = orders
         self._suspects = Suspects()
-        self._signals = signals
 
     def worker_down(self, lost: Sequence[LiveRequest], candidates: Candidates) -> list[LiveRequest]:
         """Hold the suspects among the requests ``lost`` with a worker; return the convicted."""
@@ -45,7 +40,6 @@ class Isolation:
         """Record a convicted request that has been ended."""
         text = f"request {request.request_id} crashed a worker when retried alone"
         self._history.record_event("error", "request_convicted", request.model, text)
-        self._signals.convicted(request.model, request.request_id)
 
     def next_trial(self, now_s: float) -> LiveRequest | None:
         """Return the suspect to start now, None during a trial or without held suspects."""
@@ -54,27 +48,25 @@ class Isolation:
             _logger.info("request %s of %s is retried alone", request.request_id, request.model)
         return request
 
-    def progressed(self, outputs: m.StepOutputs) -> None:
-        """Record tokens: a suspect beyond the point of the crash shares steps again."""
-        if not len(self._suspects):
-            return
-        for item in outputs.progress:
+    def progressed(self, outputs: m.StepOutputs) -> list[LiveRequest]:
+        """Record tokens; return the suspects beyond the point of the crash: they share steps
+        again.
+        """
+        cleared: list[LiveRequest] = []
+        for item in outputs.progress if len(self._suspects) else ():
             request = self._live.get(item.request_id)
             if request is not None and self._suspects.progressed(request):
                 _logger.info("request %s of %s is cleared", request.request_id, request.model)
                 self._orders.end_isolation(request)
-                self._report_models()
-                self._signals.answered(request.model)
+                cleared.append(request)
+        return cleared
 
-    def ended(self, request: LiveRequest, reason: FinishReason) -> None:
-        """Record the end of a request."""
-        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if is_whole and self._suspects.clear(request):
-            self._report_models()
-        self._suspects.ended(request)
+    def ended(self, request: LiveRequest, *, is_whole: bool) -> None:
+        """Record the end of a request, of its own accord if ``is_whole``."""
         if is_whole:
-            self._signals.answered(request.model)
+            self._suspects.clear(request)
+        self._suspects.ended(request)
 
-    def _report_models(self) -> None:
-        for model in self._suspects.take_attributed():
-            self._signals.acquitted(model)
+    def take_attributed(self) -> list[str]:
+        """Return the models to which crashes are attributed now, as all suspects are cleared."""
+        return self._suspects.take_attributed()

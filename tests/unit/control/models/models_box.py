@@ -273,6 +273,7 @@ class ModelsBox:
             self.cache,
             self.inspector,
         )
+        self.dispatcher.listener = self.lifecycle
         self.processes: dict[int, PlayedWorker] = {}
 
     def hold(self, *numbers: int) -> None:

@@ -23,6 +23,7 @@ from gpupoold.control.models.reloads import Reloads
 from gpupoold.control.models.retries import Retries
 from gpupoold.control.models.warming import Warmer
 from gpupoold.control.processes.crash_attribution import Death
+from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.workers.worker import WorkerEnded
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelState, Targets
@@ -70,6 +71,22 @@ class Frontends:
         pass
 
 
+class Verdicts(RequestListener):
+    """Passes on what concerns the quarantine."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+
+    def answered(self, model: str) -> None:
+        self._rig.breakers.answered(model)
+
+    def convicted(self, model: str, request_id: str) -> None:
+        self._rig.quarantine.convicted(model, request_id)
+
+    def acquitted(self, model: str) -> None:
+        self._rig.quarantine.acquitted(model)
+
+
 class Rig:
     def __init__(self, registry: Registry, history: History) -> None:
         self.registry, self.history = registry, history
@@ -97,6 +114,7 @@ class Rig:
             self.failures,
             mounts,
         )
+        self.bench.dispatcher.listener = Verdicts(self)
         reloads = cast(Reloads, self.models)
         self.retries = Retries(self.fleet, reloads, self.failures)
         self.bench.cold.warm.add(NAME)

@@ -8,6 +8,7 @@ from gpupool_state import History
 from gpupoold.config.schema import DeviceSettings, LimitSettings
 from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets
 from gpupoold.scheduling.invariants import check_state
@@ -24,18 +25,29 @@ def due_to(*request_ids: str) -> Candidates:
     return Candidates(frozenset(request_ids))
 
 
-class Cold:
+class Cold(RequestListener):
     """What is told of models' use, and which are warm."""
 
     def __init__(self, box: FleetBox) -> None:
         self.warm = box.warm
         self.begun: list[str] = []
         self.uses: list[str] = []
-        signals = box.fleet.signals
-        signals.weights_wanted.connect(self.begun.append)
-        signals.request_began.connect(lambda model: self.uses.append(f"used {model}"))
-        signals.request_ended.connect(lambda model, _: self.uses.append(f"left {model}"))
-        signals.weights_damaged.connect(lambda one: self.uses.append(f"damaged {one.model}"))
+        self.refused: list[m.GrammarRefused] = []
+
+    def weights_wanted(self, model: str) -> None:
+        self.begun.append(model)
+
+    def request_began(self, model: str) -> None:
+        self.uses.append(f"used {model}")
+
+    def request_ended(self, model: str, device: int | None) -> None:
+        self.uses.append(f"left {model}")
+
+    def weights_damaged(self, answer: m.WrongAnswer) -> None:
+        self.uses.append(f"damaged {answer.model}")
+
+    def grammar_refused(self, refused: m.GrammarRefused) -> None:
+        self.refused.append(refused)
 
 
 class Frontend:
@@ -62,6 +74,7 @@ class Bench:
         self.fleet = self.box.fleet
         self.dispatcher = Dispatcher(limits, history, policy, self.fleet, self.send)
         self.cold, self.frontend = Cold(self.box), Frontend()
+        self.dispatcher.listener = self.cold
         self.others: dict[int, Frontend] = {}
         self.worker = Worker(0, DeviceSettings(kind="emulated"))
         self.come_back()

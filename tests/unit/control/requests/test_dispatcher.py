@@ -148,14 +148,12 @@ async def test_grammar_over_a_bound_is_told_to_all_frontends(bench: Bench) -> No
     """For the API key of the request, as the request's end is told to its own frontend."""
     bench.cold.warm.add(NAME)
     bench.ask("a")
-    told: list[m.GrammarRefused] = []
-    bench.fleet.signals.grammar_refused.connect(told.append)
     failed = m.RequestsFailed(
         NAME, ["a"], "too costly", code=FinalFailure.GRAMMAR, grammar="digest"
     )
     for _ in range(2):  # unknown the second time
         bench.dispatcher.from_worker(bench.worker, failed)
-    assert told == [m.GrammarRefused(NAME, "", "digest", "too costly")]
+    assert bench.cold.refused == [m.GrammarRefused(NAME, "", "digest", "too costly")]
     ended = m.RequestsFailed(NAME, ["a"], "too costly", 400, "grammar_over_bound")
     assert bench.frontend.sent[-1:] == [ended]
 

@@ -99,7 +99,7 @@ class Accounts:
     def first_tokens(self, number: int, message: m.StepOutputs) -> dict[int, list[m.FirstToken]]:
         """Return how the requests waited whose first token is in a step, by frontend.
 
-        To be called before :meth:`stepped`.
+        :meth:`stepped` has not counted the step.
         """
         found: dict[int, list[m.FirstToken]] = {}
         for request in self._tokens.first_tokens(number, message):

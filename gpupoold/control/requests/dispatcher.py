@@ -101,6 +101,21 @@ class Dispatcher:
         self._overload = Overload(limits, history, live, stats, state, refused, keys)
         self.isolation = Isolation(live, history, self._orders)
         self.listener = RequestListener()
+        self.output_readers: tuple[Callable[[int, m.StepOutputs], None], ...] = (
+            # No count delays a token. A first token is known as such until it is counted.
+            self._reply,
+            # The core's turn and batch, which date a token, are the ones that made the token.
+            self.accounts.stepped,
+            # The core decides while the records of its requests exist, and before the listener
+            # learns of ends.
+            self._advance_core,
+            # An ended request is removed as whole, and is no suspect that could be cleared.
+            self._remove_ended,
+            # Trials of suspects begin before background requests take the time.
+            self._clear_suspects,
+            self._fill_background,
+        )
+        """Readers of a worker's step in order, each with the reason for a place before the next."""
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """Handle a request or a cancellation."""
@@ -113,10 +128,8 @@ class Dispatcher:
     def from_worker(self, worker: Worker, message: m.FromWorker) -> None:
         match message:
             case m.StepOutputs():
-                for number, firsts in self.accounts.first_tokens(worker.number, message).items():
-                    self.replies.send(number, m.FirstTokens(firsts))
-                self.replies.outputs(message)
-                self._note_outputs(worker, message)
+                for read in self.output_readers:
+                    read(worker.number, message)
             case m.Migrated():
                 request = self.migrations.released(worker, message)
                 if request is not None:
@@ -452,14 +465,25 @@ class Dispatcher:
         has_hosts = bool(self._devices(request.model))
         return waits_for(request, self.state, has_hosts=has_hosts)
 
-    def _note_outputs(self, worker: Worker, message: m.StepOutputs) -> None:
-        self.accounts.stepped(worker.number, message)
-        self.shell.handle(*stepped(worker.number, message))
+    def _reply(self, number: int, message: m.StepOutputs) -> None:
+        """Send the tokens to the frontends, after the waits for first tokens."""
+        for frontend, firsts in self.accounts.first_tokens(number, message).items():
+            self.replies.send(frontend, m.FirstTokens(firsts))
+        self.replies.outputs(message)
+
+    def _advance_core(self, number: int, message: m.StepOutputs) -> None:
+        self.shell.handle(*stepped(number, message))
+
+    def _remove_ended(self, number: int, message: m.StepOutputs) -> None:
         for item in message.progress:
             if item.finish_reason is not None:
                 self._remove(item.request_id, finish_reason(item.finish_reason))
+
+    def _clear_suspects(self, number: int, message: m.StepOutputs) -> None:
         self._report_answered(self.isolation.progressed(message))
         self._try_suspects(self._clock())
+
+    def _fill_background(self, number: int, message: m.StepOutputs) -> None:
         if any(item.finish_reason is not None for item in message.progress):
             self._background.fill()
 

@@ -41,11 +41,6 @@ def _gap_s(text: str) -> float:
         return 0.0
 
 
-def stored_gap_s_of(text: str) -> float | None:
-    """Return the gap of a stored pace; earlier versions accepted a number of seconds."""
-    return gap_s_of(f"{text}s" if text.replace(".", "", 1).isdecimal() else text)
-
-
 def checked_pace(text: str) -> str:
     """Return the text of a pace in lower case, without spaces around; empty stays empty.
 

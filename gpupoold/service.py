@@ -111,9 +111,7 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
-        kept = (snapshot_store.PREFIX, snapshot_store.EARLIER_PREFIX)
-        found = [one for prefix in kept for one in inherited.named(prefix)]
-        fd_store = FdStore(notifier, found)
+        fd_store = FdStore(notifier, inherited.named(snapshot_store.PREFIX))
         control_plane = await build_control_plane(
             configuration, database, history, listener, fd_store
         )

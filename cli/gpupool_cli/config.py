@@ -55,8 +55,6 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     text = "" if path is None else read_text(path)
     found = check_text(text) + check_on_machine(text, find_machine)
     problems = sorted(found, key=lambda one: one.line or 0)
-    for sentence in () if problems else parsed_file(text, path).renamed:
-        say(f"warning: {sentence}")
     if as_json:
         shown = [_problem_fields(one) for one in problems]
         output.print_json({"path": None if path is None else str(path), "problems": shown})

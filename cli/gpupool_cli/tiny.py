@@ -12,7 +12,6 @@ import typer
 from pydantic import BaseModel
 
 from gpupool_cli import output
-from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption
 from gpupoold.errors import Failed, GpupoolError, error_from_code
 from gpupoold.units import format_bytes
@@ -35,7 +34,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command("make-tiny-models")(make_tiny_models)
     app.command("make-dummy-models")(make_dummy_models)
-    app.command("make-hollow-models", hidden=True)(_make_hollow_models)
 
 
 def make_tiny_models(
@@ -65,19 +63,6 @@ def make_dummy_models(
     """
     options = [f"--shape={shape}" for shape in shapes or ()]
     _print(run_maker([*options, "--", str(directory)], _DUMMY_MAKER), as_json=as_json)
-
-
-def _make_hollow_models(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option("--shape", metavar="MODEL", help="The model's dimensions; may be repeated."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Make dummy-weights models, by the command's earlier name."""
-    say("make-hollow-models is now called make-dummy-models; the next release drops this name")
-    make_dummy_models(directory, shapes, as_json)
 
 
 def _print(made: list[TinyModel], *, as_json: bool) -> None:

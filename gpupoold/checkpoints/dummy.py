@@ -22,7 +22,7 @@ from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.shape import ModelShape, builtin_shape
 
 DEFAULT_SHAPE = "Qwen2.5-7B"
-RECIPE_FILE = "gpupool_hollow.json"
+RECIPE_FILE = "gpupool_dummy.json"
 MAX_POSITION_EMBEDDINGS = 32768
 
 _WEIGHT_FILE = "model.safetensors"

@@ -14,7 +14,6 @@ from gpupoold.config.lines import line_of, line_of_error, lines_of
 from gpupoold.config.listening import why_not_listen
 from gpupoold.config.machine import Machine, MachineError
 from gpupoold.config.problems import Problem, place_of
-from gpupoold.config.renamed import renamed_keys
 from gpupoold.config.schema import (
     Settings,
     chosen_path,
@@ -35,13 +34,12 @@ _DEVICES = (("device",), ("devices",))
 class ConfigFile:
     """A file's settings; ``path`` is None for defaults without a file.
 
-    ``written`` has the dotted keys in the file, ``renamed`` a sentence for each old name of a key.
+    ``written`` has the dotted keys in the file.
     """
 
     path: Path | None
     settings: Settings
     written: frozenset[str]
-    renamed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     raw = loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
     written = frozenset(_written(with_device_tables(raw)))
-    return ConfigFile(path, settings, written, renamed_keys(raw))
+    return ConfigFile(path, settings, written)
 
 
 def check_text(text: str) -> list[PlacedProblem]:

@@ -29,7 +29,6 @@ from gpupoold.config.batches import BatchSettings
 from gpupoold.config.device_names import named_devices, numbered
 from gpupoold.config.idle import IdleSettings
 from gpupoold.config.problems import Problem, config_error, problems_of
-from gpupoold.config.renamed import with_new_names
 from gpupoold.config.sections import (
     CUDA_RESERVE_BYTES,
     LEAST_KV_HOST_BYTES,
@@ -242,12 +241,12 @@ def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
 
 
 def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of parsed TOML with new key names, and ``device`` tables for ``devices``.
+    """Return a copy of parsed TOML with ``device`` tables for ``devices``.
 
     Raises:
         ValueError: ``devices`` is malformed, or the file has both forms.
     """
-    data = with_new_names(raw)
+    data = dict(raw)
     if "devices" in data:
         data["device"] = named_devices(data.pop("devices"), "device" in data)
     return data

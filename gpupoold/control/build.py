@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 
 from gpupool_state import ApiKeys, Database, History, Registry
@@ -150,7 +149,6 @@ def _snapshot_stores(
 ) -> tuple[SnapshotCache, SavedSnapshots, StoredSnapshots]:
     """Return the snapshots in host memory, on disk, and in the service manager."""
     folder, memory, keys = settings.paths.state_dir, settings.memory, SnapshotKeys()
-    shutil.rmtree(folder / "images", ignore_errors=True)  # written by earlier releases
     stored = StoredSnapshots(fd_store, keys)
     saved = SavedSnapshots(folder / "snapshots", memory.snapshot_files_bytes, keys)
     return SnapshotCache(memory.model_cache_bytes, stored), saved, stored

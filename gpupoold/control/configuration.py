@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from gpupoold.config.schema import RunningSettings, Settings
 from gpupoold.config.values import Effect
 from gpupoold.config.view import change_info, config_info
 from gpupoold.doctor.machine import find_machine
-
-_logger = logging.getLogger(__name__)
 
 
 class Configuration:
@@ -49,7 +46,6 @@ class Configuration:
         self.budgets = start.budgets
         self.settings = RunningSettings.of(start.settings)
         self._reasons = dict(start.budgets.reasons)
-        _warn_of_old_names(file)
 
     def info(self) -> ConfigInfo:
         """Return all keys with their present values, and the arithmetic of budgets."""
@@ -99,9 +95,3 @@ class Configuration:
         self.path = file.path
         self.budgets = update.fitted.budgets
         self.settings.take(update.fitted.settings)
-        _warn_of_old_names(file)
-
-
-def _warn_of_old_names(file: ConfigFile) -> None:
-    for sentence in file.renamed:
-        _logger.warning("%s: %s", file.path, sentence)

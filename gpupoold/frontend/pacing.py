@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.mounts import Scope
-from gpupoold.pace import OFF, gap_s_of, stored_gap_s_of
+from gpupoold.pace import OFF, gap_s_of
 from gpupoold.stats.histogram import Histogram
 
 _HEADER = b"x-gpupool-pace"
@@ -45,7 +45,7 @@ def wanted_gap_s(scope: Scope, *defaults: str) -> float | None:
     """
     values = [value for name, value in scope["headers"] if name == _HEADER]
     if not values:
-        return stored_gap_s_of(next((text for text in defaults if text), OFF))
+        return gap_s_of(next((text for text in defaults if text), OFF))
     try:
         return gap_s_of(values[-1].decode("latin-1"))
     except ValueError as error:

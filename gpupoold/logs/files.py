@@ -55,7 +55,7 @@ def rotating_handler(path: Path) -> logging.Handler:
 
 
 def _open_log(path: str | Path) -> int:
-    """Open a log for appending; also a log of an earlier release becomes private.
+    """Open a log for appending; an existing log becomes private too.
 
     Raises:
         OSError: the file cannot be written.

@@ -98,12 +98,6 @@ def _recoveries(scrape: Scrape) -> Iterator[Family]:
         ("result",),
         [(("migrated",), migrations.num_migrated), (("unknown",), migrations.num_unknown)],
     )
-    yield counter(
-        "requests_moved",
-        "Earlier name of gpupool_requests_migrated.",
-        ("result",),
-        [(("moved",), migrations.num_migrated), (("unknown",), migrations.num_unknown)],
-    )
 
 
 def _speed(scrape: Scrape) -> Iterator[Family]:

@@ -6,8 +6,8 @@ Gathering is quick; the conversion takes ten times as long and can run in anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from prometheus_client.core import (
@@ -89,12 +89,6 @@ def one_each(
         return make(name, text, (label,), (((key,), value(one)) for key, one in known))
 
     return family
-
-
-def renamed(family: Family, name: str) -> Iterator[Family]:
-    """Yield ``family``, then a copy under an earlier ``name``, kept for one release."""
-    yield family
-    yield replace(family, name=name, text=f"Earlier name of gpupool_{family.name}.")
 
 
 def histogram(

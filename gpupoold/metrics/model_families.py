@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each, renamed
+from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each
 from gpupoold.metrics.scrape import Scrape, memories
 
 _MODEL = ("model",)
@@ -248,9 +248,8 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         "Times the model was put into quarantine after repeated crashes of workers.",
         lambda one: one.quarantines,
     )
-    failures = of_meters(
+    yield of_meters(
         "model_self_check_failures",
         "Times the model answered the self-check's prompt wrongly and was loaded anew.",
         lambda one: one.self_check_failures,
     )
-    yield from renamed(failures, "model_canary_failures")

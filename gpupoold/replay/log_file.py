@@ -29,8 +29,6 @@ from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make
 from gpupoold.units import format_bytes
 
 FORMAT = "gpupool-event-log-2"
-# The format before event logs had a state: every log begins with a new core.
-_OLD_FORMAT = "gpupool-stimuli-1"
 MAX_LINE_BYTES = 16 << 20
 MAX_FILE_BYTES = 1 << 30
 _EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
@@ -180,7 +178,7 @@ def _read_header(path: Path, numbered: _Numbered) -> Header:
         header = msgspec.json.decode(line, type=Header)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} is not an event log: {error}") from None
-    if header.format not in (FORMAT, _OLD_FORMAT):
+    if header.format != FORMAT:
         raise UsageError(f"{path} is in format {header.format!r}", f"this version reads {FORMAT}")
     if header.policy not in POLICY_NAMES:
         known = ", ".join(POLICY_NAMES)

@@ -58,7 +58,7 @@ def daemon(
 ) -> Iterator[PrivateDaemon]:
     """The three models, with room for the snapshots of two of them."""
     cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
-    memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "1GiB"\n'
+    memory = f'[memory]\nmodel_cache = {cache_bytes}\nsnapshot_files = "1GiB"\n'
     with private_daemon(
         emulated_config(device_bytes) + memory, tmp_path_factory.mktemp("cache")
     ) as running:

@@ -59,7 +59,7 @@ async def test_snapshots_and_pins_outlive_the_daemon(
     for name, path in checkpoints.items():
         shutil.copytree(tiny_models[name], path)
     cache_bytes = int(2.5 * max(weight_bytes(path) for path in checkpoints.values()))
-    memory = f'[memory]\nmodel_cache = {cache_bytes}\nimage_files = "1GiB"\n'
+    memory = f'[memory]\nmodel_cache = {cache_bytes}\nsnapshot_files = "1GiB"\n'
     config, folder = emulated_config(device_bytes) + memory, tmp_path / "daemon"
 
     def snapshot_files() -> set[Path]:

@@ -17,10 +17,7 @@ from tests.unit.doc_pages import ROOT, Page, pages
 PAGES = pages()
 CLI = PAGES["docs/cli.md"]
 # Hidden commands, which the page of another one names.
-ALIASES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("ls",): ("list",),
-    ("make-hollow-models",): ("make-dummy-models",),
-}
+ALIASES: dict[tuple[str, ...], tuple[str, ...]] = {("ls",): ("list",)}
 CONFIGURATION = PAGES["docs/configuration.md"]
 EFFECTS = {
     "live": "at once",

@@ -35,8 +35,6 @@ from gpupoold.wire.messages import ModelToLoad, WorkerReady
 _logger = logging.getLogger(__name__)
 
 PREFIX = "snapshot-"
-# Prefix of earlier releases, whose descriptors are dropped from the store.
-EARLIER_PREFIX = "image-"
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _FIXED = _FIXED_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _FORMAT = 1

@@ -192,7 +192,6 @@ def test_header(value: bytes, gap_s: float | None) -> None:
         ("", "", None),
         ("", "steady", math.inf),
         ("20ms", "steady", 0.02),
-        ("0.02", "", 0.02),  # stored by an earlier version
         ("off", "steady", None),
         ("steady", "off", math.inf),
     ],

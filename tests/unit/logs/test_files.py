@@ -186,9 +186,9 @@ def test_the_daemons_own_file_is_bounded(tmp_path: Path) -> None:
 
 def test_logs_are_private(tmp_path: Path) -> None:
     paths = [tmp_path / "gpupoold.log", tmp_path / "worker-0.log"]
-    paths[0].write_text("of an earlier release")
+    paths[0].write_text("written by another program")
     paths[0].chmod(0o644)
     rotating_handler(paths[0]).close()
     RotatingFile(paths[1]).close()
     assert [path.stat().st_mode & 0o777 for path in paths] == [0o600, 0o600]
-    assert paths[0].read_text() == "of an earlier release"
+    assert paths[0].read_text() == "written by another program"

@@ -21,7 +21,7 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import LogEntry, RecordedCore
 from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
 
-HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-stimuli-1"}\n'
+HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-event-log-2"}\n'
 
 
 def read(path: Path) -> tuple[Header, list[LogEntry]]:

@@ -12,7 +12,7 @@ SHARD ?= 1/6
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo pictures test test-slow test-all lint format types imports prose check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo pictures test test-slow test-all lint format types imports prose reference check bench-switch bench-overhead bench-memory bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ imports: venv ## import-linter: who may import whom
 
 prose: venv ## pronouns and beginnings of docstrings, comments, messages and pages
 	@$(BIN)/python scripts/prose.py --max-pronouns 4 --max-beginnings 1
+
+reference: venv ## docs/reference anew, from the code
+	@$(BIN)/python -m scripts.reference
 
 check: lint types imports prose ## lint, types, imports and prose
 

@@ -10,20 +10,27 @@ from gpupoold.config.values import ANY_ORIGIN, HostNames, Origins, Section
 
 
 class AccessSettings(Section):
-    """``[access]``: the need for API keys, and the groups that may use the admin socket.
-
-    ``auto`` requires keys if other machines can connect. ``host_names`` are host names that clients
-    without a key may use, besides the names of the loopback address. ``allowed_origins`` are the
-    origins of other sites whose pages may call the API. With ``share_prefixes``, requests use
-    cached KV of requests of other keys.
-    """
+    """``[access]``: the need for API keys, and the groups that may use the admin socket."""
 
     require_keys: Literal["auto", "always"] = "auto"
+    """`"auto"`: API keys are required unless only this machine can connect; `"always"`: API keys
+    are always required, for example behind a proxy on the same machine.
+    """
     host_names: HostNames = ()
+    """Names, besides those of the loopback address, under which clients without a key may call the
+    API.
+    """
     allowed_origins: Origins = ()
+    """Origins of other sites whose pages may call the API, as browsers send them, such as
+    `["https://app.example", "http://localhost:3000"]`; `["*"]` allows all origins and needs
+    `require_keys = "always"`.
+    """
     share_prefixes: bool = False
+    """Whether requests use cached KV of requests of other keys."""
     admin_group: str = Field(default="gpupool", min_length=1)
+    """Group with full access to the admin socket; need not exist."""
     read_only_group: str = Field(default="gpupool-ro", min_length=1)
+    """Group with read access to the admin socket; need not exist."""
 
     @model_validator(mode="after")
     def _needs_keys_for_any_origin(self) -> Self:

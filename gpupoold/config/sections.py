@@ -49,24 +49,28 @@ def _roles(value: object) -> object:
 
 
 class ServerSettings(Section):
-    """``[server]``: the public HTTP address; port 0 chooses a free port.
-
-    With a certificate and a key (PEM files) the server uses HTTPS. ``frontends`` is the number of
-    processes that share the address. ``wait_comments`` is the interval of the comments in streams
-    that wait for a first token, 0 for none.
-    """
+    """``[server]``: the public HTTP address; HTTPS with a certificate and a key."""
 
     host: Annotated[str, AfterValidator(check_host)] = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
+    """TCP port; 0 selects any free port."""
     max_body_bytes: Annotated[PositiveSize, Effect.LIVE] = Field(
         default=10_000_000, alias="max_body"
     )
+    """Largest request body; larger bodies are answered with 413."""
     frontends: int = Field(default=2, ge=1, le=64)
+    """Number of processes that accept connections, 1 to 64. When a frontend dies, streams of other
+    frontends continue.
+    """
     wait_comments_s: Annotated[DurationOrZero, Effect.LIVE] = Field(
         default=2.0, alias="wait_comments"
     )
+    """Interval of the comments in waiting streams, at least 0.5 s; `0` for none."""
     tls_cert: AbsolutePath | None = None
+    """Certificate for HTTPS (PEM, followed by its chain)."""
     tls_key: AbsolutePath | None = None
+    """Private key of the certificate (PEM, not encrypted, not readable by everyone)."""
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
@@ -76,43 +80,71 @@ class ServerSettings(Section):
 
 
 class PathSettings(Section):
-    """``[paths]``: absolute paths; defaults depend on the user, see ``load_settings``.
-
-    ``hf_cache`` None is the folder of the Hugging Face library for the daemon's user, an empty list
-    no folder. ``workloads_dir`` serves ``gpupool simulate``; the daemon does not read the folder.
-    """
+    """``[paths]``: absolute paths; defaults depend on the user, see ``load_settings``."""
 
     state_dir: AbsolutePath
+    """Database and other data that must survive a restart."""
     runtime_dir: Annotated[AbsolutePath, AfterValidator(check_socket_folder)]
+    """Admin socket; `$GPUPOOL_RUNTIME_DIR` replaces the default."""
     model_dirs: Annotated[tuple[AbsolutePath, ...], BeforeValidator(as_tuple), Effect.LIVE]
+    """Folders in which a model's name is looked up, in this order."""
     log_dir: AbsolutePath
+    """Logs of all processes, at most 64 MiB each; by default `logs` in `state_dir`."""
     download_dir: AbsolutePath
+    """Checkpoints from the Hugging Face hub; by default `models` in `state_dir`. As a service,
+    other disks must be named to systemd.
+    """
     hf_cache: Annotated[tuple[AbsolutePath, ...] | None, BeforeValidator(as_tuple), Effect.LIVE] = (
         None
     )
+    """List of Hugging Face caches of other programs, such as `["/home/me/.cache/huggingface/hub"]`;
+    a complete snapshot there is used in place. By default the cache of the daemon's user
+    (`HF_HUB_CACHE`, `HF_HOME`); `[]` for no cache.
+    """
     workloads_dir: Annotated[AbsolutePath | None, Effect.LIVE] = None
+    """Recorded workloads for the presets of `gpupool simulate`; not read by the daemon."""
 
 
 class DeviceSettings(Section):
     """A ``[[device]]``: a GPU, or a group of GPUs that run each model together.
 
-    ``memory_bytes`` is the memory of each GPU of an emulated device, and an upper limit for each
-    GPU of other devices (None for all memory). ``index`` is the CUDA ordinal of a single GPU, None
-    for groups and other kinds. ``gpus_as_written`` has the ordinals of a group, or the number of
-    GPUs of other kinds; read ``gpus`` and ``num_gpus`` instead. ``gpu`` is the GPU simulated by a
-    ``sim`` device. With ``page_bytes`` None the worker chooses. ``link`` is the bandwidth in each
-    direction of a modelled link between the host and each GPU of an emulated device.
+    Read ``gpus`` and ``num_gpus`` instead of ``gpus_as_written``.
     """
 
     kind: Literal["emulated", "cuda", "sim"]
+    """`"cuda"` for a GPU; `"emulated"` for a small device in host memory; or `"sim"` for a
+    simulated device without an engine.
+    """
     memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
+    """Size of an emulated device; for other kinds the maximum of memory to use, by default all
+    memory. For a group of GPUs: of each GPU.
+    """
     index: int | None = Field(default=None, ge=0)
+    """CUDA ordinal, for CUDA devices only; by default the lowest unused ordinal. Devices with the
+    same ordinal share a GPU with one worker each; each such device must set `memory`, and
+    `memory.reserve` is subtracted for each.
+    """
     gpus_as_written: Annotated[tuple[int, ...] | int | None, BeforeValidator(group_value)] = Field(
         default=None, alias="gpus"
     )
+    """A group of GPUs: on CUDA devices the list of ordinals, such as `[0, 1, 2, 3]`; on other
+    devices the number of GPUs, such as `2`. At most 8. By default a single GPU.
+    """
     gpu: str | None = None
+    """GPU simulated by a `"sim"` device, a name of `hardware.toml` such as `"H800"`. Required for
+    this kind, not allowed for others.
+    """
     page_bytes: PositiveSize | None = None
+    """Size of a page of device memory, a multiple of 2 MiB on CUDA and of 4 KiB on emulated
+    devices; by default chosen by the worker, 8 MiB on CUDA. Larger pages are mapped faster but
+    enlarge KV extents. Not for `"sim"` devices.
+    """
     link_bytes_per_s: LinkRate | None = Field(default=None, alias="link")
+    """Bandwidth of a modelled link between host memory and an emulated device, in each direction,
+    from `"1MB/s"` to `"1TB/s"`, such as `"2GB/s"`. Copies then take as long as over such a link and
+    leave the cores to the engines, as copies to a GPU do. By default the host's cores copy as fast
+    as they can. For `"emulated"` devices only.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -156,21 +188,41 @@ class MemorySettings(Section):
     """``[memory]``: budgets of host memory, disk, and device memory reserved for activations.
 
     None in a key ``..._or_auto`` means that :mod:`gpupoold.config.fitting` works the figure out
-    from the machine. ``prefix_cache`` limits the KV of ended requests in ``kv_host``: None for no
-    limit of its own, 0 to keep none; ``kv_files`` limits the files with such KV. ``engines`` limits
-    the memory of engines outside the pages of a device, see ``engines_for``. A model's self-check
-    is repeated after ``self_check_interval`` transfers of the weights to a device; 0 disables these
-    checks.
+    from the machine.
     """
 
     model_cache_or_auto: Annotated[AutoSize, Effect.LIVE] = Field(default=None, alias="model_cache")
+    """Host memory for weights snapshots. A model with a snapshot is switched in without reading the
+    disk; without a snapshot, the model's next request restores the snapshot. Snapshots of idle
+    models are evicted, least recently used first.
+    """
     snapshot_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="snapshot_files")
+    """Disk space for snapshot files, in `state_dir/snapshots`; a restarted daemon loads models from
+    snapshot files instead of checkpoints. 0: none.
+    """
     kv_host_or_auto: AutoSize = Field(default=None, alias="kv_host")
+    """Host memory for offloaded KV and KV transfers, for each GPU."""
     prefix_cache_bytes: Size | None = Field(default=None, alias="prefix_cache")
+    """Limit for the part of `kv_host` with KV of ended requests; by default all that paused
+    requests leave. 0: no KV of ended requests is kept in host memory.
+    """
     kv_files_bytes: Size = Field(default=0, alias="kv_files")
+    """Disk space for files with KV of ended requests, in `state_dir/kv`, on a local disk of a few
+    GB/s; conversations then find their KV after restarts too. Not encrypted. 0: none.
+    """
     reserve_or_auto: AutoSize = Field(default=None, alias="reserve")
+    """Free memory on each GPU for the driver, libraries and activations. The memory that each
+    engine needs besides is not part of this budget.
+    """
     engines_bytes: Annotated[Size | None, Effect.LIVE] = Field(default=None, alias="engines")
+    """Limit for the memory of engines outside the pages of each GPU, measured at their loads; by
+    default three quarters of the reserve that is free at the worker's start on CUDA, and no limit
+    elsewhere. A smaller limit evicts nothing by itself: the next loads do.
+    """
     self_check_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
+    """Number of times a model's weights are brought onto a device between two self-checks; 0: no
+    repeated self-checks.
+    """
 
     @property
     def model_cache_bytes(self) -> int:
@@ -205,21 +257,18 @@ class MemorySettings(Section):
 
 
 class SimulatedHostSettings(Section):
-    """``[simulated_host]``: the host memory of a box with simulated devices only.
-
-    With ``memory`` the daemon works out and applies the budgets of host memory as on a host of this
-    size; without, simulated devices have no such budgets.
-    """
+    """``[simulated_host]``: the host memory of a box with simulated devices only."""
 
     memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
+    """Host memory from which the budgets are worked out, instead of this machine's. Models that
+    exceed the model cache are refused. By default simulated devices have no budgets of host memory.
+    """
     numa_nodes: int = Field(default=1, ge=1, le=64)
+    """NUMA nodes, 1 to 64, that share the memory and the devices equally."""
 
 
 class SchedulingSettings(Section):
-    """``[scheduling]``: the policy, and the limit of a model's turn while other models wait.
-
-    ``roles`` has a role for each device, in order; for ``auto`` the policy chooses.
-    """
+    """``[scheduling]``: the policy, and the limit of a model's turn while other models wait."""
 
     effect: ClassVar[Effect] = Effect.LIVE
 
@@ -235,28 +284,43 @@ class SchedulingSettings(Section):
         ],
         Effect.RESTART,
     ] = "gpupool"
+    """Scheduling policy: `gpupool`, `aegaeon`, `request-level`, `request-level-4`, `static`,
+    `prefill-first` or `decode-first`.
+    """
     roles: Annotated[Literal["auto"] | tuple[RoleName, ...], BeforeValidator(_roles)] = "auto"
+    """Role of each device, as a list in the order of the devices: `prefill` (prompts), `decode`
+    (answers), `mixed` (both) or `auto` (chosen by the policy, and may change); the string `"auto"`
+    means `auto` for all devices. `gpupool role set` changes roles at run time.
+    """
     quota_max_s: Duration = Field(default=4.0, alias="quota_max")
+    """Maximum length of a turn while another model waits (policies `gpupool` and `aegaeon`)."""
 
 
 class SecuritySettings(Section):
-    """``[security]``: trust in checkpoints, clients and the environment.
-
-    The first two keys let a checkpoint run its own code in a worker. ``media_hosts`` lists the
-    hosts of images, audio and video. ``vllm_variables`` lists environment variables for workers and
-    frontends besides ``KNOWN_VARIABLES``.
-    """
+    """``[security]``: trust in checkpoints, clients and the environment."""
 
     effect: ClassVar[Effect] = Effect.LOADS
 
     allow_remote_code: bool = False
+    """Load checkpoints whose configuration names Python code in the checkpoint (`auto_map`): lets
+    the author of a checkpoint run code on this machine.
+    """
     allow_pickle: bool = False
+    """Load weights in pickle files (`*.bin`, `*.pt`, `*.pth`) of checkpoints without safetensors:
+    lets the author of a checkpoint run code on this machine.
+    """
     media_hosts: HostNames = ()
+    """Hosts from which images of requests are fetched; with an empty list, images must be part of
+    the request, as `data:` URLs. A host may be asked on every port.
+    """
     vllm_variables: Annotated[
         tuple[Annotated[str, Field(pattern=r"^VLLM_[A-Z0-9_]+$")], ...],
         BeforeValidator(as_tuple),
         Effect.RESTART,
     ] = ()
+    """Names of `VLLM_*` environment variables that workers and frontends get besides the harmless
+    variables.
+    """
 
 
 class HistorySettings(Section):
@@ -265,34 +329,70 @@ class HistorySettings(Section):
     effect: ClassVar[Effect] = Effect.LIVE
 
     max_requests: Count = 100_000
+    """Finished requests."""
     max_switches: Count = 100_000
+    """Switches with the times of their stages."""
     max_events: Count = 10_000
+    """Events."""
     max_minutes: Count = 200_000
+    """Minutes of a model: requests, tokens, attainment, latencies; minutes without requests are not
+    recorded.
+    """
     max_usage_hours: Count = 200_000
+    """Hours of a model and API key: requests, tokens, GPU seconds, energy."""
     max_device_minutes: Count = 400_000
+    """Minutes of a device: time of steps and switches, energy, use of the KV host cache."""
 
 
 class LimitSettings(Section):
-    """``[limits]``: bounds of queues, and time limits.
-
-    ``drop_late`` drops requests whose first token would be late. ``max_bytes_in_flight`` bounds the
-    bytes of requests that are read, wait or run; an API key gets at most half. ``max_images`` is
-    per prompt, ``max_image_pixels`` for all images of an HTTP request.
-    """
+    """``[limits]``: bounds of queues, and time limits."""
 
     effect: ClassVar[Effect] = Effect.LIVE
 
     max_live_requests_per_model: Count = 1024
+    """Live requests of one model; each sample of `n` counts. Further requests are answered with 429
+    and `Retry-After`.
+    """
     max_live_requests: Count = 4096
+    """Live requests of all models."""
     max_bytes_in_flight_or_auto: AutoPositiveSize = Field(default=None, alias="max_bytes_in_flight")
+    """Bytes of requests being read, waiting or running: HTTP bodies in the frontends, in equal
+    shares, and encoded requests in the daemon. One API key may use half. Further requests are
+    answered with 429 and `Retry-After`.
+    """
     max_images: Annotated[Count, Effect.LOADS] = 16
+    """Images of one prompt; a request with more gets 400. A model's engine option
+    `limit_mm_per_prompt` takes precedence.
+    """
     max_image_pixels: Annotated[Count, Effect.LOADS] = 32_000_000
+    """Pixels of all images of one HTTP request, before the model's own reduction; a request with
+    more gets 400. A frontend needs about 14 bytes per pixel to prepare images, for two requests at
+    once.
+    """
     drop_late: bool = False
+    """Refuse a request with 429 and `Retry-After` if its first token cannot meet the model's TTFT
+    target, and end a request with an error if it has not begun by then; by default such requests
+    are served late.
+    """
     load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
+    """Time to load a model, after which the model is marked failed; time to start a worker, after
+    which the worker is replaced; time to restore a snapshot, after which the waiting requests end
+    with an error.
+    """
     drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")
+    """Time that draining or removing a model or a device waits for requests."""
     stop_grace_s: Duration = Field(default=10.0, alias="stop_grace")
+    """Time that the frontends, and then the workers, may take to stop before the processes are
+    killed. Open streams may finish until two seconds before the end.
+    """
     hang_timeout_s: Duration = Field(default=60.0, alias="hang_timeout")
+    """Time without a sign of life, or with a turn but without a step, after which a worker is
+    killed and replaced; loading a model does not count.
+    """
     token_timeout_s: Duration = Field(default=600.0, alias="token_timeout")
+    """Time without a token after which a request ends with an error that names the cause of the
+    wait.
+    """
 
     @property
     def max_bytes_in_flight(self) -> int:
@@ -306,3 +406,4 @@ class LogSettings(Section):
     effect: ClassVar[Effect] = Effect.LIVE
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """`debug`, `info`, `warning` or `error`."""

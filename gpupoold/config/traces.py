@@ -8,14 +8,14 @@ from gpupoold.config.values import Section
 
 
 class TracesSettings(Section):
-    """``[traces]``: OpenTelemetry spans of requests, sent by OTLP over HTTP.
-
-    ``endpoint`` is the URL of a collector; empty sends nothing. ``share`` of the requests without a
-    trace of their own are recorded.
-    """
+    """``[traces]``: OpenTelemetry spans of requests, sent by OTLP over HTTP."""
 
     endpoint: str = ""
+    """URL of an OpenTelemetry collector for traces of requests, such as
+    `"http://127.0.0.1:4318/v1/traces"`; empty: no traces.
+    """
     share: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of the requests without a `traceparent` of their own that are recorded."""
 
     @field_validator("endpoint")
     @classmethod

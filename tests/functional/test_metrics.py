@@ -140,7 +140,7 @@ class TestScrape:
         assert set(resident) < set(MODELS)  # the device has room for one or two
 
     def test_it_and_its_documentation_agree(self, box: PrivateDaemon) -> None:
-        text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
         rows = DOCUMENTED.findall(text)
         documented = {name: (kind, labels_of(cell)) for name, kind, cell in rows}
         assert len(documented) == len(rows), "a metric is there twice"

@@ -1,0 +1,337 @@
+"""Write the pages of ``docs/reference`` from the code: commands, settings, metrics, operations.
+
+    python -m scripts.reference [--check]
+
+``--check`` writes nothing and exits with status 1 if a page is out of date. A setting's meaning is
+the text below its field in ``gpupoold/config``; the other pages have the texts that the program
+itself shows: help of commands, ``# HELP`` of metrics, summaries of the admin API.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import typer
+from prometheus_client import REGISTRY
+from prometheus_client.core import Metric
+from pydantic.fields import FieldInfo
+from typer.main import get_command
+
+from gpupool_cli.main import app
+from gpupoold.api.admin_api import OPERATIONS, AdminApi
+from gpupoold.config.schema import sections
+from gpupoold.config.values import Effect, Section, effect_of
+from gpupoold.metrics.daemon_families import daemon_families
+from gpupoold.metrics.device_families import device_families
+from gpupoold.metrics.families import Family, Numbers
+from gpupoold.metrics.model_families import model_families
+from gpupoold.metrics.picker_families import picker_families
+from gpupoold.service import argument_parser
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+
+_MADE = "This page is made from the code by `make reference`."
+_EFFECTS = {Effect.LIVE: "at once", Effect.LOADS: "next loads", Effect.RESTART: "restart"}
+_FAMILIES = {
+    "Models": model_families,
+    "Devices, turns and switches": device_families,
+    "The daemon": daemon_families,
+    "Endpoint pickers": picker_families,
+}
+
+
+class Nothing:
+    """An object without content: every attribute and call is empty, every number 0.
+
+    In place of a running daemon's objects: the names and texts of metrics depend on none of their
+    values.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: object, **options: object) -> Any:
+        return self
+
+    def __getitem__(self, key: object) -> Any:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __float__(self) -> float:
+        return 0.0
+
+    def __add__(self, other: object) -> Any:
+        return other
+
+    __radd__ = __sub__ = __rsub__ = __add__
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by file name."""
+    return {
+        "commands.md": commands_page(),
+        "settings.md": settings_page(),
+        "metrics.md": metrics_page(),
+        "operations.md": operations_page(),
+    }
+
+
+def commands_page() -> str:
+    """Return the page of all commands with their options."""
+    root: Any = get_command(app)
+    found = list(_commands(root, ("gpupool",)))
+    rows = [
+        (f"[`{' '.join(words[1:])}`](#{'-'.join(words)})", _summary(command.help))
+        for words, command in found
+    ]
+    parser = argument_parser()
+    # argparse has no public list of its options.
+    options = [(", ".join(one.option_strings), one.help or "") for one in parser._actions]
+    return "\n".join(
+        [
+            f"# Commands\n\n{_MADE} `gpupool COMMAND --help` and `man gpupool-COMMAND` have the "
+            "same texts. [Models](../adding-models.md) and [operations](../operations.md) say "
+            "when to use which.\n",
+            f"{root.epilog}\n",
+            "Options of `gpupool` itself stand before the command:\n",
+            _table(("option", "meaning"), _options(root, ("gpupool",))),
+            _table(("command", "purpose"), rows),
+            *(_command(words, command) for words, command in found),
+            f"## gpupoold\n\n{parser.description}\n",
+            _table(("option", "meaning"), options),
+        ]
+    )
+
+
+def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, inner in command.commands.items():
+        if inner.hidden:
+            continue
+        if hasattr(inner, "commands"):
+            yield from _commands(inner, (*words, name))
+        else:
+            yield (*words, name), inner
+
+
+def _command(words: tuple[str, ...], command: Any) -> str:
+    context = typer.Context(command, info_name=" ".join(words))
+    usage = " ".join([*words, *command.collect_usage_pieces(context)])
+    parts = [f"## {' '.join(words)}\n", f"    {usage}\n", _prose(command.help)]
+    parts += [_prose(command.epilog)] if command.epilog else []
+    if options := _options(command, words):
+        parts.append(_table(("argument or option", "meaning"), options))
+    return "\n".join(parts)
+
+
+def _options(command: Any, words: tuple[str, ...]) -> list[tuple[str, str]]:
+    context = typer.Context(command, info_name=" ".join(words))
+    records = [param.get_help_record(context) for param in command.params]
+    return [(f"`{term}`", text) for term, text in filter(None, records)]
+
+
+def settings_page() -> str:
+    """Return the page of all keys of the configuration."""
+    parts = [
+        f"# Settings\n\n{_MADE} Keys of the configuration file, with defaults. "
+        "[Configuration](../configuration.md) says how to write and change the file, and what "
+        "the sizes and durations look like.\n\n"
+        "*Takes effect*: `at once` by `gpupool reload`; `next loads` for models loaded after "
+        "the reload; `restart` after a restart of gpupoold.\n"
+    ]
+    for name, kind in sections().items():
+        title = f"[[{name}]]" if name == "device" else f"[{name}]"
+        rows = [
+            (
+                f"`{field.alias or key}`",
+                _default(kind, field, key),
+                _texts(kind).get(key, ""),
+                _EFFECTS[effect_of(field, kind)],
+            )
+            for key, field in kind.model_fields.items()
+        ]
+        head = ("key", "default", "meaning", "takes effect")
+        parts.append(f"## {title}\n\n{_table(head, rows)}")
+    return "\n".join(parts)
+
+
+def _default(kind: type[Section], field: FieldInfo, key: str) -> str:
+    if field.is_required():
+        return "by user" if kind.__name__ == "PathSettings" else "required"
+    value = field.get_default(call_default_factory=False)
+    if value is None:
+        return '`"auto"`' if key.endswith("_or_auto") else "none"
+    shown = kind.__pydantic_serializer__.to_python(
+        kind.model_construct(**{key: value}), mode="json", include={key}, warnings=False
+    )[key]
+    return f"`{_toml(shown)}`"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+@cache
+def _texts(kind: type[Section]) -> dict[str, str]:
+    """Return the text below each field of a section's class."""
+    tree = ast.parse(inspect.getsource(kind))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    found = {}
+    for field, below in pairwise(body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                found[name] = inspect.cleandoc(str(text))
+    return found
+
+
+def metrics_page() -> str:
+    """Return the page of all metrics."""
+    parts = [
+        f"# Metrics\n\n{_MADE} `/metrics` has the same texts. [Metrics](../metrics.md) says how "
+        "to scrape, what the values of the labels mean, and has useful queries.\n"
+    ]
+    nothing: Any = Nothing()
+    for title, families in _FAMILIES.items():
+        # Rows made of nothing have no values.
+        found = [(_without_rows(one).metric(), one.labels) for one in families(nothing)]
+        parts.append(f"## {title}\n\n{_metrics(found)}")
+    process = [(one, ()) for one in REGISTRY.collect() if one.name.startswith("process_")]
+    parts.append(f"## The daemon's process\n\n{_metrics(process)}")
+    return "\n".join(parts)
+
+
+def _without_rows(family: Family) -> Family:
+    if isinstance(family, Numbers):
+        return replace(family, rows=[])
+    return replace(family, rows=[])
+
+
+def _metrics(found: Iterable[tuple[Metric, Iterable[str]]]) -> str:
+    rows = [
+        (
+            f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`",
+            metric.type,
+            ", ".join(f"`{label}`" for label in sorted(labels)),
+            metric.documentation,
+        )
+        for metric, labels in found
+    ]
+    return _table(("metric", "type", "labels", "meaning"), rows)
+
+
+def operations_page() -> str:
+    """Return the page of the admin API's operations."""
+    rows, bodies = [], {}
+    for one in OPERATIONS.values():
+        body, query = "", []
+        for parameter in one.parameters:
+            if parameter.name == "body":
+                bodies[parameter.annotation.__name__] = parameter.annotation
+                body = f"[`{parameter.annotation.__name__}`](#{_slug(parameter.annotation)})"
+            elif parameter.name not in one.path_names:
+                query.append(f"`{parameter.name}`")
+        purpose = (getattr(AdminApi, one.name).__doc__ or one.name).split("\n\n")[0]
+        answer = f"lines of {_type(one.answer)}" if one.is_stream else _type(one.answer)
+        rows.append((f"`{one.method} {one.path}`", purpose, body, ", ".join(query), answer))
+    head = ("operation", "purpose", "body", "query", "answer")
+    parts = [
+        f"# Operations of the admin API\n\n{_MADE} The daemon answers on its admin socket: "
+        "`curl --unix-socket /run/gpupool/admin.sock http://gpupoold/ps`. `gpupool` uses these "
+        "operations, and the JSON of its commands has the same names. Times are in seconds, "
+        "sizes in bytes; `/openapi.json` describes all answers.\n",
+        _table(head, rows),
+        *(_body(name, kind.model_json_schema()) for name, kind in sorted(bodies.items())),
+    ]
+    return "\n".join(parts)
+
+
+def _slug(kind: type) -> str:
+    return kind.__name__.lower()
+
+
+def _type(kind: Any) -> str:
+    if get_origin(kind) is list:
+        return f"list of {_type(get_args(kind)[0])}"
+    name = getattr(kind, "__name__", str(kind))
+    return "" if name == "NoneType" else f"`{name}`"
+
+
+def _body(name: str, schema: dict[str, Any]) -> str:
+    needed = schema.get("required", ())
+    rows = [
+        (
+            f"`{key}`",
+            _type_of(field),
+            "required" if key in needed else f"`{_json(field.get('default'))}`",
+        )
+        for key, field in schema.get("properties", {}).items()
+    ]
+    return f"## {name}\n\n{_table(('field', 'type', 'default'), rows)}"
+
+
+def _type_of(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_type_of(one) for one in field["anyOf"])
+    if "enum" in field:
+        return ", ".join(f"`{one}`" for one in field["enum"])
+    if "items" in field:
+        return f"list of {_type_of(field['items'])}"
+    return str(field.get("type") or field.get("$ref", "").rpartition("/")[2] or "any")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(_cell(one) for one in line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.replace("``", "`").split()))
+
+
+def _prose(text: str | None) -> str:
+    blocks = inspect.cleandoc(text or "").split("\n\n")
+    return "".join(f"{' '.join(block.split())}\n\n" for block in blocks)[:-1]
+
+
+def _summary(text: str | None) -> str:
+    return re.split(r"\.(?: |$)", " ".join((text or "").split("\n\n")[0].split()))[0]
+
+
+def main() -> int:
+    """Write or check the pages; return the exit status."""
+    outdated = []
+    for name, text in pages().items():
+        path = FOLDER / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            outdated.append(name)
+            if "--check" not in sys.argv:
+                FOLDER.mkdir(exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    print(f"{len(outdated)} pages changed: {', '.join(outdated)}" if outdated else "up to date")
+    return 1 if outdated and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,9 +18,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gpupool_cli.bench.overhead import vllm_serve
-from gpupool_cli.bench.rig import emulated_config, weight_bytes
-from gpupool_cli.private_daemon import private_daemon
+from benchmarks.bench.overhead import vllm_serve
+from benchmarks.bench.rig import emulated_config, weight_bytes
+from benchmarks.private_daemon import private_daemon
 from gpupoold.errors import Failed
 from gpupoold.stats.percentile import percentile
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.bench.rig import emulated_config, make_checkpoints
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 
 _MAX_MODEL_LEN = 256
 _DEVICE_BYTES = 64 << 20

@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.sim_devices import CappedLengths, add_models, send_all, sim_config
 from benchmarks.top_cost import run_top
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload

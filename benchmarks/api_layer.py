@@ -18,11 +18,11 @@ from typing import Any
 
 from benchmarks.added_latency import KINDS, run_added_latency
 from benchmarks.admin_latency import run_admin_latency
+from benchmarks.bench.rig import make_checkpoints
 from benchmarks.connections import NUM_ACTIVE, NUM_IDLE, run_connections
 from benchmarks.frontend_rate import run_frontend_rate
 from benchmarks.report import at_least, at_most, finish
 from benchmarks.stream_client import PATHS
-from gpupool_cli.bench.rig import make_checkpoints
 
 ADDED_LATENCY_S = 0.001
 TOKENS_PER_S = 20_000

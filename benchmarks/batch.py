@@ -26,9 +26,9 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 from benchmarks.load import client_of
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.report import at_least, at_most, finish
 from benchmarks.sim_devices import CappedLengths, add_models, send_all, sim_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.stream_client import stream_apart
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 
 NUM_IDLE, NUM_ACTIVE, ANSWER_TOKENS = 1_000, 500, 64

@@ -23,10 +23,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks.bench.overhead import EMULATED_OPTIONS, vllm_serve
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
+from benchmarks.private_daemon import private_daemon
 from benchmarks.report import at_least, at_most, finish
-from gpupool_cli.bench.overhead import EMULATED_OPTIONS, vllm_serve
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import private_daemon
 from gpupoold.stats.percentile import percentile
 
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 from openai import AsyncOpenAI
 
+from benchmarks.bench.rig import emulated_config, weight_bytes
 from benchmarks.load import Ask, Stream, ask_all, client_of
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import descendants, module_of
-from gpupool_cli.bench.rig import emulated_config, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import DeviceInfo, Ps
 from gpupoold.errors import GpupoolError

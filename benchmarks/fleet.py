@@ -30,10 +30,10 @@ import aiohttp
 
 from benchmarks.fleet_box import Fleet
 from benchmarks.fleet_faults import PARTED_S, death_under_load, death_with_streams, partition
+from benchmarks.private_daemon import private_daemon
 from benchmarks.report import Figure, at_least, at_most, finish
 from benchmarks.sim_devices import CappedLengths, send_all, sim_config, simulated_on
 from benchmarks.stream_client import stream_apart
-from gpupool_cli.private_daemon import private_daemon
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets

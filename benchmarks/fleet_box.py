@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.errors import GpupoolError
 from gpupoold.fleet import cluster, operations
 from gpupoold.fleet.nodes import FleetSpec

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from benchmarks.fuzz import Outcome, send_malformed_requests
 from benchmarks.generated import generated
 from benchmarks.malformed_requests import MAX_TOKENS, malformed_requests
@@ -35,10 +36,9 @@ from benchmarks.noise import (
     beside_a_neighbour,
     late_loops,
 )
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import processes
 from benchmarks.report import Figure, at_least, at_most, finish
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.units import format_bytes
 

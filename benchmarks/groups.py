@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from benchmarks.faults import MAX_MODEL_LEN, alone_answers, pages_leaked, settle, summary
 from benchmarks.load import Ask, Stream, ask, client_of
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import module_of
 from benchmarks.report import at_least, at_most, finish
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]
 # Large enough for as many attention heads as a group has GPUs.

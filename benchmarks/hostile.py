@@ -23,15 +23,15 @@ from typing import Any
 
 import psutil
 
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from benchmarks.dripping_uploads import drip
 from benchmarks.fuzz import exchange
 from benchmarks.hostile_kinds import KINDS, MAY_END, ORDINARY, PERMITTED, TAKES_TIME, MakeRequest
 from benchmarks.neighbour import Felt, Neighbour
 from benchmarks.noise import MORE_PAUSE_S
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import module_of, processes
 from benchmarks.report import Figure, at_most, finish
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.stats.percentile import percentile
 

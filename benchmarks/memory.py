@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.memory import run_memory_bench
+from benchmarks.bench.switch import run_switch_bench
 from benchmarks.memory_streams import run_streams
 from benchmarks.report import Figure, at_least, at_most, finish
-from gpupool_cli.bench.memory import run_memory_bench
-from gpupool_cli.bench.switch import run_switch_bench
 from gpupoold.units import parse_size_bytes
 
 KV_MODEL_BYTES = 30_000_000

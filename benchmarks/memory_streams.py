@@ -19,10 +19,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from benchmarks.bench.in_daemon import leftovers
+from benchmarks.bench.rig import device_config, make_checkpoints, weight_bytes
 from benchmarks.load import token_ids_of
-from gpupool_cli.bench.rig import device_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.schemas_bench import BenchMemoryRequest
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.domain import Switch
 
 ARCHITECTURES = ("llama", "mixtral", "qwen2", "qwen3")
@@ -218,4 +218,4 @@ def _switches(daemon: PrivateDaemon) -> list[Switch]:
 
 def _leftovers(daemon: PrivateDaemon) -> dict[str, int]:
     with daemon.client() as client:
-        return client.bench_memory(BenchMemoryRequest(part="leftovers"))
+        return leftovers(client)

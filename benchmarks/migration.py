@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from openai import AsyncOpenAI
 
+from benchmarks.bench.rig import emulated_config, weight_bytes
 from benchmarks.load import Ask, ask, client_of, prompt_token_ids
-from gpupool_cli.bench.rig import emulated_config, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 
 NUM_PROMPT_TOKENS = 1000
 NUM_TOKENS = 8

@@ -15,7 +15,7 @@ from benchmarks.fuzz import Outcome, send_malformed_requests
 from benchmarks.malformed_requests import MalformedRequest
 from benchmarks.near_limits import near_limits, ordinary
 from benchmarks.neighbour import Felt, Neighbour
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_top import TurnInfo
 
 MAX_BODY_BYTES = 10_000_000

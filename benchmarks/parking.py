@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from benchmarks.load import Ask, ask_all, client_of
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.report import at_most, finish
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.errors import Refused
 from gpupoold.stats.percentile import percentile
 

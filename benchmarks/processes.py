@@ -6,7 +6,7 @@ import contextlib
 
 import psutil
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.import_server import forked_for
 
 _CHECKER = "gpupoold.frontend.grammar_checker.checker"

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.rig import make_checkpoints
 from benchmarks.faults import run_faults
 from benchmarks.migration import run_migrate
 from benchmarks.recovery_sim import run_recovery_sim
 from benchmarks.report import at_least, at_most, finish
 from benchmarks.restarts import run_restarts
 from benchmarks.role_changes import run_role_changes
-from gpupool_cli.bench.rig import make_checkpoints
 from gpupoold.units import format_duration
 
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.sim_devices import CappedLengths, Sent, add_models, send_all, sim_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import RequestRecord
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import box_models, parse_box

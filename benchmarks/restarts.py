@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.bench.rig import device_config
 from benchmarks.load import client_of, token_ids_of
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import module_of
-from gpupool_cli.bench.rig import device_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 MAX_MODEL_LEN = 1024
 DEVICE_BYTES = 64 << 20

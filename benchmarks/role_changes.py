@@ -20,7 +20,7 @@ from benchmarks.faults import (
     summary,
 )
 from benchmarks.load import Ask, Stream, ask, client_of
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 
 NUM_PROMPTS = 4
 NUM_AT_ONCE = 12

@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import module_of
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError

@@ -28,10 +28,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import module_of, processes
 from benchmarks.report import Figure, at_most, finish
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 Readings = list[tuple[float, float]]
 """Pairs of seconds since the start, and the value read."""

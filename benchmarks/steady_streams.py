@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from benchmarks.load import Ask, ask_all, client_of
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.report import at_least, at_most, finish
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.stats.percentile import percentile
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import kv_books
+from benchmarks.bench.rig import make_checkpoints
 from benchmarks.report import at_most, finish
-from gpupool_cli.bench.rig import make_checkpoints
 from gpupoold.worker.environment import set_engine_environment
 
 ADDED_S = 50e-6

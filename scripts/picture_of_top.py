@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.sim_devices import CappedLengths, send_all, sim_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupool_tui.app import TopApp
 from gpupool_tui.once import ask_once
 from gpupool_tui.view import Panel, View

@@ -15,7 +15,7 @@ import httpx
 
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, shape_main
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 
 _NUM_MODELS = 3
 _NUM_TOKENS = 64

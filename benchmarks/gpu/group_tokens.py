@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.overhead import EMULATED_OPTIONS, vllm_serve
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
 from benchmarks.load import Ask, Stream, ask, client_of
-from gpupool_cli.bench.overhead import EMULATED_OPTIONS, vllm_serve
 from gpupoold.worker.environment import set_group_environment
 
 _SHAPES = ("1B", "3B")

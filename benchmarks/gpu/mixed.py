@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.sim_devices import Sent, send_all
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.domain import Targets
 from gpupoold.errors import Failed
 from gpupoold.sim.csv_table import read_table

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.bench.overhead import OverheadPlan, measure_overhead
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import MAX_MODEL_LEN, Setting, shape_main
-from gpupool_cli.bench.overhead import OverheadPlan, measure_overhead
 
 _KV_BYTES = 8 << 30
 _DRY_KV_BYTES = 256 << 20

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.rig import emulated_config
 from benchmarks.gpu import results
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.pieces import add_dry_run
 from benchmarks.gpu.shapes import SHAPES, SMALL_SHAPES, TINY_SHAPES, Shape
 from benchmarks.gpu.synthetic import make_synthetic
 from benchmarks.gpu.turns import Turns
-from gpupool_cli.bench.rig import emulated_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.config.schema import CUDA_RESERVE_BYTES
 from gpupoold.domain import Targets
 from gpupoold.worker.environment import ENGINE_ARGUMENTS

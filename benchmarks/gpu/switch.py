@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.bench.in_daemon import bench_kv, bench_switch
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, shape_main
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.domain import WarmSource
 
 _ROUNDS = 5
@@ -45,13 +45,10 @@ def _measure(
     setting: Setting, shape: str, client: AdminClient, names: tuple[str, str], kv_bytes: int
 ) -> None:
     for mode in _MODES:
-        request = BenchSwitchRequest(models=names, rounds=_ROUNDS, modes=(mode,), kv_bytes=0)
-        _report(setting, shape, client.bench_switch(request), "without_kv")
+        _report(setting, shape, bench_switch(client, names, _ROUNDS, (mode,)), "without_kv")
     _report_kv(setting, shape, client, names, kv_bytes)
-    request = BenchSwitchRequest(
-        models=names, rounds=_ROUNDS, modes=("host_cached",), kv_bytes=kv_bytes
-    )
-    _report(setting, shape, client.bench_switch(request), "with_kv")
+    measured = bench_switch(client, names, _ROUNDS, kv_bytes=kv_bytes)
+    _report(setting, shape, measured, "with_kv")
     _report_first_tokens(setting, shape, client, names)
 
 
@@ -113,16 +110,14 @@ def _report(setting: Setting, shape: str, measured: Mapping[str, Any], kind: str
 def _report_first_tokens(
     setting: Setting, shape: str, client: AdminClient, names: tuple[str, str]
 ) -> None:
-    request = BenchSwitchRequest(models=names, rounds=_ROUNDS, prompts=_PROMPTS)
-    rows = client.bench_switch(request)["first_tokens"]
+    rows = bench_switch(client, names, _ROUNDS, prompts=_PROMPTS)["first_tokens"]
     setting.report.add(first_token_figures(setting.label(shape), rows), first_tokens=rows)
 
 
 def _report_kv(
     setting: Setting, shape: str, client: AdminClient, names: tuple[str, str], kv_bytes: int
 ) -> None:
-    request = BenchMemoryRequest(part="kv", models=names, rounds=_KV_ROUNDS, kv_bytes=kv_bytes)
-    measured = client.bench_memory(request)
+    measured = bench_kv(client, names, _KV_ROUNDS, kv_bytes)
     setting.report.add(kv_figures(setting.label(shape), measured), **measured)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.bench.overhead import EMULATED_OPTIONS, vllm_serve
+from benchmarks.bench.rig import emulated_config
 from benchmarks.judges.arguments import DTYPE, ServerArguments
-from gpupool_cli.bench.overhead import EMULATED_OPTIONS, vllm_serve
-from gpupool_cli.bench.rig import emulated_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 
 _DEVICE_BYTES = 400_000_000
 _START_TIMEOUT_S = 900.0

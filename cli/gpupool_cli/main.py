@@ -12,6 +12,7 @@ from gpupool_cli import (
     add_model,
     add_preset,
     batches,
+    bench,
     cache,
     completion,
     config,
@@ -32,7 +33,6 @@ from gpupool_cli import (
     why,
     workers as workers,
 )
-from gpupool_cli.bench import commands as bench
 from gpupool_cli.diagnostics import CliGroup
 from gpupool_cli.planning import plan, simulate
 from gpupool_cli.session import global_options
@@ -84,7 +84,7 @@ app.add_typer(keys.app, name="key")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(config.app, name="config")
 app.command("reload")(config.reload)
-app.add_typer(bench.app, name="bench")
+bench.register(app)
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)
 app.command("replay")(replay.replay)

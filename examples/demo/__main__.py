@@ -24,6 +24,7 @@ from gpupoold.system.interrupts import INTERRUPTED, ended_by_interrupts
 with ended_by_interrupts():
     from rich.console import Console
 
+    from benchmarks.private_daemon import PrivateDaemon, private_daemon
     from examples.demo import act_one, act_two
     from examples.demo.setting import (
         BUILD,
@@ -34,7 +35,6 @@ with ended_by_interrupts():
         make_models,
         set_aside,
     )
-    from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 
 
 def main() -> int:

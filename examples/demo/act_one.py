@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.private_daemon import PrivateDaemon
 from examples.demo.answers import Answer, OnToken, ask, make_prompts, num_differing, open_api
 from examples.demo.setting import TBT, TTFT, daemon_ps, new_table, on_gpu
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import Ps
 from gpupoold.units import format_bytes, format_duration
 

@@ -16,10 +16,10 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.private_daemon import PrivateDaemon
 from examples.demo.answers import Answer, ask, make_prompts, num_differing, open_api
 from examples.demo.bars import Bars
 from examples.demo.setting import bring_back, daemon_ps, new_table
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import RequestInfo
 from gpupoold.errors import TimedOut
 from gpupoold.units import format_duration

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from openai import AsyncOpenAI
 
+from benchmarks.private_daemon import PrivateDaemon
 from examples.demo.setting import TARGETS
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.request_ids import is_request
 from gpupoold.api.schemas import RequestInfo
 

@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gpupool_cli.bench.rig import emulated_config, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.bench.rig import emulated_config, weight_bytes
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import Ps
 from gpupoold.config.schema import default_devices
 from gpupoold.domain import Targets

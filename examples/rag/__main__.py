@@ -24,9 +24,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from examples.rag.pipeline import Rag, RagModels, Sourced
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints, weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.units import format_bytes, format_duration
 
 ROOT = Path(__file__).resolve().parent.parent.parent

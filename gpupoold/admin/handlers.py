@@ -26,6 +26,7 @@ from gpupoold.api.schemas import (
     DeviceInfo,
     ErrorBody,
     EventInfo,
+    OperateRequest,
     RequestRecord,
     SetDeviceRequest,
     SetHostingRequest,
@@ -39,7 +40,6 @@ from gpupoold.api.schemas_access import (
     SetKeyRequest,
 )
 from gpupoold.api.schemas_batches import BatchInfo
-from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
@@ -149,11 +149,8 @@ class Handlers:
         self._control.lifecycle.parking.wake(device)
         return self._control.devices()[device]
 
-    async def bench_switch(self, body: BenchSwitchRequest) -> dict[str, Any]:
-        return await self._control.bench_switch(body)
-
-    async def bench_memory(self, body: BenchMemoryRequest) -> dict[str, Any]:
-        return await self._control.bench_memory(body)
+    async def operate(self, device: int, body: OperateRequest) -> dict[str, Any]:
+        return await self._control.operate(device, body.operation, body.arguments)
 
     async def check(self) -> list[object]:
         return await self._control.check_integrity()

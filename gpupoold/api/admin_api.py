@@ -21,6 +21,7 @@ from gpupoold.api.schemas import (
     DeviceInfo,
     EventInfo,
     LogLine,
+    OperateRequest,
     Ps,
     RequestRecord,
     RoleName,
@@ -36,7 +37,6 @@ from gpupoold.api.schemas_access import (
     SetKeyRequest,
 )
 from gpupoold.api.schemas_batches import BatchInfo
-from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
@@ -307,6 +307,15 @@ class AdminApi:
     def wake(self, device: int) -> DeviceInfo:
         """Wake a parked device."""
 
+    @_operation("POST", "/devices/{device}/operations", OperateRequest, unbounded=True)
+    def operate(self, device: int, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run an operation of the module in ``GPUPOOL_OPERATIONS`` on a worker; may take minutes.
+
+        Raises:
+            UsageError: there is no such operation.
+            Refused: the daemon's environment names no module.
+        """
+
     @_operation("GET", "/config")
     def config(self) -> ConfigInfo:
         """Return all configuration keys with the daemon's values."""
@@ -501,20 +510,4 @@ class AdminApi:
 
         Raises:
             UsageError, Failed: the secret has another form, or cannot be stored.
-        """
-
-    @_operation("POST", "/bench/switch", unbounded=True)
-    def bench_switch(self, body: BenchSwitchRequest) -> dict[str, Any]:
-        """Alternate between two models on an idle worker and measure; may take minutes.
-
-        Raises:
-            Refused: no worker is idle, or the models are not loaded.
-        """
-
-    @_operation("POST", "/bench/memory", unbounded=True)
-    def bench_memory(self, body: BenchMemoryRequest) -> dict[str, Any]:
-        """Measure memory operations on an idle worker; may take minutes.
-
-        Raises:
-            Refused: no worker is idle, or the worker has too little memory.
         """

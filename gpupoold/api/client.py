@@ -65,7 +65,7 @@ class AdminClient(AdminApi):
     """A client of the daemon at ``socket_path``; use as a context manager.
 
     ``timeout_s`` bounds connecting and each plain answer. Long operations (adding, draining,
-    following, benchmarks) have no limit on the answer.
+    following, operations on workers) have no limit on the answer.
     """
 
     def __init__(self, socket_path: Path | str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -146,6 +146,13 @@ class EngineInfo(Body):
     device: int
     device_bytes: int
     host_bytes: int
+
+
+class OperateRequest(Body):
+    """Body of ``POST /devices/{device}/operations``: an operation of ``GPUPOOL_OPERATIONS``."""
+
+    operation: str
+    arguments: dict[str, Any]
 
 
 class SetHostingRequest(Body):

@@ -16,7 +16,6 @@ import psutil
 from gpupool_state import History, ModelRow, Registry
 from gpupoold import __version__
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Status
-from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
@@ -59,7 +58,7 @@ from gpupoold.wire import messages as m
 _logger = logging.getLogger(__name__)
 _TICK_S = 1.0
 _CHECK_INTERVAL_S = 5.0
-_BENCH_TIMEOUT_S = 3600.0
+_OPERATION_TIMEOUT_S = 3600.0
 
 ControlPlaneState = Literal["starting", "ready", "stopping"]
 
@@ -219,62 +218,26 @@ class ControlPlane:
             frontends=views.frontends(self.frontends, self.dispatcher.live),
         )
 
-    async def bench_switch(self, request: BenchSwitchRequest) -> dict[str, Any]:
-        """Switch between two loaded models on an idle worker.
+    async def operate(
+        self, number: int, operation: str, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Run an operation of the module in ``GPUPOOL_OPERATIONS`` on a worker.
 
         Raises:
-            Refused: fewer than two different models, or the device is busy.
+            UsageError: there is no such worker or operation.
+            Refused: the daemon's environment names no module.
         """
-        worker, models = await self._shared(request.models)
+        worker = self.workers.worker(number)
+        if not os.environ.get("GPUPOOL_OPERATIONS"):
+            raise Refused(
+                "this daemon has no operations for developers",
+                "start gpupoold with GPUPOOL_OPERATIONS=benchmarks.in_worker in a checkout",
+            )
         result = await self.supervisor.call(
-            worker,
-            "bench_switch",
-            limit_s=_BENCH_TIMEOUT_S,
-            models=models,
-            rounds=request.rounds,
-            modes=list(request.modes),
-            kv_bytes=request.kv_bytes,
-            prompts=list(request.prompts),
+            worker, operation, limit_s=_OPERATION_TIMEOUT_S, **arguments
         )
         assert isinstance(result, dict)
         return result
-
-    async def bench_memory(self, request: BenchMemoryRequest) -> dict[str, Any]:
-        """Measure memory operations on the first worker, or on one with two given models.
-
-        Raises:
-            Refused: fewer than two different models, or the device is busy or too small.
-        """
-        method = "leftovers" if request.part == "leftovers" else f"bench_{request.part}"
-        arguments: dict[str, object] = {}
-        worker = self.supervisor.workers[0]
-        if request.part == "kv":
-            if request.models is None:
-                raise Refused("KV is measured with two models", "name two models in `models`")
-            worker, models = await self._shared(request.models)
-            arguments = {"models": models, "kv_bytes": request.kv_bytes}
-        if request.part != "leftovers":
-            arguments["rounds"] = request.rounds
-        result = await self.supervisor.call(worker, method, limit_s=_BENCH_TIMEOUT_S, **arguments)
-        assert isinstance(result, dict)
-        return result
-
-    async def _shared(self, names: tuple[str, str]) -> tuple[Worker, list[str]]:
-        """Return a worker with two given models loaded, and the models' names without aliases.
-
-        Raises:
-            Refused: the models are the same, or no worker has both.
-        """
-        first, second = [(await self.lifecycle.find(name)).spec.name for name in names]
-        if first == second:
-            raise Refused("a switch needs two different models")
-        others = self.fleet.availability(second).devices
-        shared = [one for one in self.fleet.availability(first).devices if one in others]
-        if not shared:
-            raise Refused(f"no worker has both {first} and {second} loaded")
-        for name in (first, second):
-            await self.lifecycle.warmer.warm(name)
-        return self.supervisor.workers[shared[0]], [first, second]
 
     def event_log(self) -> Iterator[bytes]:
         """Return the lines of the core's event log; any thread may read the lines."""

@@ -31,7 +31,7 @@ class WorkerOperations:
         Raises:
             UsageError: there is no such worker.
         """
-        self._dispatcher.set_role(self._worker(number).number, role)
+        self._dispatcher.set_role(self.worker(number).number, role)
 
     async def drain(self, number: int) -> None:
         """Drain a worker: return when no requests are left; ``undrain`` ends the state.
@@ -40,7 +40,7 @@ class WorkerOperations:
             UsageError: there is no such worker.
             TimedOut: requests were left after ``limits.drain_timeout``; the drain continues.
         """
-        self._dispatcher.set_draining(self._worker(number).number, is_draining=True)
+        self._dispatcher.set_draining(self.worker(number).number, is_draining=True)
         limit_s = self.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s
         while num_left := self._dispatcher.nums_of_requests([number])[0]:
@@ -57,9 +57,14 @@ class WorkerOperations:
         Raises:
             UsageError: there is no such worker.
         """
-        self._dispatcher.set_draining(self._worker(number).number, is_draining=False)
+        self._dispatcher.set_draining(self.worker(number).number, is_draining=False)
 
-    def _worker(self, number: int) -> Worker:
+    def worker(self, number: int) -> Worker:
+        """Return a worker.
+
+        Raises:
+            UsageError: there is no such worker.
+        """
         workers = self._workers
         if not 0 <= number < len(workers):
             raise no_such_device(number, len(workers))

@@ -1,17 +1,15 @@
-"""Named operations on a running worker: benchmarks and checks, requested by the daemon."""
+"""Named operations on a running worker, requested by the daemon; developers may add more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.wire.messages import Call, CallResult
-from gpupoold.worker.benchmarks.device import bench_device
-from gpupoold.worker.benchmarks.idle import leftovers
-from gpupoold.worker.benchmarks.kv_swap import bench_kv
-from gpupoold.worker.benchmarks.switch import bench_switch
 from gpupoold.worker.kv.digests import kv_digest, live_blocks, weights_digest
 from gpupoold.worker.turns.loop import TurnLoop
 
@@ -30,12 +28,32 @@ def answer(loop: TurnLoop, call: Call) -> CallResult | None:
 def _answer_of(loop: TurnLoop, call: Call, operation: _Operation | None) -> CallResult:
     try:
         if operation is None:
+            operation = _more_operations().get(call.method)
+        if operation is None:
             raise UsageError(f"workers have no operation {call.method!r}")
         return CallResult(call.call_id, operation(loop, **call.args))
     except GpupoolError as error:
         return CallResult(call.call_id, None, error.code, error.message, error.hint)
     except (TypeError, AssertionError, OutOfPages) as error:
         return CallResult(call.call_id, None, "failed", f"{call.method}: {error!r}")
+
+
+def _more_operations() -> Mapping[str, _Operation]:
+    """Return ``OPERATIONS`` of the module that ``GPUPOOL_OPERATIONS`` names; none without.
+
+    Raises:
+        UsageError: the module cannot be imported.
+    """
+    name = os.environ.get("GPUPOOL_OPERATIONS")
+    if not name:
+        return {}
+    try:
+        operations: Mapping[str, _Operation] = importlib.import_module(name).OPERATIONS
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"GPUPOOL_OPERATIONS={name}: {error}", "name an importable module with OPERATIONS"
+        ) from error
+    return operations
 
 
 def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
@@ -96,9 +114,5 @@ _OPERATIONS: dict[str, _Operation] = {
     "checksum": _checksum,
     "page_out": _page_out,
     "unload_adapter": _unload_adapter,
-    "leftovers": leftovers,
-    "bench_device": bench_device,
-    "bench_kv": bench_kv,
-    "bench_switch": bench_switch,
 }
 _BESIDE: dict[str, _Operation] = {"load_adapter": _load_adapter}

@@ -20,9 +20,9 @@ import pytest
 from openai import AsyncOpenAI
 from typer.testing import CliRunner, Result
 
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
 from gpupool_cli.main import app
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo
 from tests.functional.daemon_tools import (
     admin_http,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.config.schema import parse_settings
 from gpupoold.control.workers.launch import engine_environment
 from tests.functional.daemon_tools import (

@@ -19,9 +19,9 @@ import psutil
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
 
+from benchmarks.bench.rig import emulated_config as emulated_config, weight_bytes as weight_bytes
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import descendants, module_of
-from gpupool_cli.bench.rig import emulated_config as emulated_config, weight_bytes as weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.conftest import PYTHON_PATH

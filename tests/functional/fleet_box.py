@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.access.fleet import make_secret
 from gpupoold.fleet.agent import Agent
 from gpupoold.fleet.controller import Controller

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import admin_http
 
 

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.client import RemoveMode
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import ModelInfo

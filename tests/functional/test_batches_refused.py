@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional import poison
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, cli
 
 HELLO = [{"role": "user", "content": "hello there"}]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -24,8 +24,8 @@ import httpx
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from gpupool_cli.bench.rig import emulated_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.bench.rig import emulated_config
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.certificates import make_certificate
 from tests.conftest import ROOT
 from tests.functional.daemon_tools import (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.command_server import run_command
 from tests.functional.daemon_tools import child_env
 

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.access.fleet import HEADER, make_secret, sign
 from gpupoold.fleet.relay import Relay
 from gpupoold.fleet.relays import make_relay

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpupool_cli.bench.rig import emulated_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.bench.rig import emulated_config
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas_access import AddKeyRequest
 from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, ps, until, usage, weight_bytes
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.errors import GpupoolError, Refused, UsageError
 from tests.functional.daemon_tools import (
     LLAMA,

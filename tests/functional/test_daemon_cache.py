@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (

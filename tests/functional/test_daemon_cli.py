@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import ModelInfo
 from tests.functional.daemon_tools import LLAMA, MODELS, QWEN2, QWEN3, Traces, cli
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.bench.in_daemon import leftovers
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas import DeviceInfo
-from gpupoold.api.schemas_bench import BenchMemoryRequest
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -112,7 +112,7 @@ def is_idle(daemon: PrivateDaemon) -> bool:
     """Return whether the worker has no request, and no KV that is anybody's."""
     with daemon.client() as client:
         try:
-            client.bench_memory(BenchMemoryRequest(part="leftovers"))
+            leftovers(client)
         except Refused:
             return False
     return device(daemon).kv_host_bytes == 0

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import MODELS, child, frontend_pids
 
 DEEP = {"type": "string", "pattern": "(" * 30_000 + "a" + ")" * 30_000}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.admin.handlers import FRESH_S
 from gpupoold.api.schemas_usage import UseInfo
 from tests.functional.conftest import MAX_REQUEST_ROWS

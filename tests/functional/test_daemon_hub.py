@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import snapshot_download
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config, weight_bytes

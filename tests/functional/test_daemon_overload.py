@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import EventInfo
 from tests.functional.daemon_tools import api_client, cli, ps, sim_daemon, until, usage
 

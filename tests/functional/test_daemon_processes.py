@@ -16,8 +16,8 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.latency.stored import StoredLatency
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.replay.log_file import open_log, replay_file, write
 from gpupoold.scheduling.actions import Send, StartTurn
 from gpupoold.scheduling.core import Core

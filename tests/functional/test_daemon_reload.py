@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_config import ReloadInfo
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import ConfigError, Refused

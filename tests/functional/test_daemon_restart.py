@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

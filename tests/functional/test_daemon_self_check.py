@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from gpupool_cli.private_daemon import private_daemon
+from benchmarks.private_daemon import private_daemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpupool_cli.bench.rig import weight_bytes
+from benchmarks.bench.rig import weight_bytes
 from gpupoold.checkpoints.tiny import Recipe, make_checkpoint
 from gpupoold.system.activity import ThreadPhase
 from tests.conftest import ROOT

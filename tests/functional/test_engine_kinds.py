@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     Background,
     api_client,

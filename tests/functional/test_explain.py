@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupool_state import DATABASE_NAME
 from gpupoold.api.schemas_explain import RequestWhy, SpanInfo
 from gpupoold.errors import NoSuchModel, UsageError

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import GpupoolError
 from tests.functional.daemon_tools import (

@@ -15,8 +15,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import descendants
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.access.secret import make_key
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest

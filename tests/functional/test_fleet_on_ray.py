@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import descendants
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.fleet import cluster
 from tests.conftest import PYTHON_PATH

@@ -17,8 +17,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.bench.rig import weight_bytes
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.bench.rig import weight_bytes
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas_models import AddAdapterRequest
 from tests.functional.daemon_tools import (
     LLAMA,

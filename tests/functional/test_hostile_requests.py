@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import descendants
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     Background,
     api_client,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_cli.private_daemon import private_daemon
+from benchmarks.private_daemon import private_daemon
 from tests.functional.daemon_tools import child, emulated_config, until
 
 FORKED = "forked by the tests' import server"

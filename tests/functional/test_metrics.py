@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.conftest import ROOT
 from tests.dashboard import metric_names, queries
 from tests.functional.daemon_tools import admin_http, api_client, ask, child, ps, sim_daemon, until

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas_models import AddAdapterRequest, AddPresetRequest
 from tests.functional.daemon_tools import (
     LLAMA,

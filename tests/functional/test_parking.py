@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.bench.rig import emulated_config
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import descendants
-from gpupool_cli.bench.rig import emulated_config
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.errors import Refused, UsageError
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_cli.bench.rig import weight_bytes
+from benchmarks.bench.rig import weight_bytes
 from gpupoold.scheduling.events import ModelRemoved, Unhosted
 from gpupoold.wire import messages as m
 from tests.conftest import ROOT

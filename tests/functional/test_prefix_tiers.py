@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpupool_cli.bench.rig import weight_bytes
+from benchmarks.bench.rig import weight_bytes
 from gpupoold.wire import messages as m
 from tests.functional.test_prefix_cache import memory_of, user_turn
 from tests.functional.worker_peer import WorkerPeer

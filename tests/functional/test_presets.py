@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.api.schemas_models import AddPresetRequest, SetModelRequest
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 from tests.functional.daemon_tools import (

@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupool_cli.main import app
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.units import parse_size_bytes
 from tests.conftest import ROOT

@@ -14,8 +14,8 @@ import openai
 import psutil
 import pytest
 
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
-from gpupool_cli.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import DeviceInfo
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.errors import Refused
@@ -114,9 +114,9 @@ def test_the_decisions_are_recorded_and_replayed(box: PrivateDaemon, tmp_path: P
 
 
 def test_what_needs_an_engine_is_refused(box: PrivateDaemon) -> None:
-    body = {"models": ["one", "two"], "rounds": 1}
+    body = {"operation": "bench_switch", "arguments": {}}
     with admin_http(box) as http:
-        answer = http.post("/bench/switch", json=body)
+        answer = http.post("/devices/0/operations", json=body)
     assert answer.status_code == 409
     assert "simulates a H800 and cannot do bench_switch" in answer.text
 
@@ -130,7 +130,7 @@ def test_what_needs_an_engine_is_refused(box: PrivateDaemon) -> None:
         ("/presets", {"name": "\ud800", "model": "one", "path": "\ud800"}),
         ("/keys", {"name": "\ud800"}),
         ("/keys", {"name": "a", "models": ["\ud800"]}),
-        ("/bench/switch", {"models": ["\ud800", "two"]}),
+        ("/devices/0/operations", {"operation": "\ud800", "arguments": {}}),
     ],
 )
 def test_half_of_a_surrogate_pair_is_refused(

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import child, sim_daemon
 
 NUM_IDLE = 3000

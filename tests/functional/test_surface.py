@@ -15,9 +15,9 @@ from benchmarks.fuzz import Outcome, send_malformed_requests
 from benchmarks.generated import generated
 from benchmarks.malformed_requests import MAX_TOKENS, malformed_requests
 from benchmarks.noise import beside_a_neighbour
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import processes
 from benchmarks.stream_client import stream
-from gpupool_cli.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import admin_http, ps, sim_daemon, until
 
 MODELS = ("one", "two")

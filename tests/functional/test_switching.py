@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gpupool_cli.bench.rig import weight_bytes
+from benchmarks.bench.rig import weight_bytes
 from gpupoold.checkpoints.tiny import Recipe, make_checkpoint
 from gpupoold.wire import messages as m
 from tests.functional.worker_peer import WorkerPeer, prompt

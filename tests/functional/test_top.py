@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import ModelUsage
 from gpupoold.api.schemas_top import Top
 from gpupoold.errors import NoSuchRequest, Refused

@@ -15,7 +15,7 @@ import aiohttp
 import psutil
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import until
 
 pytest.importorskip("textual_serve", reason="needs gpupool[web]")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.functional.daemon_tools import until
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional import images
 from tests.functional.daemon_tools import (
     api_client,

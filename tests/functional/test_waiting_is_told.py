@@ -12,7 +12,7 @@ import anthropic
 import httpx
 import pytest
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import api_client, open_stream, ps, sim_daemon, until
 
 _CONFIG = """

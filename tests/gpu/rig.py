@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from gpupool_cli.bench.rig import weight_bytes
+from benchmarks.bench.rig import weight_bytes
 from tests.functional.daemon_tools import child_env
 from tests.functional.worker_peer import WorkerPeer
 

@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks.gpu import machine
 from benchmarks.groups import ranks_of
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from tests.functional.daemon_tools import (
     Background,
     api_client,

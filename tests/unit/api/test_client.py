@@ -13,7 +13,6 @@ import pytest
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gpupoold.api.client import AdminClient, split_lines
-from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import (
     DaemonNotRunning,
@@ -160,11 +159,10 @@ def test_log_lines_keep_unusual_separators(daemon: FakeDaemon, client: AdminClie
     assert [one.line for one in client.logs()] == ["a\u2028b\u0085c", "", "d"]
 
 
-def test_benchmarks_answer_anything(client: AdminClient) -> None:
-    answer = client.bench_switch(BenchSwitchRequest(models=("a", "b"), rounds=3))
-    assert answer == {"models": ["a", "b"], "rounds": 3, "p50_s": 0.25}
-    request = BenchMemoryRequest(part="kv", models=("a", "b"), kv_bytes=7)
-    assert client.bench_memory(request) == {"part": "kv", "kv_bytes": 7}
+def test_operations_answer_anything(client: AdminClient) -> None:
+    answer = client.operate(2, "bench_kv", {"models": ("a", "b"), "rounds": 3})
+    arguments = {"models": ["a", "b"], "rounds": 3}
+    assert answer == {"number": 2, "operation": "bench_kv", "arguments": arguments}
 
 
 def test_no_socket(socket_path: Path) -> None:

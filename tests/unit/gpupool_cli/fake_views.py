@@ -10,9 +10,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from gpupoold.api.schemas import EventInfo, LogLine, Ps, RequestRecord, Status
+from gpupoold.api.schemas import EventInfo, LogLine, OperateRequest, Ps, RequestRecord, Status
 from gpupoold.api.schemas_batches import BatchInfo
-from gpupoold.api.schemas_bench import BenchMemoryRequest, BenchSwitchRequest
 from gpupoold.api.schemas_config import (
     ConfigInfo,
     DiffInfo,
@@ -191,13 +190,9 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
             raise Failed("no process 'nobody'", "see `gpupool ps`")
         return StreamingResponse(_logging(daemon, lines, follow), media_type=NDJSON)
 
-    @app.post("/bench/memory")
-    async def bench_memory(body: BenchMemoryRequest) -> dict[str, Any]:
-        return {"part": body.part, "kv_bytes": body.kv_bytes}
-
-    @app.post("/bench/switch")
-    async def bench_switch(body: BenchSwitchRequest) -> dict[str, Any]:
-        return {"models": body.models, "rounds": body.rounds, "p50_s": 0.25}
+    @app.post("/devices/{number}/operations")
+    async def operate(number: int, body: OperateRequest) -> dict[str, Any]:
+        return {"number": number, **body.model_dump()}
 
 
 def _add_config_routes(app: FastAPI, daemon: FakeDaemon) -> None:

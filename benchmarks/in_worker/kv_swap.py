@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.in_worker import figures
+from benchmarks.in_worker.copies import plain_copies
+from benchmarks.in_worker.idle import empty_device
+from benchmarks.in_worker.live import BenchmarkRequests
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Direction
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import TransferQueue
-from gpupoold.worker.benchmarks import figures
-from gpupoold.worker.benchmarks.copies import plain_copies
-from gpupoold.worker.benchmarks.idle import empty_device
-from gpupoold.worker.benchmarks.live import BenchmarkRequests
 from gpupoold.worker.kv.digests import kv_digest
 
 if TYPE_CHECKING:

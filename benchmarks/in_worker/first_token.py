@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.in_worker import figures
+from benchmarks.in_worker.idle import crowded
 from gpupoold.errors import Failed, Refused
-from gpupoold.worker.benchmarks import figures
-from gpupoold.worker.benchmarks.idle import crowded
 
 if TYPE_CHECKING:
     from gpupoold.worker.engine.engine import ModelEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.worker.benchmarks.kv_swap import _swap_summary
+from benchmarks.in_worker.kv_swap import _swap_summary
 
 
 def summary(slow: float) -> dict[str, object]:

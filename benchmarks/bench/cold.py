@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from gpupool_cli.private_daemon import PrivateDaemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.stats.percentile import percentile

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.in_worker import figures
+from benchmarks.in_worker.copies import plain_copies
+from benchmarks.in_worker.idle import empty_device
 from gpupoold.errors import Refused
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, PageRun
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import TransferQueue
-from gpupoold.worker.benchmarks import figures
-from gpupoold.worker.benchmarks.copies import plain_copies
-from gpupoold.worker.benchmarks.idle import empty_device
 
 if TYPE_CHECKING:
     from gpupoold.worker.turns.loop import TurnLoop

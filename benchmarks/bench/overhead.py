@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
-from gpupool_cli.load import LoadResult, combined, run_load
-from gpupool_cli.private_daemon import private_daemon
+from benchmarks.bench.completions import LoadResult, combined, run_load
+from benchmarks.private_daemon import private_daemon
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.process import (
     EMULATED_DEVICE_NICENESS,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpupool_cli.bench.rig import device_config, make_checkpoints
+from benchmarks.bench.in_daemon import bench_device, bench_kv
+from benchmarks.bench.rig import device_config, make_checkpoints
+from benchmarks.private_daemon import private_daemon
 from gpupool_cli.diagnostics import say
-from gpupool_cli.private_daemon import private_daemon
-from gpupoold.api.schemas_bench import BenchMemoryRequest
 from gpupoold.config.schema import LEAST_KV_HOST_BYTES
 from gpupoold.units import format_bytes
 
@@ -27,16 +27,13 @@ def run_memory_bench(folder: Path, size_bytes: int, kv_bytes: int, rounds: int) 
     checkpoints = make_checkpoints(folder, ["llama", "qwen3"], size_bytes)
     with private_daemon(_config(size_bytes, kv_bytes)) as daemon, daemon.client() as client:
         say("measuring the device")
-        measured = client.bench_memory(BenchMemoryRequest(part="device", rounds=rounds))
+        measured = bench_device(client, rounds)
         for path in checkpoints:
             say(f"loading {path.name}")
             daemon.add_model(path.name, path, dtype="float32", max_model_len=_MAX_MODEL_LEN)
         first, second = (path.name for path in checkpoints)
         say(f"moving {format_bytes(kv_bytes)} of KV out and in")
-        request = BenchMemoryRequest(
-            part="kv", models=(first, second), rounds=rounds, kv_bytes=kv_bytes
-        )
-        return measured | client.bench_memory(request)
+        return measured | bench_kv(client, (first, second), rounds, kv_bytes)
 
 
 def _config(size_bytes: int, kv_bytes: int) -> str:

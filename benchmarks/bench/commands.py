@@ -8,17 +8,17 @@ from typing import Annotated
 
 import typer
 
-from gpupool_cli.bench.loads import run_load_bench
-from gpupool_cli.bench.memory import run_memory_bench
-from gpupool_cli.bench.overhead import (
+from benchmarks.bench.loads import run_load_bench
+from benchmarks.bench.memory import run_memory_bench
+from benchmarks.bench.overhead import (
     EMULATED_OPTIONS,
     KV_BYTES,
     OverheadPlan,
     measure_overhead,
 )
-from gpupool_cli.bench.rig import emulated_config, make_checkpoints
-from gpupool_cli.bench.switch import MAX_MODEL_LEN, run_switch_bench
-from gpupool_cli.bench.view import show_fields, show_memory, show_switches
+from benchmarks.bench.rig import emulated_config, make_checkpoints
+from benchmarks.bench.switch import MAX_MODEL_LEN, run_switch_bench
+from benchmarks.bench.view import show_fields, show_memory, show_switches
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import print_json

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from gpupool_cli.bench.rig import device_config, make_checkpoints, weight_bytes
+from benchmarks.bench.rig import device_config, make_checkpoints, weight_bytes
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupool_cli.diagnostics import say
-from gpupool_cli.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.units import format_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.worker.benchmarks import figures
+from benchmarks.in_worker import figures
 
 
 def test_percentiles_are_of_all_samples() -> None:

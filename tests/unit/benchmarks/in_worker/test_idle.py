@@ -6,7 +6,7 @@ import gc
 import mmap
 import os
 
-from gpupoold.worker.benchmarks.idle import process_memory
+from benchmarks.in_worker.idle import process_memory
 
 SMAPS = """\
 55d0a0000000-55d0a0100000 r-xp 00000000 fe:00 123456    /usr/bin/python3.11

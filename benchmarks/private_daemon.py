@@ -21,6 +21,11 @@ from gpupoold.system.process import die_with_parent
 _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
+_ROOT = str(Path(__file__).resolve().parents[1])
+_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(filter(None, (*sys.path, _ROOT))),
+    "GPUPOOL_OPERATIONS": "benchmarks.in_worker",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def private_daemon(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | _ENVIRONMENT,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         stack.callback(_stop, process)

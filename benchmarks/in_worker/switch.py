@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from benchmarks.in_worker import figures
+from benchmarks.in_worker.first_token import bench_first_tokens
+from benchmarks.in_worker.idle import crowded, empty_device
+from benchmarks.in_worker.live import BenchmarkRequests
 from gpupoold.domain import SWITCH_STAGES, WarmSource
 from gpupoold.errors import Failed, Refused, UsageError
 from gpupoold.memory import libc
 from gpupoold.memory.kv_extents import Place
 from gpupoold.wire.messages import SwitchRecord
-from gpupoold.worker.benchmarks import figures
-from gpupoold.worker.benchmarks.first_token import bench_first_tokens
-from gpupoold.worker.benchmarks.idle import crowded, empty_device
-from gpupoold.worker.benchmarks.live import BenchmarkRequests
 
 if TYPE_CHECKING:
     from gpupoold.worker.engine.engine import ModelEngine

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-from gpupool_cli.bench.cold import measure_cold
-from gpupool_cli.bench.rig import device_config, emulated_config, make_checkpoints
+from benchmarks.bench.cold import measure_cold
+from benchmarks.bench.in_daemon import bench_switch
+from benchmarks.bench.rig import device_config, emulated_config, make_checkpoints
+from benchmarks.private_daemon import private_daemon
 from gpupool_cli.diagnostics import say
-from gpupool_cli.private_daemon import private_daemon
-from gpupoold.api.schemas_bench import BenchSwitchRequest
 from gpupoold.config.schema import LEAST_KV_HOST_BYTES
 from gpupoold.domain import WarmSource
 from gpupoold.units import format_bytes
@@ -47,16 +47,11 @@ def run_switch_bench(
         for path in checkpoints:
             say(f"loading {path.name}")
             daemon.add_model(path.name, path, dtype="float32", max_model_len=MAX_MODEL_LEN)
-        request = BenchSwitchRequest(
-            models=(names[0], names[1]),
-            rounds=rounds,
-            modes=get_args(WarmSource),
-            kv_bytes=kv_bytes,
-            prompts=_PROMPTS,
-        )
         say(f"switching {rounds} times each way, in three modes, without and with KV")
         with daemon.client() as client:
-            measured = client.bench_switch(request)
+            measured = bench_switch(
+                client, (names[0], names[1]), rounds, get_args(WarmSource), kv_bytes, _PROMPTS
+            )
         warm = measured["modes"]["host_cached"]["without_kv"]
         num_starts = max(1, rounds // _COLD_FACTOR)
         say(f"starting each model {num_starts} times from disk")

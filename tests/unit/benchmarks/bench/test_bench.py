@@ -1,26 +1,17 @@
-"""What the benchmarks make of their measurements, and print. Their runs are functional tests."""
+"""What the benchmarks make of their measurements. Their runs are functional tests."""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpupool_cli.bench.cold import ColdStart, summary
-from gpupool_cli.bench.loads import LoadRound, gaps_between, summary as load_summary
-from gpupool_cli.bench.rig import device_config, make_checkpoints
-from gpupool_cli.bench.view import show_memory, show_switches
+from benchmarks.bench.cold import ColdStart, summary
+from benchmarks.bench.loads import LoadRound, gaps_between, summary as load_summary
+from benchmarks.bench.rig import device_config, make_checkpoints
 from gpupoold.config.schema import CUDA_RESERVE_BYTES, parse_settings
 from gpupoold.errors import Failed
-
-ROW: dict[str, Any] = {
-    **{"p50_s": 0.0123, "p99_s": 0.045, "samples": 40, "bytes": 300 << 20},
-    "stages_p50_s": {"evict_s": 0.002, "map_s": 0.0, "weights_s": 0.01, "kv_s": 0.0},
-    **{"limit_s": 0.02, "limit_of": "p50_s", "ratio": 0.6, "reached": True},
-}
-COLD = ROW | {"stages_p50_s": {"read_s": 0.5, "switch_s": 0.1}, "reached": False}
 
 
 class TestColdStart:
@@ -80,42 +71,3 @@ class TestRig:
     def test_a_checkpoint_that_cannot_be_made_says_why(self, tmp_path: Path) -> None:
         with pytest.raises(Failed, match=r"llama checkpoint could not be made: .*of weights"):
             make_checkpoints(tmp_path, ["llama"], 1000)
-
-
-class TestTables:
-    def test_switches(self, capsys: pytest.CaptureFixture[str]) -> None:
-        first = {"prompt_tokens": 32, "samples": 40, "prefill_p50_s": 0.018, "whole_p50_s": 0.07}
-        early = first | {"early_p50_s": 0.056, "late_bytes": 75 << 20}
-        show_switches(
-            {
-                "modes": {"host_cached": {"with_kv": ROW}, "cold_from_disk": {"without_kv": COLD}},
-                "first_tokens": [first, early],
-            }
-        )
-        header, warm, cold, _, _, whole, late = capsys.readouterr().out.splitlines()
-        assert whole.split() == ["32", "40", "18ms", "70ms"]
-        assert late.split() == ["32", "40", "18ms", "70ms", "56ms", "75", "MiB"]
-        assert header.split()[:6] == ["mode", "KV", "switches", "moved", "p50", "p99"]
-        expected = "host_cached with kv 40 300 MiB 12.3ms 45ms 2ms 10ms 20ms p50 yes"
-        assert warm.split() == expected.split()
-        assert cold.split()[-6:] == ["45ms", "500ms", "100ms", "20ms", "p50", "no"]
-
-    def test_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
-        copy = {"by": "copy_stream", "direction": "in", "piece_bytes": 4096, "bytes_per_s": 2**30}
-        mapping = dict.fromkeys(("map_s_per_page", "unmap_s_per_page"), 1e-6)
-        mapping |= {"pages": 4, "runs": 1, "map_p50_s": 4e-6, "unmap_p50_s": 5e-6}
-        show_memory(
-            {
-                "page_bytes": 65536,
-                "copies": [copy | {"ratio": 0.5}],
-                "mapping": [mapping],
-                "transfer_round_trip": {"p50_s": 2e-5},
-                "kv_swap": {"memcpy_bytes_per_s": {"device_copy": 2.0**31}},
-                "kv_overlap": {"hidden_share": 0.5},
-            }
-        )
-        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert ["copy_stream", "in", "pieces", "of", "4", "KiB", "1", "GiB/s", "0.50"] in lines
-        assert ["4", "1", "4us", "5us", "1us", "1us"] in lines
-        assert ["kv_swap.memcpy_bytes_per_s.device_copy", "2", "GiB/s"] in lines
-        assert ["transfer_round_trip.p50_s", "20us"] in lines

@@ -1,1 +1,0 @@
-"""``gpupool bench``: measurements of a running daemon, or of a private one."""

@@ -1,1 +1,0 @@
-"""Measurements of memory operations inside a worker, without the time of messages."""

@@ -46,14 +46,9 @@ _GPU, _DEVICE_BYTES = "H800", 80 << 30
 _MAX_MODEL_LEN = 8192
 _START_TIMEOUT_S = 120.0
 _IDLE_WAIT_S = 0.002
-# A frontend as the daemon's fork server starts it, with vLLM imported before.
-FRONTEND = """
-from gpupoold.frontend import __main__, preload
-preload.preload("warning")
-__main__.main()
-"""
+FRONTEND = "benchmarks.frontend_process"
 # A frontend that imports vLLM itself.
-FRONTEND_ALONE = "from gpupoold.frontend import __main__\n__main__.main()\n"
+FRONTEND_ALONE = "gpupoold.frontend"
 
 
 class FrontendPeer:
@@ -193,7 +188,7 @@ def start_frontend(wire: socket.socket, listener: socket.socket) -> subprocess.P
     """The process as the daemon starts it, which has vLLM imported already: its end of the
     channel, and where clients connect."""
     descriptors = (wire.fileno(), listener.fileno())
-    command = [sys.executable, "-c", FRONTEND, "--log-level", "warning"]
+    command = [sys.executable, "-m", FRONTEND, "--log-level", "warning"]
     command += ["--wire-fd", str(descriptors[0]), "--listen-fd", str(descriptors[1])]
     command += ["--max-body-bytes", str(MAX_BODY_BYTES)]
     path = os.pathsep.join(filter(None, sys.path))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import psutil
 
 from benchmarks.frontend_peer import opening, start_frontend
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
@@ -35,6 +36,7 @@ from gpupoold.wire.messages import (
     Shutdown,
     StepOutputs,
 )
+from tests.functional.import_server import forked_for
 
 RETRY_AFTER_S = 6.3
 MAX_MODEL_LEN = 512
@@ -173,6 +175,12 @@ class EnginePeer:
             self._thread.join()
             self._listener.close()
         assert status == 0
+
+    @property
+    def pid(self) -> int:
+        """The frontend's process, which ``process`` may stand for."""
+        proxied = forked_for(psutil.Process(self.process.pid).cmdline())
+        return self.process.pid if proxied is None else proxied
 
     def let_accept(self) -> None:
         """Let the frontend of a peer that was never entered accept connections."""

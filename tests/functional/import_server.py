@@ -1,23 +1,27 @@
-"""A process that has imported vLLM, and forks the fork servers of the tests' daemons.
+"""A process that has imported vLLM, and forks the processes of tests that would import vLLM.
 
 Every daemon's fork server imports vLLM, nine seconds of a core; the functional tests start about
-eighty daemons. ``imported/sitecustomize.py`` is on the path of these daemons: a fork server that
-begins asks for a fork of this process, with its own descriptors, arguments and environment, and
-stays as a proxy that ends with the fork and the fork with it. A fork server whose environment may
-change what vLLM does at its import gets no fork, and imports.
+eighty daemons, and workers and frontends without a daemon. ``imported/sitecustomize.py`` is on the
+path of these: a process that begins asks for a fork of this process, with its own descriptors,
+arguments and environment, and stays as a proxy that ends with the fork and the fork with it. A
+process whose environment may change what vLLM does at its import gets no fork, and imports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import os
+import random
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +31,9 @@ from gpupoold.system.process import die_with_parent, raise_file_limit, show_as
 
 ADDRESS = "GPUPOOL_TEST_IMPORT_SERVER"
 PROXY = "proxy of process"
-_MODULE = "gpupoold.system.fork_server"
+_FORK_SERVER = "gpupoold.system.fork_server"
 _MAX_BYTES = 100_000
+_MAX_FDS = 16
 # What vLLM does not read at its import; the import path is compared by itself.
 # The last three are set by frontends and workers, each to another value, and for simulated devices
 # to the value that the CPU build has anyway.
@@ -36,15 +41,21 @@ _MAY_DIFFER = (
     *("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD"),
     *("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_TARGET_DEVICE"),
 )
-# Of emulated devices alone; others do no harm by it.
-_MAY_BE_ABSENT = "GLIBC_TUNABLES"
+# Of emulated devices alone, and of workers; in other processes these do no harm.
+_MAY_BE_ABSENT = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
 _PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.preload"]
 _LOG_LEVEL = "info"
 
 
 class ForkOrder(msgspec.Struct):
-    """Command line, environment and working folder of a fork."""
+    """Module, command line, environment and working folder of a fork.
 
+    The descriptors that come with the order are standard output and error, and those that
+    ``fd_options`` of the command line name.
+    """
+
+    module: str
+    fd_options: list[str]
     arguments: list[str]
     environment: dict[str, str]
     folder: str
@@ -82,21 +93,23 @@ def import_server(environment: Mapping[str, str]) -> Iterator[str]:
             process.wait()
 
 
-# In a daemon's fork server
+# In the process that would import vLLM
 
 
-def become_forked(address: str, arguments: Sequence[str]) -> None:
-    """Let the import server fork the fork server, and end as that ends.
+def become_forked(address: str, module: str, arguments: Sequence[str]) -> None:
+    """Let the import server fork ``python -m module``, and end as the fork ends.
 
     Returns at once if there is no fork: the caller then imports vLLM.
     """
     die_with_parent()
-    wire = arguments.index("--wire-fd") + 1
-    order = ForkOrder(list(arguments), dict(os.environ), os.getcwd())
+    fds = {
+        word: int(value) for word, value in itertools.pairwise(arguments) if word.endswith("-fd")
+    }
+    order = ForkOrder(module, list(fds), list(arguments), dict(os.environ), os.getcwd())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         try:
             server.connect(address)
-            socket.send_fds(server, [msgspec.json.encode(order)], [1, 2, int(arguments[wire])])
+            socket.send_fds(server, [msgspec.json.encode(order)], [1, 2, *fds.values()])
             answer = server.recv(_MAX_BYTES).decode()
         except OSError as exc:
             answer = str(exc)
@@ -104,8 +117,9 @@ def become_forked(address: str, arguments: Sequence[str]) -> None:
             print(f"the tests' import server did not fork: {answer}", file=sys.stderr, flush=True)
             return
         pid = int(answer)
-        os.close(int(arguments[wire]))
-        show_as(_MODULE, [PROXY, str(pid)])
+        for fd in fds.values():
+            os.close(fd)
+        show_as(module, [PROXY, str(pid)])
         status = int(server.recv(100) or -signal.SIGKILL)
     if status < 0:
         os.kill(os.getpid(), -status)
@@ -114,8 +128,8 @@ def become_forked(address: str, arguments: Sequence[str]) -> None:
 
 def forked_for(words: Sequence[str]) -> int | None:
     """The process that a proxy with this command line stands for; None for another process."""
-    line = " ".join(words)
-    return int(line.rpartition(PROXY)[2]) if f" -m {_MODULE} {PROXY} " in line else None
+    before, proxy, pid = " ".join(words).rpartition(f" {PROXY} ")
+    return int(pid) if proxy and " -m " in before else None
 
 
 # In the import server
@@ -148,7 +162,7 @@ def _differing(
     names = {
         name
         for name in asked.keys() | before.keys()
-        if not name.startswith(_MAY_DIFFER) and not (name == _MAY_BE_ABSENT and name not in asked)
+        if not name.startswith(_MAY_DIFFER) and not (name in _MAY_BE_ABSENT and name not in asked)
     }
     return sorted(n for n in names if asked.get(n) not in (before.get(n), after.get(n)))
 
@@ -194,9 +208,9 @@ class _Server:
         fork.proxy.close()
 
     def _take(self, proxy: socket.socket) -> None:
-        text, fds, _, _ = socket.recv_fds(proxy, _MAX_BYTES, 3)
+        text, fds, _, _ = socket.recv_fds(proxy, _MAX_BYTES, _MAX_FDS)
         order = _decoder.decode(text)
-        if reason := self._refusal(order) if len(fds) == 3 else f"{len(fds)} descriptors":
+        if reason := self._refusal(order):
             proxy.send(reason.encode())
             proxy.close()
         elif (pid := os.fork()) == 0:
@@ -214,7 +228,10 @@ class _Server:
     def _refusal(self, order: ForkOrder) -> str:
         """Why a fork would not be as an import of its own; empty if it would be."""
         arguments, environment = order.arguments, order.environment
-        level = arguments[arguments.index("--log-level") + 1]
+        # Others set the level when they begin, forked or not.
+        level = _LOG_LEVEL
+        if order.module == _FORK_SERVER:
+            level = arguments[arguments.index("--log-level") + 1]
         preloaded = {word for word in arguments if word.endswith(".preload")}
         path = set(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
         differing = {
@@ -227,31 +244,44 @@ class _Server:
 
 
 def _become(order: ForkOrder, fds: Sequence[int]) -> None:
-    """Run as the fork server; does not return."""
+    """Run as the process that was to be; does not return."""
     status = 1
     try:
-        os.dup2(fds[0], 1)
-        os.dup2(fds[1], 2)
-        wire_fd = os.dup(fds[2])
-        os.closerange(3, wire_fd)
-        os.closerange(wire_fd + 1, 4096)
+        stdout, stderr, *passed = fds
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        bounds = [2, *sorted(passed), 4096]
+        for below, above in itertools.pairwise(bounds):
+            os.closerange(below + 1, above)
         arguments = order.arguments
         os.environ.clear()
         os.environ.update(order.environment)
         os.chdir(order.folder)
-        arguments[arguments.index("--wire-fd") + 1] = str(wire_fd)
-        arguments[arguments.index("--parent-pid") + 1] = str(os.getppid())
-        show_as(_MODULE, arguments)
-        sys.argv = [_MODULE, *arguments]
+        values = dict(zip(order.fd_options, passed, strict=True))
+        for option, value in {**values, "--parent-pid": os.getppid()}.items():
+            if option in arguments:
+                arguments[arguments.index(option) + 1] = str(value)
+        random.seed()  # otherwise all forks would draw equal numbers
+        show_as(order.module, arguments)
+        sys.argv = [order.module, *arguments]
         print("forked by the tests' import server", file=sys.stderr, flush=True)
-        from gpupoold.system import fork_server
-
-        fork_server.main()
+        _main_of(order.module)()
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(status)
+
+
+def _main_of(module: str) -> Callable[[], None]:
+    found = importlib.import_module(module)
+    if hasattr(found, "__path__"):
+        found = importlib.import_module(f"{module}.__main__")
+    run: Callable[[], None] = found.main
+    return run
 
 
 if __name__ == "__main__":

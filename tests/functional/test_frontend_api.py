@@ -160,11 +160,11 @@ class TestGeneration:
         start = len(peer.received)
         parts = api.completions.create(**arguments, stream=True)
         [request_id] = added_since(peer, start, LLAMA)
-        os.kill(peer.process.pid, signal.SIGSTOP)
+        os.kill(peer.pid, signal.SIGSTOP)
         try:
             until(lambda: request_id not in peer.engines.open_requests(LLAMA))
         finally:
-            os.kill(peer.process.pid, signal.SIGCONT)
+            os.kill(peer.pid, signal.SIGCONT)
         chunks = [part.choices[0] for part in parts]
         assert len(chunks) < 60
         assert "".join(chunk.text for chunk in chunks) == whole.text

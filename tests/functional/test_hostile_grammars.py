@@ -258,7 +258,7 @@ def test_answers_keep_to_their_grammar(peer: EnginePeer) -> None:
 def test_checker_that_dies_is_replaced(peer: EnginePeer) -> None:
     """A grammar that is known needs none; one that is new waits for the next checker."""
     assert complete(peer, {"choice": ["left", "right"]}).status_code == 200
-    (checker,) = psutil.Process(peer.process.pid).children()
+    (checker,) = psutil.Process(peer.pid).children()
     checker.kill()
     assert complete(peer, {"choice": ["left", "right"]}).status_code == 200
     until(lambda: complete(peer, {"choice": ["up", "down"]}).status_code == 200, 60)

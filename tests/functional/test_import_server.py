@@ -1,4 +1,4 @@
-"""Daemons of tests share one import of vLLM, unless they would import something else."""
+"""Processes of tests share one import of vLLM, unless they would import something else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.private_daemon import private_daemon
 from tests.functional.daemon_tools import child, emulated_config, until
+from tests.functional.worker_peer import WorkerPeer
 
 FORKED = "forked by the tests' import server"
 
@@ -23,6 +24,13 @@ def log_of(folder: Path) -> str:
 
 def test_a_fork_ends_with_its_daemon(tmp_path: Path) -> None:
     assert FORKED in log_of(tmp_path)
+
+
+def test_a_worker_without_a_daemon_is_forked(tmp_path: Path) -> None:
+    log_path = tmp_path / "log"
+    peer = WorkerPeer(64 << 20, log_path=log_path)
+    peer.close()
+    assert FORKED in log_path.read_text()
 
 
 @pytest.mark.slow

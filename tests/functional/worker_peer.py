@@ -31,7 +31,6 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
-from tests.conftest import PYTHON_PATH
 
 _START_TIMEOUT_S = 120.0
 _CALL_TIMEOUT_S = 120.0
@@ -91,7 +90,7 @@ class WorkerPeer:
                 pass_fds=fds,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"PYTHONPATH": PYTHON_PATH} | dict(environment or {}),
+                env=os.environ | _as_of_daemon() | dict(environment or {}),
             )
         theirs.close()
         self.channel: BlockingChannel[m.FromWorker] = BlockingChannel(ours, m.FromWorker)
@@ -290,6 +289,12 @@ class WorkerPeer:
             self.wrong_answers.append(message)
         elif isinstance(message, m.WorkerStatus):
             self.status = message
+
+
+def _as_of_daemon() -> dict[str, str]:
+    """The environment with which a daemon starts a worker with one thread; see ``launch.py``."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def prompt(index: int) -> list[int]:

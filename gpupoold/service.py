@@ -28,17 +28,17 @@ from gpupoold.access.tls import check_files
 from gpupoold.admin.app import build_app
 from gpupoold.admin.guard import Door, Guard
 from gpupoold.api.paths import check_runtime_dir
-from gpupoold.config.engine_variables import drop_unlisted, set_platform
-from gpupoold.config.file import read_config_file
+from gpupoold.config.file import check_gpus_found, read_config_file
 from gpupoold.config.fitting import fitted
-from gpupoold.config.missing_gpus import check_gpus_found
-from gpupoold.config.schema import ServerSettings, Settings
+from gpupoold.config.schema import Settings
+from gpupoold.config.sections import ServerSettings
 from gpupoold.control.accounting.limits import history_limits
 from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.weights import fd_store as snapshot_store
 from gpupoold.doctor.machine import find_machine
+from gpupoold.engine_versions import drop_unlisted, set_platform
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter

@@ -9,7 +9,7 @@ from benchmarks.bench.in_daemon import bench_device, bench_kv
 from benchmarks.bench.rig import device_config, make_checkpoints
 from benchmarks.private_daemon import private_daemon
 from gpupool_cli.diagnostics import say
-from gpupoold.config.schema import LEAST_KV_HOST_BYTES
+from gpupoold.config.sections import LEAST_KV_HOST_BYTES
 from gpupoold.units import format_bytes
 
 # Long enough for requests that run while KV moves.

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpupoold.config.schema import CUDA_RESERVE_BYTES, default_devices
+from gpupoold.config.schema import default_devices
+from gpupoold.config.sections import CUDA_RESERVE_BYTES
 from gpupoold.errors import Failed
 
 # The smallest pages of a GPU, for small models whose KV may begin with a page for each layer:

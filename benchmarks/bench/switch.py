@@ -10,7 +10,7 @@ from benchmarks.bench.in_daemon import bench_switch
 from benchmarks.bench.rig import device_config, emulated_config, make_checkpoints
 from benchmarks.private_daemon import private_daemon
 from gpupool_cli.diagnostics import say
-from gpupoold.config.schema import LEAST_KV_HOST_BYTES
+from gpupoold.config.sections import LEAST_KV_HOST_BYTES
 from gpupoold.domain import WarmSource
 from gpupoold.units import format_bytes
 

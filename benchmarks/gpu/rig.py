@@ -24,7 +24,7 @@ from benchmarks.gpu.shapes import SHAPES, SMALL_SHAPES, TINY_SHAPES, Shape
 from benchmarks.gpu.synthetic import make_synthetic
 from benchmarks.gpu.turns import Turns
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.config.schema import CUDA_RESERVE_BYTES
+from gpupoold.config.sections import CUDA_RESERVE_BYTES
 from gpupoold.domain import Targets
 from gpupoold.worker.environment import ENGINE_ARGUMENTS
 

@@ -22,8 +22,8 @@ from gpupoold.config.file import (
     parsed_file,
 )
 from gpupoold.config.fitting import fitted
+from gpupoold.config.keys import config_info
 from gpupoold.config.schema import chosen_path, read_text
-from gpupoold.config.view import config_info
 from gpupoold.doctor.machine import find_machine
 
 app = typer.Typer(

@@ -1,11 +1,11 @@
-"""Names of devices: the short form in the configuration, and GPUs visible to CUDA. Pure."""
+"""Names of devices, the short form in the configuration, and checks of devices. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from gpupoold.latency.division import MAX_GROUP_GPUS
@@ -106,18 +106,6 @@ def numbered(gpus: Sequence[tuple[int, ...] | None], has_memory: Sequence[bool])
             raise ValueError("two devices have the same index: give each device memory to share it")
     free = (index for index in itertools.count() if index not in uses)
     return list(itertools.islice(free, sum(named is None for named in gpus)))
-
-
-def visible_entry(index: int, environment: Mapping[str, str]) -> str | None:
-    """Return NVML's index or (the beginning of) a UUID for the CUDA device ``index``. Pure.
-
-    Returns None if ``CUDA_VISIBLE_DEVICES`` has no such device.
-    """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return str(index)
-    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    return entries[index] if index < len(entries) else None
 
 
 def _named_device(name: object) -> list[dict[str, object]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpupoold.config.budgets import Budgets, Wishes, work_out
-from gpupoold.config.groups import check_groups
 from gpupoold.config.keys import KeyChange, changes_between, with_changes
-from gpupoold.config.machine import Machine, MachineError
+from gpupoold.config.machine import Machine, MachineError, check_groups
 from gpupoold.config.schema import Settings
 
 

@@ -1,14 +1,17 @@
-"""The values of a configuration by key, and changes between two configurations. Pure.
+"""The values of a configuration by key, and changes between two configurations, also as bodies of
+the admin API. Pure.
 
 Keys are dotted and spelled as in the file: ``server.port``, ``device[0].memory``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
+from gpupoold.api.schemas_config import ChangeInfo, ConfigInfo, Origin, SettingInfo
 from gpupoold.config.schema import Settings
 from gpupoold.config.values import Effect, Section, effect_of, is_hidden
 
@@ -94,6 +97,41 @@ def with_changes(now: Settings, wanted: Settings, changes: list[KeyChange]) -> S
     return now.model_copy(update=updated)
 
 
+def config_info(
+    settings: Settings,
+    path: Path | None,
+    written: Collection[str],
+    reasons: Mapping[str, str],
+) -> ConfigInfo:
+    """Return all keys with values; the ``written`` keys come from the file.
+
+    ``reasons`` has the arithmetic of values worked out from the machine.
+    """
+    infos = [
+        SettingInfo(
+            key=one.key,
+            value=one.spelled,
+            is_hidden=one.is_hidden,
+            origin=_origin(one.key, written, reasons),
+            reason=reasons.get(one.key, ""),
+            effect=one.effect.value,
+        )
+        for one in settings_of(settings)
+    ]
+    return ConfigInfo(path=None if path is None else str(path), settings=infos)
+
+
+def change_info(change: KeyChange) -> ChangeInfo:
+    before, after = change.before, change.after
+    return ChangeInfo(
+        key=change.key,
+        before=before.spelled if before is not None else None,
+        after=after.spelled if after is not None else None,
+        is_hidden=any(side is not None and side.is_hidden for side in (before, after)),
+        effect=change.effect.value,
+    )
+
+
 def _updated(section: S, wanted: S, name: str, keys: set[str]) -> S:
     fields = type(section).model_fields.items()
     new = {
@@ -124,3 +162,9 @@ def _by_key(settings: Settings) -> dict[str, Setting]:
 def _value(settings: Mapping[str, Setting], key: str) -> tuple[bool, object]:
     one = settings.get(key)
     return one is not None, one.value if one is not None else None
+
+
+def _origin(key: str, written: Collection[str], reasons: Mapping[str, str]) -> Origin:
+    if key in reasons:
+        return "machine"
+    return "file" if key in written else "default"

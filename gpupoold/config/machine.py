@@ -1,11 +1,16 @@
-"""Facts about a machine from which budgets are worked out. Pure."""
+"""Facts about a machine, and checks of configured GPUs against the facts. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from gpupoold.errors import ConfigError
+from gpupoold.units import format_bytes
+
+_NO_GPU = 'to run without a GPU write: devices = ["emulated"]'
+_FOR_GPUS = "make venv GPUPOOL_DEVICE=cuda in a clone, pip install 'gpupool[cuda]' otherwise"
 
 
 class MachineError(ConfigError):
@@ -56,3 +61,67 @@ class Machine:
     def usable_bytes(self) -> int:
         """Bytes that the daemon and its processes may use."""
         return min(self.memory_bytes, self.limit_bytes or self.memory_bytes)
+
+
+def unusable_gpu(machine: Machine) -> MachineError | None:
+    """Return why a configured CUDA device cannot be used, None if all can."""
+    gpus = [one for one in machine.devices if one.kind == "cuda"]
+    missing = next((one for one in gpus if one.is_missing), None)
+    if gpus and not machine.has_cuda_engine:
+        what = "is a CUDA device, and the installed vLLM is built for CPUs only"
+        hint = f"install the build for GPUs ({_FOR_GPUS}); {_NO_GPU}"
+        return MachineError(f"device[{gpus[0].device}]", what, hint)
+    if missing is not None:
+        what = f"there is no GPU {missing.ordinal}"
+        hint = f"name GPUs that `nvidia-smi -L` lists; if it fails, install the driver; {_NO_GPU}"
+        is_group = sum(one.device == missing.device for one in gpus) > 1
+        key = f"device[{missing.device}]{'.gpus' * is_group}"
+        return MachineError(key, what, hint)
+    return None
+
+
+def check_groups(devices: Iterable[DeviceFacts]) -> None:
+    """Check that the GPUs of each group are there, and are alike.
+
+    Each GPU holds an equal part of a model, so the smallest and slowest sets the size and the pace.
+    Facts that are unknown agree with all.
+
+    Raises:
+        MachineError: a group fails the check.
+    """
+    for number, members in groupby(devices, key=lambda one: one.device):
+        group = list(members)
+        if len(group) > 1:
+            _check_group(f"device[{number}].gpus", group)
+
+
+def _check_group(key: str, group: list[DeviceFacts]) -> None:
+    for one in group:
+        if one.is_missing:
+            raise MachineError(
+                key, f"there is no GPU {one.ordinal}", "name GPUs that `nvidia-smi -L` lists"
+            )
+    first = group[0]
+    for one in group[1:]:
+        if one.name != first.name and one.name and first.name:
+            what = f"GPU {first.ordinal} is {first.name}, and GPU {one.ordinal} is {one.name}"
+        elif one.memory_bytes != first.memory_bytes and one.memory_bytes and first.memory_bytes:
+            what = (
+                f"GPU {first.ordinal} has {format_bytes(first.memory_bytes)}, and GPU "
+                f"{one.ordinal} has {format_bytes(one.memory_bytes)}"
+            )
+        else:
+            continue
+        raise MachineError(key, f"{what}: the GPUs of a group must be alike", "group like GPUs")
+
+
+def visible_entry(index: int, environment: Mapping[str, str]) -> str | None:
+    """Return NVML's index or (the beginning of) a UUID for the CUDA device ``index``. Pure.
+
+    Returns None if ``CUDA_VISIBLE_DEVICES`` has no such device.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    return entries[index] if index < len(entries) else None

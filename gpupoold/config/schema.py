@@ -7,9 +7,11 @@ in seconds. A problem in the file raises a ``ConfigError`` with the file, the ke
 from __future__ import annotations
 
 import copy
+import difflib
 import os
-import tomllib
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -24,16 +26,13 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gpupoold.api.paths import SYSTEM_RUNTIME_DIR, default_socket_path
-from gpupoold.config.access import AccessSettings
-from gpupoold.config.batches import BatchSettings
 from gpupoold.config.device_names import named_devices, numbered
-from gpupoold.config.idle import IdleSettings
-from gpupoold.config.problems import Problem, config_error, problems_of
 from gpupoold.config.sections import (
-    CUDA_RESERVE_BYTES,
-    LEAST_KV_HOST_BYTES,
+    AccessSettings,
+    BatchSettings,
     DeviceSettings,
     HistorySettings,
+    IdleSettings,
     LimitSettings,
     LogSettings,
     MemorySettings,
@@ -42,29 +41,13 @@ from gpupoold.config.sections import (
     SecuritySettings,
     ServerSettings,
     SimulatedHostSettings,
+    TracesSettings,
 )
-from gpupoold.config.toml import loads
-from gpupoold.config.traces import TracesSettings
 from gpupoold.config.values import Section, as_tuple, is_hidden
 from gpupoold.errors import ConfigError
+from gpupoold.printable import plain_problem
 from gpupoold.regular_files import read_bounded
 from gpupoold.units import format_bytes
-
-__all__ = [
-    "CUDA_RESERVE_BYTES",
-    "LEAST_KV_HOST_BYTES",
-    "AccessSettings",
-    "DeviceSettings",
-    "LimitSettings",
-    "MemorySettings",
-    "RunningSettings",
-    "ServerSettings",
-    "Settings",
-    "default_devices",
-    "known_keys",
-    "load_settings",
-    "parse_settings",
-]
 
 CONFIG_VARIABLE = "GPUPOOL_CONFIG"
 SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")
@@ -188,16 +171,30 @@ def _at_key(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("at_key", "{message}", {"key": key, "message": message})
 
 
-def load_settings(path: Path | None = None) -> Settings:
-    """Read the file at ``path``, else the file of :func:`chosen_path`, else return the defaults.
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem: place, description, and a remedy, which may be empty.
 
-    Raises:
-        ConfigError: the file is missing, is not TOML, or has a wrong value.
+    ``where`` has the names of section and key, and indexes of lists.
     """
-    path = path or chosen_path()
-    if path is None:
-        return parse_settings({}, "defaults")
-    return parse_settings(parse_toml(read_text(path), path), str(path))
+
+    where: tuple[int | str, ...]
+    what: str
+    hint: str = ""
+
+    @property
+    def key(self) -> str:
+        """Dotted, as in ``device[0].memory``; empty for the file as a whole."""
+        return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in self.where).lstrip(".")
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}" if self.where else self.what
+
+
+def place_of(key: str) -> tuple[int | str, ...]:
+    """Return the parts of a dotted key, the reverse of ``Problem.key``."""
+    parts = re.split(r"\.|(?=\[)", key)
+    return tuple(int(one[1:-1]) if one.startswith("[") else one for one in parts)
 
 
 def chosen_path() -> Path | None:
@@ -216,7 +213,7 @@ def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
     """
     settings, problems = examine(raw)
     if settings is None:
-        raise config_error(origin, problems)
+        raise _config_error(origin, problems)
     return settings
 
 
@@ -236,7 +233,9 @@ def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
         settings = Settings.model_validate(data)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        problems += problems_of([*found, *_covered(data, found)], known_keys(), hidden_keys())
+        # Unknown keys first, because a misspelt key often explains a missing key.
+        found.sort(key=lambda details: details["type"] != "extra_forbidden")
+        problems += [_problem(one) for one in (*found, *_covered(data, found))]
     return (None, problems) if problems else (settings, [])
 
 
@@ -347,18 +346,6 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
 
 
-def parse_toml(text: str, path: Path) -> dict[str, Any]:
-    """Parse a file's text.
-
-    Raises:
-        ConfigError: the text is not TOML; the message names the line.
-    """
-    try:
-        return loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
-
-
 def sections() -> dict[str, type[Section]]:
     """Return the sections by name in the file; ``device`` is the section of each device."""
     kinds: dict[str, type[Section]] = {"device": DeviceSettings}
@@ -376,7 +363,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
     }
 
 
-def hidden_keys() -> set[str]:
+def _hidden_keys() -> set[str]:
     """Return the dotted keys whose values are never shown."""
     return {
         f"{section}.{field.alias or name}"
@@ -384,3 +371,45 @@ def hidden_keys() -> set[str]:
         for name, field in kind.model_fields.items()
         if is_hidden(field)
     }
+
+
+def _config_error(origin: str, problems: Sequence[Problem]) -> ConfigError:
+    """Return an error with the first problem, and the number of further problems."""
+    first, *others = problems
+    more = f"{len(others)} more {'problem' if len(others) == 1 else 'problems'} in this file"
+    more = more if others else ""
+    return ConfigError(f"{origin}: {first}", "; ".join(filter(None, [first.hint, more])))
+
+
+def _problem(problem: ErrorDetails) -> Problem:
+    parts = problem["loc"]
+    match problem["type"]:
+        case "extra_forbidden":
+            return Problem(parts, "unknown key", _nearest(parts))
+        case "missing":
+            return Problem(parts, "is missing")
+        case "model_type":
+            name = str(parts[0])
+            header = f"[[{name}]]" if name == "device" else f"[{name}]"
+            return Problem(parts, "must be a table", f"write the keys under {header}")
+        case "value_error" if parts == ("device",) and isinstance(problem["input"], dict):
+            return Problem(parts, "must be a list of tables", "write [[device]], with two brackets")
+        case "at_key":
+            return Problem(place_of(problem["ctx"]["key"]), problem["msg"])
+    message = plain_problem(problem["msg"])
+    is_shown = (
+        problem["type"] != "value_error" and ".".join(map(str, parts[:2])) not in _hidden_keys()
+    )
+    return Problem(parts, f"{message}, got {problem['input']!r}" if is_shown else message)
+
+
+def _nearest(parts: tuple[int | str, ...]) -> str:
+    """Return a hint: the nearest known key, or the section of the key."""
+    name, keys = str(parts[-1]), known_keys()
+    known = list(keys) if len(parts) == 1 else list(keys.get(str(parts[0]), ()))
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]!r}?"
+    for section, names in keys.items():
+        if name in names:
+            return f"{name!r} belongs in [{section}]"
+    return f"known here: {', '.join(known)}"

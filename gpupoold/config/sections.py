@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from gpupoold.config.device_names import check_gpu, check_group, group_value
 from gpupoold.config.values import (
+    ANY_ORIGIN,
     AbsolutePath,
     AutoPositiveSize,
     AutoSize,
@@ -17,6 +19,7 @@ from gpupoold.config.values import (
     Effect,
     HostNames,
     LinkRate,
+    Origins,
     PositiveSize,
     Section,
     Size,
@@ -27,6 +30,7 @@ from gpupoold.config.values import (
 from gpupoold.units import format_bytes
 
 GIB = 2**30
+_GB = 10**9
 EMULATED_DEVICE_BYTES = 2 * GIB
 CUDA_RESERVE_BYTES = 3 * GIB
 CUDA_GRANULARITY_BYTES = 2 * 2**20
@@ -78,9 +82,14 @@ class ServerSettings(Section):
             raise ValueError("tls_cert and tls_key belong together: give both or neither")
         return self
 
+    @property
+    def family(self) -> socket.AddressFamily:
+        """The family of the address or name to listen at."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
 
 class PathSettings(Section):
-    """``[paths]``: absolute paths; defaults depend on the user, see ``load_settings``."""
+    """``[paths]``: absolute paths; defaults depend on the user, see ``schema.examine``."""
 
     state_dir: AbsolutePath
     """Database and other data that must survive a restart."""
@@ -407,3 +416,92 @@ class LogSettings(Section):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """`debug`, `info`, `warning` or `error`."""
+
+
+class AccessSettings(Section):
+    """``[access]``: the need for API keys, and the groups that may use the admin socket."""
+
+    require_keys: Literal["auto", "always"] = "auto"
+    """`"auto"`: API keys are required unless only this machine can connect; `"always"`: API keys
+    are always required, for example behind a proxy on the same machine.
+    """
+    host_names: HostNames = ()
+    """Names, besides those of the loopback address, under which clients without a key may call the
+    API.
+    """
+    allowed_origins: Origins = ()
+    """Origins of other sites whose pages may call the API, as browsers send them, such as
+    `["https://app.example", "http://localhost:3000"]`; `["*"]` allows all origins and needs
+    `require_keys = "always"`.
+    """
+    share_prefixes: bool = False
+    """Whether requests use cached KV of requests of other keys."""
+    admin_group: str = Field(default="gpupool", min_length=1)
+    """Group with full access to the admin socket; need not exist."""
+    read_only_group: str = Field(default="gpupool-ro", min_length=1)
+    """Group with read access to the admin socket; need not exist."""
+
+    @model_validator(mode="after")
+    def _needs_keys_for_any_origin(self) -> Self:
+        if ANY_ORIGIN in self.allowed_origins and self.require_keys != "always":
+            raise ValueError(
+                'allowed_origins = ["*"] needs require_keys = "always": without keys, each page '
+                "that a browser of this machine opens could call the API"
+            )
+        return self
+
+
+class TracesSettings(Section):
+    """``[traces]``: OpenTelemetry spans of requests, sent by OTLP over HTTP."""
+
+    endpoint: str = ""
+    """URL of an OpenTelemetry collector for traces of requests, such as
+    `"http://127.0.0.1:4318/v1/traces"`; empty: no traces.
+    """
+    share: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of the requests without a `traceparent` of their own that are recorded."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str) -> str:
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            text = f'{endpoint!r}: write a URL such as "http://127.0.0.1:4318/v1/traces"'
+            raise ValueError(text)
+        return endpoint
+
+
+class BatchSettings(Section):
+    """``[batches]``: bounds of uploaded files and of batches."""
+
+    max_bytes: PositiveSize = 20 * _GB
+    """Files, batches and results of all API keys together."""
+    max_key_bytes: PositiveSize = 4 * _GB
+    """Files, batches and results of one API key; requests without a key count as one key. A file
+    counts as at least 4,096 bytes, a batch with its metadata.
+    """
+    max_file_bytes: PositiveSize = _GB // 5
+    """One file."""
+    max_key_files: Count = 10_000
+    """Files of one API key, results included."""
+    max_key_batches: Count = 10_000
+    """Batches of one API key, ended batches included until removed."""
+    max_requests: Count = 50_000
+    """Requests of one batch."""
+    max_live: int = Field(default=64, ge=1, le=1024)
+    """Requests of batches that run, or wait for a device with time to spare, at once. Of these one
+    batch has at most three quarters and one API key seven eighths, less with others; a free place
+    goes to the key with the fewest.
+    """
+    keep_s: Duration = Field(default=30 * 86_400.0, alias="keep")
+    """Time after which files and ended batches are removed."""
+
+
+class IdleSettings(Section):
+    """``[idle]``: devices without requests."""
+
+    effect: ClassVar[Effect] = Effect.LIVE
+
+    park_after_s: DurationOrZero = Field(default=0.0, alias="park_after")
+    """A device without requests for so long, such as `"30m"`, gives its memory
+    back until the next request; 0: never.
+    """

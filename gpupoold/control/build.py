@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 
 from gpupool_state import ApiKeys, Database, History, Registry
-from gpupoold.config.listening import why_keys_are_required
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.access.membership import FleetMembership
@@ -35,6 +34,7 @@ from gpupoold.control.workers.launch import engine_environment
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.replay.log_file import Header
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
+from gpupoold.system.listeners import why_keys_are_required
 from gpupoold.system.nvml import GpuReadings
 from gpupoold.system.systemd import FdStore
 

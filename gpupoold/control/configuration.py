@@ -10,10 +10,10 @@ from gpupoold.api.schemas_config import ConfigInfo, DiffInfo
 from gpupoold.config.budgets import MODEL_CACHE
 from gpupoold.config.file import ConfigFile, parsed_file, read_config_file
 from gpupoold.config.fitting import Update, fitted, update_of
+from gpupoold.config.keys import change_info, config_info
 from gpupoold.config.machine import Machine
 from gpupoold.config.schema import RunningSettings, Settings
 from gpupoold.config.values import Effect
-from gpupoold.config.view import change_info, config_info
 from gpupoold.doctor.machine import find_machine
 
 

@@ -15,10 +15,9 @@ from contextlib import AbstractContextManager
 
 from gpupool_state import History
 from gpupoold.api.schemas_config import ReloadInfo
-from gpupoold.config.keys import KeyChange
+from gpupoold.config.keys import KeyChange, change_info
 from gpupoold.config.schema import Settings
 from gpupoold.config.values import Effect
-from gpupoold.config.view import change_info
 from gpupoold.control.accounting.limits import history_limits
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.frontends.frontends import Frontends

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Role

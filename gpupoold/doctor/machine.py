@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from gpupoold.config.device_names import visible_entry
-from gpupoold.config.machine import DeviceFacts, Machine
-from gpupoold.config.schema import DeviceSettings, Settings
+from gpupoold.config.machine import DeviceFacts, Machine, visible_entry
+from gpupoold.config.schema import Settings
+from gpupoold.config.sections import DeviceSettings
 from gpupoold.doctor.facts import GpuFacts, MemoryFacts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import memory_facts

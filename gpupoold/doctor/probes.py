@@ -22,9 +22,8 @@ from gpupoold import __version__
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path
 from gpupoold.api.schemas_machine import MachineInfo
-from gpupoold.config.file import read_config_file
-from gpupoold.config.missing_gpus import missing_gpus
-from gpupoold.config.schema import CONFIG_VARIABLE, SYSTEM_CONFIG, Settings
+from gpupoold.config.file import missing_gpus, read_config_file
+from gpupoold.config.schema import Settings, chosen_path
 from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,
@@ -78,7 +77,7 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
         found = _configured(config)
     settings = found.settings
     return Facts(
-        config_path=_config_name(config),
+        config_path=str(config or chosen_path() or "the default configuration"),
         problem=found.problem,
         fix=found.fix,
         settings=settings,
@@ -135,13 +134,6 @@ def _folders(machine: MachineInfo | None, settings: Settings | None) -> tuple[Fo
             Folder(**one.model_dump() | {"path": Path(one.path)}) for one in machine.folders
         )
     return folder_facts(settings) if settings else ()
-
-
-def _config_name(config: Path | None) -> str:
-    chosen = config or os.environ.get(CONFIG_VARIABLE)
-    if chosen is None and os.path.exists(SYSTEM_CONFIG):
-        chosen = SYSTEM_CONFIG
-    return str(chosen or "the default configuration")
 
 
 def daemon_facts(client: AdminClient) -> DaemonFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -11,8 +12,7 @@ from pathlib import Path
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.socket_file import share_socket
 from gpupoold.api.paths import SOCKET_FILE_NAME
-from gpupoold.config.listening import family_of
-from gpupoold.config.schema import ServerSettings
+from gpupoold.config.sections import AccessSettings, ServerSettings
 from gpupoold.errors import Failed, Refused
 
 _logger = logging.getLogger(__name__)
@@ -65,8 +65,32 @@ def admin_listener(
             path.unlink(missing_ok=True)
 
 
+def is_local(listener: socket.socket) -> bool:
+    """Return whether only processes of this machine can connect, by the socket's address.
+
+    True for a unix socket: the permissions of the socket's file restrict access.
+    """
+    if listener.family == socket.AF_UNIX:
+        return True
+    host = listener.getsockname()[0].partition("%")[0]
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
+
+
+def why_keys_are_required(access: AccessSettings, listener: socket.socket) -> str:
+    """Return why every request at this socket needs an API key; empty if no key is needed."""
+    if not is_local(listener):
+        host, port = listener.getsockname()[:2]
+        return f"the API listens at {host} port {port}, beyond this machine, and needs API keys"
+    if access.require_keys == "always":
+        return 'the API needs keys (access.require_keys = "always")'
+    return ""
+
+
 def _bound(server: ServerSettings) -> socket.socket:
-    listener = socket.socket(family_of(server.host), socket.SOCK_STREAM)
+    listener = socket.socket(server.family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((server.host, server.port))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pynvml
 
-from gpupoold.config.device_names import visible_entry
+from gpupoold.config.machine import visible_entry
 
 if TYPE_CHECKING:
-    from gpupoold.config.schema import DeviceSettings
+    from gpupoold.config.sections import DeviceSettings
 
 _logger = logging.getLogger(__name__)
 

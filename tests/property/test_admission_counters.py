@@ -9,7 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpupool_state import History
-from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Targets

@@ -9,7 +9,7 @@ from typing import cast
 from hypothesis import event, given, settings, strategies as st
 
 from gpupool_state import History
-from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.processes.crash_attribution import Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher

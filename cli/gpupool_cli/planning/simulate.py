@@ -28,7 +28,7 @@ from gpupool_cli.options import (
 from gpupool_cli.output import Column, print_line, print_table
 from gpupool_cli.planning.plot import check_plot, save_plot
 from gpupool_cli.planning.simulation_view import PointsView, print_rows
-from gpupoold.config.schema import load_settings
+from gpupoold.config.file import read_config_file
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.changes import changed_panel
@@ -160,7 +160,7 @@ def _points(
     panels: Sequence[FigurePanel], wanted: Overrides, workloads: Path | None
 ) -> list[Point]:
     if workloads is None and any(panel.workload.needs_folder for panel in panels):
-        workloads = load_settings().paths.workloads_dir
+        workloads = read_config_file().settings.paths.workloads_dir
     wanted = replace(wanted, workloads_dir=workloads)
     found = [changed_panel(panel, wanted) for panel in panels]
     for reason in dict.fromkeys(one for _, left_out in found for one in left_out):

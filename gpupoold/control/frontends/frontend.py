@@ -7,7 +7,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
-from gpupoold.config.schema import ServerSettings, Settings
+from gpupoold.config.schema import Settings
+from gpupoold.config.sections import ServerSettings
 from gpupoold.control.processes.child import Child
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer

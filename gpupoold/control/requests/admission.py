@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Literal, Protocol, get_args
 
 from gpupool_state import History
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.control.live_requests import LiveRequest, LiveRequests, num_bytes_of

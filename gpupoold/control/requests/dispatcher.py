@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from gpupool_state import History
 from gpupoold.api.request_ids import is_request
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.live_requests import LiveRequest, LiveRequests

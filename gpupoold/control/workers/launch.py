@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from gpupoold.config.schema import DeviceSettings, Settings
+from gpupoold.config.schema import Settings
+from gpupoold.config.sections import DeviceSettings
 from gpupoold.system.process import as_words
 
 

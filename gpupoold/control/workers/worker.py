@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from gpupoold.config.schema import DeviceSettings
+from gpupoold.config.sections import DeviceSettings
 from gpupoold.control.processes.pending import Calls, Pending
 from gpupoold.control.processes.supervised import Supervised
 from gpupoold.errors import Failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gpupoold.config.access import AccessSettings
+from gpupoold.config.sections import AccessSettings
 
 
 def _settings(**values: object) -> AccessSettings:

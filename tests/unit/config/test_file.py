@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.config.file import check_text, parsed_file, read_config_file
-from gpupoold.config.lines import lines_of
+from gpupoold.config.file import check_text, lines_of, parsed_file, read_config_file
 from gpupoold.config.schema import MAX_FILE_BYTES
 from gpupoold.errors import ConfigError
 

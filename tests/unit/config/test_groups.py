@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.config.file import check_on_machine
-from gpupoold.config.groups import check_groups
-from gpupoold.config.machine import DeviceFacts, Machine, MachineError
-from gpupoold.config.problems import Problem, place_of
+from gpupoold.config.machine import DeviceFacts, Machine, MachineError, check_groups
+from gpupoold.config.schema import Problem, place_of
 
 GIB = 2**30
 H100 = DeviceFacts("cuda", 80 * GIB, device=1, name="H100", ordinal=0)

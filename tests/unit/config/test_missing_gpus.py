@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.config import schema
-from gpupoold.config.file import parsed_file
-from gpupoold.config.missing_gpus import missing_gpus
+from gpupoold.config.file import missing_gpus, parsed_file
 from gpupoold.engine_versions import is_built_for_gpus
 from tests.conftest import ROOT
 
@@ -71,7 +70,7 @@ class TestEngineForGpus:
 
 
 def test_an_engine_for_cpus_has_an_emulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpupoold.config.missing_gpus.is_built_for_gpus", lambda: False)
+    monkeypatch.setattr("gpupoold.config.file.is_built_for_gpus", lambda: False)
     assert missing_gpus(parsed_file("", None)) == ("", "")
 
 

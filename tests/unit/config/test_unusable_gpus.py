@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.config.file import check_on_machine, parsed_file
-from gpupoold.config.machine import DeviceFacts, Machine
-from gpupoold.config.missing_gpus import check_gpus_found
-from gpupoold.config.unusable_gpus import unusable_gpu
+from gpupoold.config.file import check_gpus_found, check_on_machine, parsed_file
+from gpupoold.config.machine import DeviceFacts, Machine, unusable_gpu
 from gpupoold.errors import Failed
 from tests.conftest import ROOT
 from tests.unit.config.test_missing_gpus import install

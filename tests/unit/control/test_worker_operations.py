@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.domain import Role
 from gpupoold.errors import TimedOut, UsageError

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from gpupoold.config.schema import DeviceSettings
+from gpupoold.config.sections import DeviceSettings
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.domain import ModelName, ModelSpec, Targets

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.access.peers import AdminGroups
-from gpupoold.config.schema import ServerSettings
+from gpupoold.config.sections import ServerSettings
 from gpupoold.errors import Failed, Refused
 from gpupoold.system.listeners import admin_listener, http_listener
 

@@ -10,8 +10,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from gpupoold.config.device_names import visible_entry
-from gpupoold.config.schema import DeviceSettings
+from gpupoold.config.machine import visible_entry
+from gpupoold.config.sections import DeviceSettings
 from gpupoold.system.nvml import NO_READING, GpuReadings, Reading
 
 UUIDS = ("GPU-aa11-0", "GPU-ab22-1", "GPU-cc33-2")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gpupoold.config.engine_variables import KNOWN_VARIABLES
+from gpupoold.engine_versions import KNOWN_VARIABLES
 from gpupoold.worker.environment import set_engine_environment
 
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.bench.cold import ColdStart, summary
 from benchmarks.bench.loads import LoadRound, gaps_between, summary as load_summary
 from benchmarks.bench.rig import device_config, make_checkpoints
-from gpupoold.config.schema import CUDA_RESERVE_BYTES, parse_settings
+from gpupoold.config.schema import parse_settings
+from gpupoold.config.sections import CUDA_RESERVE_BYTES
 from gpupoold.errors import Failed
 
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.rig import Report, Setting
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.switch import switch_figures
 from benchmarks.load import Ask, Stream
-from gpupoold.config.schema import CUDA_RESERVE_BYTES
+from gpupoold.config.sections import CUDA_RESERVE_BYTES
 from gpupoold.doctor.facts import Gpu, GpuFacts, GpuLink, PciPath
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import rig
 from benchmarks.gpu.rig import Setting, arguments, setting_of
-from gpupoold.config.schema import CUDA_RESERVE_BYTES
+from gpupoold.config.sections import CUDA_RESERVE_BYTES
 from gpupoold.worker.environment import engine_arguments
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from gpupoold.config.batches import BatchSettings
-from gpupoold.config.schema import LimitSettings, ServerSettings, Settings
+from gpupoold.config.schema import Settings
+from gpupoold.config.sections import BatchSettings, LimitSettings, ServerSettings
 from gpupoold.control.frontends import frontend as frontend_module
 from gpupoold.control.frontends.frontend import Frontend, NotMounted
 from gpupoold.control.frontends.frontends import Frontends

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import History, Registry
-from gpupoold.config.idle import IdleSettings
+from gpupoold.config.sections import IdleSettings
 from gpupoold.control.models.parking import Parking
 from gpupoold.errors import Refused, UsageError
 from gpupoold.wire import messages as m

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gpupool_state import History
-from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.requests.listener import RequestListener

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from gpupool_state import History
-from gpupoold.config.schema import DeviceSettings, LimitSettings
+from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, Role, Targets

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gpupool_state import History
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.control.live_requests import LiveRequests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gpupool_state import History
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.domain import BACKGROUND_TTFT_S, FinishReason, Priority
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.processes.crash_attribution import NOBODY
 from gpupoold.control.requests.suspects import PASSED_TOKENS
 from gpupoold.control.workers.worker import Worker

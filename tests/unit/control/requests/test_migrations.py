@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpupoold.config.schema import DeviceSettings
+from gpupoold.config.sections import DeviceSettings
 from gpupoold.domain import FinishReason, Role
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.migration_box import MODELS, Box, FakeWorker

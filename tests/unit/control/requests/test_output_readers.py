@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpupool_state import History
-from gpupoold.config.schema import LimitSettings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Priority
 from gpupoold.scheduling import events as e

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import DATABASE_NAME, Database, History, Registry
-from gpupoold.config.schema import DeviceSettings
+from gpupoold.config.sections import DeviceSettings
 from gpupoold.control.views.explain import Explainer
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError

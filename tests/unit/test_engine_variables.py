@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpupoold.config.engine_variables import KNOWN_VARIABLES, drop_unlisted, set_platform
+from gpupoold.engine_versions import KNOWN_VARIABLES, drop_unlisted, set_platform
 
 
 def test_only_listed_variables_are_left() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.config.listening import is_local, why_keys_are_required
-from gpupoold.config.schema import AccessSettings
+from gpupoold.config.sections import AccessSettings
+from gpupoold.system.listeners import is_local, why_keys_are_required
 
 ALWAYS = AccessSettings(require_keys="always")
 

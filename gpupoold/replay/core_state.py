@@ -29,7 +29,6 @@ from gpupoold.scheduling import (
     costs,
     demand,
     output_length,
-    packing,
     phases,
     roles,
     rules,
@@ -39,7 +38,6 @@ from gpupoold.scheduling.policies import (
     aegaeon,
     gpupool,
     homes,
-    placed_once,
     planned_turns,
     rebalancing,
     request_level,
@@ -55,14 +53,13 @@ _SCHEDULING = (
     costs,
     demand,
     output_length,
-    packing,
     phases,
     roles,
     rules,
     state,
 )
 _POLICIES = (
-    *(aegaeon, gpupool, homes, placed_once, planned_turns),
+    *(aegaeon, gpupool, homes, planned_turns),
     *(rebalancing, request_level, static, unified),
 )
 _CLASSES: dict[str, type] = {
@@ -72,9 +69,6 @@ _CLASSES: dict[str, type] = {
     if isinstance(kind, type)
     and kind.__module__ == module.__name__
     and not issubclass(kind, BaseException)
-}
-_FUNCTIONS = {
-    one.__name__: one for one in (request_level.by_arrival, request_level.by_output_length)
 }
 _CONTAINERS: dict[str, type] = {one.__name__: one for one in (list, set, deque, dict)}
 
@@ -101,8 +95,6 @@ def lines_of(whole: core.Core) -> Iterator[Line]:
             return value
         if isinstance(value, tuple | frozenset):
             return [type(value).__name__, *map(raw, value)]
-        if isinstance(value, types.FunctionType):
-            return ["function", value.__name__]
         if id(value) not in numbers:
             numbers[id(value)] = len(found)
             found.append(value)
@@ -198,8 +190,6 @@ def _value(raw: Any, made: Sequence[Any]) -> Any:
             return made[number]
         case ["float", ("inf" | "-inf" | "nan") as text]:
             return float(text)
-        case ["function", str(name)]:
-            return _FUNCTIONS[name]
         case ["enum", str(kind), str(name)] if issubclass(
             found := _CLASSES.get(kind, object), Enum
         ):

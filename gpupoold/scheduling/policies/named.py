@@ -1,4 +1,4 @@
-"""Policies by name, with their options."""
+"""The policies of the daemon by name (``scheduling.policy``), with their options."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.policies.placed_once import (
-    BestFitPolicy,
-    PowerOfTwoPolicy,
-    ShortestQueuePolicy,
-)
 from gpupoold.scheduling.policies.planned_turns import Tuning
-from gpupoold.scheduling.policies.request_level import RequestLevelPolicy, by_output_length
+from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
 from gpupoold.scheduling.policies.static import StaticPolicy
 from gpupoold.scheduling.policies.unified import DecodeFirstPolicy, PrefillFirstPolicy
 
@@ -49,13 +44,9 @@ def _gpupool(options: PolicyOptions) -> Policy:
 _POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
     "gpupool": _gpupool,
     "aegaeon": _aegaeon,
-    "request-level": lambda _: RequestLevelPolicy("request-level"),
+    "request-level": lambda _: RequestLevelPolicy(),
     "request-level-4": lambda _: RequestLevelPolicy("request-level-4", max_live=4),
-    "request-level-sjf": lambda _: RequestLevelPolicy("request-level-sjf", by_output_length),
     "static": lambda _: StaticPolicy(),
-    "best-fit": lambda _: BestFitPolicy(),
-    "shortest-queue": lambda _: ShortestQueuePolicy(),
-    "power-of-two": lambda _: PowerOfTwoPolicy(),
     "prefill-first": lambda _: PrefillFirstPolicy(),
     "decode-first": lambda _: DecodeFirstPolicy(),
 }

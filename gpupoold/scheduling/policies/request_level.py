@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.policies.base import Choice, Placement, SimplePolicy, working
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import DeviceState, Request, State
-
-Rank = Callable[[Request], float]
-
-
-def by_arrival(request: Request) -> float:
-    return request.arrival_s
-
-
-def by_output_length(request: Request) -> float:
-    """Return the output length (shortest job first), or the arrival if the length is unknown."""
-    return request.output_tokens if request.output_tokens is not None else request.arrival_s
 
 
 class RequestLevelPolicy(SimplePolicy):
@@ -30,17 +19,20 @@ class RequestLevelPolicy(SimplePolicy):
     memory, and for all later requests of the model.
     """
 
-    def __init__(self, name: str, rank: Rank = by_arrival, max_live: float = math.inf) -> None:
+    def __init__(self, name: str = "request-level", max_live: float = math.inf) -> None:
         self.name = name
-        self._rank = rank
         self._max_live = max_live
+
+    def rank(self, request: Request) -> float:
+        """Return the request's place in the queue; the lowest is the head."""
+        return request.arrival_s
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Place requests from the head of the queue: on a device of the model, or a free device."""
         free = [device for device in state.devices.values() if not device.num_requests]
         hosts: dict[str, list[DeviceState]] = {}
         serving: dict[str, list[DeviceState]] = {}
-        for request in sorted(state.held.values(), key=self._rank):
+        for request in sorted(state.held.values(), key=self.rank):
             name = request.model.name
             if name not in hosts:
                 hosts[name] = state.prefill_hosts(request.model)

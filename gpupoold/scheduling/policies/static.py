@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from gpupoold.scheduling.policies.base import CannotServe, Placement
-from gpupoold.scheduling.policies.placed_once import StayingPolicy
+from gpupoold.scheduling.policies.base import CannotServe, Placement, SimplePolicy
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Model, State
 
 # A model is placed only with KV memory for this many requests of this many tokens.
 _MIN_REQUESTS = 8
 _TOKENS_PER_REQUEST = 2048
+
+
+class StayingPolicy(GpupoolPolicy):
+    """Base of policies in which roles and answers stay, with the turns of the default policy."""
+
+    roles = SimplePolicy.roles
+    homes = SimplePolicy.homes
+    rebalance = SimplePolicy.rebalance
 
 
 class StaticPolicy(StayingPolicy):

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import papers
 from gpupoold.config.schema import parse_settings
 from gpupoold.errors import ConfigError
-from gpupoold.scheduling.policies.named import POLICY_NAMES
+from gpupoold.sim.policies import POLICY_NAMES
 from tests.conftest import ROOT
 
 LOADS = {"aegaeon": 47.0, "request-level-4": 65.0, "static": 40.0, "gpupool": 101.0}

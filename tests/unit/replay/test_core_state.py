@@ -12,8 +12,8 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.event_log import RecordedCore, replay_on
 from gpupoold.scheduling.invariants import check_state
+from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
 from gpupoold.scheduling.state import PlannedHome
-from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import Driver
 
 

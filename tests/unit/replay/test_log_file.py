@@ -19,7 +19,7 @@ from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, Start
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import LogEntry, RecordedCore
-from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
+from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make_policy
 
 HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-event-log-2"}\n'
 

@@ -16,7 +16,6 @@ from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.phases import TRANSITIONS, RequestPhase
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
 from gpupoold.scheduling.policies.base import CannotServe
-from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
 from gpupoold.scheduling.policies.planned_turns import (
     BatchWork,
     PlannedTurn,
@@ -26,6 +25,7 @@ from gpupoold.scheduling.policies.planned_turns import (
     plan_turn,
 )
 from gpupoold.scheduling.state import Model, Request
+from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, migrations_in, sends
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "internals" / "scheduling.md").read_text(

@@ -15,8 +15,8 @@ from gpupoold.scheduling.explain import (
     why_request,
 )
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
 from gpupoold.scheduling.rules import Rule
+from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import GB, STEP_S, Driver
 
 PREFILL_S = 0.1

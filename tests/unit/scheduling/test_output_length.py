@@ -14,7 +14,7 @@ from gpupoold.scheduling.output_length import (
     RunningMoments,
     prompt_class,
 )
-from gpupoold.scheduling.packing import Limits
+from gpupoold.sim.policies.packing import Limits
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.policies.request_level import RequestLevelPolicy, by_output_length
+from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
+from gpupoold.sim.policies.baselines import ShortestJobPolicy
 from tests.unit.scheduling.driver import Driver, runs, sends
 
 
@@ -68,7 +69,7 @@ def test_a_limit_on_requests_sends_the_rest_elsewhere_or_makes_them_wait() -> No
 
 
 def test_the_shortest_goes_first_with_an_oracle() -> None:
-    driver = Driver(RequestLevelPolicy("request-level-sjf", by_output_length))
+    driver = Driver(ShortestJobPolicy())
     driver.arrive("a", "a1", at_s=0.0, output_tokens=500)
     driver.arrive("b", "b1", at_s=0.1, output_tokens=400)
     driver.arrive("c", "c1", at_s=0.2, output_tokens=10)

@@ -10,16 +10,16 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.output_length import OutputLengthPredictor
-from gpupoold.scheduling.packing import Constraint, Limits, load_norm, peak_kv_bytes, violated
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Policy
-from gpupoold.scheduling.policies.placed_once import (
+from gpupoold.scheduling.rules import Rule
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
+from gpupoold.sim.policies.baselines import (
     BestFitPolicy,
     PowerOfTwoPolicy,
     ShortestQueuePolicy,
 )
-from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
+from gpupoold.sim.policies.packing import Constraint, Limits, load_norm, peak_kv_bytes, violated
 from tests.unit.scheduling.driver import Driver
 
 WEIGHT_BYTES, CAPACITY = 1000, 9

@@ -1,4 +1,8 @@
-"""Baselines that place each request once, at its arrival; turns are those of the default policy."""
+"""Baselines that the daemon does not offer.
+
+``PlacedOncePolicy`` and its subclasses place each request once, at its arrival; turns are those of
+the default policy.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,23 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from gpupoold.scheduling.packing import Limits, load_norm, violated
-from gpupoold.scheduling.policies.base import Placement, SimplePolicy, fewest_requests
-from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.policies.base import Placement, fewest_requests
+from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
+from gpupoold.scheduling.policies.static import StayingPolicy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import DeviceState, Request, State
+from gpupoold.sim.policies.packing import Limits, load_norm, violated
 
 
-class StayingPolicy(GpupoolPolicy):
-    """Base of policies in which roles and answers stay, with the turns of the default policy."""
+class ShortestJobPolicy(RequestLevelPolicy):
+    """Serve whole requests, the shortest answer first."""
 
-    roles = SimplePolicy.roles
-    homes = SimplePolicy.homes
-    rebalance = SimplePolicy.rebalance
+    def __init__(self) -> None:
+        super().__init__("request-level-sjf")
+
+    def rank(self, request: Request) -> float:
+        """Return the output length, or the arrival if the length is unknown."""
+        return super().rank(request) if request.output_tokens is None else request.output_tokens
 
 
 class PlacedOncePolicy(StayingPolicy, ABC):

@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.sim_devices import CappedLengths, Sent, add_models, send_all, sim_config
-from gpupoold.api.schemas import RequestRecord
-from gpupoold.domain import Targets
+from gpupoold.domain import RequestRecord, Targets
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.workloads import equal_rates, poisson_workload
 

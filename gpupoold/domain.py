@@ -258,6 +258,44 @@ class RequestCounts:
     first_tokens: int = 0
 
 
+EventLevel = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event for the operator; later events have larger ids, ``at`` is in wall-clock seconds."""
+
+    id: int
+    at: float
+    level: EventLevel
+    kind: str
+    subject: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A finished request; a time is None if the request ended before.
+
+    ``arrived_at`` is in wall-clock seconds. ``finish_reason`` is a :class:`FinishReason`; ``error``
+    is the message sent to the client, empty without a failure; ``api_key`` is the public id of the
+    client's key.
+    """
+
+    request_id: str
+    model: str
+    arrived_at: float
+    ttft_s: float | None
+    tbt_p99_s: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_tokens_in_time: int
+    finish_reason: str
+    total_s: float
+    error: str = ""
+    api_key: str | None = None
+
+
 class _Durations:
     """Base of dataclasses whose fields are durations in seconds."""
 

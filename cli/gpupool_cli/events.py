@@ -8,7 +8,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import EventInfo
+from gpupoold.domain import Event
 
 FollowOption = Annotated[
     bool, typer.Option("--follow", "-f", help="Print new events until interrupted.")
@@ -65,7 +65,7 @@ def logs(
                 output.print_line(f"{one.process} | {one.line}")
 
 
-def _print_event(event: EventInfo, as_json: bool) -> None:
+def _print_event(event: Event, as_json: bool) -> None:
     if as_json:
         output.print_json_line(event)
         return

@@ -12,10 +12,9 @@ from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupool_cli.usage import print_fragmentation
-from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
 from gpupoold.api.schemas_usage import DeviceUse
-from gpupoold.domain import SWITCH_STAGES, RequestStages, Switch
+from gpupoold.domain import SWITCH_STAGES, RequestRecord, RequestStages, Switch
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import TypeAdapter
 
 from gpupool_state import KeyPowers, KeyRow, ModelRow, RequestRow
 from gpupool_state.batches import BatchRow
@@ -25,9 +26,7 @@ from gpupoold.api.request_ids import request_id_of
 from gpupoold.api.schemas import (
     DeviceInfo,
     ErrorBody,
-    EventInfo,
     OperateRequest,
-    RequestRecord,
     SetDeviceRequest,
     SetHostingRequest,
     Status,
@@ -58,11 +57,10 @@ from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.models.info import model_info
-from gpupoold.control.views import bodies as views
 from gpupoold.control.views.fleet import fleet_models
 from gpupoold.control.views.spans import ModelSums, Spans, span_s
 from gpupoold.control.views.usage import usage_info
-from gpupoold.domain import Priority, Role, Switch
+from gpupoold.domain import Event, Priority, RequestRecord, Role, Switch
 from gpupoold.errors import Failed, GpupoolError, UsageError
 from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
 from gpupoold.system.folders import hint_to_write
@@ -71,6 +69,7 @@ from gpupoold.system.folders import hint_to_write
 FRESH_S = 2.0
 _FOLLOW_WAIT_S = 10.0
 _LINES_AT_ONCE = 200
+_RECORD = TypeAdapter(RequestRecord)
 
 
 class Handlers:
@@ -224,37 +223,36 @@ class Handlers:
     async def event_log(self) -> Iterator[bytes]:
         return _chunks(self._control.event_log())
 
-    async def requests(self, limit: int) -> AsyncIterator[str]:
+    async def requests(self, limit: int) -> AsyncIterator[bytes]:
         await self._control.history.flush()
         return _request_lines(await self._control.history.recent_requests(limit=limit))
 
     async def past_requests(
         self, model: str | None, since_s: float, limit: int, request_id: str | None
-    ) -> list[RequestRecord]:
+    ) -> Sequence[RequestRecord]:
         await self._control.history.flush()
-        rows = await self._control.history.recent_requests(
+        return await self._control.history.recent_requests(
             await self._name(model),
             time.time() - since_s,
             limit,
             None if request_id is None else request_id_of(request_id),
         )
-        return [views.request_record(row) for row in rows]
 
     async def events(
         self, after: int | None, limit: int, follow: bool
-    ) -> list[EventInfo] | AsyncIterator[str]:
+    ) -> list[Event] | AsyncIterator[bytes]:
         history = self._control.history
         first = after if after is not None else max(0, history.last_event_id - limit)
         if follow:
             return self._event_lines(first)
-        return [views.event_info(row) for row in await history.events_after(first, limit)]
+        return await history.events_after(first, limit)
 
-    async def _event_lines(self, after_id: int) -> AsyncIterator[str]:
+    async def _event_lines(self, after_id: int) -> AsyncIterator[bytes]:
         history = self._control.history
         while not self._control.stopping:
             for row in await history.events_after(after_id, 1000):
                 after_id = row.id
-                yield views.event_info(row).model_dump_json() + "\n"
+                yield msgspec.json.encode(row) + b"\n"
             await history.wait_event(after_id, _FOLLOW_WAIT_S)
             await asyncio.sleep(0)
 
@@ -408,11 +406,11 @@ def _chunks(lines: Iterator[bytes]) -> Iterator[bytes]:
         yield chunk
 
 
-async def _request_lines(rows: Sequence[RequestRow]) -> AsyncIterator[str]:
+async def _request_lines(rows: Sequence[RequestRow]) -> AsyncIterator[bytes]:
     """Yield a few lines at a time, because a long answer would delay tokens on the event loop."""
     for start in range(0, len(rows), _LINES_AT_ONCE):
         chunk = rows[start : start + _LINES_AT_ONCE]
-        yield "".join(views.request_record(row).model_dump_json() + "\n" for row in chunk)
+        yield b"".join(_RECORD.dump_json(row) + b"\n" for row in chunk)
         await asyncio.sleep(0)
 
 

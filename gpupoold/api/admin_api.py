@@ -19,11 +19,9 @@ from pydantic import BaseModel, Field
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas import (
     DeviceInfo,
-    EventInfo,
     LogLine,
     OperateRequest,
     Ps,
-    RequestRecord,
     RoleName,
     SetDeviceRequest,
     SetHostingRequest,
@@ -52,7 +50,7 @@ from gpupoold.api.schemas_models import (
 )
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded, UnloadMode
 from gpupoold.api.schemas_usage import UsageInfo
-from gpupoold.domain import Switch
+from gpupoold.domain import Event, RequestRecord, Switch
 
 RemoveMode = Literal["refuse", "drain", "force"]
 SwitchOrder = Literal["latest", "slowest"]
@@ -442,7 +440,7 @@ class AdminApi:
     @_operation("GET", "/events")
     def events(
         self, after: int | None = None, limit: Limit = 100, *, follow: bool = False
-    ) -> list[EventInfo]:
+    ) -> list[Event]:
         """Return up to ``limit`` events by id: those after ``after``, or the latest.
 
         With ``follow`` the answer is a stream, see ``AdminClient.follow_events``.

@@ -22,8 +22,9 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from gpupoold.api.admin_api import AdminApi, Operation, RemoveMode as RemoveMode
-from gpupoold.api.schemas import ErrorBody, EventInfo
+from gpupoold.api.schemas import ErrorBody
 from gpupoold.api.schemas_models import Progress
+from gpupoold.domain import Event
 from gpupoold.errors import (
     DaemonNotRunning,
     Failed,
@@ -93,11 +94,11 @@ class AdminClient(AdminApi):
         """Close all connections and open streams."""
         self._http.close()
 
-    def follow_events(self, after: int | None = None) -> Iterator[EventInfo]:
+    def follow_events(self, after: int | None = None) -> Iterator[Event]:
         """Yield events after ``after``, then new events until the daemon stops."""
         query = {"follow": "true"} | ({} if after is None else {"after": after})
         request = self._request("GET", "/events", query, None, is_unbounded=True)
-        yield from self._lines(request, EventInfo)
+        yield from self._lines(request, Event)
 
     def call(
         self,

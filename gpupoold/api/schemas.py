@@ -225,38 +225,6 @@ class RequestInfo(Body):
     next_deadline_in_s: float
 
 
-class RequestRecord(Body):
-    """A finished request from the history; ``arrived_at`` in wall-clock seconds.
-
-    A time is None if the request ended before. ``error`` is the message to the client of a failed
-    request, ``api_key`` the public id of the key.
-    """
-
-    request_id: str
-    model: str
-    arrived_at: float
-    ttft_s: float | None
-    tbt_p99_s: float | None
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_tokens_in_time: int
-    finish_reason: str
-    total_s: float
-    error: str = ""
-    api_key: str | None = None
-
-
-class EventInfo(Body):
-    """An event for the operator."""
-
-    id: int
-    at: float
-    level: Literal["info", "warning", "error"]
-    kind: str
-    subject: str
-    message: str
-
-
 class LogLine(Body):
     """A line of the log of a process."""
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from gpupoold.api.schemas import Body, EventInfo, LoadingInfo, RequestRecord
-from gpupoold.domain import Lateness, RequestCounts, RequestStages
+from gpupoold.api.schemas import Body, LoadingInfo
+from gpupoold.domain import Event, Lateness, RequestCounts, RequestRecord, RequestStages
 
 
 @dataclass
@@ -161,7 +161,7 @@ class FinishedWhy(Body):
     request: RequestRecord
     device: int | None
     text: str
-    events: list[EventInfo]
+    events: list[Event]
 
 
 class Why(Body):

@@ -6,16 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from gpupoold.api.schemas import (
-    AdditionInfo,
-    Body,
-    DeviceInfo,
-    EventInfo,
-    ModelUsage,
-    RequestInfo,
-    Status,
-)
-from gpupoold.domain import LargestTransfer
+from gpupoold.api.schemas import AdditionInfo, Body, DeviceInfo, ModelUsage, RequestInfo, Status
+from gpupoold.domain import Event, LargestTransfer
 
 UnloadMode = Literal["refuse", "drain", "force"]
 
@@ -69,7 +61,7 @@ class Top(Body):
     requests: list[RequestInfo]
     turns: list[TurnInfo]
     last_turn_id: int
-    events: list[EventInfo]
+    events: list[Event]
     last_event_id: int
     num_switches: int
     switched_bytes: int

@@ -21,8 +21,6 @@ from gpupool_state.profiles import ProfilePhase, ProfileRow
 from gpupool_state.registry import ModelRow, Registry, check_names
 from gpupool_state.rows import (
     DeviceMinuteRow,
-    EventLevel,
-    EventRow,
     MinuteRow,
     RequestRow,
     UsageRow,
@@ -38,8 +36,6 @@ __all__ = [
     "BatchStore",
     "Database",
     "DeviceMinuteRow",
-    "EventLevel",
-    "EventRow",
     "FileRow",
     "History",
     "HistoryLimits",

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
-from gpupool_state.rows import EventLevel, EventRow
+from gpupoold.domain import Event, EventLevel
 
 
 class EventFeed:
@@ -18,24 +18,22 @@ class EventFeed:
     def __init__(self, last_id: int, num_held: int) -> None:
         self.last_id = last_id
         self.floor_id = last_id  # events up to this id are not in memory
-        self._held: deque[EventRow] = deque()
+        self._held: deque[Event] = deque()
         self._num_held = num_held
         self._news = asyncio.Event()
         self._closed = False
 
-    def publish(
-        self, at: float, level: EventLevel, kind: str, subject: str, message: str
-    ) -> EventRow:
+    def publish(self, at: float, level: EventLevel, kind: str, subject: str, message: str) -> Event:
         """Add an event with the next id and wake all waiters."""
         self.last_id += 1
-        event = EventRow(self.last_id, at, level, kind, subject, message)
+        event = Event(self.last_id, at, level, kind, subject, message)
         self._held.append(event)
         if len(self._held) > self._num_held:
             self.floor_id = self._held.popleft().id
         self._wake()
         return event
 
-    def held_after(self, after_id: int) -> list[EventRow]:
+    def held_after(self, after_id: int) -> list[Event]:
         """Return the events in memory with larger ids, oldest first.
 
         No event is missing if ``after_id >= floor_id``.

@@ -23,8 +23,6 @@ from gpupool_state.rows import (
     USAGE,
     DeviceMinuteRow,
     Entry,
-    EventLevel,
-    EventRow,
     HistoryTable,
     MinuteRow,
     RequestRow,
@@ -34,7 +32,7 @@ from gpupool_state.rows import (
     entry,
     event_row,
 )
-from gpupoold.domain import EventKind, Switch
+from gpupoold.domain import Event, EventKind, EventLevel, Switch
 from gpupoold.errors import Failed
 
 _log = logging.getLogger(__name__)
@@ -176,9 +174,7 @@ class History(HistoryReader):
         """Store the work of a device; never blocks."""
         self._record(DEVICE_MINUTES, self._next_id(DEVICE_MINUTES), row)
 
-    def record_event(
-        self, level: EventLevel, kind: EventKind, subject: str, message: str
-    ) -> EventRow:
+    def record_event(self, level: EventLevel, kind: EventKind, subject: str, message: str) -> Event:
         """Store an event, write a log record and wake followers; never blocks."""
         event = self._events.publish(self._now(), level, kind, subject, message)
         fields = {"event_kind": kind, "event_subject": subject}
@@ -187,7 +183,7 @@ class History(HistoryReader):
         self._record(EVENTS, event.id, event)
         return event
 
-    async def events_after(self, after_id: int, limit: int = 100) -> list[EventRow]:
+    async def events_after(self, after_id: int, limit: int = 100) -> list[Event]:
         """Return events with ids above ``after_id``, oldest first, also events not yet on disk.
 
         Raises:

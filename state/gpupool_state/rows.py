@@ -5,59 +5,32 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from gpupoold.domain import (
     COUNT_NAMES,
     DeviceId,
-    FinishReason,
+    Event,
     Lateness,
-    ModelName,
     RequestCounts,
+    RequestRecord,
     RequestStages,
     Switch,
 )
 
-EventLevel = Literal["info", "warning", "error"]
 Value = str | int | float | None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRow:
-    """A finished request; a time is None if the request ended before.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRow(RequestRecord):
+    """A finished request with its last device, None if the request never ran.
 
-    ``arrived_at`` is in wall-clock seconds. ``tbt_*_s`` are figures of the times between tokens.
-    ``device`` is the last device, None if the request never ran. ``error`` is the message sent to
-    the client, empty without a failure; ``api_key`` is the public id of the client's key.
+    ``tbt_*_s`` are figures of the times between tokens.
     """
 
-    request_id: str
-    model: ModelName
     device: DeviceId | None
-    arrived_at: float
-    ttft_s: float | None
     tbt_p50_s: float | None
-    tbt_p99_s: float | None
     tbt_max_s: float | None
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_tokens_in_time: int
-    finish_reason: FinishReason
-    total_s: float
-    error: str = ""
-    api_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    """An event for the operator; later events have larger ids, ``at`` is in wall-clock seconds."""
-
-    id: int
-    at: float
-    level: EventLevel
-    kind: str
-    subject: str
-    message: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +88,7 @@ class DeviceMinuteRow:
     kv_host_slab_bytes: int
 
 
-Row = RequestRow | Switch | EventRow | MinuteRow | UsageRow | DeviceMinuteRow
+Row = RequestRow | Switch | Event | MinuteRow | UsageRow | DeviceMinuteRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +127,7 @@ def _columns(row_type: type[Row]) -> tuple[str, ...]:
 
 REQUESTS = HistoryTable("requests", _columns(RequestRow))
 SWITCHES = HistoryTable("switches", _columns(Switch))
-EVENTS = HistoryTable("events", _columns(EventRow))
+EVENTS = HistoryTable("events", _columns(Event))
 # The columns of a minute's nested fields: prefix of the columns, field, type of the field.
 _NESTED = (
     ("late_by", "lateness", Lateness),
@@ -189,8 +162,7 @@ def entry(table: HistoryTable, row_id: int, row: Row) -> Entry:
 
 def request_row(row: sqlite3.Row) -> RequestRow:
     """Return a row of ``requests`` as recorded."""
-    values = {column: row[column] for column in REQUESTS.columns}
-    return RequestRow(**values | {"finish_reason": FinishReason(row["finish_reason"])})
+    return RequestRow(**{column: row[column] for column in REQUESTS.columns})
 
 
 def switch_row(row: sqlite3.Row) -> Switch:
@@ -217,6 +189,6 @@ def device_minute_row(row: sqlite3.Row) -> DeviceMinuteRow:
     return DeviceMinuteRow(**{column: row[column] for column in DEVICE_MINUTES.columns})
 
 
-def event_row(row: sqlite3.Row) -> EventRow:
+def event_row(row: sqlite3.Row) -> Event:
     """Return a row of ``events`` as recorded."""
-    return EventRow(id=row["id"], **{column: row[column] for column in EVENTS.columns})
+    return Event(id=row["id"], **{column: row[column] for column in EVENTS.columns})

@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from benchmarks.private_daemon import PrivateDaemon
-from gpupoold.api.schemas import EventInfo
+from gpupoold.domain import Event
 from tests.functional.daemon_tools import api_client, cli, ps, sim_daemon, until, usage
 
 ONE, TWO = "one", "two"
@@ -48,7 +48,7 @@ def body(model: str, **more: Any) -> dict[str, Any]:
     return asked | more
 
 
-def refused_events(daemon: PrivateDaemon) -> list[EventInfo]:
+def refused_events(daemon: PrivateDaemon) -> list[Event]:
     with daemon.client() as client:
         return [event for event in client.events() if event.kind == "refused"]
 

@@ -10,10 +10,11 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.api.schemas import DeviceInfo, EventInfo, GpuInfo, ModelUsage, RequestInfo
+from gpupoold.api.schemas import DeviceInfo, GpuInfo, ModelUsage, RequestInfo
 from gpupoold.api.schemas_explain import DeviceTurns, Why
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel
+from gpupoold.domain import Event
 from gpupoold.printable import clean
 
 Fields = dict[str, str]
@@ -181,7 +182,7 @@ def _line_fields(device: DeviceTurns | None) -> Fields:
     return fields | ({"next turns": "\n".join(waiting)} if waiting else {})
 
 
-def event_fields(event: EventInfo, view: View) -> Fields:
+def event_fields(event: Event, view: View) -> Fields:
     return {
         "at": clock(event.at, view.zone),
         "level": event.level,

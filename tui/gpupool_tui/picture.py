@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
-from gpupoold.api.schemas import AdditionInfo, DeviceInfo, EventInfo, RequestInfo, Status
+from gpupoold.api.schemas import AdditionInfo, DeviceInfo, RequestInfo, Status
 from gpupoold.api.schemas_top import Top, TopModel, TurnInfo
+from gpupoold.domain import Event
 
 NUM_EVENTS = 1000
 NUM_TURNS = 4000
@@ -30,7 +31,7 @@ class Picture:
     requests: list[RequestInfo] = field(default_factory=list)
     additions: list[AdditionInfo] = field(default_factory=list)
     turns: dict[int, deque[TurnInfo]] = field(default_factory=dict)
-    events: deque[EventInfo] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS))
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS))
     num_switches: int = 0
     switched_bytes: int = 0
     last_turn_id: int = 0

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_models import ModelInfo
-from gpupoold.domain import Targets
+from gpupoold.domain import RequestRecord, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.planner.file import read_models
 from gpupoold.sim.planner.load import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +26,8 @@ from gpupool_cli.output import print_json
 from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas import RequestRecord
 from gpupoold.api.schemas_models import ModelInfo
+from gpupoold.domain import RequestRecord
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box, parse_groups
 from gpupoold.sim.planner.groups import GroupQuestion, choose_groups
@@ -171,4 +172,4 @@ def _by_model(
         for model in models
         for one in [x.name for x in model.presets] + [x.name for x in model.adapters]
     }
-    return [one.model_copy(update={"model": parents.get(one.model, one.model)}) for one in requests]
+    return [replace(one, model=parents.get(one.model, one.model)) for one in requests]

@@ -10,16 +10,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from gpupool_state import EventRow, RequestRow
-from gpupoold.api.schemas import (
-    DeviceInfo,
-    EventInfo,
-    FrontendInfo,
-    GpuInfo,
-    LoadingInfo,
-    ModelUsage,
-    RequestRecord,
-)
+from gpupoold.api.schemas import DeviceInfo, FrontendInfo, GpuInfo, LoadingInfo, ModelUsage
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.hosts import Engines
@@ -55,16 +46,6 @@ def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInf
         )
         for one in found
     ]
-
-
-def request_record(row: RequestRow) -> RequestRecord:
-    """Return the body of a finished request from the history."""
-    return RequestRecord(**{name: getattr(row, name) for name in RequestRecord.model_fields})
-
-
-def event_info(row: EventRow) -> EventInfo:
-    """Return the body of an event from the history."""
-    return EventInfo(**{name: getattr(row, name) for name in EventInfo.model_fields})
 
 
 def ps(

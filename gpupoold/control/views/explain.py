@@ -255,11 +255,11 @@ class Explainer:
         last_id = self._history.last_event_id
         events = await self._history.events_after(max(0, last_id - _MAX_EVENTS), _MAX_EVENTS)
         return FinishedWhy(
-            request=views.request_record(row),
+            request=row,
             device=row.device,
             text=_ended_text(row),
             events=[
-                views.event_info(one)
+                one
                 for one in events
                 if row.arrived_at - 1 <= one.at <= end + 1
                 and (one.subject == row.model or one.kind == "worker_down")
@@ -274,7 +274,7 @@ def _ended_text(row: RequestRow) -> str:
         FinishReason.LENGTH: "reached max_tokens or the model's context length",
         FinishReason.ABORT: "the client disconnected or cancelled the request",
         FinishReason.ERROR: f"failed ({row.error})",
-    }[row.finish_reason]
+    }[FinishReason(row.finish_reason)]
     if not row.num_output_tokens:
         return f"{ended}, after {format_duration(row.total_s)} and without a token"
     late = (

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,10 +25,8 @@ from gpupoold.api.schemas import (
     AdditionInfo,
     DeviceInfo,
     ErrorBody,
-    EventInfo,
     Ps,
     RequestInfo,
-    RequestRecord,
     SetDeviceRequest,
     SetHostingRequest,
 )
@@ -40,7 +39,7 @@ from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress, SetModelRequest
 from gpupoold.api.schemas_top import TurnInfo
 from gpupoold.api.schemas_usage import UsageInfo
-from gpupoold.domain import Switch
+from gpupoold.domain import Event, RequestRecord, Switch
 from gpupoold.errors import (
     GpupoolError,
     NoSuchModel,
@@ -112,7 +111,7 @@ class FakeDaemon:
         self.models: dict[str, ModelInfo] = {}
         self.live: dict[str, int] = {}
         self.cached: dict[str, dict[str, Any]] = {}
-        self.events: list[EventInfo] = []
+        self.events: list[Event] = []
         self.log_lines: list[str] = ["one", "two", "three"]
         self.event_log: list[bytes] = []
         self.switches: list[Switch] = []
@@ -196,7 +195,7 @@ class FakeDaemon:
     def tell(self, message: str, level: Any = "info") -> None:
         """Add an event."""
         event = samples.event(len(self.events) + 1, message)
-        self.events.append(event.model_copy(update={"level": level}))
+        self.events.append(replace(event, level=level))
 
     def find(self, name: str) -> ModelInfo:
         """The model with this name, alias, preset or adapter."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel
+from pydantic_core import to_json
 
-from gpupoold.api.schemas import EventInfo, LogLine, OperateRequest, Ps, RequestRecord, Status
+from gpupoold.api.schemas import LogLine, OperateRequest, Ps, Status
 from gpupoold.api.schemas_batches import BatchInfo
 from gpupoold.api.schemas_config import (
     ConfigInfo,
@@ -22,7 +22,7 @@ from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.api.schemas_usage import UsageInfo
-from gpupoold.domain import Switch
+from gpupoold.domain import Event, RequestRecord, Switch
 from gpupoold.errors import (
     Failed,
     NoSuchModel,
@@ -45,9 +45,9 @@ def add_view_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     _add_top_routes(app, daemon)
 
 
-def line_of(body: BaseModel) -> str:
+def line_of(body: object) -> str:
     """A line of a streamed answer."""
-    return body.model_dump_json() + "\n"
+    return to_json(body).decode() + "\n"
 
 
 def _add_top_routes(app: FastAPI, daemon: FakeDaemon) -> None:
@@ -177,7 +177,7 @@ def _add_state_routes(app: FastAPI, daemon: FakeDaemon) -> None:
     @app.get("/events", response_model=None)
     async def events(
         after: int | None = None, limit: int = 100, follow: bool = False
-    ) -> Response | list[EventInfo]:
+    ) -> Response | list[Event]:
         if follow:
             return StreamingResponse(_following(daemon, after or 0), media_type=NDJSON)
         if after is None:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from gpupoold.api.schemas import (
-    DeviceInfo,
-    EngineInfo,
-    EventInfo,
-    ModelUsage,
-    Ps,
-    RequestInfo,
-    Status,
-)
+from gpupoold.api.schemas import DeviceInfo, EngineInfo, ModelUsage, Ps, RequestInfo, Status
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo
 from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
 from gpupoold.api.schemas_machine import FolderInfo, MachineInfo
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel, TurnInfo
-from gpupoold.domain import Switch
+from gpupoold.domain import Event, Switch
 from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3
@@ -56,9 +48,9 @@ def model(name: str) -> ModelInfo:
     )
 
 
-def event(event_id: int, message: str) -> EventInfo:
+def event(event_id: int, message: str) -> Event:
     """Something that happened to a worker."""
-    return EventInfo(
+    return Event(
         id=event_id, at=AT, level="info", kind="worker", subject="worker-0", message=message
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -17,7 +18,7 @@ def is_harmless(text: str) -> bool:
 
 
 def test_tables_and_json(daemon: FakeDaemon, cli: Cli) -> None:
-    daemon.history = [RECORD.model_copy(update={"request_id": HOSTILE, "error": HOSTILE})]
+    daemon.history = [replace(RECORD, request_id=HOSTILE, error=HOSTILE)]
     table = cli("history", "--requests").stdout
     assert len(table.splitlines()) == 2
     assert is_harmless(table)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from gpupoold.api.schemas import EventInfo
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
     FinishedWhy,
@@ -17,6 +16,7 @@ from gpupoold.api.schemas_explain import (
     WaitingTurn,
     Why,
 )
+from gpupoold.domain import Event
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -177,7 +177,7 @@ def test_a_model_that_is_nowhere(daemon: FakeDaemon, cli: Cli) -> None:
 
 
 def test_a_request_that_has_ended(daemon: FakeDaemon, cli: Cli) -> None:
-    event = EventInfo(
+    event = Event(
         id=1, at=samples.AT, level="error", kind="worker_died", subject="qwen", message="signal 9"
     )
     ended = FinishedWhy(request=RECORD, device=0, text="it failed", events=[event])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gpupool_state import Database, EventRow, History, HistoryLimits
+from gpupool_state import Database, History, HistoryLimits
+from gpupoold.domain import Event
 
 pytestmark = pytest.mark.asyncio
 
@@ -45,7 +46,7 @@ async def test_an_event_is_in_the_log_with_its_kind(
 
 async def test_an_event_is_there_at_once(history: History) -> None:
     event = history.record_event("warning", "worker_down", "0", "restarted")
-    assert event == EventRow(1, 7.0, "warning", "worker_down", "0", "restarted")
+    assert event == Event(1, 7.0, "warning", "worker_down", "0", "restarted")
     assert await history.events_after(0) == [event]
     assert await history.events_after(1) == []
     assert history.last_event_id == 1

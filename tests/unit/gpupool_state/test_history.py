@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -59,9 +61,13 @@ async def history(db: Database) -> AsyncIterator[History]:
 
 
 async def test_rows_come_back_as_they_went_in(history: History) -> None:
-    aborted = RequestRow(
-        "r9", ModelName("qwen"), None, 9.0, None, None, None, None, 5, 0, 0, FinishReason.ABORT, 0.1
-    )
+    times: dict[str, Any] = {
+        "ttft_s": None,
+        "tbt_p50_s": None,
+        "tbt_p99_s": None,
+        "tbt_max_s": None,
+    }
+    aborted = dataclasses.replace(request(9, "qwen"), device=None, **times)
     history.record_request(request(1))
     history.record_request(aborted)
     history.record_switch(switch(1))

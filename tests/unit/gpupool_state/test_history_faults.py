@@ -12,13 +12,16 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import Database, History, HistoryLimits, RequestRow
-from gpupoold.domain import DeviceId, FinishReason, ModelName
+from gpupoold.domain import DeviceId, FinishReason
 
 pytestmark = pytest.mark.asyncio
 
 Act = Callable[[], Awaitable[None]]
 ROW = RequestRow(
-    "r", ModelName("llama"), DeviceId(0), 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1, 1, FinishReason.STOP, 1.0
+    *("r", "llama", 1.0, 1.0, 1.0, 1, 1, 1, FinishReason.STOP, 1.0),
+    device=DeviceId(0),
+    tbt_p50_s=1.0,
+    tbt_max_s=1.0,
 )
 
 

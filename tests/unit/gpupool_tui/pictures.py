@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from gpupool_tui.picture import Picture
-from gpupoold.api.schemas import DeviceInfo, EventInfo, ModelUsage, RequestInfo
+from gpupoold.api.schemas import DeviceInfo, ModelUsage, RequestInfo
 from gpupoold.api.schemas_top import Top, TopModel, TurnInfo
+from gpupoold.domain import Event, EventLevel
 from tests.unit.gpupool_cli import samples
 
 GIB = samples.GIB
@@ -84,18 +85,9 @@ def turn(
     )
 
 
-def event(event_id: int, level: str, kind: str, subject: str, message: str) -> EventInfo:
+def event(event_id: int, level: EventLevel, kind: str, subject: str, message: str) -> Event:
     """At one second after the other."""
-    return EventInfo.model_validate(
-        {
-            "id": event_id,
-            "at": samples.AT + event_id,
-            "level": level,
-            "kind": kind,
-            "subject": subject,
-            "message": message,
-        }
-    )
+    return Event(event_id, samples.AT + event_id, level, kind, subject, message)
 
 
 def request(number: int, name: str, due_s: float) -> RequestInfo:

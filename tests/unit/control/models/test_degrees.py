@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_state import EventRow, History, Registry
+from gpupool_state import History, Registry
 from gpupoold.api.schemas_cache import CachedModel
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import CacheFull
+from gpupoold.domain import Event
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.wire import messages as m
 from tests.unit.control.models.models_box import PAGE, TIMEOUT_S, ModelsBox, running
@@ -134,7 +135,7 @@ async def test_without_room_for_both_the_unused_one_goes_and_its_device_rests(
         assert [one.state for one in found.snapshots] == ["disk", "host"]
 
 
-async def history_of(box: ModelsBox) -> list[EventRow]:
+async def history_of(box: ModelsBox) -> list[Event]:
     await box.history.flush()
     return await box.history.events_after(0, 1000)
 

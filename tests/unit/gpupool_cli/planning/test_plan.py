@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpupoold.api.schemas import RequestRecord
+from gpupoold.domain import RequestRecord
 from gpupoold.latency.stored import StoredFit
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
@@ -178,7 +179,7 @@ class TestDaemon:
             finish_reason="stop",
             total_s=1.0,
         )
-        return record.model_copy(update=changes)
+        return replace(record, **changes)
 
     def measured(self, daemon: FakeDaemon, name: str) -> None:
         decode = StoredFit("LinearDecode", (1e-7, 1e-4, 0.03), 0.99, 0.03, 0.07, 9)

@@ -35,11 +35,15 @@ _FORK_SERVER = "gpupoold.system.fork_server"
 _MAX_BYTES = 100_000
 _MAX_FDS = 16
 # What vLLM does not read at its import; the import path is compared by itself.
-# The last three are set by frontends and workers, each to another value, and for simulated devices
+# Three are set by frontends and workers, each to another value, and for simulated devices
 # to the value that the CPU build has anyway.
 _MAY_DIFFER = (
     *("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD"),
     *("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_TARGET_DEVICE"),
+    # An engine in the test's process has set these; an engine in the fork sets the same.
+    *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"),
+    *("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"),
+    *("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD"),
 )
 # Of emulated devices alone, and of workers; in other processes these do no harm.
 _MAY_BE_ABSENT = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")

@@ -11,10 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-
-import uvicorn
 
 from gpupool_state import (
     DATABASE_NAME,
@@ -44,7 +42,7 @@ from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter
 from gpupoold.system.folders import hint_to_write
 from gpupoold.system.hangup import hangup_handler
-from gpupoold.system.http_protocol import KEEP_ALIVE_S
+from gpupoold.system.http_protocol import Server, server_config
 from gpupoold.system.listeners import admin_listener, http_listener
 from gpupoold.system.process import raise_file_limit, settle_collector
 from gpupoold.system.service_manager import informed
@@ -180,18 +178,8 @@ async def _running_pool(
 async def _running_admin(
     control_plane: ControlPlane, exporter: Exporter, groups: AdminGroups, listener: socket.socket
 ) -> AsyncIterator[None]:
-    config = uvicorn.Config(
-        Guard(build_app(control_plane, exporter), groups),
-        http=Door(groups).protocol(),  # type: ignore[arg-type]
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-    )
-    server = _AdminServer(config)
+    app = Guard(build_app(control_plane, exporter), groups)
+    server = Server(server_config(app, Door(groups).protocol(), timeout_graceful_shutdown=1))
     task = asyncio.create_task(server.serve([listener]), name="admin")
     try:
         yield
@@ -199,14 +187,6 @@ async def _running_admin(
         control_plane.stopping = True
         server.should_exit = True
         await asyncio.wait([task])
-
-
-class _AdminServer(uvicorn.Server):
-    """Uvicorn without signal handlers: the daemon handles signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _check_tls(server: ServerSettings) -> None:

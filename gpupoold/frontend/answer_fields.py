@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
@@ -105,6 +105,7 @@ CHOICES: Table = {
 }
 """For OpenAI's chats and completions, which ``large_answers.py`` completes."""
 
+_JSON = b"application/json"
 _RESPONSES = "/v1/responses"
 _TABLES: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
     "/v1/messages": (_MESSAGE, _MESSAGE_EVENTS),
@@ -120,7 +121,58 @@ async def serve_completed(app: AsgiApp, scope: Scope, receive: Receive, send: Se
 def completing(path: str, send: Send) -> Send:
     """Return ``send`` for an application; it completes answers to a request for ``path``."""
     tables = _TABLES.get(_RESPONSES if path.startswith(f"{_RESPONSES}/") else path)
-    return send if tables is None else _Completing(send, *tables).send
+    if tables is None:
+        return send
+    table, events = tables
+    is_stream = False
+
+    async def send_events(message: Any) -> None:
+        nonlocal is_stream
+        if message["type"] == "http.response.start":
+            is_stream = _content_type(message).startswith(b"text/event-stream")
+        elif is_stream and message.get("body"):
+            message = {**message, "body": complete_events(message["body"], events)}
+        await send(message)
+
+    return rewriting(
+        send_events,
+        lambda start: start["status"] == 200 and _content_type(start).startswith(_JSON),
+        lambda _, body: _completed(body, table),
+    )
+
+
+def rewriting(
+    send: Send, is_rewritten: Callable[[Any], bool], rewrite: Callable[[int, bytes], bytes]
+) -> Send:
+    """Return ``send`` for an application; some answers get another body, which is JSON.
+
+    An answer whose start ``is_rewritten`` is held back until its end. ``rewrite`` takes the status
+    and the body.
+    """
+    start: Any = None
+    body = bytearray()
+
+    async def send_rewritten(message: Any) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start" and is_rewritten(message):
+            start = message
+        elif start is None:
+            await send(message)
+        elif message["type"] == "http.response.body":
+            body.extend(message.get("body", b""))
+            if not message.get("more_body"):
+                payload = rewrite(start["status"], bytes(body))
+                headers = [
+                    (name, value)
+                    for name, value in start.get("headers", ())
+                    if name.lower() not in (b"content-length", b"content-type")
+                ]
+                length = b"%d" % len(payload)
+                headers += [(b"content-type", _JSON), (b"content-length", length)]
+                await send({**start, "headers": headers})
+                await send({"type": "http.response.body", "body": payload})
+
+    return send_rewritten
 
 
 def complete(answer: Object, table: Table) -> None:
@@ -144,44 +196,6 @@ def complete_events(body: bytes, events: Mapping[str, Table]) -> bytes:
     return b"\n\n".join(_complete_event(event, events) for event in body.split(b"\n\n"))
 
 
-class _Completing:
-    """The messages of one answer; a whole answer's headers wait for its body."""
-
-    def __init__(self, send: Send, table: Table, events: Mapping[str, Table]) -> None:
-        self._send = send
-        self._table = table
-        self._events = events
-        self._start: Any = None  # of a whole answer
-        self._is_stream = False
-
-    async def send(self, message: Any) -> None:
-        """Pass a message of the application on."""
-        if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            self._is_stream = kind.startswith(b"text/event-stream")
-            if message["status"] == 200 and kind.startswith(b"application/json"):
-                self._start = message
-                return
-        elif self._start is not None:
-            await self._send_whole(message)
-            return
-        elif self._is_stream and message.get("body"):
-            message = {**message, "body": complete_events(message["body"], self._events)}
-        await self._send(message)
-
-    async def _send_whole(self, message: Any) -> None:
-        start, self._start = self._start, None
-        if not message.get("more_body"):
-            body = _completed(message["body"], self._table)
-            headers = [
-                (name, b"%d" % len(body) if name == b"content-length" else value)
-                for name, value in start["headers"]
-            ]
-            start, message = {**start, "headers": headers}, {**message, "body": body}
-        await self._send(start)
-        await self._send(message)
-
-
 def _completed(text: bytes, table: Table) -> bytes:
     """Return JSON with the fields of a table; the same text if it is no object."""
     try:
@@ -198,6 +212,10 @@ def _complete_event(event: bytes, events: Mapping[str, Table]) -> bytes:
     head, separator, data = event.partition(b"\ndata: ")
     table = events.get(head.removeprefix(b"event: ").decode("latin-1")) if separator else None
     return event if table is None else head + separator + _completed(data, table)
+
+
+def _content_type(start: Any) -> bytes:
+    return dict(start.get("headers", ())).get(b"content-type", b"")
 
 
 def _objects(value: Any, place: list[str]) -> Iterator[Object]:

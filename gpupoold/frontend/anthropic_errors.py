@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import Any
 
+from gpupoold.frontend.answer_fields import rewriting
 from gpupoold.frontend.mounts import Send
 
 _PATH = "/v1/messages"
@@ -36,35 +37,11 @@ def with_errors_of(path: str, send: Send) -> Send:
 
 def in_anthropics_form(send: Send) -> Send:
     """Return ``send`` for an application with errors in any form; other answers pass unchanged."""
-    start: MutableMapping[str, Any] = {}
-    body = bytearray()
 
-    async def send_error(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= HTTPStatus.BAD_REQUEST:
-            start.update(message)
-        elif not start:
-            await send(message)
-        elif message["type"] == "http.response.body":
-            body.extend(message.get("body", b""))
-            if not message.get("more_body"):
-                await _send_whole(send, start, bytes(body))
+    def rewrite(status: int, body: bytes) -> bytes:
+        return json.dumps(error_body(status, _message_of(body))).encode("ascii")
 
-    return send_error
-
-
-async def _send_whole(send: Send, start: MutableMapping[str, Any], body: bytes) -> None:
-    payload = json.dumps(error_body(start["status"], _message_of(body))).encode("ascii")
-    headers = [
-        (name, value)
-        for name, value in start.get("headers", ())
-        if name.lower() not in (b"content-length", b"content-type")
-    ]
-    headers += [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(payload)).encode()),
-    ]
-    await send({**start, "headers": headers})
-    await send({"type": "http.response.body", "body": payload})
+    return rewriting(send, lambda start: start["status"] >= HTTPStatus.BAD_REQUEST, rewrite)
 
 
 def _message_of(body: bytes) -> str:

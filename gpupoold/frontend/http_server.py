@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -15,30 +15,20 @@ from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.errors import send_error, stopping
 from gpupoold.frontend.http_protocol import PublicHttp
 from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
-from gpupoold.system.http_protocol import KEEP_ALIVE_S
+from gpupoold.system.http_protocol import Server, server_config
 
 _BODY_TIMEOUT_S = 5.0
 
 
 def http_config(app: AsgiApp, tls: Tls | None) -> uvicorn.Config:
     """Return the configuration of a server for the public API."""
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,
-        server_header=False,
-        http=PublicHttp,
-        ws="none",
-        timeout_keep_alive=KEEP_ALIVE_S,
-        # The same context each time: renewed certificates are loaded into the context.
-        ssl_context_factory=None if tls is None else lambda *_: tls.context(),
-    )
+    # The same context each time: renewed certificates are loaded into the context.
+    contexts = None if tls is None else lambda *_: tls.context()
+    return server_config(app, PublicHttp, server_header=False, ssl_context_factory=contexts)
 
 
-class HttpServer(uvicorn.Server):
-    """Uvicorn without signal handlers of its own; calls ``on_accepting`` once.
+class HttpServer(Server):
+    """A server that calls ``on_accepting`` once.
 
     With ``refusing``, the server's end refuses new connections, and those without a request so far,
     while answers in progress are completed: ``refusing`` configures a server for these connections.
@@ -53,10 +43,6 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._on_accepting = on_accepting
         self._refusing = refusing
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -12,15 +12,18 @@ an absolute URI replaces ``Host`` (RFC 9112, 3.2.2); and HTTP/1.0 gets no chunks
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -33,6 +36,29 @@ KEEP_ALIVE_S = 75
 The value exceeds the 60 s of common proxies and load balancers: the client must be first to close,
 or a request could arrive at a closed connection.
 """
+
+
+def server_config(app: Any, http: Any, **options: Any) -> uvicorn.Config:
+    """Return the configuration of a server whose connections are :class:`BoundedHttp`."""
+    return uvicorn.Config(
+        app,
+        http=http,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        **options,
+    )
+
+
+class Server(uvicorn.Server):
+    """Uvicorn without signal handlers: the process handles signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class Unserved(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from gpupool_state import ApiKeys, Database, History, Registry
+from gpupool_state import Database, History, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.access.membership import FleetMembership
@@ -20,7 +20,7 @@ from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.reload import Reloader, configured_roles
+from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.requests.waits import WaitReports
 from gpupoold.control.views.explain import Explainer
@@ -65,20 +65,11 @@ async def build_control_plane(
     supervisor = WorkerSupervisor(settings, forks, fleet.hosts)
     required_because = why_keys_are_required(settings.access, listener)
     host_names = (*settings.access.host_names, settings.server.host.lower())
-    keyring = await Keyring.load(
-        ApiKeys(database),
-        registry,
-        history,
-        frontends.send,
-        required_because,
-        host_names,
-        settings.access.share_prefixes,
-        allowed_origins=settings.access.allowed_origins,
-    )
-    policy, roles = make_policy(header.policy, header.options), configured_roles(settings)
-    dispatcher = Dispatcher(
-        settings.limits, history, policy, fleet, frontends.send_to, roles, keyring
-    )
+    access = settings.access.model_copy(update={"host_names": host_names})
+    keyring = Keyring(database, history, frontends.send, access, required_because)
+    await keyring.load()
+    policy = make_policy(header.policy, header.options)
+    dispatcher = Dispatcher(settings, history, policy, fleet, frontends.send_to, keyring)
     snapshots = ModelSnapshots(
         settings,
         history,

@@ -24,8 +24,8 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.worker_operations import WorkerOperations
+from gpupoold.control.workers.roles import configured_roles
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError
 from gpupoold.scheduling.events import QuotaMaxSet
 from gpupoold.system.process import set_log_level
@@ -146,14 +146,6 @@ class Reloader:
         for number, (old, new) in enumerate(pairs):
             if new is not old:
                 self._dispatcher.set_role(number, new, "by the configuration")
-
-
-def configured_roles(settings: Settings) -> list[Role | None]:
-    """Return the roles of the devices by number; None leaves the choice to the policy."""
-    names = settings.scheduling.roles
-    if names == "auto":
-        return [None] * len(settings.devices)
-    return [None if name == "auto" else Role(name) for name in names]
 
 
 def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:

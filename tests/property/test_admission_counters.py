@@ -16,7 +16,7 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
-from tests.unit.control.fleet_box import FleetBox
+from tests.unit.control.fleet_box import FleetBox, settings_with
 from tests.unit.control.loaded import loaded
 
 PER_MODEL, IN_ALL = 3, 7
@@ -100,7 +100,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         for name in set(MODELS) - {"c"}:
             self.box.warm.add(name)
         self.dispatcher = Dispatcher(
-            limits, cast(History, Unwritten()), policy, self.box.fleet, self.clients.send
+            settings_with(limits),
+            cast(History, Unwritten()),
+            policy,
+            self.box.fleet,
+            self.clients.send,
         )
         self.devices = [Device(0), Device(1)]
         self.down: list[Device] = []

@@ -17,7 +17,7 @@ from gpupoold.domain import Targets
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
-from tests.unit.control.fleet_box import FleetBox
+from tests.unit.control.fleet_box import FleetBox, settings_with
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
 LIMIT_S = 10.0
@@ -68,7 +68,7 @@ class ControlPlane:
         for name in MODELS:
             self.box.warm.add(name)
         self.dispatcher = Dispatcher(
-            limits,
+            settings_with(limits),
             cast(History, Nothing()),
             policy,
             self.box.fleet,

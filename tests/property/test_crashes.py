@@ -19,7 +19,7 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
-from tests.unit.control.fleet_box import FleetBox
+from tests.unit.control.fleet_box import FleetBox, settings_with
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 
 MODELS = ("one", "two")
@@ -82,7 +82,7 @@ class Box:
         for name in MODELS:
             self.box.warm.add(name)
         self.dispatcher = Dispatcher(
-            limits,
+            settings_with(limits),
             cast(History, Nothing()),
             policy,
             self.box.fleet,

@@ -7,11 +7,11 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Self
 
-from gpupool_state import ApiKeys, History, KeyPowers, KeyRow, KeyUse, Registry
+from gpupool_state import ApiKeys, Database, History, KeyPowers, KeyRow, KeyUse, Registry
 from gpupoold.access.rate_use import RateUse
 from gpupoold.access.secret import make_key
+from gpupoold.config.sections import AccessSettings
 from gpupoold.control.access.rates import KeyLeft, KeyRates
 from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.domain import KeyEvent, Priority
@@ -36,32 +36,24 @@ class Keyring:
 
     def __init__(
         self,
-        store: ApiKeys,
-        registry: Registry,
+        database: Database,
         history: History,
         send: Callable[[m.Message], None],
+        access: AccessSettings,
         required_because: str,
-        host_names: tuple[str, ...] = (),
-        share_prefixes: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-        *,
-        allowed_origins: tuple[str, ...] = (),
     ) -> None:
         """``send`` sends a message to all frontends. ``required_because`` is the reason why every
-        request needs a key, empty if keys are optional.
-
-        ``host_names``, ``share_prefixes`` and ``allowed_origins``: see :class:`AccessRules`.
-        ``clock`` and ``wall_clock`` return seconds.
+        request needs a key, empty if keys are optional. ``clock`` and ``wall_clock`` return
+        seconds.
         """
-        self._store = store
-        self._registry = registry
+        self._store = ApiKeys(database)
+        self._registry = Registry(database)
         self._history = history
         self._send = send
         self._required_because = required_because
-        self._host_names = host_names
-        self._share_prefixes = share_prefixes
-        self._allowed_origins = allowed_origins
+        self._access = access
         self._clock = clock
         self._wall_clock = wall_clock
         self._refusals = RefusalEvents(history)
@@ -104,42 +96,15 @@ class Keyring:
         """Return the remaining rates of a key."""
         return self._rates.left(row.id, self._clock())
 
-    @classmethod
-    async def load(
-        cls,
-        store: ApiKeys,
-        registry: Registry,
-        history: History,
-        send: Callable[[m.Message], None],
-        required_because: str,
-        host_names: tuple[str, ...] = (),
-        share_prefixes: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        *,
-        allowed_origins: tuple[str, ...] = (),
-    ) -> Self:
-        """Return a keyring with the keys of the database; warn if all requests will be refused.
+    async def load(self) -> None:
+        """Read the keys of the database; warn if all requests will be refused.
 
         Raises:
             Failed: the database cannot be read.
         """
-        keyring = cls(
-            store,
-            registry,
-            history,
-            send,
-            required_because,
-            host_names,
-            share_prefixes,
-            clock,
-            wall_clock,
-            allowed_origins=allowed_origins,
-        )
-        for row in await store.list():
-            keyring._keep(row)
-        keyring._warn_if_locked_out()
-        return keyring
+        for row in await self._store.list():
+            self._keep(row)
+        self._warn_if_locked_out()
 
     async def run(self) -> None:
         """Write the use of keys periodically; never returns."""
@@ -234,9 +199,9 @@ class Keyring:
         rules = m.AccessRules(
             keys,
             self.are_required,
-            self._host_names,
-            self._share_prefixes,
-            self._allowed_origins,
+            self._access.host_names,
+            self._access.share_prefixes,
+            self._access.allowed_origins,
         )
         self._send(rules)
 

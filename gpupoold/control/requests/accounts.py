@@ -21,7 +21,7 @@ from gpupoold.wire import messages as m
 
 
 class Accounts:
-    """All accounts of a daemon. ``clock`` and ``wall_clock`` return seconds.
+    """All accounts of a daemon. ``clock`` returns seconds.
 
     A message of a worker is counted before the scheduling core gets the message.
     """
@@ -33,7 +33,6 @@ class Accounts:
         state: State,
         keys: Keyring | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.stats: dict[str, ModelStats] = {}
         self.switches = SwitchStats()
@@ -42,8 +41,7 @@ class Accounts:
         self._history = history
         self._keys = keys
         self._clock = clock
-        self._wall_clock = wall_clock
-        self.usage = UsageMeter(history, wall_clock)
+        self.usage = UsageMeter(history)
         self._live = live
         self._state = state
         self._tokens = TokenCounter(live, self.stats, state, self.charge)
@@ -73,7 +71,7 @@ class Accounts:
         """Count the end of a request, and write a row of the history."""
         self.meters.model(request.counted_name).finished[reason] += 1
         self.stats[request.counted_name].end(reason)
-        row = request_row(request, reason, error, self._clock(), self._wall_clock())
+        row = request_row(request, reason, error, self._clock(), time.time())
         self._history.record_request(row)
         self.usage.ended(request)
         if self._keys is not None:

@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 from gpupool_state import History
 from gpupoold.api.request_ids import is_request
+from gpupoold.config.schema import Settings
 from gpupoold.config.sections import LimitSettings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.fleet.fleet import Fleet
@@ -36,7 +37,7 @@ from gpupoold.control.requests.orders import WorkerOrders
 from gpupoold.control.requests.replies import Replies
 from gpupoold.control.requests.rows import finish_reason
 from gpupoold.control.requests.silence import waits_for
-from gpupoold.control.workers.roles import Roles
+from gpupoold.control.workers.roles import Roles, configured_roles
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import (
     BACKGROUND_TTFT_S,
@@ -67,26 +68,22 @@ class Dispatcher:
 
     def __init__(
         self,
-        limits: LimitSettings,
+        settings: Settings,
         history: History,
         policy: Policy,
         fleet: Fleet,
         send: Callable[[int, m.Message], None],
-        roles: Sequence[Role | None] = (),
         keys: Keyring | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``send`` takes a frontend's number and a message. ``roles`` are the workers' roles by
-        number; None leaves the choice to the policy. ``clock`` and ``wall_clock`` return seconds.
-        """
+        """``send`` takes a frontend's number and a message; ``clock`` returns seconds."""
         self._clock = clock
         self._history = history
         self._fleet = fleet
-        self.token_timeout_s = limits.token_timeout_s
+        self.token_timeout_s = settings.limits.token_timeout_s
         self.live = live = LiveRequests()
         self.replies = Replies(live, send)
-        self.roles = Roles(roles)
+        self.roles = Roles(configured_roles(settings))
         self._workers: dict[int, Worker] = {}
         self.kv_peers = peers = KvPeers(self._workers)
         self.migrations = Migrations(self._workers, live, peers)
@@ -96,9 +93,9 @@ class Dispatcher:
         self.shell = CoreShell(policy, self._orders.carry_out, clock)
         self.state = state = self.shell.core.state
         self._background = BackgroundQueue(live, state, self._begin)
-        self.accounts = Accounts(history, live, state, keys, clock, wall_clock)
+        self.accounts = Accounts(history, live, state, keys, clock)
         stats, refused = self.accounts.stats, self.accounts.meters.refused
-        self._overload = Overload(limits, history, live, stats, state, refused, keys)
+        self._overload = Overload(settings.limits, history, live, stats, state, refused, keys)
         self.isolation = Isolation(live, history, self._orders)
         self.listener = RequestListener()
         self.output_readers: tuple[Callable[[int, m.StepOutputs], None], ...] = (

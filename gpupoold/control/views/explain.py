@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from gpupool_state import History, ModelRow, Registry, RequestRow
 from gpupoold.api.request_ids import is_request, request_id_of
@@ -68,8 +67,6 @@ class Explainer:
         fleet: Fleet,
         workers: list[Worker],
         cache: SnapshotCache,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = registry
         self._history = history
@@ -78,8 +75,6 @@ class Explainer:
         self._fleet = fleet
         self._workers = workers
         self._cache = cache
-        self._clock = clock
-        self._wall_clock = wall_clock
 
     async def why(self, name: str) -> Why:
         """Explain a model, a live request or a finished request.
@@ -109,7 +104,7 @@ class Explainer:
         return Why(finished=await self._finished(ended))
 
     def request(self, request: LiveRequest) -> RequestWhy:
-        now_s, state = self._clock(), self._state
+        now_s, state = time.monotonic(), self._state
         known = state.requests.get(request.request_id)
         why = None if known is None else why_request(state, known, now_s)
         number = None if why is None else why.device
@@ -135,7 +130,7 @@ class Explainer:
 
     def model(self, row: ModelRow) -> ModelWhy:
         """Explain a model, now and over the last hour."""
-        name, now_s, targets = row.spec.name, self._clock(), row.spec.targets
+        name, now_s, targets = row.spec.name, time.monotonic(), row.spec.targets
         stats = self._dispatcher.accounts.stats.get(name, ModelStats())
         hour = stats.last_hour()
         devices = self._devices_of(name, now_s)
@@ -150,7 +145,7 @@ class Explainer:
             ttft_s=targets.ttft_s,
             tbt_s=targets.tbt_s,
             attainment_1m=stats.attainment_1m(now_s),
-            hour=span_info(self._wall_clock() - span_s, span_s, hour),
+            hour=span_info(time.time() - span_s, span_s, hour),
             cached_bytes=self._cache.num_bytes(name),
             weight_bytes=row.weight_bytes,
             standings=dict(self._standings(name)),

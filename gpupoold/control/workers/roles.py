@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpupoold.config.schema import Settings
 from gpupoold.domain import Role
 
 
@@ -28,3 +29,11 @@ class Roles:
 
     def chosen(self, number: int, role: Role) -> None:
         self._chosen[number] = role
+
+
+def configured_roles(settings: Settings) -> list[Role | None]:
+    """Return the roles of the devices by number; None leaves the choice to the policy."""
+    names = settings.scheduling.roles
+    if names == "auto":
+        return [None] * len(settings.devices)
+    return [None if name == "auto" else Role(name) for name in names]

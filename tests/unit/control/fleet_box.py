@@ -6,6 +6,8 @@ import os
 import weakref
 from collections.abc import Sequence
 
+from gpupoold.config.schema import Settings, parse_settings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.transitions import HostEvent
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
@@ -52,6 +54,11 @@ class FleetBox:
             host.note(HostEvent.LOAD)
             host.loaded(LAYOUT, has_snapshot=True)
             self.fleet.opened(name)
+
+
+def settings_with(limits: LimitSettings) -> Settings:
+    settings = parse_settings({"devices": ["cuda:0"]}, "test")
+    return settings.model_copy(update={"limits": limits})
 
 
 def spec_of(name: str, targets: Targets | None = None) -> ModelSpec:

@@ -9,6 +9,7 @@ import pytest_asyncio
 
 from gpupool_state import ApiKeys, Database, History, KeyPowers, Registry
 from gpupoold.access.secret import matches
+from gpupoold.config.sections import AccessSettings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.domain import ModelName, ModelSpec, Priority
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel
@@ -55,17 +56,10 @@ class Ring:
 
     @classmethod
     async def make(cls, database: Database, history: History, because: str = NEEDED) -> Self:
-        store, frontend, clock = ApiKeys(database), Frontend(), Clock()
-        keyring = await Keyring.load(
-            store,
-            Registry(database),
-            history,
-            frontend.send,
-            because,
-            clock=clock,
-            wall_clock=clock,
-        )
-        return cls(keyring, frontend, store, history, clock)
+        frontend, clock = Frontend(), Clock()
+        keyring = Keyring(database, history, frontend.send, AccessSettings(), because, clock, clock)
+        await keyring.load()
+        return cls(keyring, frontend, keyring._store, history, clock)
 
     @property
     def told(self) -> dict[str, m.KeyRecord]:

@@ -245,7 +245,7 @@ class ModelsBox:
         self.inspector = PlayedInspector(settings)
         policy = make_policy("gpupool")
         self.dispatcher = Dispatcher(
-            settings.limits,
+            settings,
             history,
             policy,
             self.fleet,

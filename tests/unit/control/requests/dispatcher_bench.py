@@ -15,7 +15,7 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.scheduling.state import Request
 from gpupoold.wire import messages as m
-from tests.unit.control.fleet_box import FleetBox
+from tests.unit.control.fleet_box import FleetBox, settings_with
 from tests.unit.control.loaded import loaded
 
 NAME = "llama"
@@ -72,7 +72,7 @@ class Bench:
         policy = make_policy("gpupool", PolicyOptions())
         self.box = FleetBox([NAME])
         self.fleet = self.box.fleet
-        self.dispatcher = Dispatcher(limits, history, policy, self.fleet, self.send)
+        self.dispatcher = Dispatcher(settings_with(limits), history, policy, self.fleet, self.send)
         self.cold, self.frontend = Cold(self.box), Frontend()
         self.dispatcher.listener = self.cold
         self.others: dict[int, Frontend] = {}

@@ -22,7 +22,7 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
-from tests.unit.control.fleet_box import FleetBox
+from tests.unit.control.fleet_box import FleetBox, settings_with
 from tests.unit.control.loaded import loaded
 
 MODELS = ("llama", "mixtral")
@@ -221,7 +221,7 @@ class Box:
         for name in MODELS:
             self.box.warm.add(name)
         self.dispatcher = Dispatcher(
-            LimitSettings(),
+            settings_with(LimitSettings()),
             cast(History, self.records),
             make_policy("gpupool"),
             self.box.fleet,

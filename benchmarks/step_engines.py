@@ -37,9 +37,10 @@ from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.calls import answer
 from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build
-from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.turns.loop import TurnLoop
 from gpupoold.worker.turns.model_loads import EngineLoader
+from gpupoold.worker.turns.models import WorkerDevice
 from tests.functional.worker_peer import encode_request
 
 MAX_LEN = 1024
@@ -102,14 +103,8 @@ class PoolSide:
         self._reader = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         theirs.close()
         channel: BlockingChannel[m.ToWorker] = BlockingChannel(ours, m.ToWorker)
-        self._loop = TurnLoop(
-            0,
-            device,
-            host,
-            lambda use_of: Residency(device, pool, host, 1e9, use_of),
-            channel,
-            answer,
-        )
+        own = WorkerDevice(0, device, pool, host, PrefixTiers(host, 0), 1e9)
+        self._loop = TurnLoop(own, channel, answer)
         for number in range(num_idle + 1):
             self._load(f"m{number}", path, device, host)
         self._engine = self._loop.engines["m0"]
@@ -145,7 +140,7 @@ class PoolSide:
         model = m.ModelToLoad(
             name=name, path=str(path), dtype="float32", max_model_len=MAX_LEN, ttft_s=1, tbt_s=1
         )
-        loop._last_used_s[name] = 0.0
+        loop._models.last_used_s[name] = 0.0
         loop.ledger.add_model(name, Targets(1.0, 1.0))
         loader = EngineLoader(device, host, loop.residency, loop.turns)
         order = m.LoadModel(model, profiling_budget_s=0.0)

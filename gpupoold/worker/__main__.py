@@ -118,8 +118,8 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         from gpupoold.worker.calls import answer
         from gpupoold.worker.device import device_name
         from gpupoold.worker.kv.prefix_tiers import PrefixTiers
-        from gpupoold.worker.kv.residency import Residency
         from gpupoold.worker.turns.loop import TurnLoop
+        from gpupoold.worker.turns.models import WorkerDevice
     end_at_faults()
     from gpupoold.memory.bandwidth import measure_fill, measure_link
     from gpupoold.memory.host import KvHostCache
@@ -144,18 +144,17 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         host.pin(device)
         link = measure_link(device, pool)
         bandwidth = measure_fill(device, pool)
-    loop = TurnLoop(
+    own = WorkerDevice(
         arguments.device,
         device,
+        pool,
         host,
-        lambda use_of: Residency(device, pool, host, bandwidth, use_of, arguments.device),
-        channel,
-        answer,
-        arguments.self_check_interval,
+        prefixes,
+        bandwidth,
         has_gpu_alone=arguments.num_sharing == 1,
         links=links,
-        prefixes=prefixes,
     )
+    loop = TurnLoop(own, channel, answer, arguments.self_check_interval)
     channel.send(
         WorkerReady(
             arguments.device,

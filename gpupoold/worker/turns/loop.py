@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.domain import Targets
 from gpupoold.errors import NoSuchModel
-from gpupoold.memory.contracts import Device, OutOfPages
-from gpupoold.memory.host import KvHostCache, Slot
+from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.host import Slot
 from gpupoold.memory.kv_transfers import Arrival
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
@@ -22,19 +22,17 @@ from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
-from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.load_queue import LoadEnd, LoadOrder, LoadQueue
 from gpupoold.worker.turns.model_loads import EngineLoader
-from gpupoold.worker.turns.models import DeviceModels
+from gpupoold.worker.turns.models import DeviceModels, WorkerDevice
 from gpupoold.worker.turns.orders import Orders
 from gpupoold.worker.turns.reports import MissingBytes, status
 from gpupoold.worker.turns.requests import TurnRequests
 from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
-from gpupoold.worker.weights.rank_loads import LoadLinks
 
 _logger = logging.getLogger(__name__)
 
@@ -52,43 +50,38 @@ class TurnLoop:
 
     def __init__(
         self,
-        device_number: int,
-        device: Device,
-        host: KvHostCache,
-        residency_of: Callable[[Callable[[str], Use]], Residency],
+        own: WorkerDevice,
         channel: BlockingChannel[m.ToWorker],
         answer_call: Callable[[TurnLoop, m.Call], m.CallResult | None],
         self_check_interval: int = 0,
-        *,
-        has_gpu_alone: bool = True,
-        links: LoadLinks | None = None,
-        prefixes: PrefixTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.device_number = device_number
-        self.device = device
-        self.host = host
+        self.device_number = own.number
+        self.device = device = own.device
+        self.host = host = own.host
         self.ledger = RequestLedger(self._num_tokens)
         self.steps = TurnSteps(self.ledger, channel.send, clock)
-        self.residency = residency_of(self._use)
+        self.residency = Residency(
+            device, own.pool, host, own.bandwidth_bytes_per_s, self._use, own.number
+        )
         self.engines: dict[str, ModelEngine] = {}
         self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
-        self._prefixes = prefixes if prefixes is not None else PrefixTiers(host, 0)
+        self._prefixes = own.prefixes
         loader = EngineLoader(
             device,
             host,
             self.residency,
             self.turns,
             self._model_on_turn,
-            links,
-            self._prefixes.fetcher,
+            own.links,
+            own.prefixes.fetcher,
         )
         self._self_checks = SelfChecks(self_check_interval)
         self._readers = ThreadPoolExecutor(1, "files")
-        self.migrations = KvMigrations(device_number, device, host, channel.send)
+        self.migrations = KvMigrations(own.number, device, host, channel.send)
         self._requests = TurnRequests(
-            device_number,
+            own.number,
             self.engines,
             self.ledger,
             self.migrations,
@@ -96,20 +89,16 @@ class TurnLoop:
             channel.send,
             lambda: bool(self._loads.is_busy),
         )
-        self._last_used_s: dict[str, float] = {}
         self._models = DeviceModels(
-            device_number,
-            device,
+            own,
             self.engines,
             self.ledger,
             self.residency,
             self._self_checks,
             channel.send,
             self._requests.abort,
-            self._last_used_s,
-            clock,
         )
-        self.driver_memory = DriverMemory(device, has_gpu_alone=has_gpu_alone)
+        self.driver_memory = DriverMemory(device, has_gpu_alone=own.has_gpu_alone)
         self._loads = LoadQueue(
             loader, self.turns, device, self.driver_memory, self._begin_load, self._end_load
         )
@@ -157,7 +146,7 @@ class TurnLoop:
             if record.weight_bytes or record.prefetched_bytes:
                 self._self_checks.moved(name)
         self.previous = name
-        self._last_used_s[name] = self._clock()
+        self._models.last_used_s[name] = self._clock()
         return record
 
     def engine(self, name: str) -> ModelEngine:
@@ -210,7 +199,7 @@ class TurnLoop:
             self.residency.save_prefixes(model)
         if not is_over:
             return
-        self._last_used_s[model] = self._clock()
+        self._models.last_used_s[model] = self._clock()
         if self.orders.turn is not None and self.orders.turn.turn_id == turn_id:
             self._end_turn()
 
@@ -425,7 +414,7 @@ class TurnLoop:
 
     def _begin_load(self, order: LoadOrder) -> str:
         self._status_at_s = 0.0  # the next status shows the load
-        return self._models.begin_load(order)
+        return self._models.begin_load(order, self._clock())
 
     def _end_load(self, order: LoadOrder, end: LoadEnd) -> None:
         self._models.end_load(order, end)
@@ -442,7 +431,7 @@ class TurnLoop:
     def _use(self, name: str) -> Use:
         return Use(
             num_live=self.ledger.num_live(name),
-            last_used_s=self._last_used_s[name],
+            last_used_s=self._models.last_used_s[name],
             ttft_s=self.ledger.ttft_s(name),
             next_deadline_s=self.ledger.next_deadline_s(name),
         )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
 from gpupoold.memory.contracts import Device
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.pages import PagePool
 from gpupoold.wire import messages as m
 from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turns.ledger import RequestLedger
 from gpupoold.worker.turns.load_queue import LoadCancelled, LoadEnd, LoadOrder
 from gpupoold.worker.turns.self_check import SelfChecks
+from gpupoold.worker.weights.rank_loads import LoadLinks
 from gpupoold.worker.weights.snapshots import Snapshots
 
 # The end of the name of an engine that is built beside the model's present engine.
@@ -22,6 +26,23 @@ _NEW = "~new"
 
 Send = Callable[[m.FromWorker, tuple[int, ...]], None]
 """Sends a message with descriptors to the daemon."""
+
+
+@dataclass(frozen=True)
+class WorkerDevice:
+    """A worker's device with the memory on both sides, as opened and measured at the start.
+
+    ``has_gpu_alone``: no other worker uses the GPU. ``links`` lead to the other ranks of a group.
+    """
+
+    number: int
+    device: Device
+    pool: PagePool
+    host: KvHostCache
+    prefixes: PrefixTiers
+    bandwidth_bytes_per_s: float
+    has_gpu_alone: bool = True
+    links: LoadLinks | None = None
 
 
 class DeviceModels:
@@ -32,40 +53,36 @@ class DeviceModels:
 
     def __init__(
         self,
-        device_number: int,
-        device: Device,
+        own: WorkerDevice,
         engines: dict[str, ModelEngine],
         ledger: RequestLedger,
         residency: Residency,
         self_checks: SelfChecks,
         send: Send,
         abort: Callable[[str, list[str]], None],
-        last_used_s: dict[str, float],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._device_number = device_number
+        self._device_number = own.number
         self._engines = engines
         self._ledger = ledger
         self._residency = residency
         self._self_checks = self_checks
         self._send = send
         self._abort = abort
-        self._last_used_s = last_used_s
-        self._clock = clock
-        self._snapshots = Snapshots(device)
+        self.last_used_s: dict[str, float] = {}
+        self._snapshots = Snapshots(own.device)
 
     @property
     def is_mapping(self) -> bool:
         """True if ``finished`` will return further messages."""
         return self._snapshots.is_busy
 
-    def begin_load(self, order: LoadOrder) -> str:
+    def begin_load(self, order: LoadOrder, now_s: float) -> str:
         """Prepare the accounts for a load; return the name of the engine."""
         model = order.message.model
         # A loaded model's present engine serves until the new engine has been loaded.
         name = f"{model.name}{_NEW}" if model.name in self._engines else model.name
         # The residency reads both as soon as the model is added.
-        self._last_used_s[name] = self._clock()
+        self.last_used_s[name] = now_s
         self._ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
         return name
 
@@ -106,7 +123,7 @@ class DeviceModels:
         self.close(model.name)
         self._residency.remove(engine.name)
         self._ledger.remove_model(engine.name)
-        del self._last_used_s[engine.name]
+        del self.last_used_s[engine.name]
         engine.name = model.name
         self._residency.add(engine)
         self._ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))

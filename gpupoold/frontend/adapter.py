@@ -52,7 +52,7 @@ from gpupoold.frontend.logprob_requests import has_logprobs, limit_logprobs
 from gpupoold.frontend.made_outputs import make_outputs, repeat_outputs
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.mounts import AsgiApp
-from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.frontend.pool_client import EngineCodec, EngineLimits, PoolClient
 from gpupoold.frontend.pooling_inputs import input_slot
 from gpupoold.frontend.prompt_bounds import (
     bound_renderer,
@@ -210,17 +210,14 @@ class VllmModelApi:
         self._tasks: Any = tuple(loaded.supported_tasks)
         joins = reads_joined_steps(self._args.tool_call_parser)
         on_unreadable = functools.partial(self.fail, message=_GARBLED)
-        self._client = PoolClient(
+        limits = EngineLimits(
             model.name,
             self._tasks,
-            _codec(joins),
-            send,
-            on_unreadable,
-            on_prefilled,
             model.tbt_s,
             config.model_config.get_vocab_size(),
             num_embeddings(config.model_config),
         )
+        self._client = PoolClient(limits, _codec(joins), send, on_unreadable, on_prefilled)
         grammars = ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)
         self._client.slow_outputs = PromptLogprobs(self._llm.output_processor.request_states)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
@@ -73,40 +73,44 @@ class EngineResources:
     engine_dead = False
 
 
+class EngineLimits(NamedTuple):
+    """What a model's engine does: its tasks, the TBT target, and the ids of its tokens.
+
+    ``vocab_size`` bounds the tokens of answers, ``num_embeddings`` those of prompts.
+    """
+
+    model: str
+    supported_tasks: tuple[str, ...]
+    tbt_s: float
+    vocab_size: int
+    num_embeddings: int
+
+
 class PoolClient:
     """The engine of one model from its API layer's view."""
 
     def __init__(
         self,
-        model: str,
-        supported_tasks: tuple[str, ...],
+        limits: EngineLimits,
         codec: EngineCodec,
         send: Callable[[msgspec.Struct], None],
         on_unreadable: Callable[[list[str]], None],
         on_prefilled: Callable[[str, int], None],
-        tbt_s: float,
-        vocab_size: int,
-        num_embeddings: int,
     ) -> None:
-        """``tbt_s`` is the model's TBT target; ``vocab_size`` bounds the tokens of answers,
-        ``num_embeddings`` those of prompts. ``on_unreadable`` gets the ids whose outputs could not
-        be decoded, ``on_prefilled`` a request's id and its cached tokens. ``slow_outputs`` may be
-        set before the first request.
+        """``on_unreadable`` gets the ids whose outputs could not be decoded, ``on_prefilled`` a
+        request's id and its cached tokens. ``slow_outputs`` may be set before the first request.
         """
         self.slow_outputs: SlowOutputs | None = None
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
-        self._model = model
-        self._supported_tasks = supported_tasks
+        self._limits = limits
         self._codec = codec
         self._send = send
         self._on_unreadable = on_unreadable
         self._on_prefilled = on_prefilled
         self._steps: asyncio.Queue[StepOutputs | list[Any]] = asyncio.Queue()
-        self._pacer = Pacer(self._steps.put_nowait, tbt_s)
+        self._pacer = Pacer(self._steps.put_nowait, limits.tbt_s)
         self._stopped_because: str | None = None
-        self._vocab_size = vocab_size
-        self._num_embeddings = num_embeddings
 
     def push(self, outputs: StepOutputs) -> None:
         """Store one step's outputs, decoded when the API layer reads them."""
@@ -130,24 +134,24 @@ class PoolClient:
         """
         if self._stopped_because is not None:
             raise self._codec.unavailable(self._stopped_because)
-        params = request.sampling_params
+        params, limits = request.sampling_params, self._limits
         if request.prompt_token_ids is None:
             raise self._codec.unsupported("gpupool serves requests with token ids only")
-        if (token_id := take_rows(request, self._num_embeddings)) is not None:
+        if (token_id := take_rows(request, limits.num_embeddings)) is not None:
             raise self._codec.unsupported(
                 f"Token id {token_id} of the prompt is beyond the model's vocabulary of "
-                f"{self._num_embeddings:,} tokens; the tokenizer of {self._model} has more tokens "
-                "than its weights."
+                f"{limits.num_embeddings:,} tokens; the tokenizer of {limits.model} has more "
+                "tokens than its weights."
             )
         prompt = request.prompt_token_ids
         if params is not None:
-            drop_beyond(params, self._vocab_size)
-            may_be_beyond = self._num_embeddings > self._vocab_size and counts_prompt(params)
-            if may_be_beyond and (largest := max(prompt, default=0)) >= self._vocab_size:
+            drop_beyond(params, limits.vocab_size)
+            may_be_beyond = limits.num_embeddings > limits.vocab_size and counts_prompt(params)
+            if may_be_beyond and (largest := max(prompt, default=0)) >= limits.vocab_size:
                 raise self._codec.unsupported(
                     "Penalties and prompt_logprobs count the tokens of the prompt, and token id "
-                    f"{largest} is beyond the {self._vocab_size:,} that an answer of "
-                    f"{self._model} can have. Leave them out."
+                    f"{largest} is beyond the {limits.vocab_size:,} that an answer of "
+                    f"{limits.model} can have. Leave them out."
                 )
         request.cache_salt = cache_salt(request.cache_salt)
         frames = [bytes(frame) for frame in self._codec.encode(request)]
@@ -158,7 +162,7 @@ class PoolClient:
                 f"{MAX_REQUEST_BYTES:,}. Send fewer or smaller images, or a shorter prompt."
             )
         message = AddRequest(
-            model=self._model,
+            model=limits.model,
             request_id=request.request_id,
             arrival_s=time.monotonic(),
             num_prompt_tokens=len(prompt),
@@ -181,7 +185,7 @@ class PoolClient:
         Raises:
             Exception: ``codec.unsupported``, the answer cannot be continued.
         """
-        if reason := why_impossible(so_far, message.max_tokens, self._vocab_size):
+        if reason := why_impossible(so_far, message.max_tokens, self._limits.vocab_size):
             raise self._codec.unsupported(f"gpupool: {reason}")
         self._steps.put_nowait(self._codec.repeat(request, so_far))
         message.output_token_ids = list(so_far.token_ids)
@@ -194,7 +198,7 @@ class PoolClient:
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:
             self._pacer.end(request_ids)
-            self._send(AbortRequests(model=self._model, request_ids=request_ids))
+            self._send(AbortRequests(model=self._limits.model, request_ids=request_ids))
 
     def take_paced_gaps(self) -> Histogram:
         """Return the times between tokens of paced streams since the last call."""
@@ -245,13 +249,13 @@ class PoolClient:
             due = self._pacer.hold(outputs.outputs)
             return self._codec.put_in_step(due) if due else None
         except Exception:
-            logger.exception("unreadable outputs of %s", self._model)
+            logger.exception("unreadable outputs of %s", self._limits.model)
             self._on_unreadable([progress.request_id for progress in step.progress])
             return None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         """Return the tasks that the model's engine reported."""
-        return self._supported_tasks
+        return self._limits.supported_tasks
 
     def dp_engines_running(self) -> bool:
         """Data parallelism is the pool's business, not the API layer's."""

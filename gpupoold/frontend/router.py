@@ -85,6 +85,16 @@ class Bounds:
     hold: Hold = field(default_factory=Hold)
 
 
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a frontend serves beside the models' APIs, and asks of the daemon for this."""
+
+    metrics: MetricsCalls
+    traces: Traces = field(default_factory=lambda: Traces(""))
+    batches: BatchService | None = None
+    fleet_calls: FleetCalls = field(default_factory=FleetCalls)
+
+
 class Router:
     """Routes requests by ``model``; answers requests without a model itself."""
 
@@ -93,12 +103,9 @@ class Router:
         catalog: Catalog,
         mounts: Mounts,
         gates: Gates,
-        metrics: MetricsCalls,
         callers: Callers,
         bounds: Bounds,
-        traces: Traces | None = None,
-        batches: BatchService | None = None,
-        fleet_calls: FleetCalls | None = None,
+        services: Services,
     ) -> None:
         self._catalog = catalog
         self._mounts = mounts
@@ -106,10 +113,10 @@ class Router:
         self._callers = callers
         self._bounds = bounds
         self._lookup = ModelLookup(catalog, mounts, bounds.hold)
-        self._metrics = metrics
-        self._traces = traces or Traces("")
-        self._batches = batches
-        self._fleet_calls = fleet_calls or FleetCalls()
+        self._metrics = services.metrics
+        self._traces = services.traces
+        self._batches = services.batches
+        self._fleet_calls = services.fleet_calls
         self._checkpoint_files = CheckpointFiles(self._fleet_calls)
         self._decoding = asyncio.Semaphore(NUM_DECODING)
         self._cors = Cors(self._serve, callers)

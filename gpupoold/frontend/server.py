@@ -33,7 +33,7 @@ from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.rates import RateCalls
-from gpupoold.frontend.router import Bounds, Router
+from gpupoold.frontend.router import Bounds, Router, Services
 from gpupoold.frontend.traces import Traces
 from gpupoold.frontend.waiting import WaitComments
 from gpupoold.system.loop_lag import measure_lag
@@ -129,16 +129,9 @@ class FrontendServer:
             if settings.batches is None
             else BatchService(settings.batches, self._bounds.in_flight, self._callers)
         )
+        services = Services(self._metrics, self._traces, self._batches, self._fleet_calls)
         self._router = Router(
-            self._catalog,
-            self._mounts,
-            self._gates,
-            self._metrics,
-            self._callers,
-            self._bounds,
-            self._traces,
-            self._batches,
-            self._fleet_calls,
+            self._catalog, self._mounts, self._gates, self._callers, self._bounds, services
         )
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import ServerSettings
@@ -35,6 +36,20 @@ class NotMounted(Failed):
     """A frontend did not mount an API in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrontendHandlers(Handlers["Frontend", m.FromFrontend]):
+    """Handlers of one frontend's events and questions.
+
+    ``metrics_text`` returns the text for ``/metrics``. ``ensure_open``, called when a frontend
+    comes up or ends, lets some frontend accept connections. ``on_stuck`` replaces a frontend that
+    does not mount an API in time, and can mount no other.
+    """
+
+    metrics_text: Callable[[], Awaitable[bytes]]
+    ensure_open: Callable[[], None]
+    on_stuck: Callable[[Frontend, NotMounted], None]
+
+
 class Frontend(Supervised[m.FromFrontend]):
     """A process that serves clients; ``name`` is ``frontend-NUMBER``.
 
@@ -49,23 +64,14 @@ class Frontend(Supervised[m.FromFrontend]):
         settings: Settings,
         forks: ForkServer,
         listener: socket.socket,
-        handlers: Handlers[Frontend, m.FromFrontend],
-        metrics_text: Callable[[], Awaitable[bytes]],
-        ensure_open: Callable[[], None],
-        on_stuck: Callable[[Frontend, NotMounted], None],
+        handlers: FrontendHandlers,
         timing: Timing,
     ) -> None:
-        """``metrics_text`` returns the text for ``/metrics``. ``ensure_open``, called when this
-        frontend comes up or ends, lets some frontend accept connections. ``on_stuck`` replaces a
-        frontend that does not mount an API in time, and can mount no other."""
         super().__init__(f"frontend-{number}", settings, timing, _MAX_BACKOFF_S)
         self.number = number
         self._forks = forks
         self._listener = listener
         self._handlers = handlers
-        self._metrics_text = metrics_text
-        self._ensure_open = ensure_open
-        self._on_stuck = on_stuck
         self._serving: Calls[bool] = Calls()
         self.is_up = False
         self.accepts = False
@@ -107,7 +113,7 @@ class Frontend(Supervised[m.FromFrontend]):
                 f"{model}: {self.name} did not mount the API within {_SERVE_TIMEOUT_S:g} s",
                 "see `gpupool logs`; reading or rendering the checkpoint's files may not end",
             )
-            self._on_stuck(self, error)
+            self._handlers.on_stuck(self, error)
             raise error from None
 
     async def _launch(self) -> Child[m.FromFrontend]:
@@ -149,7 +155,7 @@ class Frontend(Supervised[m.FromFrontend]):
     async def _note_end(self, death: Death) -> bool:
         """Report the end, which is excused if the set-up had succeeded."""
         was_set_up, self._is_set_up = self._is_set_up, False
-        self._ensure_open()
+        self._handlers.ensure_open()
         await self._handlers.on_down(self, death)
         return was_set_up
 
@@ -170,7 +176,7 @@ class Frontend(Supervised[m.FromFrontend]):
             case m.FrontendReady():
                 watch.came_up(now_s)
                 self.is_up = True
-                self._ensure_open()
+                self._handlers.ensure_open()
                 self._begin_set_up()
             case m.Accepting():
                 self.is_ready = True
@@ -183,7 +189,7 @@ class Frontend(Supervised[m.FromFrontend]):
 
     async def _send_metrics(self, call_id: int) -> None:
         try:
-            text = await self._metrics_text()
+            text = await self._handlers.metrics_text()
         except Exception:  # the frontend answers the client after a time limit
             _logger.exception("building the metrics failed")
         else:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 from gpupoold.config.schema import Settings
-from gpupoold.control.frontends.frontend import Frontend, NotMounted
+from gpupoold.control.frontends.frontend import Frontend, FrontendHandlers, NotMounted
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.handlers import Handlers
 from gpupoold.control.processes.restarts import REAL_TIME, Timing
@@ -59,17 +59,17 @@ class Frontends:
         ``handlers.on_up`` sends the rules of access and mounts every model; ``metrics_text``
         returns the text for ``/metrics``.
         """
+        of_each = FrontendHandlers(
+            handlers.on_message,
+            handlers.on_up,
+            handlers.on_down,
+            metrics_text,
+            self._ensure_open,
+            self._replace_later,
+        )
         for number in range(self._settings.server.frontends):
             frontend = Frontend(
-                number,
-                self._settings,
-                self._forks,
-                self._listener,
-                handlers,
-                metrics_text,
-                self._ensure_open,
-                self._replace_later,
-                self._timing,
+                number, self._settings, self._forks, self._listener, of_each, self._timing
             )
             self._all.append(frontend)
             frontend.start()

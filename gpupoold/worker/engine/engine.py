@@ -30,7 +30,7 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
-from gpupoold.worker.engine.adapters import EngineAdapters, OtherRanks
+from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
@@ -66,13 +66,10 @@ class ModelEngine:
         load: ModelLoad,
         kv: KvMemory,
         info: LoadedModel,
-        ranks: OtherRanks | None = None,
         prefixes: PrefixFetcher | None = None,
         kv_identity: str = "",
     ) -> None:
-        """``ranks`` has the adapters of the other ranks of a group.
-
-        ``prefixes`` keeps the KV of ended requests, if the engine caches prefixes; for
+        """``prefixes`` keeps the KV of ended requests, if the engine caches prefixes; for
         ``kv_identity`` see :class:`~gpupoold.wire.messages.LoadModel`.
         """
         assert load.weights is not None and load.layout is not None
@@ -103,6 +100,8 @@ class ModelEngine:
             )
             self._scheduler.prefixes = self.prefixes
         self.steps = EngineSteps(core, info.name)
+        executor = self._core.model_executor
+        ranks = executor.adapters(load.device) if isinstance(load.device, GroupDevice) else None
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder_outputs = EncoderOutputs(core)
@@ -408,10 +407,7 @@ def load_engine(
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
-            ranks = (
-                core.model_executor.adapters(device) if isinstance(device, GroupDevice) else None
-            )
-            engine = ModelEngine(name, core, load, kv, info, ranks, prefixes, kv_identity)
+            engine = ModelEngine(name, core, load, kv, info, prefixes, kv_identity)
             problems = engine.adapters.add_all(model.adapters)
             engine.info = msgspec.structs.replace(info, adapter_problems=problems)
             return engine

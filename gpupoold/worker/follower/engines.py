@@ -28,6 +28,7 @@ from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.sampling_seeds import seed_sampling
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import tensors
+from gpupoold.worker.weights.loading import WeightSource
 from gpupoold.worker.weights.rank_loads import (
     Answer,
     AnswerKind,
@@ -211,9 +212,7 @@ class FollowerEngines:
             name,
             self._device,
             self._pool,
-            None,
-            "",
-            skips_checkpoint=skips_checkpoint,
+            WeightSource(skips_checkpoint=skips_checkpoint),
             turns=self._turns,
             link=self._link,
             memory=self._memory,

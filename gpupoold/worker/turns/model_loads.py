@@ -24,7 +24,7 @@ from gpupoold.worker.profiling import profile
 from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.turns.early_start import first_self_check
 from gpupoold.worker.turns.self_check import is_same_answer
-from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.loading import ModelLoad, WeightSource
 from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
 from gpupoold.worker.weights.torch_release import pages_for_torch
 
@@ -172,11 +172,9 @@ class EngineLoader:
             model.name,
             self._device,
             self._residency.pool,
-            snapshot,
-            message.layout_digest,
+            WeightSource(snapshot, message.layout_digest, skips_checkpoint),
             num_released,
             make_room=self._residency.free_pages,
-            skips_checkpoint=skips_checkpoint,
             turns=self._turns,
         )
         engine = load_engine(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
 
@@ -60,11 +60,24 @@ class StaleSnapshot(ServerError):
     """The snapshot does not belong to the model as loaded now."""
 
 
+class WeightSource(NamedTuple):
+    """The source of a load's weights: a snapshot with its digest, if there is one.
+
+    A load that ``skips_checkpoint`` takes all bytes from the snapshot.
+    """
+
+    snapshot: HostBuffer | None = None
+    digest: str = ""
+    skips_checkpoint: bool = False
+
+
+_NO_SNAPSHOT = WeightSource()
+
+
 class ModelLoad:
     """One model's memory during its load, which results in ``weights`` and the KV range.
 
-    A load that ``skips_checkpoint`` takes all bytes from the snapshot. ``slot_bytes`` are the bytes
-    of the adapters' slots, which follow the snapshot's bytes.
+    ``slot_bytes`` are the bytes of the adapters' slots, which follow the snapshot's bytes.
     """
 
     def __init__(
@@ -72,12 +85,10 @@ class ModelLoad:
         name: str,
         device: Device,
         pool: PagePool,
-        snapshot: HostBuffer | None,
-        digest: str,
+        source: WeightSource = _NO_SNAPSHOT,
         num_released_pages: int = 0,
         *,
         make_room: Callable[[int], None] = _no_other_models,
-        skips_checkpoint: bool = False,
         turns: TurnThread | None = None,
     ) -> None:
         """``turns`` is the owner of the pages; None if that is the calling thread.
@@ -85,13 +96,13 @@ class ModelLoad:
         ``make_room`` evicts models until so many pages are free, if possible.
         """
         self.name = name
-        self._device = device
+        self.device = device
         self._pool = pool
-        self._snapshot = snapshot
-        self._snapshot_digest = digest
+        self._snapshot = source.snapshot
+        self._snapshot_digest = source.digest
         self._num_released_pages = num_released_pages
         self._make_room = make_room
-        self.skips_checkpoint = skips_checkpoint
+        self.skips_checkpoint = source.skips_checkpoint
         self.turns = turns or TurnThread()
         self._release = TorchRelease(device, pool)
         self.weights: WeightMemory | None = None
@@ -121,7 +132,7 @@ class ModelLoad:
         """
         slots = plan_slots(model)
         layout = self._agree(plan_layout(model), slots)
-        page_bytes = self._device.page_bytes
+        page_bytes = self.device.page_bytes
         num_pages = -(-layout.num_bytes // page_bytes)
         num_slot_pages = -(-slots.num_bytes // page_bytes)
         self._num_weight_pages = num_pages + num_slot_pages
@@ -132,7 +143,7 @@ class ModelLoad:
         if num_slot_pages:
             own = self._buffer("slots", num_slot_pages)
             self.slot_bytes = own.num_bytes
-        address_range = AddressRange(self._device, self._pool, self._num_weight_pages)
+        address_range = AddressRange(self.device, self._pool, self._num_weight_pages)
         try:
             self._hold(address_range, snapshot, own)
         except BaseException:
@@ -141,11 +152,11 @@ class ModelLoad:
                 own.close()
             raise
         if is_new:  # after pinning: GPU copies to unpinned memory are ten times slower
-            copy_out(layout, snapshot.address, self._device)
-        relocate(layout, address_range.address, self._device)
+            copy_out(layout, snapshot.address, self.device)
+        relocate(layout, address_range.address, self.device)
         if own is not None:
-            copy_out(slots, own.address, self._device)
-            relocate(slots, address_range.address + num_pages * page_bytes, self._device)
+            copy_out(slots, own.address, self.device)
+            relocate(slots, address_range.address + num_pages * page_bytes, self.device)
         self._reclaim()
         self._placed()
 
@@ -156,7 +167,7 @@ class ModelLoad:
             OutOfPages: other models have the memory.
         """
         assert self.weights is not None
-        num_pages = max(1, _PIECE_BYTES // self._device.page_bytes)
+        num_pages = max(1, _PIECE_BYTES // self.device.page_bytes)
         while missing := self.weights.num_missing_pages:
             self.turns.call(self._bring_piece, self.weights, min(missing, num_pages))
 
@@ -174,13 +185,13 @@ class ModelLoad:
         [page] = self.turns.call(self._take_page)
         runs = [page] * address_range.num_pages
         try:
-            self._device.map_and_fill(address_range.address, [page], None)
-            self._device.unmap(address_range.address, [page])
-            self._device.map(address_range.address, runs)
+            self.device.map_and_fill(address_range.address, [page], None)
+            self.device.unmap(address_range.address, [page])
+            self.device.map(address_range.address, runs)
             try:
                 yield
             finally:
-                self._device.unmap(address_range.address, runs)
+                self.device.unmap(address_range.address, runs)
         finally:
             self.turns.call(self._pool.free, [page])
 
@@ -190,8 +201,8 @@ class ModelLoad:
         ``strides`` are the bytes of a block, layer by layer.
         """
         assert self.layout is not None, "weights are loaded before KV is sized"
-        page_bytes = self._device.page_bytes
-        num_bytes = (self._device.num_pages - self._num_weight_pages) * page_bytes
+        page_bytes = self.device.page_bytes
+        num_bytes = (self.device.num_pages - self._num_weight_pages) * page_bytes
         return in_whole_extents(num_bytes, page_bytes, strides)
 
     def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
@@ -201,9 +212,9 @@ class ModelLoad:
     def make_kv(self, num_bytes: int) -> torch.Tensor:
         """Reserve the KV address range; its pages are mapped later, extent by extent."""
         assert self.kv_address_range is None, "vLLM allocates one KV buffer per model"
-        num_pages = -(-num_bytes // self._device.page_bytes)
-        self.kv_address_range = AddressRange(self._device, self._pool, num_pages)
-        return tensors.over(self._device, self.kv_address_range.address, num_bytes)
+        num_pages = -(-num_bytes // self.device.page_bytes)
+        self.kv_address_range = AddressRange(self.device, self._pool, num_pages)
+        return tensors.over(self.device, self.kv_address_range.address, num_bytes)
 
     def _release_pages(self) -> None:
         """Release pages to torch in one job, so that no model takes the freed pages before."""
@@ -226,7 +237,7 @@ class ModelLoad:
         self, address_range: AddressRange, snapshot: HostBuffer, own: HostBuffer | None
     ) -> None:
         """Own the memory of the weights from now on."""
-        self.weights = WeightMemory(address_range, self._device, snapshot, own)
+        self.weights = WeightMemory(address_range, self.device, snapshot, own)
 
     def _placed(self) -> None:
         """Handle that the weights are views of the address range."""
@@ -243,14 +254,14 @@ class ModelLoad:
         return self._snapshot, True
 
     def _buffer(self, what: str, num_pages: int) -> HostBuffer:
-        with prefer_node(self._device.numa_node):
+        with prefer_node(self.device.numa_node):
             return HostBuffer.create(
-                f"gpupool-{what}-{self.name}", num_pages * self._device.page_bytes
+                f"gpupool-{what}-{self.name}", num_pages * self.device.page_bytes
             )
 
     def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
-        if num_pages >= self._device.num_pages:
-            device_bytes = self._device.num_pages * self._device.page_bytes
+        if num_pages >= self.device.num_pages:
+            device_bytes = self.device.num_pages * self.device.page_bytes
             raise Refused(
                 f"{self.name}: weights of {format_bytes(weight_bytes)} leave no space for KV "
                 f"on a device of {format_bytes(device_bytes)}",

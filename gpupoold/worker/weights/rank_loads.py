@@ -181,8 +181,8 @@ class LeaderLoad(ModelLoad):
 
     def __init__(self, *arguments: Any, links: LoadLinks, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        assert isinstance(self._device, GroupDevice)
-        self._group: GroupDevice = self._device
+        assert isinstance(self.device, GroupDevice)
+        self._group: GroupDevice = self.device
         self.turns = LeaderTurns(self.turns, links.orders)
         self.links = links
         self.engine = links.new_engine()
@@ -246,8 +246,8 @@ class LeaderLoad(ModelLoad):
     def _buffer(self, what: str, num_pages: int) -> HostBuffer:
         if what != "snapshot":
             return super()._buffer(what, num_pages)
-        num_bytes = num_pages * self._device.page_bytes
-        file_bytes = num_bytes * self._device.num_ranks
+        num_bytes = num_pages * self.device.page_bytes
+        file_bytes = num_bytes * self.device.num_ranks
         fd = create_memfd(f"gpupool-snapshot-{self.name}", file_bytes, touch_pages)
         return HostBuffer(fd, num_bytes)
 
@@ -275,7 +275,7 @@ class LeaderLoad(ModelLoad):
             self.links.end_load(self.engine, is_loaded=is_loaded)
 
     def _add_region(self, number: int, address_range: AddressRange) -> None:
-        num_bytes = address_range.num_pages * self._device.page_bytes
+        num_bytes = address_range.num_pages * self.device.page_bytes
         self._group.regions.add(number, address_range.address, num_bytes)
 
     def _let_go(self) -> None:
@@ -356,7 +356,7 @@ class FollowerLoad(ModelLoad):
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
         (is_new, num_bytes, numbers), [fd] = self.receive("snapshot")
         self._numbers = RegionNumbers(*numbers)
-        with prefer_node(self._device.numa_node):
+        with prefer_node(self.device.numa_node):
             return HostBuffer(fd, num_bytes, self._rank * num_bytes), is_new
 
     def _hold(
@@ -368,7 +368,7 @@ class FollowerLoad(ModelLoad):
         if own is not None:
             self._memory.pin_host(self._numbers.slots, own)
         self.weights_address = address_range.address
-        self.weights_bytes = address_range.num_pages * self._device.page_bytes
+        self.weights_bytes = address_range.num_pages * self.device.page_bytes
         regions = self._memory.regions
         regions.add(self._numbers.weights, address_range.address, address_range.close)
 

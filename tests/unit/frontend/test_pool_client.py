@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gpupoold.frontend import pool_client
-from gpupoold.frontend.pool_client import EngineCodec, PoolClient
+from gpupoold.frontend.pool_client import EngineCodec, EngineLimits, PoolClient
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
 
@@ -43,15 +43,11 @@ class ControlPlane:
         )
         self.cached: list[tuple[str, int]] = []
         self.client = PoolClient(
-            "m",
-            ("generate",),
+            EngineLimits("m", ("generate",), 0.1, vocab_size=1000, num_embeddings=1010),
             codec,
             self.sent.append,
             self.unreadable.append,
             lambda *one: self.cached.append(one),
-            0.1,
-            vocab_size=1000,
-            num_embeddings=1010,
         )
 
 

@@ -19,7 +19,7 @@ from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import Mounts
-from gpupoold.frontend.router import Bounds, Router
+from gpupoold.frontend.router import Bounds, Router, Services
 from gpupoold.frontend.waiting import WaitComments
 from gpupoold.wire.messages import AccessRules, ServedModel
 from tests.unit.frontend.asgi import Answer, EchoApi, request
@@ -63,8 +63,9 @@ class Served:
 
     def route(self) -> None:
         """A new router over what there is now."""
+        services = Services(self.daemon.calls)
         self.router = Router(
-            self.catalog, self.mounts, self.gates, self.daemon.calls, self.callers, self.bounds
+            self.catalog, self.mounts, self.gates, self.callers, self.bounds, services
         )
 
     def send(self, method: str, path: str, *chunks: bytes, **more: Any) -> Answer:

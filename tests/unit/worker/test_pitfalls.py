@@ -214,7 +214,7 @@ def test_pitfall_28_a_copy_that_hangs_stops_no_other_model() -> None:
 def test_pitfall_29_a_load_that_cannot_pin_gives_its_addresses_back() -> None:
     driver = FakeCuda(NUM_PAGES * PAGE)
     device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
-    load = ModelLoad("model", device, PagePool(NUM_PAGES), None, "")
+    load = ModelLoad("model", device, PagePool(NUM_PAGES))
     driver.fail_at["register_host"] = 1
     with pytest.raises(CudaError, match="register_host"), load.active():
         load.take_weights(Loaded())
@@ -239,7 +239,7 @@ def test_pitfall_31_kv_is_sized_by_the_device_not_by_what_is_free(device: Emulat
     budgets = []
     for num_taken in (0, 9):
         others = pool.allocate(num_taken)
-        load = ModelLoad("model", device, pool, None, "")
+        load = ModelLoad("model", device, pool)
         load.take_weights(Loaded())
         budgets.append(load.kv_budget_bytes([PAGE]))
         assert load.weights is not None

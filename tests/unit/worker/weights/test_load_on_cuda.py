@@ -142,7 +142,7 @@ class TestKvScratch:
     def test_every_address_is_readable_and_writable_meanwhile(
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
     ) -> None:
-        load = ModelLoad("model", device, pool, None, "")
+        load = ModelLoad("model", device, pool)
         load.kv_address_range = address_range = AddressRange(
             device, pool, 2 * NUM_PAGES
         )  # more than there is
@@ -156,7 +156,7 @@ class TestKvScratch:
         address_range.close()
 
     def test_ends_when_the_warm_up_fails(self, device: CudaDevice, pool: PagePool) -> None:
-        load = ModelLoad("model", device, pool, None, "")
+        load = ModelLoad("model", device, pool)
 
         def warm_up() -> None:
             with load.active():
@@ -168,7 +168,7 @@ class TestKvScratch:
             warm_up()
 
     def test_a_model_without_kv_needs_none(self, device: CudaDevice, pool: PagePool) -> None:
-        with ModelLoad("model", device, pool, None, "").kv_scratch():
+        with ModelLoad("model", device, pool).kv_scratch():
             assert pool.num_free == NUM_PAGES
 
 
@@ -177,7 +177,7 @@ class TestModelLoad:
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
     ) -> None:
         def build() -> None:
-            with ModelLoad("model", device, pool, None, "", num_released_pages=9).active():
+            with ModelLoad("model", device, pool, num_released_pages=9).active():
                 assert driver.free_bytes == 9 * PAGE
                 raise ValueError("broken")
 

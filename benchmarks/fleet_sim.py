@@ -30,6 +30,7 @@ from gpupoold.scheduling.policies.homes import expected_work
 from gpupoold.scheduling.policies.planned_turns import Tuning
 from gpupoold.scheduling.pressure import ModelDemand
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.host_defaults import host_memory
 from gpupoold.sim.metrics import RequestResult, summarise
@@ -99,9 +100,8 @@ class SimulatedFleet:
         simulation = Simulation(
             {name: self.models[name] for name in names},
             make_policy("gpupool"),
-            self.box.num_devices,
-            self.box.device_bytes,
-            kv_host_bytes=host.kv_bytes_per_gpu,
+            [BoxDevice(self.box.device_bytes, kv_host_bytes=host.kv_bytes_per_gpu)]
+            * self.box.num_devices,
             host=host,
         )
         results = simulation.run(requests, self.requests[-1].arrival_s + 120.0).results

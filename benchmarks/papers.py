@@ -23,6 +23,7 @@ from gpupoold.scheduling.demand import batch_velocity
 from gpupoold.scheduling.state import Speed
 from gpupoold.scheduling.velocity import RequestClass, decoders_load, prefill_velocity
 from gpupoold.sim.boxes import USABLE_SHARE, Box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import preset_panels
@@ -398,7 +399,9 @@ def _best_fit_p99_s() -> tuple[float, int]:
     scenario = build_scenario(Point(panel, "best-fit", 1, 25.0))
     policy = make_policy("best-fit", PolicyOptions())
     box = scenario.box
-    simulation = Simulation(scenario.models, policy, box.num_devices, box.device_bytes)
+    simulation = Simulation(
+        scenario.models, policy, [BoxDevice(box.device_bytes)] * box.num_devices
+    )
     taken_s = decision_times_s(simulation, scenario.requests, 60.0)
     return percentile(taken_s, 0.99) or 0.0, len(taken_s)
 

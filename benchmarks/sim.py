@@ -27,6 +27,7 @@ from gpupool_cli.planning.plot import save_plot
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
@@ -300,7 +301,9 @@ def _decision_times_s() -> list[float]:
     models = box_models(box, 100, Targets())
     requests = poisson_workload(equal_rates(list(models), 0.37), 120.0, sharegpt_lengths(), 0)
     simulation = Simulation(
-        models, make_policy("gpupool", PolicyOptions()), box.num_devices, box.device_bytes
+        models,
+        make_policy("gpupool", PolicyOptions()),
+        [BoxDevice(box.device_bytes)] * box.num_devices,
     )
     return decision_times_s(
         simulation, requests, 120.0, lambda state: 900 <= len(state.requests) <= 1100

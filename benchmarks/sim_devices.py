@@ -30,6 +30,7 @@ from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, groups_text, parse_box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.host_defaults import host_bytes, host_memory
 from gpupoold.sim.lengths import Lengths, sharegpt_lengths
@@ -179,12 +180,12 @@ def simulated_on(
     """The simulator's word for the same arrivals."""
     end_s = requests[-1].arrival_s + _ANSWER_TIMEOUT_S
     host = host_memory(box)
+    kv_host_bytes = host.kv_bytes_per_gpu * box.tensor_parallel_size
+    device = BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)
     simulation = Simulation(
         models,
         make_policy(policy),
-        box.num_devices,
-        box.device_bytes,
-        kv_host_bytes=host.kv_bytes_per_gpu * box.tensor_parallel_size,
+        [device] * box.num_devices,
         host=host,
     )
     outcome = simulation.run(requests, end_s)

@@ -20,6 +20,7 @@ from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
 from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.host_defaults import host_memory
 from gpupoold.sim.policies import PolicyOptions, make_policy
@@ -128,12 +129,12 @@ def measure(scenario: Scenario, bound: int, policy: str = "gpupool") -> dict[str
     box = scenario.box
     made = make_policy(policy, PolicyOptions())
     host = host_memory(box)
+    kv_host_bytes = host.kv_bytes_per_gpu * box.tensor_parallel_size
+    device = BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)
     simulation = Simulation(
         scenario.models,
         made,
-        box.num_devices,
-        box.device_bytes,
-        kv_host_bytes=host.kv_bytes_per_gpu * box.tensor_parallel_size,
+        [device] * box.num_devices,
         host=host,
     )
     watched = WatchedCore(simulation.core, bound, simulation.count_end)

@@ -24,6 +24,7 @@ from benchmarks.sim_devices import Sent, send_all
 from gpupoold.domain import Targets
 from gpupoold.errors import Failed
 from gpupoold.sim.csv_table import read_table
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.metrics import summarise
 from gpupoold.sim.model import SimModel
@@ -171,7 +172,7 @@ def simulate(
     ]
     end_s = requests[-1].arrival_s + _ANSWERS_S
     simulation = Simulation(
-        models, make_policy(policy), 1, device_bytes, kv_host_bytes=kv_host_bytes
+        models, make_policy(policy), [BoxDevice(device_bytes, kv_host_bytes=kv_host_bytes)]
     )
     results = simulation.run(requests, end_s).results
     return [

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
@@ -31,6 +31,22 @@ from gpupoold.sim.pieces import StepSegment, chunks_of, segment_of
 _SEGMENT_STEPS = 32
 
 
+@dataclass(frozen=True, slots=True)
+class BoxDevice:
+    """A device of a box: its memory, and the models that can run there, None for all of the box.
+
+    Devices of one ``kind`` have the same models. ``kv_host_bytes`` is the host memory for KV, None
+    for no limit. ``switch_overhead_s`` is added to every switch that loads weights.
+    """
+
+    num_bytes: int
+    models: Mapping[str, SimModel] | None = None
+    kind: str = ""
+    kv_host_bytes: int | None = None
+    prefetches: bool = True
+    switch_overhead_s: float = 0.0
+
+
 class SimDevice:
     """Carries out orders and reports results through ``report``.
 
@@ -43,26 +59,22 @@ class SimDevice:
     def __init__(
         self,
         number: int,
-        models: Mapping[str, SimModel],
-        capacity_bytes: int,
+        device: BoxDevice,
         queue: EventQueue[Callable[[], None]],
         report: Callable[[e.Event], None],
         *,
         on_switch: Callable[[float, MovedBytes], None] | None = None,
-        prefetches: bool = True,
         segment_steps: int = _SEGMENT_STEPS,
-        switch_overhead_s: float = 0.0,
-        kv_host_bytes: int | None = None,
     ) -> None:
         self.number = number
-        self.models = dict(models)
+        self.models = dict(sorted((device.models or {}).items()))
         self.requests = DeviceRequests()
         self.memory = SimMemory(
-            capacity_bytes,
+            device.num_bytes,
             self.models,
             lambda name: self.requests.use_of(name, self.models[name].targets),
-            switch_overhead_s,
-            kv_host_bytes,
+            device.switch_overhead_s,
+            device.kv_host_bytes,
             self.requests.recompute,
         )
         self.kv_room = KvRoom(self.requests, self.memory)
@@ -71,7 +83,7 @@ class SimDevice:
         self.in_step: Sequence[SimLive] = ()
         """The requests of the piece of work under way."""
         self._queue, self._report, self._on_switch = queue, report, on_switch
-        self._prefetches, self._segment_steps = prefetches, segment_steps
+        self._prefetches, self._segment_steps = device.prefetches, segment_steps
         self._then: str | None = None
         self._replaced_by: tuple[Turn | None, str | None] | None = None
         self._last_turn_id = 0

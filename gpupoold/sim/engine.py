@@ -6,7 +6,7 @@ import functools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
@@ -16,7 +16,7 @@ from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import costs_of
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.sim.clock import EventPriority, EventQueue
-from gpupoold.sim.device import SimDevice
+from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.host import HostMemory, ModelCache
 from gpupoold.sim.hosting import EngineCosts, Hosting
 from gpupoold.sim.live import DeviceTally, SimLive
@@ -45,20 +45,6 @@ class SimOutcome:
     num_loads: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class UnlikeDevice:
-    """A device of a box with unlike devices: its memory, and the models that can run there.
-
-    ``kv_host_bytes`` is the host memory for KV, None for no limit.
-    Devices of one ``kind`` have the same models.
-    """
-
-    models: Mapping[str, SimModel]
-    num_bytes: int
-    kind: str = ""
-    kv_host_bytes: int | None = None
-
-
 class Simulation:
     """One box under one policy. Equal arguments give equal outcomes."""
 
@@ -66,37 +52,26 @@ class Simulation:
         self,
         models: Mapping[str, SimModel],
         policy: Policy,
-        num_devices: int,
-        device_bytes: int,
+        devices: Sequence[BoxDevice],
         *,
-        prefetches: bool = True,
-        switch_overhead_s: float = 0.0,
-        kv_host_bytes: int | None = None,
         roles: Sequence[Role] | None = None,
-        unlike: Sequence[UnlikeDevice] = (),
         host: HostMemory | None = None,
         engines: EngineCosts | None = None,
         prefix_bytes: int | None = None,
     ) -> None:
-        """Build a box of ``num_devices`` equal devices, or of the devices in ``unlike``.
-
-        ``switch_overhead_s`` is added to every switch that loads weights.
-
-        ``kv_host_bytes`` is the host memory for KV of each equal device, ``host`` has the size of
-        the model cache; None is no limit. ``roles`` fix the devices' roles; with None the policy
-        chooses roles at every tick. With ``engines`` None every device has all its models' engines.
-        ``prefix_bytes`` limits the KV kept of ended requests of conversations, beside what KV of
-        live requests leaves of ``kv_host_bytes``; 0 keeps none.
+        """``host`` has the size of the model cache; None is no limit. ``roles`` fix the devices'
+        roles; with None the policy chooses roles at every tick. With ``engines`` None every device
+        has all its models' engines. ``prefix_bytes`` limits the KV kept of ended requests of
+        conversations, beside what KV of live requests leaves of the devices' ``kv_host_bytes``; 0
+        keeps none.
 
         Raises:
             UsageError: there are no devices, a model exceeds its devices or the model cache, an
                 engine exceeds its limit, or the number of roles is wrong.
         """
-        devices = (
-            unlike
-            or [UnlikeDevice(models, device_bytes, kv_host_bytes=kv_host_bytes)] * num_devices
-        )
-        _check(models, devices)
+        devices = [
+            one if one.models is not None else replace(one, models=models) for one in devices
+        ]
         if roles is not None and len(roles) != len(devices):
             raise UsageError(f"{len(roles)} roles for {len(devices)} devices: each needs one")
         # Sorted by name: a tie broken by the order of models must not depend on the caller's order.
@@ -107,18 +82,10 @@ class Simulation:
         self._lives: dict[str, SimLive] = {}
         self._kinds = [device.kind for device in devices]
         self._devices = [
-            SimDevice(
-                number,
-                dict(sorted(device.models.items())),
-                device.num_bytes,
-                self._queue,
-                self._report,
-                prefetches=prefetches,
-                switch_overhead_s=switch_overhead_s,
-                kv_host_bytes=device.kv_host_bytes,
-            )
+            SimDevice(number, device, self._queue, self._report)
             for number, device in enumerate(devices)
         ]
+        _check(self._models, self._devices)
         self._prefixes = None
         if prefix_bytes != 0:
             sizes = {name: model.kv_bytes_per_token for name, model in self._models.items()}
@@ -126,20 +93,21 @@ class Simulation:
             self._prefixes = SimPrefixes(sizes, lambda: min(limit, self._host_free_bytes()))
         self._cache = None
         if host is not None:
-            self._cache = ModelCache(host, _snapshot_bytes(self._models, devices), self._page_out)
+            self._cache = ModelCache(
+                host, _snapshot_bytes(self._models, self._kinds, self._devices), self._page_out
+            )
         self._uncached: defaultdict[str, list[e.Event]] = defaultdict(list)
         self._hosting = None
         if engines is not None:
             can_run = [device.models for device in self._devices]
             self._hosting = Hosting(engines, tuple(self._models), can_run)
         self._introduce(
-            devices,
             [
                 e.DeviceUp(
                     number,
                     device.num_bytes,
-                    _bandwidth(device.models),
-                    prefetches,
+                    _bandwidth(self._devices[number].models),
+                    device.prefetches,
                     device.kv_host_bytes,
                     Role.MIXED if roles is None else roles[number],
                     is_role_fixed=roles is not None,
@@ -205,7 +173,7 @@ class Simulation:
             self._cache.ended(model)
             self._read_next()
 
-    def _introduce(self, devices: Sequence[UnlikeDevice], ups: Sequence[e.DeviceUp]) -> None:
+    def _introduce(self, ups: Sequence[e.DeviceUp]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
         events += ups
         placed = (
@@ -213,7 +181,7 @@ class Simulation:
             if self._hosting is not None
             else [
                 (number, name)
-                for number, device in enumerate(devices)
+                for number, device in enumerate(self._devices)
                 for name in self._models
                 if name in device.models
             ]
@@ -352,11 +320,13 @@ _PROGRESS_EVERY = 1000
 _TICK_S = 1.0
 
 
-def _snapshot_bytes(models: Iterable[str], devices: Sequence[UnlikeDevice]) -> dict[str, int]:
+def _snapshot_bytes(
+    models: Iterable[str], kinds: Sequence[str], devices: Sequence[SimDevice]
+) -> dict[str, int]:
     """Return each model's bytes in the model cache: a snapshot for each kind of device."""
-    kinds = {device.kind: device.models for device in devices}
+    of_kind = {kind: device.models for kind, device in zip(kinds, devices, strict=True)}
     return {
-        name: sum(on[name].weight_bytes for on in kinds.values() if name in on) for name in models
+        name: sum(on[name].weight_bytes for on in of_kind.values() if name in on) for name in models
     }
 
 
@@ -364,15 +334,15 @@ def _bandwidth(models: Mapping[str, SimModel]) -> float:
     return min(model.latency.switch.bandwidth_bytes_per_s for model in models.values())
 
 
-def _check(models: Mapping[str, SimModel], devices: Sequence[UnlikeDevice]) -> None:
+def _check(models: Iterable[str], devices: Sequence[SimDevice]) -> None:
     if not devices:
         raise UsageError(f"{len(devices)} devices: at least one is needed")
     for device in devices:
         for model in device.models.values():
-            if model.weight_bytes >= device.num_bytes:
+            if model.weight_bytes >= device.memory.capacity_bytes:
                 raise UsageError(
                     f"{model.name} weighs {model.weight_bytes / 1e9:.3g} GB, "
-                    f"a device has {device.num_bytes / 1e9:.3g} GB"
+                    f"a device has {device.memory.capacity_bytes / 1e9:.3g} GB"
                 )
     for name in models:
         if not any(name in device.models for device in devices):

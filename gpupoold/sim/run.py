@@ -13,6 +13,7 @@ from typing import NotRequired, TypedDict
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.bound import attainment_bound
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.metrics import Goodput, goodput, summarise
 from gpupoold.sim.policies import PolicyOptions, make_policy
@@ -187,17 +188,19 @@ def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> RunR
 def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> RunRow:
     panel = point.panel
     host = panel.host
+    device = BoxDevice(
+        scenario.box.device_bytes,
+        kv_host_bytes=host.kv_bytes_per_gpu * scenario.box.tensor_parallel_size,
+        prefetches=point.policy not in panel.without_prefetch,
+        switch_overhead_s=panel.switch_overhead_s,
+    )
     simulation = Simulation(
         scenario.models,
         make_policy(
             point.policy,
             PolicyOptions(panel.num_prefill, converts_decoders=panel.converts_decoders),
         ),
-        scenario.box.num_devices,
-        scenario.box.device_bytes,
-        prefetches=point.policy not in panel.without_prefetch,
-        switch_overhead_s=panel.switch_overhead_s,
-        kv_host_bytes=host.kv_bytes_per_gpu * scenario.box.tensor_parallel_size,
+        [device] * scenario.box.num_devices,
         roles=panel.device_roles,
         host=host,
         engines=panel.engines,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.sim.clock import EventQueue
-from gpupoold.sim.device import SimDevice
+from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.memory import MovedBytes
 from gpupoold.sim.model import SimModel
@@ -43,13 +43,11 @@ class PacedDevice:
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self.sim = SimDevice(
             device_number,
-            {},
-            capacity_bytes,
+            BoxDevice(capacity_bytes, kv_host_bytes=kv_host_bytes),
             self._queue,
             self._forward,
             on_switch=self._switched,
             segment_steps=1,
-            kv_host_bytes=kv_host_bytes,
         )
         self._now_s = 0.0  # later than the time of the queue while late work is processed
         self._send_now = send

@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from gpupoold.domain import Targets
 from gpupoold.sim.bound import attainment_bound
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.metrics import summarise
 from gpupoold.sim.model import SimModel
@@ -70,7 +71,7 @@ def test_no_policy_attains_more(
     )
     device_bytes = (18 if is_roomy else 12) * GB
     simulation = Simulation(
-        models, make_policy(policy, PolicyOptions(1)), num_devices, device_bytes
+        models, make_policy(policy, PolicyOptions(1)), [BoxDevice(device_bytes)] * num_devices
     )
     end_s = end_of_run_s(requests, lambda name: models[name].targets, 50.0)
     attained = summarise(simulation.run(requests, end_s).results, end_s).overall.attainment

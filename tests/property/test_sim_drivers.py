@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.sim.clock import EventQueue
-from gpupoold.sim.device import SimDevice
+from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.workloads import SimRequest
 from gpupoold.simdevice.device import PacedDevice
@@ -63,7 +63,7 @@ class Virtual(Reported):
     def __init__(self) -> None:
         super().__init__()
         self.queue: EventQueue[Callable[[], None]] = EventQueue()
-        self.sim = SimDevice(0, BOX, CAPACITY_BYTES, self.queue, self.hear)
+        self.sim = SimDevice(0, BoxDevice(CAPACITY_BYTES, BOX), self.queue, self.hear)
 
     def hear(self, event: e.Event) -> None:
         if isinstance(event, e.Ended):

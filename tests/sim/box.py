@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpupoold.domain import Targets
 from gpupoold.latency.models import LatencyModel, LinearDecode, LinearPrefill, SwitchModel
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import PolicyOptions, make_policy
@@ -70,13 +71,15 @@ def simulate(
     kv_host_bytes: int | None = None,
 ) -> SimOutcome:
     """A run from the beginning to ``end_s``."""
+    device = BoxDevice(
+        int(device_gb * GB),
+        kv_host_bytes=kv_host_bytes,
+        prefetches=prefetches,
+        switch_overhead_s=switch_overhead_s,
+    )
     simulation = Simulation(
         box,
         make_policy(policy, PolicyOptions(num_prefill)),
-        num_devices,
-        int(device_gb * GB),
-        prefetches=prefetches,
-        switch_overhead_s=switch_overhead_s,
-        kv_host_bytes=kv_host_bytes,
+        [device] * num_devices,
     )
     return simulation.run(requests, end_s)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.model import SimModel
@@ -46,7 +47,7 @@ def test_runs_in_one_process_do_not_mix(policy: str) -> None:
 
     def turns(seed: int) -> tuple[int, SimOutcome]:
         options = PolicyOptions(num_prefill=1)
-        box = Simulation(box_for(policy), make_policy(policy, options), 3, 80 * GB)
+        box = Simulation(box_for(policy), make_policy(policy, options), [BoxDevice(80 * GB)] * 3)
         outcome = box.run(workload(seed), 300.0)
         return box.core.state.num_turns, outcome
 

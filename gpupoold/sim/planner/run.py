@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.engine import Simulation, UnlikeDevice
+from gpupoold.sim.device import BoxDevice
+from gpupoold.sim.engine import Simulation
 from gpupoold.sim.host import NO_WISHES, HostWishes
 from gpupoold.sim.host_defaults import engine_costs, host_memory
 from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
@@ -56,26 +57,30 @@ class Setup:
             return (Role.MIXED,) * num_devices
         return (Role.PREFILL,) * num_prefill + (Role.DECODE,) * (num_devices - num_prefill)
 
-    def devices(self) -> list[UnlikeDevice]:
-        """Return the devices of a box of unlike groups; empty if all devices are equal.
+    def devices(self) -> list[BoxDevice]:
+        """Return the devices of the box: groups of equal or of unlike sizes.
 
         The models' targets are those of ``models``, which may have been changed.
         """
         host = host_memory(self.box, self.host)
+        if not self.by_degree:
+            kv_host_bytes = self.box.tensor_parallel_size * host.kv_bytes_per_gpu
+            device = BoxDevice(self.box.device_bytes, kv_host_bytes=kv_host_bytes)
+            return [device] * self.box.num_devices
         kinds = {
-            degree: UnlikeDevice(
+            degree: BoxDevice(
+                self.box.bytes_of(degree),
                 {
                     name: replace(model, targets=self.models[name].targets)
                     for name, model in models.items()
                     if name in self.models
                 },
-                self.box.bytes_of(degree),
                 f"{degree} GPUs",
                 kv_host_bytes=degree * host.kv_bytes_per_gpu,
             )
             for degree, models in self.by_degree.items()
         }
-        return [kinds[degree] for degree in self.box.groups if kinds]
+        return [kinds[degree] for degree in self.box.groups]
 
     def limits(self) -> dict[str, int]:
         """Return the token limit of each model's requests, on the device with the most room."""
@@ -232,11 +237,8 @@ def _run(setup: Setup, seed: int) -> _TrialRun:
     simulation = Simulation(
         setup.models,
         make_policy(setup.policy, PolicyOptions(num_prefill=setup.num_prefill)),
-        setup.box.num_devices,
-        setup.box.device_bytes,
-        kv_host_bytes=setup.box.tensor_parallel_size * host.kv_bytes_per_gpu,
+        setup.devices(),
         roles=setup.roles,
-        unlike=setup.devices(),
         host=host,
         engines=engine_costs(setup.box, setup.host),
     )

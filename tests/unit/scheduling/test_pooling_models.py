@@ -10,6 +10,7 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import POOLING_COSTS, ModelCosts, costs_of
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.wait_estimate import first_token_in_s
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
@@ -106,7 +107,7 @@ def test_every_policy_serves_one(policy: str) -> None:
         SimRequest(str(number), "ap"[number % 2], 0.5 * number, 100, 1 if number % 2 else 20)
         for number in range(40)
     ]
-    outcome = Simulation(models, make_policy(policy), 2, 8 * GB).run(requests, 600.0)
+    outcome = Simulation(models, make_policy(policy), [BoxDevice(8 * GB)] * 2).run(requests, 600.0)
     assert len(outcome.results) == len(requests)
     for one in outcome.results:
         assert len(one.token_times_s) == one.request.output_tokens, one

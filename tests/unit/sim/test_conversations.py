@@ -13,6 +13,7 @@ from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.conversations import Conversations
 from gpupoold.sim.csv_table import parse_table
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.prefixes import SimPrefixes
@@ -62,11 +63,14 @@ class TestStore:
         assert store.used_bytes == 0
 
 
-def outcome(requests: list[SimRequest], **options: object) -> SimOutcome:
+def outcome(
+    requests: list[SimRequest], kv_host_bytes: int | None = None, prefix_bytes: int | None = None
+) -> SimOutcome:
     box = parse_box("1xA100-80")
     policy = make_policy("gpupool", PolicyOptions())
     models = box_models(box, 1, Targets())
-    simulation = Simulation(models, policy, 1, box.device_bytes, **options)  # type: ignore[arg-type]
+    device = BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)
+    simulation = Simulation(models, policy, [device], prefix_bytes=prefix_bytes)
     return simulation.run(requests, 1000.0)
 
 

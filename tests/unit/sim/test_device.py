@@ -10,7 +10,7 @@ import pytest
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.sim.clock import EventQueue
-from gpupoold.sim.device import SimDevice
+from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive
 from tests.sim.box import GB, models, request
 
@@ -24,9 +24,8 @@ class Bench:
         box = models("abc", 10, kv_bytes_per_token=KV)
         self.queue: EventQueue[Callable[[], None]] = EventQueue()
         self.reported: list[tuple[float, e.Event]] = []
-        self.device = SimDevice(
-            0, box, device_gb * GB, self.queue, self.record, prefetches=prefetches
-        )
+        device = BoxDevice(device_gb * GB, box, prefetches=prefetches)
+        self.device = SimDevice(0, device, self.queue, self.record)
 
     def record(self, event: e.Event) -> None:
         self.reported.append((self.queue.now_s, event))
@@ -304,7 +303,7 @@ def test_kv_of_a_group_of_another_size_is_computed_anew() -> None:
     [(name, model)] = models("a").items()
     events: list[e.Event] = []
     queue: EventQueue[Callable[[], None]] = EventQueue()
-    device = SimDevice(0, {name: model}, 80 * GB, queue, events.append)
+    device = SimDevice(0, BoxDevice(80 * GB, {name: model}), queue, events.append)
     live = SimLive(request(name, request_id="r", output_tokens=8))
     live.token_times_s = [0.1, 0.2, 0.3]
     device.attach_without_kv(live)

@@ -14,6 +14,7 @@ from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.event_log import RecordedCore, replay_on
 from gpupoold.scheduling.events import Event, Tick
 from gpupoold.scheduling.invariants import check_state
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.metrics import summarise
@@ -57,7 +58,7 @@ class Watched:
 def test_the_core_is_sound_at_every_moment_and_replays(policy: str) -> None:
     box = models("abcdef", weight_gb=10 if policy == "static" else 30)
     requests = poisson_workload(equal_rates(list(box), 0.3), 40.0, sharegpt_lengths(), seed=4)
-    simulation = Simulation(box, make_policy(policy, PolicyOptions(1)), 3, 80 * GB)
+    simulation = Simulation(box, make_policy(policy, PolicyOptions(1)), [BoxDevice(80 * GB)] * 3)
     watched = Watched(simulation.core)
     simulation.core = watched  # type: ignore[assignment]
     simulation.run(requests, 200.0)
@@ -77,7 +78,9 @@ def test_requests_wait_for_kv_room_and_are_all_served(policy: str) -> None:
     num_sent = {}
     for kv_host_bytes in (0, None):
         policy_made = make_policy(policy, PolicyOptions(1))
-        simulation = Simulation(box, policy_made, 2, 13 * GB, kv_host_bytes=kv_host_bytes)
+        simulation = Simulation(
+            box, policy_made, [BoxDevice(13 * GB, kv_host_bytes=kv_host_bytes)] * 2
+        )
         watched = Watched(simulation.core)
         simulation.core = watched  # type: ignore[assignment]
         outcome = simulation.run(requests, 2000.0)
@@ -97,7 +100,7 @@ def test_a_device_never_works_on_two_things_at_once() -> None:
 
 def test_time_of_work_is_counted_until_the_given_time() -> None:
     box = models("a")
-    simulation = Simulation(box, make_policy("gpupool", PolicyOptions()), 1, 80 * GB)
+    simulation = Simulation(box, make_policy("gpupool", PolicyOptions()), [BoxDevice(80 * GB)])
     # A load of 1 s, a prefill of 20 ms, then steps of 10 ms.
     outcome = simulation.run([request("a", output_tokens=1000)], 100.0, counted_until_s=2.0)
     assert outcome.devices[0].switch_s == pytest.approx(1.0)
@@ -166,7 +169,7 @@ def test_a_run_that_is_cut_off_keeps_the_tokens_until_then(policy: str) -> None:
 def test_progress_is_reported_in_virtual_time() -> None:
     reported: list[float] = []
     requests = [request("ab"[n % 2], 0.1 * n, request_id=f"r{n}") for n in range(2000)]
-    simulation = Simulation(models("ab"), make_policy("gpupool"), 1, 80 * GB)
+    simulation = Simulation(models("ab"), make_policy("gpupool"), [BoxDevice(80 * GB)])
     simulation.run(requests, 300.0, reported.append)
     assert reported
     assert reported == sorted(reported)
@@ -175,13 +178,13 @@ def test_progress_is_reported_in_virtual_time() -> None:
 
 def test_impossible_boxes_are_refused_in_one_line() -> None:
     with pytest.raises(UsageError, match="at least one"):
-        Simulation(models("a"), make_policy("gpupool"), 0, GB)
+        Simulation(models("a"), make_policy("gpupool"), [BoxDevice(GB)] * 0)
     with pytest.raises(UsageError, match=r"a weighs 10 GB, a device has 1 GB"):
-        Simulation(models("a"), make_policy("gpupool"), 1, GB)
+        Simulation(models("a"), make_policy("gpupool"), [BoxDevice(GB)])
     with pytest.raises(UsageError, match="asks for z, an unknown model"):
         simulate([request("z")], models("a"))
     with pytest.raises(UsageError, match="static refuses: "):
-        Simulation(models("abc", weight_gb=30), make_policy("static"), 1, 80 * GB)
+        Simulation(models("abc", weight_gb=30), make_policy("static"), [BoxDevice(80 * GB)])
 
 
 ROLES = [
@@ -198,7 +201,7 @@ ROLES = [
 def test_roles_cost_no_request_a_token(policy: str, roles: tuple[Role, ...]) -> None:
     box = models("abcd", weight_gb=10 if policy == "static" else 20)
     requests = poisson_workload(equal_rates(list(box), 0.5), 40.0, sharegpt_lengths(), seed=3)
-    simulation = Simulation(box, make_policy(policy), 3, 80 * GB, roles=roles)
+    simulation = Simulation(box, make_policy(policy), [BoxDevice(80 * GB)] * 3, roles=roles)
     watched = Watched(simulation.core)
     simulation.core = watched  # type: ignore[assignment]
     outcome = simulation.run(requests, 10_000.0)
@@ -210,11 +213,13 @@ def test_roles_cost_no_request_a_token(policy: str, roles: tuple[Role, ...]) -> 
 
 def test_roles_are_for_all_devices() -> None:
     with pytest.raises(UsageError, match="1 roles for 2 devices"):
-        Simulation(models("a"), make_policy("gpupool"), 2, 80 * GB, roles=[Role.MIXED])
+        Simulation(
+            models("a"), make_policy("gpupool"), [BoxDevice(80 * GB)] * 2, roles=[Role.MIXED]
+        )
 
 
 def test_the_core_gets_a_tick_every_second_while_anything_is_to_come() -> None:
-    simulation = Simulation(models("a"), make_policy("gpupool"), 1, 80 * GB)
+    simulation = Simulation(models("a"), make_policy("gpupool"), [BoxDevice(80 * GB)])
     ticks_s: list[float] = []
     handle = simulation.core.handle
 

@@ -11,6 +11,7 @@ from gpupoold.errors import UsageError
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.events import Event
 from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.host import HostMemory, HostWishes, ModelCache
 from gpupoold.sim.host_defaults import host_bytes, host_memory
@@ -106,9 +107,7 @@ def run(
     simulation = Simulation(
         models("abc", kv_bytes_per_token=1_000_000),
         make_policy("gpupool", PolicyOptions()),
-        1,
-        23 * GB,
-        kv_host_bytes=None if kv_host_gb is None else int(kv_host_gb * GB),
+        [BoxDevice(23 * GB, kv_host_bytes=None if kv_host_gb is None else int(kv_host_gb * GB))],
         host=HostMemory(0, cache_gb * GB, 5e9),
     )
     [device] = simulation._devices

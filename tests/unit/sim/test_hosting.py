@@ -12,6 +12,7 @@ from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.events import Event
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.host import HostWishes
 from gpupoold.sim.host_defaults import LOAD_S, engine_costs
@@ -103,8 +104,7 @@ def run(
     simulation = Simulation(
         models(names),
         make_policy(policy, PolicyOptions()),
-        num_devices,
-        40 * GB,
+        [BoxDevice(40 * GB)] * num_devices,
         engines=engines(per_device),
     )
     handle = simulation.core.handle

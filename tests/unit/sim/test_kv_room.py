@@ -9,6 +9,7 @@ import pytest
 
 from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.events import Event
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest
@@ -22,7 +23,9 @@ def run(*requests: SimRequest, names: str = "a", may_exceed: bool = False) -> Si
     """One device with KV memory for 500 tokens beside a model, and unlimited host memory."""
     box = models(names, kv_bytes_per_token=1_000_000)
     capacity_bytes = 10 * GB + ROOM_TOKENS * 1_000_000
-    simulation = Simulation(box, make_policy("gpupool", PolicyOptions()), 1, capacity_bytes)
+    simulation = Simulation(
+        box, make_policy("gpupool", PolicyOptions()), [BoxDevice(capacity_bytes)]
+    )
     [device] = simulation._devices
     handle = simulation.core.handle
 

@@ -12,6 +12,7 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.live import SimLive
@@ -167,7 +168,9 @@ def test_same_attainment_and_times(
     models = box_models(box, num_models, Targets(), shapes)
     requests = poisson_workload(equal_rates(list(models), rate_rps), 60.0, sharegpt_lengths(), 1)
     simulation = Simulation(
-        models, make_policy("gpupool"), 2, box.device_bytes, kv_host_bytes=kv_host_bytes
+        models,
+        make_policy("gpupool"),
+        [BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)] * 2,
     )
     expected = simulation.run(requests, END_S)
     pool = Pool(models, box, kv_host_bytes=kv_host_bytes)
@@ -188,7 +191,9 @@ def test_a_decode_device_that_prefills_in_chunks_does_as_the_simulators() -> Non
     scenario = build_scenario(Point(panel, "gpupool", None, None))
     box, models, roles = scenario.box, dict(scenario.models), (Role.PREFILL, Role.DECODE)
     requests = tuple(one for one in scenario.requests if one.arrival_s < 80.0)
-    simulation = Simulation(models, make_policy("gpupool"), 2, box.device_bytes, roles=roles)
+    simulation = Simulation(
+        models, make_policy("gpupool"), [BoxDevice(box.device_bytes)] * 2, roles=roles
+    )
     expected = simulation.run(requests, END_S)
     pool = Pool(models, box, roles)
     pool.run(requests)

@@ -22,7 +22,7 @@ from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.requests.waits import WaitReports
+from gpupoold.control.requests.replies import WaitReports
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.fd_store import StoredSnapshots

@@ -38,7 +38,7 @@ from gpupoold.control.processes.supervised import Supervised
 from gpupoold.control.processes.watchdog import Watchdog
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.requests.waits import WaitReports
+from gpupoold.control.requests.replies import WaitReports
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.explain import Explainer
 from gpupoold.control.weights.cache import SnapshotCache

@@ -34,9 +34,8 @@ from gpupoold.control.requests.kv_peers import KvPeers
 from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.requests.migrations import Migrations, is_leaving
 from gpupoold.control.requests.orders import WorkerOrders
-from gpupoold.control.requests.replies import Replies
+from gpupoold.control.requests.replies import Replies, waits_for
 from gpupoold.control.requests.rows import finish_reason
-from gpupoold.control.requests.silence import waits_for
 from gpupoold.control.workers.roles import Roles, configured_roles
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import (

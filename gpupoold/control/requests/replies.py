@@ -1,7 +1,9 @@
-"""Messages about live requests to the frontends of these requests."""
+"""Messages about live requests to the frontends of these requests, and the texts of waits."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 
@@ -9,6 +11,8 @@ import msgspec
 
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.domain import FinalFailure
+from gpupoold.scheduling.state import State
+from gpupoold.scheduling.waits import lines_of, waits_of
 from gpupoold.wire import messages as m
 
 
@@ -42,6 +46,62 @@ class Replies:
     def _frontend_of(self, request_id: str) -> int | None:
         request = self._live.get(request_id)
         return None if request is None else request.frontend
+
+
+class WaitReports:
+    """Answers ``AskWaits``, line by line: other work of the event loop comes between two lines."""
+
+    def __init__(
+        self,
+        live: LiveRequests,
+        state: State,
+        send: Callable[[int, m.Message], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``send`` takes a frontend's number and a message."""
+        self._live = live
+        self._state = state
+        self._send = send
+        self._clock = clock
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def asked(self, frontend: int, message: m.AskWaits) -> None:
+        """Report to a frontend, unless a report is under way."""
+        task = self._tasks.get(frontend)
+        if task is None or task.done():
+            report = self._report(frontend, frozenset(message.request_ids))
+            self._tasks[frontend] = asyncio.create_task(report, name="waits")
+
+    async def _report(self, frontend: int, request_ids: frozenset[str]) -> None:
+        found = map(self._live.get, request_ids)
+        cold = [one.request_id for one in found if one is not None and one.is_cold]
+        if cold:
+            self._send(frontend, m.Waits([m.RequestWait(one, 0) for one in cold]))
+        for line in lines_of(self._state, request_ids):
+            waits = [
+                m.RequestWait(request_id, *wait)
+                for request_id, wait in waits_of(self._state, line, self._clock())
+                if request_id in request_ids
+            ]
+            if waits:
+                self._send(frontend, m.Waits(waits))
+            await asyncio.sleep(0)
+
+
+def waits_for(request: LiveRequest, state: State, *, has_hosts: bool) -> str:
+    """Return the cause of a request's wait, in words; ``has_hosts``: a worker has the model."""
+    if request.is_cold:
+        return f"{request.model} is not in host memory yet"
+    if request.is_held:
+        return "the request may have crashed a worker and waits to be retried alone"
+    if not has_hosts:
+        return f"no device has {request.model} now"
+    if request.device is None:
+        return "no device has taken the request"
+    device = state.devices.get(request.device)
+    if device is None or device.turn is None or device.turn.model != request.model:
+        return f"the request waits for the turn of {request.model} on device {request.device}"
+    return f"device {request.device} is running the request but does not respond"
 
 
 def parts_of(

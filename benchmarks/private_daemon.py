@@ -22,10 +22,6 @@ _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 _ROOT = str(Path(__file__).resolve().parents[1])
-_ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, (*sys.path, _ROOT))),
-    "GPUPOOL_OPERATIONS": "benchmarks.in_worker",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,14 @@ class PrivateDaemon:
                 if progress.model is not None:
                     return progress.model
         raise Failed(f"{name}: the daemon did not report the result")
+
+
+def daemon_environment() -> dict[str, str]:
+    """Return variables for the import path of this process, and operations that measure."""
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (*sys.path, _ROOT))),
+        "GPUPOOL_OPERATIONS": "benchmarks.in_worker",
+    }
 
 
 @contextlib.contextmanager
@@ -86,7 +90,7 @@ def private_daemon(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | daemon_environment(),
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         stack.callback(_stop, process)

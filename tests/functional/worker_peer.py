@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.private_daemon import daemon_environment
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.core_shell import (
     CoreShell,
@@ -293,8 +294,7 @@ class WorkerPeer:
 
 def _as_of_daemon() -> dict[str, str]:
     """The environment with which a daemon starts a worker with one thread; see ``launch.py``."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return daemon_environment() | {"OMP_NUM_THREADS": "1"}
 
 
 def prompt(index: int) -> list[int]:

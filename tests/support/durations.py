@@ -17,15 +17,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 _NUM_PRINTED = 20
-# Files below have no entry in the record; files without an entry count as this.
-_MIN_RECORDED_S = 1.0
+# What a file without an entry counts as.
+_UNRECORDED_S = 10.0
 
 Durations = Mapping[str, float]
 
 
 def longest_first(files: Iterable[str], durations: Durations) -> list[str]:
     """Return the files by recorded duration; those of equal duration in the given order."""
-    return sorted(dict.fromkeys(files), key=lambda file: -durations.get(file, _MIN_RECORDED_S))
+    return sorted(dict.fromkeys(files), key=lambda file: -durations.get(file, _UNRECORDED_S))
 
 
 def shard_of(files: Iterable[str], durations: Durations, number: int, total: int) -> set[str]:
@@ -38,7 +38,7 @@ def shard_of(files: Iterable[str], durations: Durations, number: int, total: int
     for file in longest_first(sorted(files), durations):
         least = sums_s.index(min(sums_s))
         shards[least].add(file)
-        sums_s[least] += durations.get(file, _MIN_RECORDED_S)
+        sums_s[least] += durations.get(file, _UNRECORDED_S)
     return shards[number - 1]
 
 
@@ -56,7 +56,7 @@ def merged(
         kind: {
             file: round(seconds, 1)
             for file, seconds in sorted({**before[kind], **measured.get(kind, {})}.items())
-            if seconds >= _MIN_RECORDED_S and (ROOT / file).is_file()
+            if (ROOT / file).is_file()
         }
         for kind in before
     }

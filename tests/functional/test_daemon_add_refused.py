@@ -53,7 +53,93 @@ def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def cut_short(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def corrupt(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(100)
+        file.write(b"\x00\xff" * 20)
+
+
+def add_code(folder: Path) -> None:
+    edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit('this code was run')\n")
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "truncated weights": (cut_short, "model.safetensors: cut short", ""),
+    "corrupted weights": (corrupt, "damaged safetensors", ""),
+    "weights of another shape": (
+        config(hidden_size=2000),
+        "config.json: hidden_size is 2000, but the weights have no tensor",
+        "",
+    ),
+    "unknown architecture": (
+        config(architectures=["ElizaForCausalLM"]),
+        "ElizaForCausalLM",
+        "supported models",
+    ),
+    "pickled weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "pytorch_model.bin",
+        "allow_pickle",
+    ),
+    "code of its own": (add_code, "auto_map", "allow_remote_code"),
+    "quantisation": (
+        config(quantization_config={"quant_method": "magic"}),
+        "quantisation 'magic'",
+        "",
+    ),
+    "layers": (
+        config(num_hidden_layers=40),
+        "num_hidden_layers is 40, but the weights have 21 tensors",
+        "",
+    ),
+    "vocabulary": (
+        config(vocab_size=5000),
+        "vocab_size is 5000, but the weights have at most",
+        "",
+    ),
+    "width": (config(intermediate_size=5000), "the weights do not match config.json: ", ""),
+    "rope": (config(rope_scaling={"rope_type": "magic"}), "'magic'", ""),
+    "tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0"}'),
+        "the tokenizer cannot be loaded",
+        "copy the tokenizer files",
+    ),
+}
+
+
 class TestCheckpoints:
+    """Checkpoints that are damaged, or whole but of a kind that is not served."""
+
+    @pytest.mark.parametrize(
+        ("change", "message", "hint"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys()
+    )
+    def test_a_changed_checkpoint(
+        self,
+        refused: Callable[..., Any],
+        copy_checkpoint: Copy,
+        tiny_models: dict[str, Path],
+        change: Callable[[Path], object],
+        message: str,
+        hint: str,
+    ) -> None:
+        folder = copy_checkpoint(tiny_models[LLAMA])
+        change(folder)
+        error = refused(folder)
+        assert isinstance(error, Refused)
+        assert message in error.message
+        assert error.hint
+        assert hint in error.hint
+
     def test_a_folder_without_config(self, refused: Callable[..., Any], tmp_path: Path) -> None:
         error = refused(tmp_path)
         assert isinstance(error, Refused)
@@ -61,67 +147,6 @@ class TestCheckpoints:
 
     def test_no_such_folder(self, refused: Callable[..., Any], tmp_path: Path) -> None:
         assert "does not exist" in refused(tmp_path / "nowhere").message
-
-    def test_truncated_weights(
-        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        weights = folder / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
-        error = refused(folder)
-        assert isinstance(error, Refused)
-        assert "model.safetensors: cut short" in error.message
-
-    def test_corrupted_weights(
-        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        with (folder / "model.safetensors").open("r+b") as file:
-            file.seek(100)
-            file.write(b"\x00\xff" * 20)
-        assert "damaged safetensors" in refused(folder).message
-
-    def test_weights_of_another_shape_than_the_config(
-        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        edit_json(folder / "config.json", hidden_size=2000)
-        error = refused(folder)
-        assert isinstance(error, Refused)
-        assert "config.json: hidden_size is 2000, but the weights have no tensor" in error.message
-
-    def test_an_architecture_that_the_engine_does_not_know(
-        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        edit_json(folder / "config.json", architectures=["ElizaForCausalLM"])
-        error = refused(folder)
-        assert isinstance(error, Refused)
-        assert "ElizaForCausalLM" in error.message
-        assert "supported models" in error.hint
-
-    def test_pickled_weights(
-        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-        error = refused(folder)
-        assert "pytorch_model.bin" in error.message
-        assert "allow_pickle" in error.hint
-
-    def test_code_of_its_own(
-        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
-        (folder / "evil.py").write_text("raise SystemExit('this code was run')\n")
-        error = refused(folder)
-        assert "auto_map" in error.message
-        assert "allow_remote_code" in error.hint
-
-
-class TestKinds:
-    """Models that are whole, but of a kind that is not served; the reason is a sentence."""
 
     def test_a_model_with_an_encoder(self, refused: Callable[..., Any], tmp_path: Path) -> None:
         kind = "T5ForConditionalGeneration"
@@ -131,41 +156,6 @@ class TestKinds:
         assert isinstance(error, Refused)
         assert "is an encoder-decoder model, which is not supported" in error.message
         assert error.hint
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"quantization_config": {"quant_method": "magic"}}, "quantisation 'magic'"),
-            ({"num_hidden_layers": 40}, "num_hidden_layers is 40, but the weights have 21 tensors"),
-            ({"vocab_size": 5000}, "vocab_size is 5000, but the weights have at most"),
-            ({"intermediate_size": 5000}, "the weights do not match config.json: "),
-            ({"rope_scaling": {"rope_type": "magic"}}, "'magic'"),
-        ],
-        ids=["quantisation", "layers", "vocabulary", "width", "rope"],
-    )
-    def test_a_config_that_cannot_be_served(
-        self,
-        refused: Callable[..., Any],
-        copy_checkpoint: Copy,
-        tiny_models: dict[str, Path],
-        changes: dict[str, Any],
-        message: str,
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        edit_json(folder / "config.json", **changes)
-        error = refused(folder)
-        assert isinstance(error, Refused)
-        assert message in error.message
-        assert error.hint
-
-    def test_a_tokenizer_that_cannot_be_read(
-        self, refused: Callable[..., Any], copy_checkpoint: Copy, tiny_models: dict[str, Path]
-    ) -> None:
-        folder = copy_checkpoint(tiny_models[LLAMA])
-        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-        error = refused(folder)
-        assert "the tokenizer cannot be loaded" in error.message
-        assert "copy the tokenizer files" in error.hint
 
 
 # In a process of its own, as it imports torch: a folder and the name of a class.

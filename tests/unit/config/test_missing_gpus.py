@@ -74,23 +74,34 @@ def test_an_engine_for_cpus_has_an_emulated_device(monkeypatch: pytest.MonkeyPat
     assert missing_gpus(parsed_file("", None)) == ("", "")
 
 
-def test_the_daemon_refuses_to_start_and_systemd_tries_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "version", "visible", "reason"),
+    [
+        ("", "0.32.0", {"CUDA_VISIBLE_DEVICES": ""}, "vLLM is built for GPUs"),
+        # The worker would end at each start, and be restarted for ever.
+        ('devices = ["cuda:0"]', "0.32.0+cpu", {}, "the installed vLLM is built for CPUs only"),
+    ],
+)
+def test_the_daemon_refuses_to_start_and_systemd_tries_again(
+    tmp_path: Path, devices: str, version: str, visible: dict[str, str], reason: str
+) -> None:
     """Exit status 1; of 2 and 5 the unit says that another start is useless."""
     config = tmp_path / "gpupool.toml"
-    config.write_text(f'[paths]\nstate_dir = "{tmp_path}/state"\nruntime_dir = "{tmp_path}/run"\n')
-    packages = install(tmp_path / "site", "vllm")
+    folders = f'[paths]\nstate_dir = "{tmp_path}/state"\nruntime_dir = "{tmp_path}/run"\n'
+    config.write_text(f"{devices}\n{folders}")
+    packages = install(tmp_path / "site", "vllm", version)
     paths = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "gpupoold", "--config", str(config)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PYTHONPATH": paths} | visible,
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 1
-    assert "vLLM is built for GPUs" in done.stderr
+    assert reason in done.stderr
     assert not (tmp_path / "state").exists()
     unit = (ROOT / "systemd" / "gpupoold.service").read_text()
     assert "RestartPreventExitStatus=2 5\n" in unit

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,6 @@ import pytest
 from gpupoold.config.file import check_gpus_found, check_on_machine, parsed_file
 from gpupoold.config.machine import DeviceFacts, Machine, unusable_gpu
 from gpupoold.errors import Failed
-from tests.conftest import ROOT
-from tests.unit.config.test_missing_gpus import install
 
 GIB = 2**30
 THERE = DeviceFacts("cuda", 24 * GIB, ordinal=0)
@@ -49,27 +44,6 @@ def test_the_daemon_refuses_to_start(found: Machine, message: str, hint: str) ->
     assert refused.value.message == message
     assert hint in (refused.value.hint or "")
     assert refused.value.exit_code == 1
-
-
-def test_a_daemon_with_the_build_for_cpus_starts_no_worker(tmp_path: Path) -> None:
-    """The worker would end at each start, and be restarted for ever."""
-    config = tmp_path / "gpupool.toml"
-    folders = f'[paths]\nstate_dir = "{tmp_path}/state"\nruntime_dir = "{tmp_path}/run"\n'
-    config.write_text(f'devices = ["cuda:0"]\n{folders}')
-    packages = install(tmp_path / "site", "vllm", "0.32.0+cpu")
-    paths = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "gpupoold", "--config", str(config)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    assert "the installed vLLM is built for CPUs only" in done.stderr
-    assert not (tmp_path / "state").exists()
 
 
 def test_the_check_of_the_file_names_the_line() -> None:

@@ -45,8 +45,8 @@ make other numbers is refused in its self-check; in vLLM alone the surplus keys 
 the KV of other tokens.
 """
 _GROUPS = """\
-Both workers are [groups](groups.md) of {num_gpus} emulated GPUs, and vLLM alone has a tensor \
-parallelism of {num_gpus} (`python -m benchmarks.models --gpus {num_gpus}`, results in \
+Both workers are [groups](internals/groups.md) of {num_gpus} emulated GPUs, and vLLM alone has a \
+tensor parallelism of {num_gpus} (`python -m benchmarks.models --gpus {num_gpus}`, results in \
 [groups-{num_gpus}.json](../benchmarks/results/models/groups-{num_gpus}.json)). "Resume" kills \
 the process of the last rank."""
 _TITLES = {"kv": "KV"}

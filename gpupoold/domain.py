@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from http import HTTPStatus
@@ -130,12 +131,11 @@ class Preset:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterInfo:
     """A further name of a model, whose requests use a LoRA adapter.
 
     ``source`` is the user's text, ``path`` the resolved local folder, ``rank`` the adapter's rank.
-    ``number`` identifies the adapter among all adapters since the daemon's start. A target of None
-    is the model's.
+    A target of None is the model's.
     """
 
     name: str
@@ -145,6 +145,12 @@ class Adapter:
     rank: int = 0
     ttft_s: float | None = None
     tbt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter(AdapterInfo):
+    """An adapter with its number among all adapters since the daemon's start."""
+
     number: int = 0
 
 
@@ -294,6 +300,83 @@ class RequestRecord:
     total_s: float
     error: str = ""
     api_key: str | None = None
+
+
+@dataclass
+class MemoryUse:
+    """A model's memory, in bytes.
+
+    ``kv_resident_bytes`` are on devices, ``kv_host_bytes`` of paused requests in host memory.
+    ``encoder_bytes`` counts the image encoder's outputs, outside the devices' pages. Since the
+    loads of the engines, ``prefix_saved_bytes`` of ended requests' KV were copied to host memory,
+    and later requests used ``prefix_hit_bytes`` from there, for which ``prefix_peer_bytes`` came
+    from other workers' memory and ``prefix_file_bytes`` from files.
+    """
+
+    weights_resident_bytes: int = 0
+    weights_total_bytes: int = 0
+    kv_resident_bytes: int = 0
+    kv_host_bytes: int = 0
+    encoder_bytes: int = 0
+    prefix_hit_bytes: int = 0
+    prefix_saved_bytes: int = 0
+    prefix_peer_bytes: int = 0
+    prefix_file_bytes: int = 0
+
+    @staticmethod
+    def total(parts: Collection[MemoryUse]) -> MemoryUse:
+        """Return the sums over devices; the total of weights is that of the largest part."""
+        found = MemoryUse(*(sum(getattr(one, name) for one in parts) for name in _MEMORY_NAMES))
+        found.weights_total_bytes = max((one.weights_total_bytes for one in parts), default=0)
+        return found
+
+
+_MEMORY_NAMES = tuple(one.name for one in fields(MemoryUse))
+
+
+@dataclass
+class UseCounts:
+    """Finished requests with their tokens; seconds of steps times the devices' GPUs, and joules.
+
+    ``energy_j`` is the energy of the devices in these seconds, 0 without readings.
+    """
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    gpu_s: float = 0.0
+    energy_j: float = 0.0
+
+    def add(self, other: UseCounts) -> None:
+        self.num_requests += other.num_requests
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_output_tokens += other.num_output_tokens
+        self.gpu_s += other.gpu_s
+        self.energy_j += other.energy_j
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Work of a device during ``seconds``: of steps, and of switches.
+
+    ``energy_j`` is None without readings. ``kv_host_bytes`` of the host KV cache were in use, in
+    slabs of ``kv_host_slab_bytes``: means over the time.
+    """
+
+    device: int
+    seconds: float
+    computing_s: float
+    switching_s: float
+    energy_j: float | None
+    kv_host_bytes: int
+    kv_host_slab_bytes: int
+
+    @property
+    def kv_host_fragmentation(self) -> float | None:
+        """Share of the slabs without KV, None without slabs."""
+        if not self.kv_host_slab_bytes:
+            return None
+        return max(0.0, 1 - self.kv_host_bytes / self.kv_host_slab_bytes)
 
 
 class _Durations:

@@ -13,8 +13,7 @@ from gpupool_cli.output import Column, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupool_cli.usage import print_fragmentation
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
-from gpupoold.api.schemas_usage import DeviceUse
-from gpupoold.domain import SWITCH_STAGES, RequestRecord, RequestStages, Switch
+from gpupoold.domain import SWITCH_STAGES, DeviceUse, RequestRecord, RequestStages, Switch
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration
 

@@ -24,7 +24,8 @@ from gpupool_cli.options import (
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient, RemoveMode
 from gpupoold.api.schemas import ModelUsage
-from gpupoold.api.schemas_models import AdapterInfo, ModelInfo, PresetInfo, SetModelRequest
+from gpupoold.api.schemas_models import ModelInfo, SetModelRequest
+from gpupoold.domain import AdapterInfo, Preset
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_duration
 
@@ -209,7 +210,7 @@ def _other_names(model: ModelInfo) -> str:
     return ", ".join([*model.aliases, *presets, *adapters]) or output.NOTHING
 
 
-def _preset_text(preset: PresetInfo) -> str:
+def _preset_text(preset: Preset) -> str:
     """Return a preset's defaults and targets in one line."""
     parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
     return _shortened(", ".join([*parts, *_own_targets(preset)])) or "no other defaults"
@@ -220,7 +221,7 @@ def _adapter_text(adapter: AdapterInfo) -> str:
     return ", ".join([f"rank {adapter.rank}", *_own_targets(adapter), adapter.path])
 
 
-def _own_targets(further: PresetInfo | AdapterInfo) -> list[str]:
+def _own_targets(further: Preset | AdapterInfo) -> list[str]:
     targets = {"ttft": further.ttft_s, "tbt": further.tbt_s}
     return [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
 

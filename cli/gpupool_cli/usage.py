@@ -13,7 +13,8 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, duration_s
 from gpupool_cli.output import Column, size_text
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas_usage import DeviceUse, UseInfo
+from gpupoold.api.schemas_usage import UseInfo
+from gpupoold.domain import DeviceUse
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, format_energy
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from gpupoold.domain import MemoryUse
 from gpupoold.pace import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
@@ -163,14 +165,18 @@ class SetHostingRequest(Body):
     devices: list[int] = Field(max_length=MAX_DEVICES)
 
 
-class ModelUsage(Body):
+@dataclass
+class _UsageHead:
+    name: str
+    state: str
+    num_live: int
+    num_waiting: int
+
+
+class ModelUsage(Body, MemoryUse, _UsageHead):  # the body has the fields of _UsageHead first
     """A model's present state and recent past; times are None before the first measurement.
 
-    Bytes are sums over devices: ``kv_resident_bytes`` on devices, ``kv_host_bytes`` of paused
-    requests in host memory. ``encoder_bytes`` counts outputs of the image encoder, in the devices'
-    reserve. ``prefix_saved_bytes`` of ended requests' KV were copied to host memory since the loads
-    of the engines, and later requests used ``prefix_hit_bytes`` from there, for which
-    ``prefix_peer_bytes`` came from other workers' memory and ``prefix_file_bytes`` from files.
+    Bytes are sums over devices.
     ``cached_bytes`` counts the snapshots in host memory, each shared by all devices with equally
     many GPUs.
     ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
@@ -180,19 +186,6 @@ class ModelUsage(Body):
     ``engines`` are on the devices that host the model.
     """
 
-    name: str
-    state: str
-    num_live: int
-    num_waiting: int
-    weights_resident_bytes: int
-    weights_total_bytes: int
-    kv_resident_bytes: int
-    kv_host_bytes: int
-    encoder_bytes: int = 0
-    prefix_hit_bytes: int = 0
-    prefix_saved_bytes: int = 0
-    prefix_peer_bytes: int = 0
-    prefix_file_bytes: int = 0
     cached_bytes: int
     requests: int
     completed: int

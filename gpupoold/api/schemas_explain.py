@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pydantic import Field
 
 from gpupoold.api.schemas import Body, LoadingInfo
-from gpupoold.domain import Event, Lateness, RequestCounts, RequestRecord, RequestStages
+from gpupoold.domain import Event, Lateness, MemoryUse, RequestCounts, RequestRecord, RequestStages
 
 
 @dataclass
@@ -104,23 +104,18 @@ class RequestWhy(Body):
     also_live: list[str] = Field(default_factory=list)
 
 
-class ModelOnDevice(Body):
+@dataclass
+class _Device:
+    device: int
+
+
+class ModelOnDevice(Body, MemoryUse, _Device):  # the body has the field of _Device first
     """A model's memory and requests on one device.
 
     ``engine_bytes`` is the engine's memory outside the pages, ``hosting`` the reason for the engine
     on this device.
     """
 
-    device: int
-    weights_resident_bytes: int
-    weights_total_bytes: int
-    kv_resident_bytes: int
-    kv_host_bytes: int
-    encoder_bytes: int = 0
-    prefix_hit_bytes: int = 0
-    prefix_saved_bytes: int = 0
-    prefix_peer_bytes: int = 0
-    prefix_file_bytes: int = 0
     num_requests: int
     turns: DeviceTurns
     engine_bytes: int = 0

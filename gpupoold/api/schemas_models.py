@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gpupoold.api.schemas import MAX_DEVICES, Body, ErrorBody, ModelUsage, PaceText
-from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
+from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, AdapterInfo, Preset
 from gpupoold.latency.stored import StoredLatency
 
 MAX_PEERS = 16
@@ -80,27 +80,6 @@ class SetModelRequest(Body):
     engine: dict[str, str | None] = Field(default={})
 
 
-class PresetInfo(Body):
-    """A further name of a model with other defaults; a target of None is the model's."""
-
-    name: str
-    defaults: dict[str, Any]
-    ttft_s: float | None = None
-    tbt_s: float | None = None
-
-
-class AdapterInfo(Body):
-    """A LoRA adapter, a further name of a model; a target of None is the model's."""
-
-    name: str
-    source: str
-    path: str
-    revision: str | None = None
-    rank: int = 0
-    ttft_s: float | None = None
-    tbt_s: float | None = None
-
-
 class FoundInfo(Body):
     """A parser or a chat template that was found or given, None for none, and the reason."""
 
@@ -140,7 +119,7 @@ class ModelInfo(Body):
     tasks: list[str] = Field(default=[])
     engine: dict[str, str] = Field(default={})
     devices: list[int] = Field(default=[])
-    presets: list[PresetInfo] = Field(default=[])
+    presets: list[Preset] = Field(default=[])
     adapters: list[AdapterInfo] = Field(default=[])
     tool_parser: FoundInfo | None = None
     reasoning_parser: FoundInfo | None = None

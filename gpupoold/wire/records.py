@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpupoold.domain import Adapter, Preset, Switch
+from gpupoold.domain import Adapter, MemoryUse, Preset, Switch
 
 
 class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,28 +175,13 @@ class LoadProgress(msgspec.Struct, frozen=True):
     holds_turns: bool = False
 
 
-class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's memory on one worker, in bytes.
-
-    ``encoder_bytes`` counts the image encoder's outputs, which are outside the device's pages.
-    ``prefix_hit_bytes`` and ``prefix_saved_bytes`` count KV of ended requests that later requests
-    found in host memory, and that was copied there, since the engine's load;
-    ``prefix_peer_bytes`` and ``prefix_file_bytes`` count what came there for later requests from
-    other workers' memory and from files.
-    """
+@dataclass(kw_only=True)
+class ModelMemory(MemoryUse):
+    """A model's memory on one worker, and its requests there."""
 
     model: str
-    weights_resident_bytes: int
-    weights_total_bytes: int
-    kv_resident_bytes: int
-    kv_host_bytes: int
     num_live: int
     num_waiting: int
-    encoder_bytes: int = 0
-    prefix_hit_bytes: int = 0
-    prefix_saved_bytes: int = 0
-    prefix_peer_bytes: int = 0
-    prefix_file_bytes: int = 0
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,12 +10,14 @@ from typing import Any
 from gpupoold.domain import (
     COUNT_NAMES,
     DeviceId,
+    DeviceUse,
     Event,
     Lateness,
     RequestCounts,
     RequestRecord,
     RequestStages,
     Switch,
+    UseCounts,
 )
 
 Value = str | int | float | None
@@ -51,41 +53,23 @@ class MinuteRow(RequestCounts):
     tbt: str = "[0.0]"
 
 
-@dataclass(frozen=True, slots=True)
-class UsageRow:
+@dataclass(kw_only=True)
+class UsageRow(UseCounts):
     """Use of a model with an API key in the hour that began at ``hour_at``, in wall-clock seconds.
 
-    ``api_key`` is the public id of a key, empty without one. ``gpu_s`` are seconds of steps times
-    the device's GPUs, ``energy_j`` the energy of the devices in the steps, 0 without readings.
+    ``api_key`` is the public id of a key, empty without one.
     """
 
     hour_at: int
     model: str
     api_key: str
-    num_requests: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    gpu_s: float
-    energy_j: float
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMinuteRow:
-    """Work of a device in ``seconds`` from ``minute_at``, in wall-clock seconds.
-
-    ``computing_s`` are the seconds of steps, ``switching_s`` of switches. ``energy_j`` is None
-    without readings. ``kv_host_bytes`` of the host KV cache were in use, in slabs of
-    ``kv_host_slab_bytes``: means over the time.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMinuteRow(DeviceUse):
+    """Work of a device from ``minute_at`` on, in wall-clock seconds."""
 
     minute_at: int
-    device: int
-    seconds: float
-    computing_s: float
-    switching_s: float
-    energy_j: float | None
-    kv_host_bytes: int
-    kv_host_slab_bytes: int
 
 
 Row = RequestRow | Switch | Event | MinuteRow | UsageRow | DeviceMinuteRow

@@ -13,11 +13,12 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupool_state import DeviceMinuteRow, History, UsageRow
 from gpupoold.control.live_requests import LiveRequest
+from gpupoold.domain import UseCounts
 
 _MINUTE_S = 60
 _HOUR_S = 3600
@@ -31,24 +32,6 @@ class UseKey(NamedTuple):
 
     model: str
     api_key: str
-
-
-@dataclass(slots=True)
-class UseCounts:
-    """Finished requests with their tokens; seconds of GPUs, and joules."""
-
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    gpu_s: float = 0.0
-    energy_j: float = 0.0
-
-    def add(self, other: UseCounts) -> None:
-        self.num_requests += other.num_requests
-        self.num_prompt_tokens += other.num_prompt_tokens
-        self.num_output_tokens += other.num_output_tokens
-        self.gpu_s += other.gpu_s
-        self.energy_j += other.energy_j
 
 
 class DeviceSample(NamedTuple):
@@ -162,7 +145,7 @@ class UsageMeter:
             self._closed[key].add(use)
             row_id, hour = self._hour.get(key, (None, UseCounts()))
             hour.add(use)
-            row = UsageRow(hour_at, *key, **asdict(hour))
+            row = UsageRow(hour_at=hour_at, **key._asdict(), **vars(hour))
             self._hour[key] = self._history.record_usage(row, row_id), hour
         self._minute.clear()
         self._seconds.clear()

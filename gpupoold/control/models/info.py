@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas_models import AdapterInfo, FoundInfo, ModelInfo, PresetInfo
+from gpupoold.api.schemas_models import FoundInfo, ModelInfo
 from gpupoold.checkpoints.parsers import FoundParsers
 from gpupoold.control.models.profiles import latencies_of, latency_on
-from gpupoold.domain import Adapter, ModelState
+from gpupoold.domain import ModelState
 from gpupoold.wire.messages import LoadedModel
 
 
@@ -33,8 +33,8 @@ def model_info(
         aliases=list(spec.aliases),
         engine=spec.engine,
         devices=list(spec.devices),
-        presets=[PresetInfo(**asdict(preset)) for preset in spec.presets],
-        adapters=[adapter_info(adapter) for adapter in spec.adapters],
+        presets=list(spec.presets),
+        adapters=list(spec.adapters),
         state=(state or row.state).value,
         error=row.error,
         architecture=row.architecture,
@@ -54,10 +54,3 @@ def chat_fields(found: FoundParsers) -> dict[str, FoundInfo]:
         "reasoning_parser": FoundInfo(**asdict(found.reasoning)),
         "chat_template": FoundInfo(**asdict(found.chat_template)),
     }
-
-
-def adapter_info(adapter: Adapter) -> AdapterInfo:
-    """Return the admin API's body of an adapter."""
-    fields = asdict(adapter)
-    del fields["number"]
-    return AdapterInfo(**fields)

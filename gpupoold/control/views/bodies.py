@@ -19,7 +19,7 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import COUNT_NAMES
+from gpupoold.domain import COUNT_NAMES, MemoryUse
 from gpupoold.system.nvml import NO_READING
 from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus
 
@@ -220,7 +220,7 @@ def usage(
         "state": state,
         "num_live": dispatcher.live.num_of(name),
         "num_waiting": dispatcher.live.num_waiting(name) + sum(one.num_waiting for one in held),
-        **memory_bytes(held),
+        **vars(MemoryUse.total(held)),
         "cached_bytes": cache.num_bytes(name),
         **{name: getattr(so_far, name) for name in _USAGE_COUNTS},
         "attainment": so_far.attainment,
@@ -246,21 +246,6 @@ def _draft_values(drafts: DraftCounts) -> Values | None:
     if not drafts.num_drafts:
         return None
     return msgspec.structs.asdict(drafts) | {"acceptance_length": drafts.acceptance_length}
-
-
-def memory_bytes(held: Sequence[ModelMemory]) -> dict[str, int]:
-    """Return a model's bytes on the given workers, by the field names of all bodies."""
-    return {
-        "weights_resident_bytes": sum(one.weights_resident_bytes for one in held),
-        "weights_total_bytes": max((one.weights_total_bytes for one in held), default=0),
-        "kv_resident_bytes": sum(one.kv_resident_bytes for one in held),
-        "kv_host_bytes": sum(one.kv_host_bytes for one in held),
-        "encoder_bytes": sum(one.encoder_bytes for one in held),
-        "prefix_hit_bytes": sum(one.prefix_hit_bytes for one in held),
-        "prefix_saved_bytes": sum(one.prefix_saved_bytes for one in held),
-        "prefix_peer_bytes": sum(one.prefix_peer_bytes for one in held),
-        "prefix_file_bytes": sum(one.prefix_file_bytes for one in held),
-    }
 
 
 def memories_of(workers: Iterable[Worker]) -> Memories:

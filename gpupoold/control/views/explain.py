@@ -27,7 +27,7 @@ from gpupoold.control.views.advice import advice, main_cause
 from gpupoold.control.views.spans import span_info
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import FinishReason, ModelState
+from gpupoold.domain import FinishReason, MemoryUse, ModelState
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
 from gpupoold.scheduling.hosting import HostingReason
@@ -217,7 +217,7 @@ class Explainer:
         is_fixed = worker.number in self._fleet.fixed_devices(model)
         return ModelOnDevice(
             device=worker.number,
-            **views.memory_bytes([held] if held else []),
+            **vars(MemoryUse.total([held] if held else [])),
             num_requests=sum(one.device == worker.number for one in live),
             turns=self._turns(worker.number, now_s),
             engine_bytes=host.memory.device_bytes,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Any
 
 from gpupool_state import DeviceMinuteRow, UsageRow
-from gpupoold.api.schemas_usage import DeviceUse, UsageInfo, UseInfo
+from gpupoold.api.schemas_usage import UsageInfo, UseInfo
 
 
 def usage_info(
@@ -17,15 +15,9 @@ def usage_info(
     key_names: Mapping[str, str],
 ) -> UsageInfo:
     """Return the body for sums of the history; ``key_names`` are by the keys' public ids."""
-    rows = [asdict(one) for one in uses]
+    rows = [dict(vars(one)) for one in uses]
     return UsageInfo(
         since=min((row.pop("hour_at") for row in rows), default=since),
         uses=[UseInfo(**row, key_name=key_names.get(row["api_key"], "")) for row in rows],
-        devices=[DeviceUse(**_without_time(one)) for one in devices],
+        devices=[*devices],
     )
-
-
-def _without_time(row: DeviceMinuteRow) -> dict[str, Any]:
-    values = asdict(row)
-    del values["minute_at"]
-    return values

@@ -10,12 +10,11 @@ import pytest
 
 from gpupoold.api.schemas import DraftUsage
 from gpupoold.api.schemas_models import (
-    AdapterInfo,
     FoundInfo,
     ModelInfo,
-    PresetInfo,
     SetModelRequest,
 )
+from gpupoold.domain import AdapterInfo, Preset
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -154,7 +153,7 @@ def test_rm_says_what_went(daemon: FakeDaemon, cli: Cli) -> None:
     """A preset goes without its model, whose state is the answer; an alias goes with its model."""
     daemon.add("llama", aliases=["plain"])
     assert cli("rm", "plain").stderr == "llama (alias plain): removed\n"
-    preset = PresetInfo(name="plain", defaults={})
+    preset = Preset(name="plain", defaults={})
     adapter = AdapterInfo(name="org/sql:v1", source="s", path="p")
     daemon.add("llama", presets=[preset], adapters=[adapter])
     assert cli("rm", "plain").stderr == "plain: removed\n"

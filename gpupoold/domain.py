@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NewType, Self, get_args
 
 ModelName = NewType("ModelName", str)
@@ -113,6 +114,48 @@ class FinalFailure(StrEnum):
         if self is FinalFailure.GRAMMAR:
             return HTTPStatus.BAD_REQUEST
         return HTTPStatus.UNPROCESSABLE_ENTITY
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyPowers:
+    """An API key's rights and limits; a limit of None means no limit.
+
+    ``models`` is None for all models, and an empty tuple for a key that can only read the metrics.
+    ``max_live`` bounds waiting and running requests. ``expires_at`` is in wall-clock seconds.
+    ``pace`` is the pace of streams, empty for the model's.
+    """
+
+    models: tuple[str, ...] | None = None
+    priority: Priority = Priority.NORMAL
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_live: int | None = None
+    expires_at: float | None = None
+    pace: str = ""
+
+    @property
+    def is_rate_limited(self) -> bool:
+        """True if each request needs permission by the daemon."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of the configuration; for a missing folder, the facts of the nearest parent.
+
+    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured. ``hint``
+    says how to let the daemon write to the folder, empty unless the daemon said so.
+    """
+
+    key: str
+    path: Path
+    exists: bool
+    is_writable: bool
+    owner: int
+    filesystem: str
+    free_bytes: int
+    num_bytes: int = 0
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

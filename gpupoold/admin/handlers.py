@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import TypeAdapter
 
-from gpupool_state import KeyPowers, KeyRow, ModelRow, RequestRow
+from gpupool_state import KeyRow, ModelRow, RequestRow
 from gpupool_state.batches import BatchRow
 from gpupool_state.batches_reader import read_batches
 from gpupoold.access.fleet import is_secret
@@ -43,7 +43,7 @@ from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_fleet import ChargeKeysRequest, FleetReport, SetFleetRequest
-from gpupoold.api.schemas_machine import FolderInfo, MachineInfo
+from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,
@@ -60,7 +60,7 @@ from gpupoold.control.models.info import model_info
 from gpupoold.control.views.fleet import fleet_models
 from gpupoold.control.views.spans import ModelSums, Spans, span_s
 from gpupoold.control.views.usage import usage_info
-from gpupoold.domain import Event, Priority, RequestRecord, Role, Switch
+from gpupoold.domain import Event, KeyPowers, Priority, RequestRecord, Role, Switch
 from gpupoold.errors import Failed, GpupoolError, UsageError
 from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
 from gpupoold.system.folders import hint_to_write
@@ -431,9 +431,7 @@ def _machine(configuration: Configuration) -> MachineInfo:
     return MachineInfo(
         config_path=None if configuration.path is None else str(configuration.path),
         folders=[
-            FolderInfo(
-                **dataclasses.asdict(one) | {"path": str(one.path), "hint": hint_to_write(one.path)}
-            )
+            dataclasses.replace(one, hint=hint_to_write(one.path))
             for one in folder_facts(configuration.settings)
         ],
         open_files=limits.open_files,
@@ -451,15 +449,9 @@ def _batch_info(row: BatchRow, names: Mapping[str, str]) -> BatchInfo:
 
 
 def _powers(body: AddKeyRequest) -> KeyPowers:
-    return KeyPowers(
-        None if body.models is None else tuple(body.models),
-        Priority(body.priority),
-        body.requests_per_minute,
-        body.tokens_per_minute,
-        body.max_live,
-        body.expires_at,
-        body.pace,
-    )
+    values = {one.name: getattr(body, one.name) for one in dataclasses.fields(KeyPowers)}
+    models = None if body.models is None else tuple(body.models)
+    return KeyPowers(**values | {"models": models, "priority": Priority(body.priority)})
 
 
 def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:

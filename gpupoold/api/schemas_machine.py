@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-
-class FolderInfo(BaseModel):
-    """A folder of the configuration as the daemon finds it, in its own namespace and as its user.
-
-    For a missing folder the facts are those of the nearest parent. ``owner`` is a user id;
-    ``num_bytes`` is the size of the content, 0 if not measured; ``hint`` says how to let the daemon
-    write to the folder, empty if the daemon can.
-    """
-
-    key: str
-    path: str
-    exists: bool
-    is_writable: bool
-    owner: int
-    filesystem: str
-    free_bytes: int
-    num_bytes: int
-    hint: str
+from gpupoold.domain import Folder
 
 
 class MachineInfo(BaseModel):
     """The surroundings of a daemon: ``config_path`` is None without a file.
 
+    The folders are as the daemon finds them, in its own namespace and as its user.
+
     The limits are soft limits of the daemon's process; None means unlimited.
     """
 
     config_path: str | None
-    folders: list[FolderInfo]
+    folders: list[Folder]
     open_files: int | None
     processes: int | None
     locked_bytes: int | None

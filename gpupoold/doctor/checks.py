@@ -22,7 +22,6 @@ from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,
     Facts,
-    Folder,
     GpuFacts,
     GpuLink,
     KernelFacts,
@@ -34,6 +33,7 @@ from gpupoold.doctor.facts import (
     VersionFacts,
 )
 from gpupoold.doctor.machine import index_of, machine_of
+from gpupoold.domain import Folder
 from gpupoold.engine_versions import CHECKED_VERSIONS
 from gpupoold.system.folders import is_shared
 from gpupoold.units import exact_size, format_bytes

@@ -7,6 +7,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from gpupoold.config.schema import Settings
+from gpupoold.domain import Folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +113,6 @@ class LimitFacts:
     processes: int | None
     locked_bytes: int | None
     address_space_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder of the configuration; for a missing folder, the facts of the nearest parent.
-
-    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured. ``hint``
-    says how to let the daemon write to the folder, empty unless the daemon said so.
-    """
-
-    key: str
-    path: Path
-    exists: bool
-    is_writable: bool
-    owner: int
-    filesystem: str
-    free_bytes: int
-    num_bytes: int = 0
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 from gpupoold.config.schema import Settings
-from gpupoold.doctor.facts import Folder, LimitFacts, MemoryFacts
+from gpupoold.doctor.facts import LimitFacts, MemoryFacts
+from gpupoold.domain import Folder
 from gpupoold.system.control_group import memory_limit_bytes
 from gpupoold.system.folders import filesystem_of
 

@@ -28,7 +28,6 @@ from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,
     Facts,
-    Folder,
     KernelFacts,
     LimitFacts,
     MemoryFacts,
@@ -38,6 +37,7 @@ from gpupoold.doctor.facts import (
 )
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import folder_facts, limit_facts, memory_facts
+from gpupoold.domain import Folder
 from gpupoold.errors import ConfigError, Failed, GpupoolError
 from gpupoold.memory import libc, numa
 
@@ -130,9 +130,7 @@ def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
 
 def _folders(machine: MachineInfo | None, settings: Settings | None) -> tuple[Folder, ...]:
     if machine is not None:
-        return tuple(
-            Folder(**one.model_dump() | {"path": Path(one.path)}) for one in machine.folders
-        )
+        return tuple(machine.folders)
     return folder_facts(settings) if settings else ()
 
 

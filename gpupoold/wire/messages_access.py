@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
-from gpupoold.domain import Priority
+from gpupoold.domain import KeyPowers
 from gpupoold.wire.base import Message
 
 
-class KeyRecord(msgspec.Struct, frozen=True):
-    """A key that may be valid: id, digests, rights and limits; times in wall-clock seconds.
+@dataclass(frozen=True)
+class KeyRecord(KeyPowers):
+    """A key that may be valid; times in wall-clock seconds.
 
-    ``previous_digest`` is valid until ``previous_until``. ``models`` None allows all models, an
-    empty tuple only the metrics. If ``is_rate_limited``, the daemon must permit each request, see
-    ``AskRate``. ``max_live`` limits live requests; None means no limit. ``pace`` is the
-    pace of streams, empty for the model's.
+    ``previous_digest`` is valid until ``previous_until``. If ``is_rate_limited``, the daemon must
+    permit each request, see ``AskRate``.
     """
 
     id: str
@@ -22,12 +21,6 @@ class KeyRecord(msgspec.Struct, frozen=True):
     digest: str
     previous_digest: str = ""
     previous_until: float = 0.0
-    models: tuple[str, ...] | None = None
-    priority: Priority = Priority.NORMAL
-    is_rate_limited: bool = False
-    expires_at: float | None = None
-    max_live: int | None = None
-    pace: str = ""
 
 
 class AccessRules(Message):

@@ -11,7 +11,7 @@ Imports only the standard library, aiosqlite and the domain, errors and file hel
             await history.stop()
 """
 
-from gpupool_state.api_keys import ApiKeys, KeyPowers, KeyRow, KeyUse
+from gpupool_state.api_keys import ApiKeys, KeyRow, KeyUse
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore, FileRow, ResultRow
 from gpupool_state.db import Database
 from gpupool_state.divisions import KnownDivisions
@@ -39,7 +39,6 @@ __all__ = [
     "FileRow",
     "History",
     "HistoryLimits",
-    "KeyPowers",
     "KeyRow",
     "KeyUse",
     "KnownDivisions",

@@ -6,42 +6,16 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gpupool_state.db import Database
 from gpupool_state.writer import Source, Transaction
-from gpupoold.domain import Priority
+from gpupoold.domain import KeyPowers, Priority
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,63}")
-_KEPT = (
-    "models",
-    "priority",
-    "requests_per_minute",
-    "tokens_per_minute",
-    "max_live",
-    "expires_at",
-    "pace",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyPowers:
-    """A key's rights and limits; a limit of None means no limit.
-
-    ``models`` is None for all models, and an empty tuple for a key that can only read the metrics.
-    ``max_live`` bounds waiting and running requests. ``expires_at`` is in wall-clock seconds.
-    ``pace`` is the pace of streams, empty for the model's.
-    """
-
-    models: tuple[str, ...] | None = None
-    priority: Priority = Priority.NORMAL
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_live: int | None = None
-    expires_at: float | None = None
-    pace: str = ""
+_KEPT = tuple(one.name for one in fields(KeyPowers))
 
 
 @dataclass(frozen=True, slots=True)

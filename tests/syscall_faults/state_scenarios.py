@@ -10,12 +10,11 @@ from gpupool_state import (
     ApiKeys,
     Database,
     History,
-    KeyPowers,
     ProfilePhase,
     ProfileRow,
     Registry,
 )
-from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.domain import KeyPowers, ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError
 from tests.syscall_faults.injector import Scenario
 

@@ -8,13 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from gpupool_state import ApiKeys, Database, History, KeyPowers, KeyRow, KeyUse, Registry
+from gpupool_state import ApiKeys, Database, History, KeyRow, KeyUse, Registry
 from gpupoold.access.rate_use import RateUse
 from gpupoold.access.secret import make_key
 from gpupoold.config.sections import AccessSettings
 from gpupoold.control.access.rates import KeyLeft, KeyRates
 from gpupoold.control.accounting.refusals import RefusalEvents
-from gpupoold.domain import KeyEvent, Priority
+from gpupoold.domain import KeyEvent, KeyPowers, Priority
 from gpupoold.errors import Failed, NoSuchModel
 from gpupoold.wire import messages as m
 
@@ -293,17 +293,5 @@ class Keyring:
 
 
 def _record(row: KeyRow) -> m.KeyRecord:
-    powers = row.powers
-    return m.KeyRecord(
-        row.id,
-        row.name,
-        row.digest,
-        row.previous_digest or "",
-        row.previous_until or 0.0,
-        powers.models,
-        powers.priority,
-        powers.requests_per_minute is not None or powers.tokens_per_minute is not None,
-        powers.expires_at,
-        powers.max_live,
-        powers.pace,
-    )
+    digest, until = row.previous_digest or "", row.previous_until or 0.0
+    return m.KeyRecord(row.id, row.name, row.digest, digest, until, **vars(row.powers))

@@ -13,7 +13,6 @@ from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,
     Facts,
-    Folder,
     Gpu,
     GpuFacts,
     KernelFacts,
@@ -23,6 +22,7 @@ from gpupoold.doctor.facts import (
     NumaFacts,
     VersionFacts,
 )
+from gpupoold.domain import Folder
 
 GIB = 2**30
 STATE_DIR = Folder("state_dir", Path("/var/lib/gpupool"), True, True, 0, "ext4", 100 * GIB)

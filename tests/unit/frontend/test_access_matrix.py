@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import re
 from typing import Any
 
-import msgspec
 import pytest
 
 from gpupoold.access.secret import make_key
@@ -89,7 +89,7 @@ class Box(Served):
 
     def _record(self, kind: str, **more: Any) -> KeyRecord:
         key = self.keys[kind]
-        return msgspec.structs.replace(KeyRecord(key.id, kind, key.digest), **more)
+        return dataclasses.replace(KeyRecord(key.id, kind, key.digest), **more)
 
     async def status_of(self, kind: str, method: str, path: str, **headers: bytes | None) -> int:
         sent = [(name.encode(), value) for name, value in headers.items() if value is not None]

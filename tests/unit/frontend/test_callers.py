@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import MutableMapping
 from typing import Any
@@ -62,7 +63,7 @@ class Rig:
 
 
 def record(**changes: Any) -> KeyRecord:
-    return msgspec.structs.replace(RECORD, **changes)
+    return dataclasses.replace(RECORD, **changes)
 
 
 def headers(text: str | None, header: str = "bearer") -> list[tuple[bytes, bytes]]:
@@ -136,7 +137,7 @@ def test_old_secret_works_until_the_grace_is_over() -> None:
 
 
 async def test_daemon_says_whether_a_request_may_begin() -> None:
-    rig = Rig(record(is_rate_limited=True))
+    rig = Rig(record(requests_per_minute=1))
     await rig.callers.begin(rig.who())
     rig.rates.limit, rig.rates.wait_s = "2 requests per minute", 30.0
     with pytest.raises(ApiError, match=r"`web`: 2 .* per minute\. Try again in 30s") as caught:
@@ -315,7 +316,7 @@ def test_body_of_a_stranger_is_not_read(guarded: Guarded) -> None:
 
 
 def test_rate_is_looked_at_before_the_body(guarded: Guarded) -> None:
-    limited = msgspec.structs.replace(guarded.records[0], is_rate_limited=True)
+    limited = dataclasses.replace(guarded.records[0], requests_per_minute=1)
     guarded.callers.replace(AccessRules([limited], are_required=True))
     assert guarded.as_key(guarded.all, "POST", CHAT, {"model": "alpha"}).status == 200
     guarded.rates.limit, guarded.rates.wait_s = "1 requests per minute", 60.0

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Literal
 
 from gpupoold.api.schemas import DeviceInfo, EngineInfo, ModelUsage, Ps, RequestInfo, Status
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo
 from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
-from gpupoold.api.schemas_machine import FolderInfo, MachineInfo
+from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel, TurnInfo
-from gpupoold.domain import Event, Switch
+from gpupoold.domain import Event, Folder, Switch
 from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3
@@ -223,9 +224,9 @@ def chat_chunks(*pieces: str) -> list[str]:
 
 def machine() -> MachineInfo:
     """Of a service whose downloads go to a disk that the unit hides."""
-    folder = FolderInfo(
+    folder = Folder(
         key="download_dir",
-        path="/data/models",
+        path=Path("/data/models"),
         exists=True,
         is_writable=False,
         owner=998,

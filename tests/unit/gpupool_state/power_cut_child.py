@@ -11,8 +11,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from gpupool_state import ApiKeys, Database, History, KeyPowers, KeyUse, Registry
-from gpupoold.domain import ModelName, ModelSpec, Targets
+from gpupool_state import ApiKeys, Database, History, KeyUse, Registry
+from gpupoold.domain import KeyPowers, ModelName, ModelSpec, Targets
 
 SPEC = ModelSpec(
     name=ModelName("llama"),

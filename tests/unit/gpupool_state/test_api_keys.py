@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_state import ApiKeys, Database, KeyPowers, KeyUse
-from gpupoold.domain import Priority
+from gpupool_state import ApiKeys, Database, KeyUse
+from gpupoold.domain import KeyPowers, Priority
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
 pytestmark = pytest.mark.asyncio
 
-POWERS = KeyPowers(("qwen", "org/llama"), Priority.LOW, 60, 10_000, 4, 2e9)
+POWERS = KeyPowers(
+    models=("qwen", "org/llama"),
+    priority=Priority.LOW,
+    requests_per_minute=60,
+    tokens_per_minute=10_000,
+    max_live=4,
+    expires_at=2e9,
+)
 
 
 class Clock:

@@ -7,11 +7,11 @@ from typing import Self
 import pytest
 import pytest_asyncio
 
-from gpupool_state import ApiKeys, Database, History, KeyPowers, Registry
+from gpupool_state import ApiKeys, Database, History, Registry
 from gpupoold.access.secret import matches
 from gpupoold.config.sections import AccessSettings
 from gpupoold.control.access.keyring import Keyring
-from gpupoold.domain import ModelName, ModelSpec, Priority
+from gpupoold.domain import KeyPowers, ModelName, ModelSpec, Priority
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel
 from gpupoold.wire import messages as m
 

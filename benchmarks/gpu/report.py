@@ -31,9 +31,9 @@ _HEAD = """\
 
 `python -m benchmarks.gpu.report` generates this page from the files in \
 [benchmarks/results](../benchmarks/results/README.md); a test compares the page with the files. \
-The README in the same folder describes how to measure. Every figure has a link to the file with \
-the measurement. Figures of emulated devices are in [memory](internals/memory.md) and the \
-[README](../README.md).
+The README in the same folder describes how to measure. Every figure stands beside the name of \
+the file with the measurement. Figures of emulated devices are in \
+[memory](internals/memory.md).
 """
 _NOTHING = "Nothing has been measured on a GPU yet."
 
@@ -150,7 +150,7 @@ def _rows(left: Mapping[str, dict[str, Any]], pattern: str) -> Iterator[Sequence
             figure = figures.pop(name)
             limit = "" if figure["limit"] is None else value_text(name, figure["limit"])
             reached = {None: "", True: "yes", False: "**no**"}[figure["reached"]]
-            yield f"`{name}`", value_text(name, figure["measured"]), limit, reached, _link(file)
+            yield f"`{name}`", value_text(name, figure["measured"]), limit, reached, _name(file)
 
 
 def _machines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the pieces that did not end, or did not begin for lack of time."""
     outcomes = (results.FAILED, results.TIMED_OUT, results.NO_TIME)
     rows = [
-        (name, piece["outcome"], _link(file))
+        (name, piece["outcome"], _name(file))
         for file, one in found.items()
         for name, piece in one["pieces"].items()
         if piece["outcome"] in outcomes
@@ -196,8 +196,12 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     yield ""
 
 
+def _name(file: str) -> str:
+    return file.removesuffix(".json")
+
+
 def _link(file: str) -> str:
-    return f"[{file.removesuffix('.json')}](../benchmarks/results/{file})"
+    return f"[{_name(file)}](../benchmarks/results/{file})"
 
 
 def main() -> int:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks.private_daemon import PrivateDaemon
-from tests.functional.command_server import run_command
 from tests.functional.daemon_tools import child_env
+from tests.support.command_server import run_command
 
 
 @pytest.mark.parametrize(

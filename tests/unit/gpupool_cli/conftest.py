@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gpupool_cli.main import app
+from tests.support.command_server import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 Cli = Callable[..., Result]
@@ -48,6 +49,8 @@ def process_cli(environment: dict[str, str]) -> ProcessCli:
     """Calls the CLI as a process of its own."""
 
     def call(*args: str, stdin: str | None = None, **variables: str) -> Process:
+        if stdin is None and "FORCE_COLOR" not in variables:
+            return run_command(args, environment | variables)
         return subprocess.run(
             command(*args),
             input=stdin,

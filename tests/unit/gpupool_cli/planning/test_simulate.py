@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.command_server import run_command
 from tests.unit.gpupool_cli.terminal import run_on_terminal
 
 SMALL = ("--devices", "1xH800", "--models", "2", "--duration", "20s", "--policy", "gpupool")
@@ -30,9 +31,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def simulate(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), env=env, capture_output=True, text=True, check=False, timeout=120
-    )
+    return run_command(["simulate", *arguments], env, timeout_s=120)
 
 
 def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:

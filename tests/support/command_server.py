@@ -24,7 +24,6 @@ from typing import IO, NoReturn
 import msgspec
 
 _MAX_BYTES = 100_000
-_TIMEOUT_S = 60.0
 
 
 class _Order(msgspec.Struct):
@@ -37,12 +36,14 @@ _decoder = msgspec.json.Decoder(_Order)
 
 
 def run_command(
-    arguments: Sequence[str], environment: Mapping[str, str]
+    arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
     """Run ``gpupool`` with these arguments, and nothing on its standard input.
 
+    What is read when a module is imported, such as ``FORCE_COLOR``, has no effect.
+
     Raises:
-        subprocess.TimeoutExpired: the command took more than a minute, and was killed.
+        subprocess.TimeoutExpired: the command took too long, and was killed.
     """
     order = msgspec.json.encode(_Order(list(arguments), dict(environment), os.getcwd()))
     with (
@@ -51,7 +52,7 @@ def run_command(
         tempfile.TemporaryFile("w+") as stderr,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server,
     ):
-        server.settimeout(_TIMEOUT_S)
+        server.settimeout(timeout_s)
         server.connect(_server())
         socket.send_fds(server, [order], [one.fileno() for one in (stdin, stdout, stderr)])
         pid = int(server.recv(100))
@@ -59,7 +60,7 @@ def run_command(
             status = server.recv(100)
         except TimeoutError:
             os.kill(pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(arguments, _TIMEOUT_S, _text(stdout)) from None
+            raise subprocess.TimeoutExpired(arguments, timeout_s, _text(stdout)) from None
         returncode = int(status) if status else -signal.SIGKILL
         command = ["gpupool", *arguments]
         return subprocess.CompletedProcess(command, returncode, _text(stdout), _text(stderr))
@@ -79,7 +80,7 @@ def _server() -> str:
         listener.bind(address)
         listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.functional.command_server", str(listener.fileno())],
+            [sys.executable, "-m", "tests.support.command_server", str(listener.fileno())],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=(listener.fileno(),),
             stdin=subprocess.PIPE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpupool_tui.numbers import clock
-from gpupool_tui.table import TableColumn
+from gpupool_tui.table import TableColumn, plain
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.domain import Event
@@ -19,31 +19,14 @@ def key_of(event: Event) -> str:
     return str(event.id)
 
 
-def _time(event: Event, view: View, width: int) -> Line:
-    return (Span(clock(event.at, view.zone), "dim"),)
-
-
-def _level(event: Event, view: View, width: int) -> Line:
-    text, style = _LEVELS[event.level]
-    return (Span(text, style),)
-
-
-def _kind(event: Event, view: View, width: int) -> Line:
-    return (Span(clean(event.kind), "bold"),)
-
-
-def _subject(event: Event, view: View, width: int) -> Line:
-    return (Span(clean(event.subject)),)
-
-
 def _message(event: Event, view: View, width: int) -> Line:
     return (Span(clean(event.message), "bad" if event.level == "error" else ""),)
 
 
 COLUMNS: Sequence[TableColumn[Event]] = (
-    TableColumn("time", "TIME", 8, _time),
-    TableColumn("level", "LEVEL", 5, _level),
-    TableColumn("kind", "WHAT", 14, _kind, grows=6),
-    TableColumn("subject", "OF", 8, _subject, rank=1, grows=12),
+    TableColumn("time", "TIME", 8, lambda one, view, _: (Span(clock(one.at, view.zone), "dim"),)),
+    TableColumn("level", "LEVEL", 5, lambda one, *_: (Span(*_LEVELS[one.level]),)),
+    TableColumn("kind", "WHAT", 14, plain(lambda one: one.kind, "bold"), grows=6),
+    TableColumn("subject", "OF", 8, plain(lambda one: one.subject), rank=1, grows=12),
     TableColumn("message", "MESSAGE", 24, _message, grows=200),
 )

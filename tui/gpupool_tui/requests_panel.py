@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, count, duration
-from gpupool_tui.table import TableColumn
+from gpupool_tui.table import TableColumn, plain
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.schemas import RequestInfo
@@ -18,10 +18,6 @@ def key_of(request: RequestInfo) -> str:
     return request.request_id
 
 
-def _id(request: RequestInfo, view: View, width: int) -> Line:
-    return (Span(clean(request.request_id)),)
-
-
 def _model(request: RequestInfo, view: View, width: int) -> Line:
     return (Span(clean(request.model), colour_of(request.model)),)
 
@@ -30,14 +26,6 @@ def _device(request: RequestInfo, view: View, width: int) -> Line:
     if request.device is None:
         return (Span(NOTHING, "dim"),)
     return (Span(str(request.device)),)
-
-
-def _age(request: RequestInfo, view: View, width: int) -> Line:
-    return (Span(duration(request.age_s)),)
-
-
-def _prompt(request: RequestInfo, view: View, width: int) -> Line:
-    return (Span(count(request.num_prompt_tokens)),)
 
 
 def _tokens(request: RequestInfo, view: View, width: int) -> Line:
@@ -52,12 +40,8 @@ def due(request: RequestInfo, view: View) -> Line:
     return (Span(f"in {duration(request.next_deadline_in_s)}"),)
 
 
-def _due(request: RequestInfo, view: View, width: int) -> Line:
-    return due(request, view)
-
-
 COLUMNS: Sequence[TableColumn[RequestInfo]] = (
-    TableColumn("id", "REQUEST", 12, _id, lambda one: one.request_id, grows=36),
+    TableColumn("id", "REQUEST", 12, plain(key_of), key_of, grows=36),
     TableColumn("model", "MODEL", 10, _model, lambda one: one.model, grows=20),
     TableColumn(
         "device",
@@ -67,12 +51,20 @@ COLUMNS: Sequence[TableColumn[RequestInfo]] = (
         lambda one: -1 if one.device is None else one.device,
         right=True,
     ),
-    TableColumn("age", "AGE", 6, _age, lambda one: one.age_s, descends=True, right=True),
+    TableColumn(
+        "age",
+        "AGE",
+        6,
+        plain(lambda one: duration(one.age_s)),
+        lambda one: one.age_s,
+        descends=True,
+        right=True,
+    ),
     TableColumn(
         "prompt",
         "PROMPT",
         6,
-        _prompt,
+        plain(lambda one: count(one.num_prompt_tokens)),
         lambda one: one.num_prompt_tokens,
         descends=True,
         right=True,
@@ -88,5 +80,12 @@ COLUMNS: Sequence[TableColumn[RequestInfo]] = (
         right=True,
         rank=1,
     ),
-    TableColumn("due", "NEXT DUE", 12, _due, lambda one: one.next_deadline_in_s, right=True),
+    TableColumn(
+        "due",
+        "NEXT DUE",
+        12,
+        lambda one, view, _: due(one, view),
+        lambda one: one.next_deadline_in_s,
+        right=True,
+    ),
 )

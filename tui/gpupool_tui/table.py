@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from gpupool_tui.text import Line, Span, fit, fit_line, restyled, width_of
 from gpupool_tui.view import Sorting, View
+from gpupoold.printable import clean
 
 Row = TypeVar("Row")
 GAP = 1
@@ -33,6 +34,11 @@ class TableColumn(Generic[Row]):
     rank: int = 0
     grows: int = 0
     """Largest number of additional cells."""
+
+
+def plain(text: Callable[[Row], str], style: str = "") -> Callable[[Row, View, int], Line]:
+    """Return a cell of one text."""
+    return lambda row, view, width: (Span(clean(text(row)), style),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def _opened(
     # After the fork: CUDA and torch's threads do not survive a fork.
     from benchmarks.gpu.group_rank import follow, open_rank
     from gpupoold.memory.group.device import GroupDevice
-    from gpupoold.worker.leader import lead
+    from gpupoold.worker.weights.rank_loads import lead
 
     device_bytes = 3 * _bytes_of(setting)
     own, work = open_rank(rank, device_bytes, shared, is_emulated=setting.is_emulated)

@@ -130,7 +130,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
     device = _open_device(arguments, rank)
     links = None
     if rank.num_ranks > 1:
-        from gpupoold.worker.leader import lead
+        from gpupoold.worker.weights.rank_loads import lead
 
         device, links = lead(rank, device)
     pool = PagePool(device.num_pages, device.table_pages)
@@ -190,8 +190,7 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
             torch_threads.manage(arguments.compute_threads)
         torch_threads.set_for_steps()
     if rank.num_ranks > 1:
-        from gpupoold.worker.engine.process_groups import join_group
-        from gpupoold.worker.engine.sampling_seeds import keep_generators
+        from gpupoold.worker.engine.process_groups import join_group, keep_generators
 
         may_spin = not arguments.are_cores_shared
         join_group(rank.store, rank.rank, rank.num_ranks, may_spin=may_spin)

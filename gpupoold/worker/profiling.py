@@ -12,19 +12,30 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from gpupoold.errors import Failed
-from gpupoold.latency.fit import DecodeSample, PrefillSample
+from gpupoold.checkpoints.files import read_json
+from gpupoold.errors import Failed, Refused
+from gpupoold.latency.errors import FitError, LatencyError, ShapeError
+from gpupoold.latency.fit import DecodeSample, Fit, FitQuality, PrefillSample
 from gpupoold.latency.models import (
     DecodeBatch,
+    Law,
+    LinearDecode,
+    LinearPrefill,
     PrefillBatch,
+    PrefillModel,
 )
-from gpupoold.latency.stored import Profile
+from gpupoold.latency.shape import ModelShape, from_hf_config
+from gpupoold.latency.stored import Profile, StoredFit
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.wire.messages import RequestProgress
+from gpupoold.memory.pages import PagePool
+from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.engine.load_errors import failure
-from gpupoold.worker.profile_fits import TimedPoints, fit_profile, model_shape
-from gpupoold.worker.profiled import Pages, ProfiledModel
+from gpupoold.worker.fitting import fit_decode, fit_prefill
+from gpupoold.worker.kv.page_eviction import PooledModel
 
 _logger = logging.getLogger(__name__)
 
@@ -68,6 +79,11 @@ _MIN_KV_TOKENS = 2_048
 
 Slices = Generator[None, None, None]
 """A run of steps; ``yield`` ends a slice."""
+
+# A pooling model has no decode steps: the phase takes no time.
+_NO_DECODE = Fit(LinearDecode(), FitQuality(1.0, 0.0, 0.0, 0))
+# Points required beyond the number of constants: without spare points, noise would fit perfectly.
+_SPARE_POINTS = 2
 
 
 def profile(
@@ -385,3 +401,122 @@ def _log(name: str, measured: Profile) -> None:
     if measured.problem:
         _logger.warning("%s: the latency model is incomplete: %s", name, measured.problem)
     _logger.info("%s: profiled in %.2f s", name, measured.duration_s)
+
+
+class ProfiledModel(PooledModel, Protocol):
+    """The part of a model's engine that profiling needs."""
+
+    info: LoadedModel
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """Largest number of tokens in a step."""
+
+    @property
+    def max_sequences(self) -> int:
+        """Largest number of requests in a step."""
+
+    @property
+    def max_tokens_each(self) -> int:
+        """Largest number of tokens that an answer gains in a step."""
+
+    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Queue a request with synthetic tokens and no client."""
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests."""
+
+    def has_requests(self) -> bool:
+        """Return whether a step would do work."""
+
+    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
+        """Run one engine step of at most ``chunk_tokens``; return the requests' progress."""
+
+    def begin_step(self) -> list[RequestProgress]:
+        """Begin a step; return the progress of the step before, or without overlap of this step."""
+
+    def end_steps(self) -> list[RequestProgress]:
+        """Wait for the steps begun; return their progress since the last call."""
+
+
+class Pages(Protocol):
+    """The part of ``Residency`` that profiling needs."""
+
+    pool: PagePool
+
+    def make_resident(self, name: str) -> None:
+        """Make a model resident with all its weights."""
+
+    def ensure_kv(self, name: str) -> None:
+        """Map the blocks that the next step needs."""
+
+
+def model_shape(path: str) -> ModelShape | None:
+    """Return the model's dimensions, None for an architecture that equation 5 does not cover."""
+    try:
+        return from_hf_config(read_json(Path(path) / "config.json"))
+    except (Refused, ValueError, ShapeError) as error:
+        _logger.info("%s: %s; the prefill model is fitted without dimensions", path, error)
+        return None
+
+
+@dataclass(slots=True)
+class TimedPoints:
+    """The times of steps, and the context lengths of the decode steps."""
+
+    prefills: list[PrefillSample] = field(default_factory=list)
+    decodes: list[DecodeSample] = field(default_factory=list)
+    decode_contexts: set[int] = field(default_factory=set)
+
+
+def fit_profile(
+    run: TimedPoints,
+    shape: ModelShape | None,
+    duration_s: float,
+    problem: str,
+    *,
+    generates: bool,
+) -> Profile:
+    """Fit the latency models; ``problem`` is a reason known before."""
+    problems = [problem] if problem else []
+    prefill = decode = None
+    try:
+        prefill = StoredFit.of(_fit_prefill(run.prefills, shape))
+    except LatencyError as error:
+        problems.append(f"prefill: {error}")
+    try:
+        decode = StoredFit.of(_fit_decode(run) if generates else _NO_DECODE)
+    except LatencyError as error:
+        problems.append(f"decode: {error}")
+    return Profile(prefill, decode, duration_s, "; ".join(problems))
+
+
+def _fit_decode(run: TimedPoints) -> Fit[LinearDecode]:
+    if len(run.decode_contexts) < 2:
+        raise FitError("steps were timed at fewer than two context lengths")
+    _check_enough(LinearDecode(), run.decodes)
+    return fit_decode(LinearDecode(), run.decodes)
+
+
+def _fit_prefill(
+    samples: list[PrefillSample], shape: ModelShape | None
+) -> Fit[PrefillModel] | Fit[LinearPrefill]:
+    """Fit equation 5 if the points determine it, else a straight line."""
+    if shape is not None:
+        try:
+            law = PrefillModel.of(shape)
+            _check_enough(law, samples)
+            return fit_prefill(law, samples)
+        except FitError as error:
+            _logger.info("equation 5 cannot be fitted: %s", error)
+    _check_enough(LinearPrefill(), samples)
+    return fit_prefill(LinearPrefill(), samples)
+
+
+def _check_enough(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> None:
+    wanted = len(law.constants) + _SPARE_POINTS
+    if len(samples) < wanted:
+        raise FitError(
+            f"only {len(samples)} points were measured within the time budget, "
+            f"{type(law).__name__} needs {wanted}"
+        )

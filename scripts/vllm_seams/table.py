@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from scripts.vllm_seams.seam import Seam
 
-_ALL_REDUCE = "gpupoold/worker/engine/all_reduce.py"
+_ALL_REDUCE = "gpupoold/worker/engine/process_groups.py"
 _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _LEDGER = "gpupoold/worker/engine/block_ledger.py"
@@ -20,10 +20,9 @@ _DEMAND = "gpupoold/worker/engine/block_demand.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
 _RESUME = "gpupoold/worker/engine/resume.py"
 _ADAPTERS = "gpupoold/worker/engine/adapters.py"
-_ENCODER = "gpupoold/worker/engine/encoder_outputs.py"
 _GRAMMARS = "gpupoold/worker/engine/grammars.py"
 _MEMORY = "gpupoold/worker/engine/pooled_memory.py"
-_DIVISION = "gpupoold/worker/inspection/division.py"
+_DIVISION = "gpupoold/worker/inspection/inspect.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
 _ADAPTER = "gpupoold/frontend/adapter.py"
 _CLIENT = "gpupoold/frontend/pool_client.py"
@@ -287,13 +286,13 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         for runner in _RUNNERS
     ),
     *((_ADAPTERS, runner, "lora_manager") for runner in _RUNNERS),
-    *((_ENCODER, runner, "encoder_cache") for runner in _RUNNERS),
+    *((_ENGINE, runner, "encoder_cache") for runner in _RUNNERS),
     (
-        _ENCODER,
+        _ENGINE,
         "vllm.v1.core.sched.scheduler.Scheduler",
         "encoder_cache_manager reset_encoder_cache",
     ),
-    (_ENCODER, "vllm.v1.executor.abstract.Executor", "reset_encoder_cache"),
+    (_ENGINE, "vllm.v1.executor.abstract.Executor", "reset_encoder_cache"),
     (
         _ADAPTERS,
         "vllm.lora.worker_manager.WorkerLoRAManager",
@@ -416,7 +415,7 @@ _SOURCES: tuple[tuple[str, str], ...] = (
         "vllm.multimodal.media.MediaConnector._assert_url_in_allowed_media_domains",
     ),
     (
-        "gpupoold/worker/engine/compiled.py",
+        "gpupoold/worker/engine/process_state.py",
         "vllm.compilation.wrapper.TorchCompileWithNoGuardsWrapper",
     ),
 )

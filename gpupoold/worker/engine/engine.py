@@ -11,7 +11,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm import PoolingParams, SamplingParams
@@ -34,20 +34,22 @@ from gpupoold.worker.engine.adapters import EngineAdapters
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
-from gpupoold.worker.engine.encoder_outputs import EncoderOutputs
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
-from gpupoold.worker.engine.load_start import start_load
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
+from gpupoold.worker.engine.process_state import drop_runner, start_load
 from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
-from gpupoold.worker.engine.runners import drop_runner
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader, tensors
 from gpupoold.worker.weights.loading import ModelLoad
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
 
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 
@@ -483,3 +485,50 @@ def _block_pool(core: Any) -> Any:
 
 def _runner(core: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
+
+
+class EncoderOutputs:
+    """The outputs that an engine keeps until the prompt's KV is computed, and for equal images.
+
+    vLLM bounds the outputs of one model by the tokens of a step or of an image. Only the model with
+    the turn keeps outputs, so all models of a device together need the memory of one.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core: Any = core
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the outputs at present."""
+        return sum(output.nbytes for output in self._outputs.values())
+
+    def check(self) -> None:
+        """Compare the outputs with the scheduler's account of them, between two steps.
+
+        Raises:
+            AssertionError: an output is of no known image, or there are too many.
+        """
+        manager = self._core.scheduler.encoder_cache_manager
+        unknown = self._outputs.keys() - {*manager.cached, *manager.freed}
+        assert not unknown, f"{len(unknown)} outputs of the encoder belong to no image"
+        num_kept = sum(manager.num_embeds_by_hash.values())
+        assert num_kept <= manager.cache_size, f"{num_kept} of {manager.cache_size} tokens"
+
+    def drop(self) -> None:
+        """Free all outputs, between two steps.
+
+        The scheduler has the encoder run again for a request whose prompt still needs an output.
+        """
+        if self._outputs:
+            # vLLM's own method also warns if there are requests.
+            self._core.scheduler.reset_encoder_cache()
+            self._core.model_executor.reset_encoder_cache()
+
+    @property
+    def _outputs(self) -> dict[str, Any]:
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        # A dictionary by hash in vLLM's first model runner; the second has None or an object.
+        outputs: dict[str, Any] = getattr(
+            runner.encoder_cache, "encoder_outputs", runner.encoder_cache or {}
+        )
+        return outputs

@@ -13,8 +13,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_worker import Worker
 
 from gpupoold.worker import torch_threads
-from gpupoold.worker.engine.all_reduce import between_captures
 from gpupoold.worker.engine.pooled_memory import PooledMemory
+from gpupoold.worker.engine.process_groups import between_captures
 from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.weights.loading import current_load
 

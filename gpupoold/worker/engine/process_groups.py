@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,6 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
-from gpupoold.worker.engine.all_reduce import copy_in_captures
 from gpupoold.worker.environment import set_group_environment
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -75,3 +77,69 @@ def parallel_arguments(num_ranks: int) -> dict[str, Any]:
         return {}
     executor = "gpupoold.worker.engine.rank_executor.RankExecutor"
     return {"tensor_parallel_size": num_ranks, "distributed_executor_backend": executor}
+
+
+def copy_in_captures() -> None:
+    """Let captured all-reduces copy their input into vLLM's buffer, which all ranks have open.
+
+    vLLM would open the memory of each captured input on all ranks by ``cudaIpcGetMemHandle``. These
+    handles are never closed, although the memory is freed with the engine: undefined for CUDA. The
+    table of 65,536 inputs would be full after some ten loads, because no entry is freed. And no
+    handle exists for memory of ``cuMemCreate``, such as torch's expandable segments. Weights and KV
+    are in such memory, but are no input of an all-reduce. vLLM itself copies in captures if graphs
+    are in its cuMem pool.
+
+    vLLM assumes one model per process, whose CUDA graphs live as long as the process. Here engines
+    come and go, and step while another engine captures graphs.
+    """
+    custom = _custom_all_reduce()
+    if custom is not None:
+        custom._capture_registered = False  # a parameter of the constructor, which vLLM calls
+
+
+@contextlib.contextmanager
+def between_captures() -> Iterator[None]:
+    """Let other engines step inside of this context, in the middle of a capture of graphs.
+
+    vLLM marks its all-reduce as capturing from the first to the last graph. Outside of a graph a
+    marked all-reduce returns memory without a result, because only warm-ups are expected there.
+    """
+    custom = _custom_all_reduce()
+    if custom is None:
+        yield
+        return
+    was_capturing = custom._IS_CAPTURING
+    custom._IS_CAPTURING = False
+    try:
+        yield
+    finally:
+        custom._IS_CAPTURING = was_capturing
+
+
+def _custom_all_reduce() -> Any:
+    """Return vLLM's ``CustomAllreduce`` of the group; None on single GPUs and on the CPU."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    communicator = parallel_state.get_tp_group().device_communicator
+    return getattr(communicator, "ca_comm", None)
+
+
+def seed_sampling(seed: int) -> None:
+    """Set the state of torch's generators before a step samples.
+
+    Every rank samples, from equal logits. Requests without a seed draw from torch's generator of
+    the process, whose state depends on all engines. So the leader seeds each sampling.
+    """
+    torch.manual_seed(seed)
+
+
+def keep_generators() -> None:
+    """Keep vLLM's loads, which run beside steps, from seeding the generators of the process."""
+    # The CPU worker's module must not be imported for a GPU, see ``emulated_worker``.
+    name = "gpu_worker" if current_platform.is_cuda() else "cpu_worker"
+    module = importlib.import_module(f"vllm.v1.worker.{name}")
+    setattr(module, "set_random_seed", _do_nothing)  # noqa: B010
+
+
+def _do_nothing(*_: Any) -> None:
+    """Stand for a function that is not wanted."""

@@ -12,8 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.group.orders import OrderBook
-from gpupoold.worker.engine.process_groups import distributed_init_method
-from gpupoold.worker.engine.sampling_seeds import seed_sampling
+from gpupoold.worker.engine.process_groups import distributed_init_method, seed_sampling
 from gpupoold.worker.weights.loading import current_load
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 

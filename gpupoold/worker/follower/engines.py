@@ -22,10 +22,8 @@ from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
 from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
-from gpupoold.worker.engine.load_start import start_load
-from gpupoold.worker.engine.process_groups import distributed_init_method
-from gpupoold.worker.engine.runners import drop_runner
-from gpupoold.worker.engine.sampling_seeds import seed_sampling
+from gpupoold.worker.engine.process_groups import distributed_init_method, seed_sampling
+from gpupoold.worker.engine.process_state import drop_runner, start_load
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import WeightSource

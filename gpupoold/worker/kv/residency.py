@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from gpupoold.memory.contracts import Device, Direction, OutOfPages
+from gpupoold.memory.contracts import Device, Direction, Fence, OutOfPages
+from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
-from gpupoold.worker.kv.backing import KvBacking
-from gpupoold.worker.kv.last_use import LastUses
 from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel, Use, spare_extents
 from gpupoold.worker.kv.weight_loads import WeightLoads
 
@@ -23,6 +23,9 @@ from gpupoold.worker.kv.weight_loads import WeightLoads
 _MAX_PREFETCH_PIECES = 2
 # Growth of a model's KV during a turn: some 200 tokens with contexts of about a thousand.
 _GROWTH_SHARE = 0.25
+
+# Bytes of KV mapped in a step before they are needed: later steps need not look for blocks.
+_AHEAD_BYTES = 4 << 20
 
 
 class Residency:
@@ -395,3 +398,108 @@ class Residency:
         """Return a guess of the pages that a running model's KV may need during its turn."""
         resident = kv.resident_bytes // self._device.page_bytes
         return kv.geometry.extent_pages + int(_GROWTH_SHARE * resident)
+
+
+class LastUses:
+    """A fence per model, recorded when another model runs.
+
+    The pages of a paused model are unmapped after the model's own last kernels, without a wait for
+    the kernels of the running model.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._running: PooledModel | None = None
+        self._fences: dict[str, Fence] = {}
+
+    def add(self, model: PooledModel) -> None:
+        """Add a model, which may launch kernels until another model runs."""
+        self._fences[model.name] = self._device.open_fence()
+
+    def remove(self, model: PooledModel) -> None:
+        """Remove a model."""
+        _set(model, None)
+        self._fences.pop(model.name).close()
+        if self._running is model:
+            self._running = None
+
+    def run(self, model: PooledModel) -> None:
+        """Let ``model`` launch kernels; no other model launches any until its own ``run``."""
+        before, self._running = self._running, model
+        if before is model:
+            return
+        if before is not None:
+            self._paused(before)
+        _set(model, None)
+
+    def pause(self, model: PooledModel) -> None:
+        """Record that ``model`` launches no kernels until its own ``run``."""
+        if self._running is model:
+            self._running = None
+            self._paused(model)
+
+    def _paused(self, model: PooledModel) -> None:
+        fence = self._fences[model.name]
+        fence.record()
+        _set(model, fence)
+
+
+def _set(model: PooledModel, last_use: Fence | None) -> None:
+    model.kv.set_last_use(last_use)
+    model.weights.set_last_use(last_use)
+
+
+class KvBacking:
+    """Maps KV extents; evicts other models only for what the next step may need."""
+
+    def __init__(self, eviction: PageEviction) -> None:
+        self._eviction = eviction
+        self._pool = eviction.pool
+
+    def ensure(self, model: PooledModel, *, may_map_ahead: bool) -> None:
+        """Map as many blocks as the next step may need, or as many as possible.
+
+        With ``may_map_ahead``, also maps a few extents for later steps while pages are free.
+        Without pages for more, prefixes of waiting requests give way to running requests.
+        """
+        missing, soon = model.num_missing_blocks()
+        if not missing and not soon:
+            return
+        kv = model.kv
+        # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
+        reserved = kv.num_returning_pages
+        count = -(-missing // kv.geometry.blocks_per_extent)
+        if missing and self._eviction.is_exhausted({model.name}):
+            count = min(count, self._pool.num_free)  # an extent takes a page or more
+            if not count:
+                _make_way(model)
+                return
+        num_ahead = _num_ahead(kv.geometry, soon) if may_map_ahead else 0
+        unmapped = kv.first_extents(Place.UNMAPPED, count + num_ahead)
+        wanted = kv.num_missing_pages(unmapped[:count]) + reserved
+        if missing and wanted > self._pool.num_free:
+            self._eviction.try_to_free(wanted, {model.name})
+            unmapped = unmapped[:count]
+        if fitting := _fitting(kv, unmapped, self._pool.num_free - reserved):
+            kv.map(fitting)
+        elif missing:
+            _make_way(model)
+
+
+def _make_way(model: PooledModel) -> None:
+    if model.prefixes is not None:
+        model.prefixes.drop_if_short()
+
+
+def _num_ahead(geometry: KvGeometry, num_blocks: int) -> int:
+    """Return how many extents to map before ``num_blocks`` are needed: few, as the step waits."""
+    wanted = -(-num_blocks // geometry.blocks_per_extent)
+    return min(wanted, max(1, _AHEAD_BYTES // geometry.extent_bytes))
+
+
+def _fitting(kv: KvMemory, extents: list[int], num_pages: int) -> list[int]:
+    """Return the first of ``extents`` that ``num_pages`` are enough for."""
+    counts = range(1, len(extents) + 1)  # the more extents, the more pages
+    return extents[
+        : bisect_right(counts, num_pages, key=lambda n: kv.num_missing_pages(extents[:n]))
+    ]

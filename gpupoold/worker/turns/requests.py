@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from gpupoold.errors import GpupoolError, Refused
@@ -11,8 +12,14 @@ from gpupoold.wire import messages as m
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.residency import Residency
-from gpupoold.worker.turns.isolation import ALONE_S, GRAMMAR_S, wait_until
 from gpupoold.worker.turns.ledger import RequestLedger
+
+ALONE_S, GRAMMAR_S = 1.0, 5.0
+"""Seconds to wait for other threads to be idle, and for the request's grammar.
+
+Other requests of the worker wait meanwhile.
+"""
+_POLL_S = 0.001
 
 
 class TurnRequests:
@@ -98,3 +105,16 @@ class TurnRequests:
         self.abort(model, request_ids)
         if request_ids:
             self._send(m.RequestsFailed(model, request_ids, reason))
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
+    """Return True when the condition holds, False after ``limit_s``.
+
+    See :mod:`gpupoold.control.requests.suspects`. The scheduler isolates the requests' steps.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while not is_so():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

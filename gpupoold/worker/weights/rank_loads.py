@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from gpupoold.errors import Failed
 from gpupoold.memory.address_ranges import AddressRange
+from gpupoold.memory.contracts import Device
 from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import Link
@@ -23,6 +24,7 @@ from gpupoold.memory.group.orders import OrderBook, OrderCount
 from gpupoold.memory.host import HostBuffer, touch_pages
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.memory.numa import prefer_node
+from gpupoold.worker.ranks import Rank
 from gpupoold.worker.turn_thread import TurnThread
 from gpupoold.worker.weights.loading import ModelLoad
 from gpupoold.worker.weights.relocation import WeightLayout
@@ -374,3 +376,15 @@ class FollowerLoad(ModelLoad):
 
     def _placed(self) -> None:
         self.answer(None)
+
+
+def lead(rank: Rank, own: Device) -> tuple[Device, LoadLinks]:
+    """Return the group's device, whose pages all ranks have, when all ranks are ready.
+
+    Raises:
+        RankLost: a follower has ended.
+    """
+    num_pages = [own.num_pages, *(links.orders.receive()[0] for links in rank.links)]
+    orders = OrderBook([links.orders for links in rank.links])
+    device = GroupDevice(own, orders, [links.files for links in rank.links], min(num_pages))
+    return device, LoadLinks([links.loads for links in rank.links], orders)

@@ -9,24 +9,88 @@ in the address range.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from gpupoold.memory.contracts import Device
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.loose import (
-    loose_digest,
-    loose_tensors,
-    on_weight_device,
-    scratch_tensors,
-)
-from gpupoold.worker.weights.order import NO_LAYERS, DecoderLayers, NeedOrder
-from gpupoold.worker.weights.wrappers import base_name, slot_tensors
+from gpupoold.worker.weights.wrappers import base_name, is_wrapper, slot_tensors
 
 _ALIGNMENT_BYTES = 256
+
+_FIRST = -1
+
+# Attributes in which vLLM's vision models hand embeddings to the forward pass of the same step.
+_SCRATCH = ("per_layer_embeddings", "deepstack_input_embeds")
+
+
+class DecoderLayers(NamedTuple):
+    """The decoder layers: the module list with the most bytes.
+
+    Weights outside of the decoder layers come first, then the layers, then the head that makes
+    tokens, unless the head shares its weights with the embedding. The order of the layers is a
+    guess from their numbers, which an engine checks before a step begins without all weights
+    (:mod:`gpupoold.worker.turns.early_start`).
+    """
+
+    prefix: str
+    num_layers: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> DecoderLayers:
+        """Find the decoder layers of a model; of lists of equal size, the outermost."""
+        largest, most_bytes = NO_LAYERS, 0
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.ModuleList) or not name or len(module) < 2:
+                continue
+            num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+            if num_bytes > most_bytes:
+                largest, most_bytes = cls(f"{base_name(name)}.", len(module)), num_bytes
+        return largest
+
+    def index_of(self, name: str) -> int | None:
+        """Return the layer to which a module or tensor belongs, None if to no layer."""
+        if not self.num_layers or not name.startswith(self.prefix):
+            return None
+        return int(name.removeprefix(self.prefix).partition(".")[0])
+
+
+NO_LAYERS = DecoderLayers("", 0)
+
+
+class NeedOrder:
+    """The rank of each storage of a model: -1, the first layer that uses the storage, or last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = DecoderLayers.of(model)
+        self._heads = {
+            base_name(name)
+            for name, module in model.named_modules()
+            if isinstance(module, ParallelLMHead)
+        }
+        self._ranks: dict[int, int] = {}
+        parameters = model.named_parameters(remove_duplicate=False)
+        buffers = model.named_buffers(remove_duplicate=False)
+        for name, tensor in chain(parameters, buffers, loose_tensors(model)):
+            address = tensor.untyped_storage().data_ptr()
+            rank = self._rank_of_name(base_name(name))
+            self._ranks[address] = min(rank, self._ranks.get(address, rank))
+
+    def rank(self, tensor: torch.Tensor) -> int:
+        """Return the rank of a tensor's storage; unknown storages come first."""
+        return self._ranks.get(tensor.untyped_storage().data_ptr(), _FIRST)
+
+    def _rank_of_name(self, name: str) -> int:
+        if (layer := self.layers.index_of(name)) is not None:
+            return layer
+        is_of_head = name.rpartition(".")[0] in self._heads
+        return self.layers.num_layers if is_of_head else _FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +202,83 @@ def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     buffers = on_weight_device(model, model.named_buffers(remove_duplicate=True))
     named = [*parameters, *buffers, *loose_tensors(model)]
     return [(base_name(name), tensor) for name, tensor in named]
+
+
+def loose_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in the modules' plain attributes that are on the weights' device.
+
+    Post-processing may store results in plain attributes: the absorbed projections of latent
+    attention, for example, or scales as floats. Tensors on the weights' device are part of the
+    snapshot like weights. A snapshot cannot contain the rest, which :func:`loose_digest` covers.
+    Wrappers for LoRA have no such state.
+    """
+    device = _weight_device(model)
+    return [
+        (name, leaf)
+        for name, leaf in _leaves_of(model)
+        if isinstance(leaf, torch.Tensor) and leaf.device == device
+    ]
+
+
+def scratch_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the loose tensors that steps write; their content means nothing between steps."""
+    return [tensor for name, tensor in loose_tensors(model) if name.split(".")[-2] in _SCRATCH]
+
+
+def on_weight_device(
+    model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors on the weights' device: others stay where the model reads them.
+
+    Without parameters, all tensors are taken for weights.
+    """
+    device = _weight_device(model)
+    return [(name, one) for name, one in named if device is None or one.device == device]
+
+
+def loose_digest(model: nn.Module) -> str:
+    """Return a digest of the modules' state outside of a snapshot: fractions, and host tensors.
+
+    Two loads of a model have the same digest if none of this state differs, which includes buffers
+    that are not on the weights' device. Integers and texts are
+    configuration.
+    """
+    device = _weight_device(model)
+    digest = hashlib.sha256()
+    buffers = model.named_buffers(remove_duplicate=True)
+    elsewhere = [(base_name(n), one) for n, one in buffers if device and one.device != device]
+    for name, leaf in chain(_leaves_of(model), elsewhere):
+        if isinstance(leaf, float):
+            digest.update(f"{name}={leaf.hex()}\n".encode())
+        elif leaf.device != device and leaf.device.type != "meta":
+            data = leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            content = hashlib.sha256(data).hexdigest()
+            digest.update(f"{name}={leaf.dtype} {tuple(leaf.shape)} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _weight_device(model: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in model.parameters()), None)
+
+
+def _leaves_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | float]]:
+    """Yield the tensors and fractions in the modules' plain attributes, with names."""
+    for full_name, module in model.named_modules():
+        if is_wrapper(module):
+            continue
+        name = base_name(full_name)
+        for attribute, value in sorted(vars(module).items()):
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                for number, leaf in enumerate(_leaves(value)):
+                    yield f"{name}.{attribute}.{number}", leaf
+
+
+def _leaves(value: object) -> Iterator[torch.Tensor | float]:
+    if isinstance(value, torch.Tensor | float):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)

@@ -2,8 +2,8 @@
 
 vLLM builds the model and post-processes zeros; then the snapshot replaces the result. The result is
 right if parameters, buffers and loose tensors contain everything that depends on the weights:
-:func:`gpupoold.worker.weights.loose.loose_digest` detects other differences, and the self-check the
-rest.
+:func:`gpupoold.worker.weights.relocation.loose_digest` detects other differences, and the
+self-check the rest.
 """
 
 from __future__ import annotations

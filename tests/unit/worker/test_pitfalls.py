@@ -24,7 +24,7 @@ from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.memory.transfers import TransferQueue  # noqa: E402
 from gpupoold.memory.weights import WeightMemory  # noqa: E402
 from gpupoold.wire.messages import RunTurn  # noqa: E402
-from gpupoold.worker.turns.orders import Orders  # noqa: E402
+from gpupoold.worker.turns.ledger import Orders  # noqa: E402
 from gpupoold.worker.weights import relocation, tensors  # noqa: E402
 from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402

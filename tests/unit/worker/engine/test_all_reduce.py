@@ -15,7 +15,7 @@ from vllm.distributed.device_communicators.custom_all_reduce import (
     CustomAllreduce,
 )
 
-from gpupoold.worker.engine.all_reduce import (
+from gpupoold.worker.engine.process_groups import (
     between_captures,
     copy_in_captures,
 )

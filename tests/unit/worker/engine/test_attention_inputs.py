@@ -8,7 +8,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
 from gpupoold.errors import Refused
-from gpupoold.worker.engine.attention_inputs import check_first_inputs
+from gpupoold.worker.engine.cpu_build import check_first_inputs
 
 
 class Layer(Attention):

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.lora.layers import LoRAMapping
 
-from gpupoold.worker.engine.masked_adapters import MaskedAdapters
+from gpupoold.worker.engine.cpu_build import MaskedAdapters
 
 WIDTH, RANK, NUM_SLOTS = 6, 2, 3
 

@@ -8,7 +8,7 @@ from typing import Any
 from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.pages import PagePool
-from gpupoold.worker.kv.last_use import LastUses
+from gpupoold.worker.kv.residency import LastUses
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda
 

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from gpupoold.worker.weights.loose import loose_digest, loose_tensors, on_weight_device
-from gpupoold.worker.weights.relocation import plan_layout
+from gpupoold.worker.weights.relocation import (
+    loose_digest,
+    loose_tensors,
+    on_weight_device,
+    plan_layout,
+)
 
 
 class Layer(nn.Module):

@@ -40,6 +40,7 @@ from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import default_arguments, parse_options
 from gpupoold.frontend.answer_fields import serve_completed
+from gpupoold.frontend.anthropic_errors import name_errors_of_streams
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import (
@@ -47,30 +48,36 @@ from gpupoold.frontend.grammars.request_grammars import (
     keep_grammars_off_the_loop,
 )
 from gpupoold.frontend.grammars.vetting import GrammarVetting
-from gpupoold.frontend.handlers import change_handlers
-from gpupoold.frontend.logprob_requests import has_logprobs, limit_logprobs
-from gpupoold.frontend.made_outputs import make_outputs, repeat_outputs
+from gpupoold.frontend.large_answers import make_large_answers_apart
+from gpupoold.frontend.logprob_bounds import (
+    PromptLogprobs,
+    has_logprobs,
+    limit_beams,
+    limit_logprobs,
+)
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
+from gpupoold.frontend.model_names import name_as_requested
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineCodec, EngineLimits, PoolClient
+from gpupoold.frontend.pooling_bounds import bound_pooling
 from gpupoold.frontend.pooling_inputs import input_slot
 from gpupoold.frontend.prompt_bounds import (
     bound_renderer,
     num_prompts_at_once,
     why_words_are_too_long,
 )
-from gpupoold.frontend.prompt_logprobs import PromptLogprobs
-from gpupoold.frontend.request_ids import make_engine_id
+from gpupoold.frontend.request_ids import make_engine_id, name_responses
 from gpupoold.frontend.step_outputs import (
     join_steps,
     keep_steps_apart,
+    make_outputs,
     put_in_a_row,
     reads_joined_steps,
+    repeat_outputs,
 )
 from gpupoold.frontend.template_bounds import bound_rendering
-from gpupoold.frontend.token_texts import decode_tokens_once, prepare_texts
 from gpupoold.frontend.token_work import why_too_much_work
-from gpupoold.frontend.vocabulary import num_embeddings
+from gpupoold.frontend.vocabulary import decode_tokens_once, num_embeddings, prepare_texts
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
@@ -85,6 +92,13 @@ _PROCESSED_IMAGES_GIB = 0.125
 # Errors raised by code that did not validate its input; vLLM answers the last two itself.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
 _ALL_FAULTS = (*_FAULTS, TypeError, ValueError)
+
+_TOOL_OPTION = "--tool-call-parser"
+_STORE_VARIABLE = "VLLM_ENABLE_RESPONSES_API_STORE"
+_NO_BACKGROUND = (
+    "Responses are not stored here, so `background` is not supported: leave the field out. For "
+    "work without a waiting client there are batches, `/v1/batches`."
+)
 
 
 class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
@@ -497,3 +511,55 @@ def _engine_client(client: PoolClient) -> Iterator[None]:
         yield
     finally:
         EngineCoreClient.make_async_mp_client = staticmethod(original)  # type: ignore[method-assign, unused-ignore]
+
+
+def change_handlers(state: Any, model_config: Any) -> None:
+    """Change the handlers of a new application.
+
+    The handlers get gpupool's bounds, names and messages; requests are answered as by vLLM.
+    """
+    explain_missing_parser(state.online_renderer, model_config.served_model_name)
+    # Pooling models have no such handlers.
+    if (responses := getattr(state, "openai_serving_responses", None)) is not None:
+        name_responses(responses)
+        explain_background(responses)
+    bound_pooling(state, model_config.max_model_len, VLLMValidationError)
+    make_large_answers_apart(state)
+    limit_beams(state)
+    name_as_requested(state.openai_serving_models)
+    if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
+        name_errors_of_streams(messages)
+
+
+def explain_missing_parser(renderer: Any, model: str) -> None:
+    """Let errors of ``renderer`` name the options of ``gpupool`` in place of vLLM's.
+
+    ``renderer`` is vLLM's ``OnlineRenderer``, which creates the error while rendering a chat; the
+    request's own fields alone do not show whether tools are needed.
+    """
+    _replace_error(renderer, _TOOL_OPTION, _missing(model))
+
+
+def explain_background(serving: Any) -> None:
+    """Let errors of ``serving``, vLLM's ``OpenAIServingResponses``, name no variable of vLLM."""
+    _replace_error(serving, _STORE_VARIABLE, _NO_BACKGROUND)
+
+
+def _replace_error(maker: Any, part: str, text: str) -> None:
+    """Let ``maker`` create errors with ``text`` in place of texts that contain ``part``."""
+    create = maker.create_error_response
+
+    def explained(message: str | Exception, *args: Any, **kwargs: Any) -> Any:
+        is_meant = isinstance(message, str) and part in message
+        return create(text if is_meant else message, *args, **kwargs)
+
+    maker.create_error_response = explained
+
+
+def _missing(model: str) -> str:
+    return (
+        f"The model `{model}` has no tool parser, because none was found for its chat template. "
+        'Send no `tools`, or `"tool_choice": "none"`. The operator can choose a parser: '
+        f"`gpupool set {model} --engine tool-call-parser=NAME`, or a chat template with the "
+        f"markup of a parser: `gpupool set {model} --engine chat-template=@FILE`."
+    )

@@ -6,18 +6,25 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from http import HTTPStatus
 
 import uvicorn
+from uvicorn import Config
 from uvicorn.server import ServerState
 
 from gpupoold.access.tls import Tls
 from gpupoold.frontend.anthropic_errors import with_errors_of
-from gpupoold.frontend.errors import send_error, stopping
-from gpupoold.frontend.http_protocol import PublicHttp
+from gpupoold.frontend.errors import ApiError, send_error, stopping
 from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
-from gpupoold.system.http_protocol import Server, server_config
+from gpupoold.system.http_protocol import BoundedHttp, Server, server_config
 
 _BODY_TIMEOUT_S = 5.0
+
+_KINDS = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "RequestTooLargeError",
+}
 
 
 def http_config(app: AsgiApp, tls: Tls | None) -> uvicorn.Config:
@@ -78,3 +85,19 @@ async def refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
             while (await receive()).get("more_body"):
                 pass
     await send_error(with_errors_of(scope["path"], send), stopping())
+
+
+class PublicHttp(BoundedHttp):
+    """A connection of the public API."""
+
+    def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
+        return ApiError(status.value, _KINDS[status], message).body()
+
+    def move(self, config: Config, state: ServerState) -> None:
+        """Let the server of ``config`` and ``state`` have the connection, if it has no request."""
+        if self.cycle is None:
+            self.connections.discard(self)
+            self.config, self.app = config, config.loaded_app
+            self.server_state, self.tasks = state, state.tasks
+            self.connections = state.connections
+            self.connections.add(self)

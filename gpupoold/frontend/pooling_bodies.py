@@ -10,7 +10,6 @@ import msgspec
 
 from gpupoold.frontend.conversations import check_messages
 from gpupoold.frontend.errors import bad_request
-from gpupoold.frontend.raw_lists import num_prompts
 
 SCORING_PATHS = frozenset(
     {"/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"},
@@ -21,6 +20,10 @@ _CONVERSATION = re.compile(rb"\s*\[\s*\{")
 _NOTHING = msgspec.Raw(b"null")
 _QUERIES = ("query", "queries", "data_1", "text_1")
 _DOCUMENTS = ("documents", "items", "data_2", "text_2")
+
+_LIST = re.compile(rb"\s*\[")
+_NUMBERS = re.compile(rb"\s*\[\s*[-0-9]")
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class PoolingFields(msgspec.Struct):
@@ -98,3 +101,13 @@ def _num_items(text: msgspec.Raw) -> int:
     if bytes(view[:4]) == b"null":
         return 0
     return 1 if _CONVERSATION.match(view) else num_prompts(text)
+
+
+def num_items(text: msgspec.Raw) -> int:
+    """Return the length of a list; any other value counts as one."""
+    return len(_list_decoder.decode(text)) if _LIST.match(memoryview(text)) else 1
+
+
+def num_prompts(text: msgspec.Raw) -> int:
+    """Return the number of prompts; a list of numbers is one prompt, of token ids."""
+    return 1 if _NUMBERS.match(memoryview(text)) else num_items(text)

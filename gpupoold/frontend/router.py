@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qs
 
 import msgspec
+from starlette.responses import FileResponse, Response
 
 from gpupoold import __version__
-from gpupoold.checkpoints.peers import PATH as CHECKPOINTS_PATH
+from gpupoold.access.fleet import HEADER, sign
+from gpupoold.checkpoints.download import finished_downloads
+from gpupoold.checkpoints.manifest import Manifest
+from gpupoold.checkpoints.peers import LISTING_METHOD, PATH, PATH as CHECKPOINTS_PATH, Listing
+from gpupoold.checkpoints.resolve import is_hub_id
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
 from gpupoold.frontend.anthropic_errors import with_errors_of
@@ -18,9 +26,8 @@ from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.body import Disconnected, let_others_run, read_body, replay, without_bom
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
-from gpupoold.frontend.catalog import Catalog, model_row
-from gpupoold.frontend.checkpoint_files import CheckpointFiles
-from gpupoold.frontend.cors import Cors
+from gpupoold.frontend.catalog import Catalog, Hold, ModelLookup, model_row
+from gpupoold.frontend.cors import Cors, check_host, check_origin
 from gpupoold.frontend.errors import (
     ApiError,
     allow_header,
@@ -31,20 +38,20 @@ from gpupoold.frontend.errors import (
     send_empty,
     send_error,
     send_json,
+    unauthorised,
     unread_encoding,
 )
 from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continuing
 from gpupoold.frontend.gates import Gates
-from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 from gpupoold.frontend.logprob_bounds import counting_logprobs
+from gpupoold.frontend.media import NUM_DECODING, bounding_images
 from gpupoold.frontend.metrics import MetricsCalls
-from gpupoold.frontend.model_lookup import Hold, ModelLookup
 from gpupoold.frontend.model_names import answering_as
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
-from gpupoold.frontend.origins import check_host, check_origin
 from gpupoold.frontend.pacing import pacing, wanted_gap_s
+from gpupoold.frontend.pooling_bodies import POOLING_PATHS
 from gpupoold.frontend.pooling_inputs import (
     INPUTS_AT_ONCE,
     pooling_inputs,
@@ -53,23 +60,65 @@ from gpupoold.frontend.pooling_inputs import (
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
-from gpupoold.frontend.routes import (
-    METRICS_PATH,
-    MODELS_PREFIX,
-    OPEN_PATHS,
-    OPENAPI_PATH,
-    RESPONSES_PREFIX,
-    ROUTED_PATHS,
-    WHERE,
-    is_batch_path,
-    methods_of,
-    without_slash,
-)
 from gpupoold.frontend.traces import TracedRequest, Traces
 from gpupoold.frontend.waiting import wants_comments
 from gpupoold.system.content_coding import unread_coding
 
 logger = logging.getLogger(__name__)
+
+ROUTED_PATHS = POOLING_PATHS | frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+"""Paths whose requests name a model in the body."""
+# Paths for load balancers and service managers, which have no key; the answers name no model.
+OPEN_PATHS = frozenset({"/health", "/ready"})
+RESPONSES_PREFIX = "/v1/responses/"
+MODELS_PREFIX = "/v1/models/"
+OPENAPI_PATH = "/openapi.json"
+# For those who open the address in a browser.
+WHERE = {
+    "gpupool": "many models behind OpenAI's and Anthropic's API, below /v1",
+    "models": "/v1/models",
+    "description": OPENAPI_PATH,
+    "documentation": "docs/api.md",
+}
+METRICS_PATH = "/metrics"
+
+_READ = ("GET", "HEAD")
+_FIXED = {
+    **dict.fromkeys(ROUTED_PATHS, ("POST",)),
+    **dict.fromkeys(
+        (*OPEN_PATHS, "/", "/version", "/v1/models", METRICS_PATH, OPENAPI_PATH), _READ
+    ),
+}
+_PATTERNS = {
+    re.compile(pattern, re.DOTALL): methods
+    for pattern, methods in {
+        r"/v1/models/.+": _READ,
+        r"/v1/responses/[^/]+": ("GET",),
+        r"/v1/responses/[^/]+/cancel": ("POST",),
+    }.items()
+}
+_BATCH_PATTERNS = {
+    re.compile(pattern, re.DOTALL): methods
+    for pattern, methods in {
+        r"/v1/files": ("GET", "POST"),
+        r"/v1/files/[^/]+": ("DELETE", "GET"),
+        r"/v1/files/[^/]+/content": ("GET",),
+        r"/v1/batches": ("GET", "POST"),
+        r"/v1/batches/[^/]+": ("GET",),
+        r"/v1/batches/[^/]+/cancel": ("POST",),
+    }.items()
+}
 
 
 @dataclass(slots=True)
@@ -316,3 +365,79 @@ def _is_unix(scope: Scope) -> bool:
     """Return whether the connection uses a unix socket, which no browser can open."""
     server = scope.get("server")
     return server is not None and server[1] is None
+
+
+class CheckpointFiles:
+    """Serves the daemon's downloads.
+
+    Requests must be signed with the fleet's secret; API keys do not count here.
+    """
+
+    def __init__(self, calls: FleetCalls) -> None:
+        self._calls = calls
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of a path below :data:`PATH`.
+
+        Raises:
+            ApiError: 401 without the fleet's signature; 404 for anything but finished downloads.
+        """
+        path, method = scope["path"], scope["method"]
+        if method != "GET":
+            raise method_not_allowed(method, path, ("GET",))
+        call = self._calls.find(scope)
+        if call is None:
+            raise unauthorised("Checkpoints are served to nodes of the fleet only.")
+        call.opened(b"")
+        org, _, rest = path.removeprefix(PATH).partition("/")
+        name, _, rest = rest.partition("/")
+        commit, _, file = rest.partition("/")
+        folder, repo_id = self._calls.downloads, f"{org}/{name}"
+        if not folder or not is_hub_id(repo_id):
+            raise no_such_path(method, path)
+        found = await asyncio.to_thread(finished_downloads, Path(folder), repo_id)
+        response = self._listing(scope, found) if not commit else _file(found, commit, file)
+        if response is None:
+            raise no_such_path(method, path)
+        await response(scope, receive, send)
+
+    def _listing(self, scope: Scope, found: dict[Path, Manifest]) -> Response | None:
+        query = scope.get("query_string", b"").decode("latin-1")
+        revision = parse_qs(query).get("revision", [None])[0]
+        for manifest in found.values():
+            if manifest.revision == revision:
+                body = msgspec.json.encode(Listing(manifest.commit, list(manifest.files)))
+                target = f"{scope['path']}{'?' if query else ''}{query}"
+                signature = sign(self._calls.secret, LISTING_METHOD, target, body)
+                return Response(body, media_type="application/json", headers={HEADER: signature})
+        return None
+
+
+def _file(found: dict[Path, Manifest], commit: str, file: str) -> Response | None:
+    for folder, manifest in found.items():
+        # Only listed files, so that no path leads elsewhere.
+        if manifest.commit == commit and file in {one.path for one in manifest.files}:
+            return FileResponse(folder / file, media_type="application/octet-stream")
+    return None
+
+
+def methods_of(path: str, *, has_batches: bool) -> tuple[str, ...]:
+    """Return the methods of a path, empty for a path that is not served.
+
+    Only these paths are served. The applications behind also register operator endpoints (scaling,
+    profiling, raw metrics), which stay out of reach.
+    """
+    if path in _FIXED:
+        return _FIXED[path]
+    patterns = _PATTERNS | _BATCH_PATTERNS if has_batches else _PATTERNS
+    return next((methods for one, methods in patterns.items() if one.fullmatch(path)), ())
+
+
+def is_batch_path(path: str) -> bool:
+    """Return whether a served path is of files or batches."""
+    return path.startswith(("/v1/files", "/v1/batches"))
+
+
+def without_slash(path: str) -> str:
+    """Return the path that a path with one slash too many at its end means."""
+    return path[:-1] if path.endswith("/") and not path.endswith("//") and path != "/" else path

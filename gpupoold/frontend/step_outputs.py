@@ -11,9 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from vllm.tool_parsers import ToolParserManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
+
+from gpupoold.wire.continuation import OutputSoFar
+from gpupoold.wire.messages import RequestProgress
 
 MAX_STEPS_APART = 1024
 """Steps that wait for the reader of a stream; further steps are joined, which bounds memory."""
@@ -22,6 +27,8 @@ MAX_STEPS_APART = 1024
 _PARSERS_OF_JOINED_STEPS = frozenset(
     ("apertus", "granite4", "hermes", "lfm2", "olmo3", "openai", "pythonic", "qwen3_json")
 )
+
+_FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 
 
 def reads_joined_steps(tool_parser: str | None) -> bool:
@@ -124,3 +131,32 @@ def keep_steps_apart(queue: RequestOutputCollector) -> RequestOutputCollector:
         queue.__class__ = StepCollector
         queue.steps = deque()
     return queue
+
+
+def make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
+    """Return outputs as an engine would have made for these tokens."""
+    outputs = [
+        EngineCoreOutput(
+            one.request_id,
+            one.new_token_ids,
+            finish_reason=_FINISH_REASONS[one.finish_reason] if one.finish_reason else None,
+        )
+        for one in progress
+    ]
+    return EngineCoreOutputs(outputs=outputs)
+
+
+def repeat_outputs(request: EngineCoreRequest, so_far: OutputSoFar) -> list[EngineCoreOutput]:
+    """Return the outputs of a request whose tokens are known, one for each token.
+
+    The log-probabilities are 0: the fleet's entrance drops those of repeated tokens.
+    """
+    params = request.sampling_params
+    found = [EngineCoreOutput(request.request_id, [token_id]) for token_id in so_far.token_ids]
+    if params is not None and params.num_logprobs is not None:
+        for one in found:
+            ids = np.array([one.new_token_ids])
+            one.new_logprobs = LogprobsLists(ids, np.zeros((1, 1)), np.array([1]))
+    if so_far.finish_reason:
+        found[-1].finish_reason = _FINISH_REASONS[so_far.finish_reason]
+    return found

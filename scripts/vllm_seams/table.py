@@ -192,7 +192,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_GRAMMARS, "vllm.v1.structured_output.request.StructuredOutputRequest", "grammar"),
     (
-        "gpupoold/frontend/grammar_checker/walks.py",
+        "gpupoold/frontend/grammar_checker/trial.py",
         "vllm.v1.structured_output.backend_types.StructuredOutputGrammar",
         "accept_tokens is_terminated fill_bitmask",
     ),
@@ -267,12 +267,12 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "mm_processor _process_multimodal_async render_chat_async _mm_executor",
     ),
     (
-        "gpupoold/frontend/tool_errors.py",
+        "gpupoold/frontend/adapter.py",
         "vllm.renderers.online_renderer.OnlineRenderer",
         "create_error_response",
     ),
     (
-        "gpupoold/frontend/tool_errors.py",
+        "gpupoold/frontend/adapter.py",
         "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses",
         "create_error_response",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from gpupoold.frontend.json_scan import JsonScan
+from gpupoold.frontend.body import JsonScan
 
 texts = st.text(st.sampled_from('ab,[]{}"\\: é\n'), max_size=6)
 values = st.recursive(

@@ -6,17 +6,18 @@ A caller sees the files and batches of the caller's key only; callers without a 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 import msgspec
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 
-from gpupool_state.batches import Account, BatchRow, BatchStore, FileRow
+from gpupool_state.batches import Account, BatchRow, BatchStore, FileRow, Order
 from gpupoold.frontend.batches.input_file import ENDPOINTS
 from gpupoold.frontend.batches.limits import BatchBounds
-from gpupoold.frontend.batches.objects import batch_object, file_object, list_object
-from gpupoold.frontend.batches.parameters import ExpiresAfter, expiry_of_form, read_page
 from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
 from gpupoold.frontend.batches.uploads import MAX_FORM_BYTES, Uploads
 from gpupoold.frontend.body import read_body, without_bom
@@ -42,6 +43,83 @@ _MAX_WINDOW_CHARS = 32
 _MIN_WINDOW_S, _MAX_WINDOW_S = 60.0, 7 * 86_400.0
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 _PIECE_BYTES = 1 << 18
+
+_ENDED_AT = ("completed", "failed", "expired", "cancelled")
+_MAX_PAGE_BYTES = 1 << 18
+
+# A page has no more rows, whatever the limit; clients ask for the next page.
+_MAX_ROWS = 1000
+_MIN_KEPT_S, _MAX_KEPT_S = 3600, 2_592_000
+_ORDERS: dict[str, Order] = {"asc": "asc", "desc": "desc"}
+
+
+class ExpiresAfter(msgspec.Struct):
+    """When a file expires: ``seconds`` after the creation, the only anchor that OpenAI has."""
+
+    anchor: str
+    seconds: int
+
+    def check(self, param: str) -> None:
+        """Check the values.
+
+        Raises:
+            ApiError: 400.
+        """
+        if self.anchor != "created_at":
+            raise bad_request("The anchor of an expiry is `created_at`.", f"{param}.anchor")
+        if not _MIN_KEPT_S <= self.seconds <= _MAX_KEPT_S:
+            text = f"A file expires after {_MIN_KEPT_S:,} to {_MAX_KEPT_S:,} seconds."
+            raise bad_request(text, f"{param}.seconds")
+
+
+def expiry_of_form(form: FormData) -> ExpiresAfter | None:
+    """Return the fields ``expires_after[...]`` of a form, None without any.
+
+    Raises:
+        ApiError: 400.
+    """
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    is_number = isinstance(seconds, str) and len(seconds) < 10 and seconds.isdecimal()
+    found = ExpiresAfter(str(anchor), int(str(seconds)) if is_number else 0)
+    found.check("expires_after")
+    return found
+
+
+class Page(NamedTuple):
+    """A part of a list; ``purpose`` None: of any purpose."""
+
+    limit: int
+    after: str | None
+    order: Order
+    purpose: str | None
+
+    @property
+    def num_rows(self) -> int:
+        """The rows to read: one more than the page has, which tells of a further page."""
+        return self.limit + 1
+
+
+def read_page(scope: Scope, *, max_limit: int, default: int) -> Page:
+    """Return the parameters of a list.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        found = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16)
+        limit = int(found.get("limit", [str(default)])[-1][:10])
+    except ValueError:
+        limit = 0
+        found = {}
+    if not 1 <= limit <= max_limit:
+        raise bad_request(f"`limit` is a number from 1 to {max_limit:,}.", param="limit")
+    order = _ORDERS.get(found.get("order", ["desc"])[-1])
+    if order is None:
+        raise bad_request("`order` is asc or desc.", param="order")
+    after, purpose = found.get("after", [None])[-1], found.get("purpose", [None])[-1]
+    return Page(min(limit, _MAX_ROWS), after, order, purpose)
 
 
 class _NewBatch(msgspec.Struct):
@@ -269,3 +347,75 @@ def _declared_bytes(scope: Scope) -> int:
 
 def _not_found(kind: str, item_id: str) -> ApiError:
     return ApiError(404, "NotFoundError", f"There is no {kind} {item_id[:100]!r}.")
+
+
+def file_object(row: FileRow) -> dict[str, Any]:
+    """Return a file as an object of the API."""
+    return {
+        "id": row.id,
+        "object": "file",
+        "bytes": row.num_bytes,
+        "created_at": row.created_at,
+        "filename": row.filename,
+        "purpose": row.purpose,
+        "status": "processed",
+        **({} if row.expires_at is None else {"expires_at": row.expires_at}),
+    }
+
+
+def batch_object(row: BatchRow) -> dict[str, Any]:
+    """Return a batch as an object of the API.
+
+    ``status_details``, which OpenAI does not have, says why requests wait.
+    """
+    ended = {f"{status}_at": row.ended_at if row.status == status else None for status in _ENDED_AT}
+    return {
+        "id": row.id,
+        "object": "batch",
+        "endpoint": row.endpoint,
+        "errors": {"object": "list", "data": row.errors} if row.errors else None,
+        "input_file_id": row.input_file_id,
+        "completion_window": row.completion_window,
+        "status": row.status,
+        "output_file_id": row.output_file_id,
+        "error_file_id": row.error_file_id,
+        "created_at": row.created_at,
+        "in_progress_at": row.in_progress_at,
+        "expires_at": row.expires_at,
+        "finalizing_at": row.finalizing_at,
+        "cancelling_at": row.cancelling_at,
+        **ended,
+        "request_counts": {
+            "total": row.num_requests,
+            "completed": row.num_completed,
+            "failed": row.num_failed,
+        },
+        "metadata": row.metadata or None,
+        "status_details": (
+            {"reason": row.waits_because, "next_try_at": row.next_try_at}
+            if row.waits_because
+            else None
+        ),
+    }
+
+
+def list_object(items: Iterable[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """Return a page of at most ``limit`` items and about ``_MAX_PAGE_BYTES``.
+
+    One item more tells of a further page.
+    """
+    page: list[dict[str, Any]] = []
+    num_bytes, has_more = 0, False
+    for item in items:
+        has_more = len(page) == limit or num_bytes >= _MAX_PAGE_BYTES
+        if has_more:
+            break
+        page.append(item)
+        num_bytes += len(json.dumps(item))
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": has_more,
+    }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from typing import NamedTuple
 
-from gpupool_state.batches import BatchStore
+from gpupool_state.batches import BatchRow, BatchStatus, BatchStore
 from gpupoold.errors import GpupoolError
 from gpupoold.frontend.batches.api import BatchApi
 from gpupoold.frontend.batches.limits import BatchBounds
-from gpupoold.frontend.batches.runner import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import Ask, BatchWorker, TellWait
 from gpupoold.frontend.callers import Caller, Callers
@@ -21,6 +22,9 @@ from gpupoold.frontend.places import Places
 
 _logger = logging.getLogger(__name__)
 _RETRY_S = 5.0
+
+_POLL_S = 0.5
+_CLEAN_S = 600.0
 
 
 class BatchService:
@@ -78,3 +82,77 @@ class BatchService:
             except (GpupoolError, OSError) as error:
                 _logger.warning("files and batches are not served yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
+
+
+class _Running(NamedTuple):
+    """The work on a batch; ``end`` is the reason to end the batch at the start of the work."""
+
+    task: asyncio.Task[None]
+    end: BatchStatus | None
+
+
+class BatchRunner:
+    """Follows the database, so that any frontend may add or cancel batches.
+
+    Files and ended batches are removed after ``keep_s`` seconds.
+    """
+
+    def __init__(
+        self, store: BatchStore, files: StoredFiles, work: BatchWorker, keep_s: float
+    ) -> None:
+        self._store = store
+        self._files = files
+        self._work = work
+        self._keep_s = keep_s
+        self._running: dict[str, _Running] = {}
+        self._cleaned_s = -_CLEAN_S
+
+    async def run(self) -> None:
+        """Run batches until cancelled; the batches then stop where they are."""
+        with contextlib.suppress(GpupoolError, OSError):
+            await self._work.recall()
+        try:
+            while True:
+                with contextlib.suppress(GpupoolError, OSError):
+                    await self._look()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            tasks = [one.task for one in self._running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self) -> None:
+        """Start work on batches, and stop the work on batches that have to end."""
+        for row in await self._store.under_way():
+            running, end = self._running.get(row.id), self._work.why_stop(row)
+            if running is not None and not running.task.done():
+                if running.end is None and end is not None:
+                    running.task.cancel()
+                await self._work.note_if_still(row)
+                continue
+            task = asyncio.create_task(self._bring_on(row), name=row.id)
+            self._running[row.id] = _Running(task, end)
+        for batch_id in [one for one, work in self._running.items() if work.task.done()]:
+            del self._running[batch_id]
+        if time.monotonic() - self._cleaned_s >= _CLEAN_S:
+            self._cleaned_s = time.monotonic()
+            await self._clean()
+
+    async def _bring_on(self, row: BatchRow) -> None:
+        try:
+            await self._work.bring_on(row)
+        except (GpupoolError, OSError) as error:
+            _logger.warning("batch %s goes on in a moment: %s", row.id, error)
+        except Exception:
+            _logger.exception("batch %s goes on in a moment", row.id)
+
+    async def _clean(self) -> None:
+        """Remove files and batches that are too old, and remains of crashes."""
+        before = time.time() - self._keep_s
+        for row in await self._store.old_files(before):
+            await self._store.remove_file(row.id)
+            await asyncio.to_thread(self._files.remove, row.id)
+        await self._store.remove_old(before)
+        known = await self._store.file_ids()
+        await asyncio.to_thread(self._files.remove_unknown, known)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore, FileRow, ResultRow
 from gpupoold.frontend.batches.input_file import (
     MAX_ERRORS,
@@ -26,9 +28,7 @@ from gpupoold.frontend.batches.input_file import (
     lines_of,
 )
 from gpupoold.frontend.batches.limits import BatchBounds
-from gpupoold.frontend.batches.repeats import Repeats
-from gpupoold.frontend.batches.results import expired_line, result_line
-from gpupoold.frontend.batches.stored_files import NewFile, StoredFiles
+from gpupoold.frontend.batches.stored_files import NewFile, StoredFiles, new_id
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.places import Places
 
@@ -45,6 +45,14 @@ _MAX_MODELS, _MAX_NAME_CHARS = 8, 200
 _STILL_S = 600.0
 _STILL = "no request was answered for 10m: they run, or wait for a place or for a device"
 _NO_ROOM = "the results have no room until files are deleted, see max_bytes in [batches]"
+
+MAX_REFUSALS = 100
+GIVE_UP_S = 6 * 3600.0
+MAX_FAILURES = 3
+_OF_THE_MOMENT = frozenset({429, 503})
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 300.0
+
+_encoder = msgspec.json.Encoder()
 
 
 class JsonAnswer(NamedTuple):
@@ -319,6 +327,97 @@ class BatchWorker:
 
 
 @dataclass(slots=True)
+class _Tries:
+    """Tries of a request without a result.
+
+    A refusal of the moment (429, 503) holds back all requests to the same model, because the
+    refusal mostly concerns the model. Other failures of the server are repeated a few times. All
+    other answers are results.
+    """
+
+    model: str
+    since_s: float
+    num_refusals: int = 0
+    num_failures: int = 0
+    due_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _HeldModel:
+    """A model whose latest request was refused."""
+
+    since_s: float
+    due_s: float
+    reason: str
+
+
+class Repeats:
+    """The requests of one batch that wait for another try; times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, _Tries] = {}
+        self._held: dict[str, _HeldModel] = {}
+
+    @property
+    def reason(self) -> str:
+        """Why requests wait; empty if none has been refused."""
+        return next((one.reason for one in self._held.values()), "")
+
+    def due_s(self, now_s: float) -> float:
+        """Return the time of the next try, now if none is known."""
+        dues = [one.due_s for one in self._held.values()]
+        for one in self._lines.values():
+            held = self._held.get(one.model)
+            dues.append(one.due_s if held is None else max(one.due_s, held.due_s))
+        return min((due_s for due_s in dues if due_s > now_s), default=now_s)
+
+    def may_ask(self, number: int, model: str, now_s: float) -> bool:
+        """Return whether the request in line ``number`` may be asked now."""
+        line, held = self._lines.get(number), self._held.get(model)
+        return (line is None or line.due_s <= now_s) and (held is None or held.due_s <= now_s)
+
+    def is_result(
+        self,
+        number: int,
+        model: str,
+        status: int,
+        now_s: float,
+        retry_after_s: float = 0.0,
+        reason: str = "",
+    ) -> bool:
+        """Note an answer; return False if the request has to be asked again.
+
+        The latest refusal is the result after ``MAX_REFUSALS``, or when the request or the model
+        has been refused for ``GIVE_UP_S``; the latest failure is the result after ``MAX_FAILURES``.
+        """
+        line = self._lines.pop(number, None) or _Tries(model, now_s)
+        if status in _OF_THE_MOMENT:
+            line.num_refusals += 1
+            line.due_s = now_s + _pause_s(line.num_refusals, retry_after_s)
+            held = self._held.get(model)
+            since_s = now_s if held is None else held.since_s
+            self._held[model] = _HeldModel(since_s, line.due_s, reason or f"HTTP status {status}")
+            late_s = now_s - min(since_s, line.since_s)
+            is_last = line.num_refusals >= MAX_REFUSALS or late_s >= GIVE_UP_S
+        elif status >= 500:
+            line.num_failures += 1
+            line.due_s = now_s + _pause_s(line.num_failures)
+            is_last = line.num_failures >= MAX_FAILURES
+        else:
+            self._held.pop(model, None)
+            return True
+        if not is_last:
+            self._lines[number] = line
+        return is_last
+
+
+def _pause_s(num_tries: int, retry_after_s: float = 0.0) -> float:
+    """Return the pause after a try: ``Retry-After``, or longer with each try, within a bound."""
+    growing_s: float = _FIRST_PAUSE_S * 2 ** min(num_tries - 1, 20)
+    return min(max(growing_s, retry_after_s), _MAX_PAUSE_S)
+
+
+@dataclass(slots=True)
 class _Batch:
     """A batch whose requests are being answered.
 
@@ -360,3 +459,24 @@ def _problem(number: int, problem: LineProblem) -> dict[str, object]:
         "param": problem.param,
         "line": number,
     }
+
+
+def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the line of an answered request; ``body`` is the answer's JSON."""
+    try:
+        answer = msgspec.Raw(msgspec.json.format(body, indent=-1))
+    except msgspec.DecodeError:
+        answer = msgspec.Raw(_encoder.encode(body.decode(errors="replace")))
+    response = {"status_code": status, "request_id": request_id, "body": answer}
+    return _line(custom_id, response, None)
+
+
+def expired_line(custom_id: str) -> bytes:
+    """Return the line of a request that was not answered within the completion window."""
+    message = "This request could not be executed before the completion window expired."
+    return _line(custom_id, None, {"code": "batch_expired", "message": message})
+
+
+def _line(custom_id: str, response: object, error: object) -> bytes:
+    fields = {"id": new_id("batch_req_"), "custom_id": custom_id}
+    return _encoder.encode(fields | {"response": response, "error": error})

@@ -18,9 +18,9 @@ from gpupoold.checkpoints.hub import Hub
 from gpupoold.checkpoints.manifest import HubFile, read_manifest
 from gpupoold.checkpoints.peers import PATH, PeerHub, Peers, Sources
 from gpupoold.errors import Failed
-from gpupoold.frontend.checkpoint_files import CheckpointFiles
 from gpupoold.frontend.errors import ApiError, send_error
 from gpupoold.frontend.fleet_calls import FleetCalls
+from gpupoold.frontend.router import CheckpointFiles
 from tests.unit.checkpoints.download_tools import (
     REPO,
     WEIGHTS,

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from gpupoold.frontend.mounts import Receive, Scope, Send
-from gpupoold.frontend.routes import ROUTED_PATHS
+from gpupoold.frontend.router import ROUTED_PATHS
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import StepOutputs
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpupoold.access.secret import make_key
-from gpupoold.frontend import router, routes
+from gpupoold.frontend import router
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import send_json
 from gpupoold.frontend.mounts import Receive, Scope, Send
@@ -23,7 +23,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 
 # What a caller who may do everything is answered. Another method of a path that has one gets 405.
 ANSWERS: dict[str, dict[str, int]] = {
-    **{path: {"POST": 200} for path in routes.ROUTED_PATHS},
+    **{path: {"POST": 200} for path in router.ROUTED_PATHS},
     "/health": {"GET": 200, "HEAD": 200},
     "/ready": {"GET": 200, "HEAD": 200},
     "/version": {"GET": 200, "HEAD": 200},
@@ -115,7 +115,7 @@ def expected(are_required: bool, kind: str, method: str, path: str, *, is_ours: 
     if path == "/metrics" and kind == "alpha":
         return 403  # whatever the method
     is_of_beta = path in ("/v1/models/beta", "/v1/responses/r-beta")
-    asks_a_model = path.removesuffix("/") in routes.ROUTED_PATHS or "alpha" in path
+    asks_a_model = path.removesuffix("/") in router.ROUTED_PATHS or "alpha" in path
     if permitted == 200 and (
         (kind == "alpha" and is_of_beta) or (kind == "metrics" and (is_of_beta or asks_a_model))
     ):
@@ -125,7 +125,7 @@ def expected(are_required: bool, kind: str, method: str, path: str, *, is_ours: 
 
 def test_the_table_has_every_path_of_the_router() -> None:
     paths = set(re.findall(r'"(/[a-z0-9_/.]*)"', inspect.getsource(router)))
-    paths |= set(routes._FIXED)
+    paths |= set(router._FIXED)
     assert paths <= set(ANSWERS)
     assert len(paths) > 12
 

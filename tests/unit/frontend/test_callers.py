@@ -13,9 +13,8 @@ import pytest
 
 from gpupoold.access.secret import make_key
 from gpupoold.domain import Preset, Priority
-from gpupoold.frontend.callers import Callers, cache_salt, serving, without_credentials
+from gpupoold.frontend.callers import Callers, RateCalls, cache_salt, serving, without_credentials
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.rates import RateCalls
 from gpupoold.wire.messages import (
     AccessReport,
     AccessRules,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpupoold.frontend.collector import Collector
 from gpupoold.frontend.in_flight import BytesInFlight
+from gpupoold.frontend.server import Collector
 
 
 def test_garbage_is_collected_soon_after_the_last_request() -> None:

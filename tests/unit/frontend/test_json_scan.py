@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gpupoold.frontend import json_scan
-from gpupoold.frontend.json_scan import JsonScan, TooMuchJson
+from gpupoold.frontend import body
+from gpupoold.frontend.body import JsonScan, TooMuchJson
 
 
 def scan(text: str | bytes, piece_bytes: int = 1 << 20) -> JsonScan:
@@ -51,8 +51,8 @@ def test_bounds(text: str, bound: str) -> None:
     "text",
     [
         "[" * 100 + "]" * 100,
-        json.dumps([[]] * (json_scan.MAX_CONTAINERS - 1)),
-        json.dumps(["a"] * json_scan.MAX_STRINGS),
+        json.dumps([[]] * (body.MAX_CONTAINERS - 1)),
+        json.dumps(["a"] * body.MAX_STRINGS),
         json.dumps([7] * 200_000),
         json.dumps("[{,\\" * 2_000_000),
     ],

@@ -18,7 +18,7 @@ import pytest
 
 _FETCH = """
 import asyncio, json, sys
-from gpupoold.frontend.environment import set_engine_environment
+from gpupoold.frontend.preload import set_engine_environment
 set_engine_environment("error")
 import gpupoold.frontend.media
 import vllm.envs as envs

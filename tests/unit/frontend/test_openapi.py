@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 
 from gpupool_state.batches import BatchRow, FileRow
-from gpupoold.frontend.batches.objects import batch_object, file_object
+from gpupoold.frontend.batches.api import batch_object, file_object
 from gpupoold.frontend.openapi import describe
 
 

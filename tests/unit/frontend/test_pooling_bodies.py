@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpupoold.frontend.body import JsonScan
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.json_scan import JsonScan
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS, check_input, num_inputs
 from gpupoold.frontend.request_head import MAX_INPUTS, read_head
 

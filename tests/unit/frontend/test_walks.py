@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo
 
-from gpupoold.frontend.grammar_checker.walks import walk
+from gpupoold.frontend.grammar_checker.trial import walk
 
 VOCABULARY = [
     *map(chr, range(32, 127)),

@@ -23,10 +23,9 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 
+from gpupoold.frontend.body import MAX_CONTAINERS, MAX_STRINGS
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.json_scan import MAX_CONTAINERS, MAX_STRINGS
-from gpupoold.frontend.request_head import read_head
-from gpupoold.frontend.value_bounds import MAX_ELEMENTS
+from gpupoold.frontend.request_head import MAX_ELEMENTS, read_head
 
 MAX_ERRORS = 20_000
 """Of which pydantic makes and lists some 200 in a millisecond."""

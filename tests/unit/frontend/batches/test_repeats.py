@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.frontend.batches.repeats import (
+from gpupoold.frontend.batches.work import (
     GIVE_UP_S,
     MAX_FAILURES,
     MAX_REFUSALS,

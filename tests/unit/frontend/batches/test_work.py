@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from gpupool_state.batches import BatchRow, BatchStore, FileRow, ResultRow
+from gpupoold.frontend.batches.api import batch_object
 from gpupoold.frontend.batches.limits import BatchBounds
-from gpupoold.frontend.batches.objects import batch_object
-from gpupoold.frontend.batches.runner import BatchRunner
+from gpupoold.frontend.batches.service import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import BatchWorker, JsonAnswer
 from gpupoold.frontend.callers import Caller
@@ -120,9 +120,9 @@ def rig(store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> Rig:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpupoold.frontend.batches.repeats._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("gpupoold.frontend.batches.work._FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("gpupoold.frontend.batches.work._PASS_S", 0.01)
-    monkeypatch.setattr("gpupoold.frontend.batches.runner._POLL_S", 0.01)
+    monkeypatch.setattr("gpupoold.frontend.batches.service._POLL_S", 0.01)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ import itertools
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -293,9 +294,13 @@ def cli(daemon: PrivateDaemon | Path, *arguments: str) -> subprocess.CompletedPr
     return run_command(arguments, child_env() | {"GPUPOOL_SOCKET": str(socket_path)})
 
 
-def child_env() -> dict[str, str]:
-    """Environment for processes that import the project from this checkout."""
-    return os.environ | {"PYTHONPATH": PYTHON_PATH}
+def child_env(*, shares_import: bool = False) -> dict[str, str]:
+    """Environment for processes that import the project from this checkout.
+
+    With ``shares_import`` their daemons have vLLM from the tests' import server.
+    """
+    path = os.pathsep.join(filter(None, sys.path)) if shares_import else PYTHON_PATH
+    return os.environ | {"PYTHONPATH": path}
 
 
 # Starting and ending

@@ -30,7 +30,7 @@ def test_answers_at_once_equal_answers_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.rag"],
         cwd=ROOT,
-        env=child_env() | {"COLUMNS": "160"},
+        env=child_env(shares_import=True) | {"COLUMNS": "160"},
         capture_output=True,
         text=True,
         check=False,

@@ -228,7 +228,7 @@ def test_a_sum_that_cannot_be_had_ends_the_start(more: list[str], tmp_path: Path
     config.write_text(f'{BOXES[0].config}{folders}[memory]\nmodel_cache = "60GiB"\n')
     done = subprocess.run(
         [sys.executable, "-m", "gpupoold", "--config", str(config), *more],
-        env=child_env(),
+        env=child_env(shares_import=True),
         capture_output=True,
         text=True,
         check=False,

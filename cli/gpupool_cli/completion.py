@@ -26,7 +26,8 @@ def completion(
 ) -> None:
     """Print the completion script of a shell.
 
-    For bash: source <(gpupool completion bash)
+    For bash: source <(gpupool completion bash), in ~/.bashrc. For zsh: the same with zsh, in
+    ~/.zshrc after compinit. For fish: into ~/.config/fish/completions/gpupool.fish.
     """
     code = shell_complete(ctx.find_root().command, {}, PROGRAM, _VARIABLE, f"source_{shell}")
     raise typer.Exit(code)

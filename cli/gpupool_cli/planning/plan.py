@@ -102,7 +102,7 @@ def plan(
     """Find out whether models and their load fit a box, and how many devices they need.
 
     All answers come from simulations with the daemon's own scheduling. Exit status 0 if the load
-    fits, 1 otherwise.
+    fits, 1 if not, 2 if the question has no answer, as for a model larger than a device.
     """
     started_s = time.monotonic()
     names = lists.names(policies)

@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 from benchmarks.decision_times import decision_times_s
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
-from gpupoold.latency.group_rate import group_throughput
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.profiles import latency_for, measured_profiles
 from gpupoold.latency.shape import builtin_shape
@@ -25,6 +24,7 @@ from gpupoold.scheduling.velocity import RequestClass, decoders_load, prefill_ve
 from gpupoold.sim.boxes import USABLE_SHARE, Box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
+from gpupoold.sim.planner.groups import group_throughput
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import preset_panels
 from gpupoold.sim.run import RunRow, run_points

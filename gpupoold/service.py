@@ -41,7 +41,6 @@ from gpupoold.errors import Failed, GpupoolError
 from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter
 from gpupoold.system.folders import hint_to_write
-from gpupoold.system.hangup import hangup_handler
 from gpupoold.system.http_protocol import Server, server_config
 from gpupoold.system.listeners import admin_listener, http_listener
 from gpupoold.system.process import raise_file_limit, settle_collector
@@ -235,3 +234,21 @@ def argument_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     main()
+
+
+def hangup_handler(
+    fd: int, on_closed: Callable[[], None], on_reload: Callable[[], None]
+) -> Callable[[], None]:
+    """Return a handler that calls ``on_closed`` if ``fd`` was a terminal and no longer is.
+
+    Otherwise the handler calls ``on_reload``.
+    """
+    had_terminal = os.isatty(fd)
+
+    def handle() -> None:
+        if had_terminal and not os.isatty(fd):
+            on_closed()
+        else:
+            on_reload()
+
+    return handle

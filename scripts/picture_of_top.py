@@ -14,11 +14,11 @@ from pathlib import Path
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.sim_devices import CappedLengths, send_all, sim_config
 from gpupool_tui.app import TopApp
-from gpupool_tui.once import ask_once
+from gpupool_tui.run import ask_once
 from gpupool_tui.view import Panel, View
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.named_models import SMALL_BOX
+from gpupoold.sim.other_presets import SMALL_BOX
 from gpupoold.sim.workloads import poisson_workload
 
 SIZE = (148, 40)

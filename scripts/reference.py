@@ -33,9 +33,9 @@ from gpupoold.config.schema import sections
 from gpupoold.config.values import Effect, Section, effect_of
 from gpupoold.metrics.daemon_families import daemon_families
 from gpupoold.metrics.device_families import device_families
+from gpupoold.metrics.exposition import picker_families
 from gpupoold.metrics.families import Family, Numbers
 from gpupoold.metrics.model_families import model_families
-from gpupoold.metrics.picker_families import picker_families
 from gpupoold.service import argument_parser
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"

@@ -1,10 +1,11 @@
-"""``add-model``: register a checkpoint and wait until the model can serve."""
+"""``add-model``, ``add-adapter`` and ``add-preset``: register, and wait until models can serve."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,18 +15,28 @@ from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.lists import numbers
 from gpupool_cli.models import print_model
 from gpupool_cli.options import (
+    BaseOption,
     JsonOption,
     NewNameArgument,
     PaceOption,
     RevisionOption,
     TbtOption,
     TtftOption,
+    read_pairs,
+    set_once,
 )
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client, socket_path_of
-from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
+from gpupoold.api.schemas_models import (
+    AddAdapterRequest,
+    AddModelRequest,
+    AddPresetRequest,
+    ModelInfo,
+    Progress,
+)
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S
 from gpupoold.errors import Failed, UsageError
+from gpupoold.json_values import check_json_text
 from gpupoold.units import format_bytes
 
 
@@ -152,3 +163,94 @@ def as_daemon_sees(source: str) -> str:
     """
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else source
+
+
+def add_adapter(
+    ctx: typer.Context,
+    name: NewNameArgument,
+    base: BaseOption,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|HF-ID", help="The adapter in peft's format; default: NAME is looked up."
+        ),
+    ] = None,
+    revision: RevisionOption = None,
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the adapter without adding the adapter.")
+    ] = False,
+) -> None:
+    """Add a LoRA adapter: a further name of a model, whose weights are shared.
+
+    The model serves meanwhile, and its answers go on. Without --ttft and --tbt the targets are the
+    model's. `gpupool rm NAME` removes the adapter.
+    """
+    request = AddAdapterRequest(
+        name=name,
+        base=base,
+        source=None if source is None else as_daemon_sees(source),
+        revision=revision,
+        ttft_s=ttft,
+        tbt_s=tbt,
+        check_only=check,
+    )
+    with open_client(ctx) as client:
+        model = follow(name, client.add_adapter(request))
+    assert model is not None
+    if check:
+        say(f"{name}: can be added to {model.name}; not added")
+        return
+    rank = next((one.rank for one in model.adapters if one.name == name), 0)
+    say(f"{name}: an adapter of {model.name}, rank {rank}")
+
+
+def add_preset(
+    ctx: typer.Context,
+    name: NewNameArgument,
+    base: BaseOption,
+    default: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A default for a field of requests, such as temperature=0.2 or "
+            "chat_template_kwargs.enable_thinking=true; may be repeated.",
+        ),
+    ] = None,
+    ttft: TtftOption = None,
+    tbt: TbtOption = None,
+) -> None:
+    """Add a preset: a name with other defaults and targets for requests of a model.
+
+    A value is JSON, or else text. `system_prompt` is a system message for conversations without
+    one. `gpupool rm NAME` removes the preset.
+    """
+    request = AddPresetRequest(
+        name=name, base=base, defaults=read_defaults(default or ()), ttft_s=ttft, tbt_s=tbt
+    )
+    with open_client(ctx) as client:
+        model = client.add_preset(request)
+    say(f"{name}: a preset of {model.name}")
+
+
+def read_defaults(given: Iterable[str]) -> dict[str, Any]:
+    """Return the defaults by the names of fields.
+
+    Raises:
+        UsageError: a default has no value or is repeated.
+        Refused: a value is no JSON, for example an infinite number.
+    """
+    defaults: dict[str, Any] = {}
+    for name, text in read_pairs(given, "--set", "temperature=0"):
+        check_json_text(name, text)
+        set_once(defaults, name, _value(text), "--set")
+    return defaults
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

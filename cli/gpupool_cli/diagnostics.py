@@ -1,16 +1,16 @@
-"""The only writer of stderr, and the conversion of errors to exit codes."""
+"""The only writer of stderr, and exit statuses, which scripts rely on."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from gpupool_cli.exit_codes import ExitCode
 from gpupoold.errors import GpupoolError
 from gpupoold.printable import plain_problem, without_controls
 
@@ -85,3 +85,16 @@ def _discard_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+class ExitCode(IntEnum):
+    """Exit statuses of ``gpupool``; those of errors equal ``GpupoolError.exit_code``."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    DAEMON_NOT_RUNNING = 3
+    NO_SUCH_MODEL = 4
+    REFUSED = 5
+    TIMED_OUT = 6
+    INTERRUPTED = 130

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gpupool_cli import output
-from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.diagnostics import ExitCode
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column
 from gpupoold.doctor.check import Check, Verdict

@@ -8,16 +8,13 @@ import sys
 import typer
 
 from gpupool_cli import (
-    add_adapter,
     add_model,
-    add_preset,
     batches,
     bench,
     cache,
     completion,
     config,
     doctor,
-    events,
     fleet,
     history,
     hosting,
@@ -28,7 +25,6 @@ from gpupool_cli import (
     status,
     tiny,
     top,
-    unload,
     usage,
     why,
     workers as workers,
@@ -52,8 +48,8 @@ app = typer.Typer(
 
 app.callback()(global_options)
 app.command("add-model")(add_model.add_model)
-app.command("add-adapter")(add_adapter.add_adapter)
-app.command("add-preset")(add_preset.add_preset)
+app.command("add-adapter")(add_model.add_adapter)
+app.command("add-preset")(add_model.add_preset)
 app.command("list")(models.list_models)
 app.command("ls", hidden=True)(models.list_models)
 app.command("show")(models.show)
@@ -68,8 +64,8 @@ app.command("drain")(workers.drain)
 app.command("undrain")(workers.undrain)
 app.command("park")(workers.park)
 app.command("wake")(workers.wake)
-app.command("unload")(unload.unload)
-app.command("cancel")(unload.cancel)
+app.command("unload")(models.unload)
+app.command("cancel")(models.cancel)
 app.command("switches")(history.switches)
 app.command("history")(history.history)
 app.command("usage")(usage.usage)
@@ -77,8 +73,8 @@ app.command("batches")(batches.batches)
 app.command("why")(why.why)
 app.command("doctor")(doctor.doctor)
 app.command("run")(run.run)
-app.command("events")(events.events)
-app.command("logs")(events.logs)
+app.command("events")(history.events)
+app.command("logs")(history.logs)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="key")
 app.add_typer(fleet.app, name="fleet")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from gpupool_cli import output
-from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.diagnostics import ExitCode
 from gpupool_cli.hosting import devices_text, engines_text
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import Column, duration_text, size_text

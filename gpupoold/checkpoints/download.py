@@ -13,7 +13,8 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Literal
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
-from gpupoold.checkpoints.disk_room import disk_room
 from gpupoold.checkpoints.download_progress import DownloadProgress, ProgressCallback
 from gpupoold.checkpoints.fetcher import PART_FOLDER, Fetcher, Stop, Stopped, has_size
 from gpupoold.checkpoints.headers import HEADERS_FOLDER, fetch_headers
@@ -39,11 +39,19 @@ from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable
 from gpupoold.system.folders import hint_to_write
+from gpupoold.units import format_bytes
 
 Part = Literal["all", "small files"]
 
 LOCK_FILE = ".gpupool-download.lock"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+# Left free for the daemon's database and logs, which may be on the same disk.
+KEPT_FREE_BYTES = 256 << 20
+
+_lock = threading.Lock()
+_promised: dict[object, tuple[int, Callable[[], int]]] = {}
+"""The file system and the missing bytes of each download in progress."""
 
 
 def checkpoint_dir(download_dir: Path, repo_id: str, revision: str | None = None) -> Path:
@@ -289,3 +297,36 @@ class _Download:
         shutil.rmtree(self.target_dir / PART_FOLDER)
         shutil.rmtree(self.target_dir / HEADERS_FOLDER, ignore_errors=True)
         write_manifest(self.target_dir, replace(manifest, complete=True))
+
+
+@contextmanager
+def disk_room(
+    repo_id: str, folder: Path, total_bytes: int, missing_bytes: Callable[[], int]
+) -> Iterator[None]:
+    """Keep space for a download of ``total_bytes`` to ``folder`` inside the context.
+
+    ``missing_bytes()`` of the download are not in the folder yet.
+
+    Raises:
+        Refused: the free space, without that of other downloads, is too small.
+        OSError: the folder cannot be examined.
+    """
+    token, disk = object(), folder.stat().st_dev
+    with _lock:
+        others = sum(missing() for other, missing in _promised.values() if other == disk)
+        free_bytes, wanted_bytes = shutil.disk_usage(folder).free, missing_bytes()
+        short_bytes = wanted_bytes + others + KEPT_FREE_BYTES - free_bytes
+        if wanted_bytes and short_bytes > 0:
+            for_others = f" {format_bytes(others)} are for other downloads," if others else ""
+            raise Refused(
+                f"{repo_id} has {format_bytes(total_bytes)}, of which {format_bytes(wanted_bytes)} "
+                f"is missing; {format_bytes(free_bytes)} is free at {folder},{for_others} and "
+                f"{format_bytes(KEPT_FREE_BYTES)} must stay free",
+                f"free {format_bytes(short_bytes)}, or set paths.download_dir to a larger disk",
+            )
+        _promised[token] = disk, missing_bytes
+    try:
+        yield
+    finally:
+        with _lock:
+            del _promised[token]

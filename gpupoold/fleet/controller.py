@@ -11,16 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import BaseModel, ValidationError
+
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import MAX_PEERS, SetModelRequest
 from gpupoold.domain import Priority
-from gpupoold.errors import NoSuchKey, NoSuchModel, Refused, UsageError
-from gpupoold.fleet import store
+from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.nodes import FleetSpec, FleetTable, Node
 from gpupoold.fleet.placement import Change, changes
 from gpupoold.fleet.rate_use import RateSums
+from gpupoold.system import durable
 
 _logger = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ _RETRY_S = 60.0
 # Fields of a model that can be changed, equal in all requests and in the reports.
 _SETTABLE = ("ttft_s", "tbt_s", "pace")
 _settings = operator.attrgetter(*_SETTABLE)
+
+FILE = "fleet.json"
 
 
 class AgentHandle(Protocol):
@@ -64,7 +68,7 @@ class Controller:
         self._folder = folder
         self._agent_of = agent_of
         self._clock = clock
-        self._stored = store.load(folder)
+        self._stored = load(folder)
         self._stored.epoch += 1
         self._save()
         self._tick = 0
@@ -113,7 +117,7 @@ class Controller:
         if self._stored.secret not in ("", secret):
             raise Refused("the fleet has another secret", "join with the secret of its first node")
         self._stored.secret = secret
-        self._stored.nodes[name] = store.StoredNode(url=url)
+        self._stored.nodes[name] = StoredNode(url=url)
         self._save()
 
     def leave(self, name: str) -> None:
@@ -336,4 +340,54 @@ class Controller:
             raise UsageError(f"the fleet has no node {name}", f"its nodes: {known}")
 
     def _save(self) -> None:
-        store.save(self._folder, self._stored)
+        save(self._folder, self._stored)
+
+
+class StoredNode(BaseModel):
+    """A node; ``url`` is the daemon's address for the entrance."""
+
+    url: str
+    is_draining: bool = False
+
+
+class Stored(BaseModel):
+    """The whole file.
+
+    ``epoch`` counts the starts of controllers. ``keys`` are API keys by name, ``removed_keys`` the
+    ids of keys to be removed from all nodes.
+    """
+
+    epoch: int = 0
+    secret: str = ""
+    nodes: dict[str, StoredNode] = {}
+    models: dict[str, FleetSpec] = {}
+    keys: dict[str, AddKeyRequest] = {}
+    removed_keys: list[str] = []
+
+
+def load(folder: Path) -> Stored:
+    """Return the stored fleet, an empty fleet without a file.
+
+    Raises:
+        Failed: the file cannot be read.
+    """
+    path = folder / FILE
+    try:
+        return Stored.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return Stored()
+    except (OSError, ValidationError) as error:
+        raise Failed(f"{path} cannot be read: {error}", "restore or remove the file") from error
+
+
+def save(folder: Path, stored: Stored) -> None:
+    """Replace the file atomically; only the owner may read the file.
+
+    Raises:
+        Failed: the file cannot be written.
+    """
+    path = folder / FILE
+    try:
+        durable.write_private(path, stored.model_dump_json(indent=1))
+    except OSError as error:
+        raise Failed(f"{path} cannot be written: {error}") from error

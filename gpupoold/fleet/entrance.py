@@ -13,11 +13,12 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
 )
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -47,12 +48,11 @@ from gpupoold.fleet.asgi import (
     send_whole,
     until_gone,
 )
-from gpupoold.fleet.liveness import Liveness
+from gpupoold.fleet.choices import ChoicesRelay
 from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.fleet.relay import Relay
-from gpupoold.fleet.relays import make_relay
-from gpupoold.fleet.routing import conversation_of, order
-from gpupoold.fleet.wanted import Wanted
+from gpupoold.fleet.routing import CHOICES_PATHS, RESPONSES, Wanted, conversation_of, order
+from gpupoold.fleet.typed_events import TypedRelay
 from gpupoold.wire.continuation import CONTINUES_HEADER
 
 _logger = logging.getLogger(__name__)
@@ -89,6 +89,11 @@ _NO_MODEL = b"model_not_found"
 _FAULTS = (aiohttp.ClientError, ConnectionError, TimeoutError)
 # An answer, or an event, of another form than the protocol's, or a cut one.
 _OTHER_FORM = (ValueError, TypeError, LookupError, RecursionError, msgspec.MsgspecError)
+
+_EVERY_S = 0.5
+_TIMEOUT_S = 1.5
+# Failed probes in a row of a dead node; after a refused connection a node is dead at once.
+_LIMIT = 2
 
 
 class _Models(msgspec.Struct):
@@ -418,3 +423,80 @@ class Entrance:
         else:
             text = f"No node serves {asked.model} now."
             await send_error(send, 503, text, [(b"retry-after", b"5")])
+
+
+def make_relay(path: str, wanted: Wanted) -> Relay:
+    """Return the relay for the events of a path's answers."""
+    if path in CHOICES_PATHS:
+        return ChoicesRelay(has_logprobs=wanted.wants_logprobs)
+    return TypedRelay(is_responses=path == RESPONSES)
+
+
+class Liveness:
+    """Probes nodes and breaks the answers of dead nodes; for the event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._urls: dict[str, str] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._num_failed: dict[str, int] = {}
+        self._answers: defaultdict[str, set[aiohttp.ClientResponse]] = defaultdict(set)
+
+    @property
+    def dead(self) -> frozenset[str]:
+        """The nodes that do not answer now."""
+        return frozenset(name for name, num in self._num_failed.items() if num >= _LIMIT)
+
+    def watch(self, urls: Mapping[str, str]) -> None:
+        """Probe these nodes from now on instead of earlier nodes."""
+        for name in self._urls.keys() - urls.keys():
+            self._probes.pop(name).cancel()
+            self._num_failed.pop(name, None)
+        self._urls = dict(urls)
+        for name in urls.keys() - self._probes.keys():
+            self._probes[name] = asyncio.create_task(self._probe(name), name=f"probe {name}")
+
+    def suspect(self, name: str) -> None:
+        """Note a failed request to a node; the next probe decides."""
+        if name in self._urls:
+            self._num_failed[name] = max(self._num_failed.get(name, 0), _LIMIT - 1)
+
+    @contextlib.contextmanager
+    def reading(self, name: str, answer: aiohttp.ClientResponse) -> Iterator[None]:
+        """Close the connection of an answer if the node dies in the context.
+
+        A machine without power closes no connection.
+        """
+        self._answers[name].add(answer)
+        try:
+            yield
+        finally:
+            self._answers[name].discard(answer)
+
+    async def close(self) -> None:
+        """End the probes."""
+        for task in self._probes.values():
+            task.cancel()
+        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+
+    async def _probe(self, name: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        while True:
+            try:
+                asking = self._session.get(
+                    f"{self._urls[name]}/health", timeout=timeout, allow_redirects=False
+                )
+                async with asking as answer:
+                    await answer.content.readany()
+                self._num_failed[name] = 0
+            except aiohttp.ClientConnectorError:
+                self._failed(name, _LIMIT)
+            except (aiohttp.ClientError, TimeoutError):
+                self._failed(name, self._num_failed.get(name, 0) + 1)
+            await asyncio.sleep(_EVERY_S)
+
+    def _failed(self, name: str, num: int) -> None:
+        self._num_failed[name] = num
+        if num >= _LIMIT:
+            for answer in self._answers[name]:
+                answer.close()

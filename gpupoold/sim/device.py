@@ -12,18 +12,17 @@ cuts the segment at the next step boundary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpupoold.domain import Targets
+from gpupoold.latency.models import LatencyModel
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
 from gpupoold.sim.clock import EventQueue, Scheduled
-from gpupoold.sim.kv_room import KvRoom
 from gpupoold.sim.live import DeviceRequests, DeviceTally, SimLive
 from gpupoold.sim.memory import MovedBytes, SimMemory
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.pieces import StepSegment, chunks_of, segment_of
 
 # The core learns of a segment's steps only when the segment ends, so a long segment would let the
 # core decide by outdated numbers. Compared with segments of a single step, attainments differ by
@@ -428,3 +427,126 @@ class SimDevice:
     def _report_memory(self) -> None:
         if changes := self.memory.take_changes():
             self._report(e.MemoryChanged(self.number, changes))
+
+
+class KvRoom:
+    """Decides on the requests that a step may contain, and counts preemptions.
+
+    A prompt begins only if all of its KV fits beside the KV of running answers. If the next step's
+    KV does not fit, the latest request is preempted: its KV is dropped, and computed anew once
+    there is memory. A lone request is never preempted, although its KV may exceed the device: the
+    daemon refuses such requests.
+    """
+
+    def __init__(self, requests: DeviceRequests, memory: SimMemory) -> None:
+        self._requests = requests
+        self._memory = memory
+        self.num_preemptions = 0
+
+    def fitting(self, model: str, max_tokens: int | None) -> list[SimLive]:
+        """Return the first waiting requests whose KV fits beside a step of all answers.
+
+        The requests have at least ``max_tokens`` to prefill together, if as many fit; with None the
+        list has at most one request. Without answers the first request always fits.
+        """
+        waiting, running = self._requests.waiting[model], self._requests.running[model]
+        if not waiting:
+            return []
+        room_tokens = self._memory.kv_room_tokens(model) - len(running)
+        found: list[SimLive] = []
+        left = 1 if max_tokens is None else max_tokens
+        for live in waiting:
+            num_tokens = live.prefill_tokens - live.done_tokens
+            if left <= 0 or num_tokens + 1 > room_tokens:
+                break
+            room_tokens -= num_tokens + 1
+            left -= num_tokens
+            found.append(live)
+        return found or ([] if running else waiting[:1])
+
+    def make(self, model: str, max_steps: int) -> int:
+        """Preempt until a decode step fits; return how many steps fit, at most ``max_steps``."""
+        running = self._requests.running[model]
+        while (room_tokens := self._memory.kv_room_tokens(model)) < len(running):
+            num_tokens = self._requests.preempt_latest(model)
+            if num_tokens is None:
+                return max_steps
+            self._memory.add_kv(model, -num_tokens)
+            self.num_preemptions += 1
+        return min(max_steps, room_tokens // len(running))
+
+
+@dataclass(slots=True)
+class StepSegment:
+    """Decode steps of an unchanged batch from ``start_s``, equally long."""
+
+    batch: list[SimLive]
+    start_s: float
+    step_s: float
+    num_steps: int
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.num_steps * self.step_s
+
+    def token_times_s(self) -> list[float]:
+        """Return the time of each step."""
+        start_s, step_s = self.start_s, self.step_s
+        return [start_s + k * step_s for k in range(1, self.num_steps + 1)]
+
+    def leave(self, live: SimLive, now_s: float) -> int:
+        """Remove a request; add the tokens of past steps to the request, return the number."""
+        self.batch.remove(live)
+        past_s = [at_s for at_s in self.token_times_s()[:-1] if at_s <= now_s]
+        live.token_times_s += past_s
+        return len(past_s)
+
+    def cut(self, act_s: float) -> bool:
+        """End at the first step boundary not before ``act_s``; return whether that is earlier."""
+        steps = max(1, math.ceil((act_s - self.start_s) / self.step_s))
+        if steps >= self.num_steps:
+            return False
+        self.num_steps = steps
+        return True
+
+
+def segment_of(
+    batch: list[SimLive], latency: LatencyModel, now_s: float, end_s: float, max_steps: int
+) -> StepSegment:
+    """Return a segment from ``now_s`` to the first step boundary not before ``end_s``.
+
+    The segment is shorter if a request ends earlier, or at ``max_steps``.
+    """
+    size, context, num_steps = len(batch), 0, max_steps
+    for live in batch:  # the simulator's innermost loop
+        request, num_made = live.request, len(live.token_times_s)
+        context += request.prompt_tokens + num_made
+        num_left = request.output_tokens - num_made
+        if num_left < num_steps:
+            num_steps = num_left
+    if end_s < math.inf:
+        left_s = max(end_s - now_s, 0.0)
+        step_s = latency.decode_step_s(size, context)
+        num_steps = min(num_steps, max(1, math.ceil(left_s / step_s)))
+    # Steps take longer as the context grows, linearly: the duration of the middle step is the mean.
+    step_s = latency.decode_step_s(size, context + size * (num_steps - 1) // 2)
+    return StepSegment(batch, now_s, step_s, num_steps)
+
+
+def chunks_of(
+    waiting: Iterable[SimLive], chunk_tokens: int, num_running: int
+) -> list[tuple[SimLive, int]]:
+    """Return the prompts of a step, each with the number of tokens to prefill.
+
+    The oldest prompt comes first, as in vLLM. At least one token is prefilled, because prompts
+    would starve where the answers alone fill the step.
+    """
+    left = max(1, chunk_tokens - num_running)
+    chunks: list[tuple[SimLive, int]] = []
+    for live in waiting:
+        num_tokens = min(left, live.prefill_tokens - live.done_tokens)
+        chunks.append((live, num_tokens))
+        left -= num_tokens
+        if not left:
+            break
+    return chunks

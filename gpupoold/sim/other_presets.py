@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
 
 from gpupoold.domain import Role, Targets
+from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.conversations import Conversations
-from gpupoold.sim.lengths import Lengths
-from gpupoold.sim.named_models import SMALL_BOX, NamedArrivals
-from gpupoold.sim.scenario import FigurePanel, Phases, PoissonArrivals
+from gpupoold.sim.lengths import Lengths, sharegpt_lengths
+from gpupoold.sim.scenario import (
+    Draw,
+    DrawnModel,
+    DrawnWorkload,
+    FigurePanel,
+    Phases,
+    PoissonArrivals,
+    WithoutFile,
+)
+from gpupoold.sim.workloads import SimRequest, in_arrival_order, model_names, poisson_workload
 
 COMPARED = (
     "gpupool",
@@ -129,3 +139,94 @@ def bursts() -> tuple[FigurePanel, ...]:
             roles=(Role.MIXED,),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations(WithoutFile):
+    """Poisson beginnings of conversations, equal for all models, of ``num_turns`` each in the mean.
+
+    A further turn comes after a pause of ``pause_s`` in the mean, whenever the turn before is
+    answered, and has the history, which ends at ``max_tokens``, and new text before. The text of a
+    user and of an answer have ShareGPT's lengths. ``rps`` of a draw is the rate of turns.
+    """
+
+    num_turns: float = 6.0
+    pause_s: float = 60.0
+    max_tokens: int = 16_384
+
+    def draw(self, draw: Draw) -> DrawnWorkload:
+        """Raise UsageError without a number of models, a rate and a duration."""
+        if draw.num_models is None or draw.rps is None or draw.duration_s is None:
+            raise UsageError("conversations need a number of models, a rate and a duration")
+        names = tuple(model_names(draw.num_models))
+        streams = (self._stream(name, draw.rps, draw.duration_s, draw.seed) for name in names)
+        requests = in_arrival_order(request for stream in streams for request in stream)
+        return DrawnWorkload(requests, names, draw.duration_s)
+
+    def _stream(self, model: str, rps: float, duration_s: float, seed: int) -> Iterator[SimRequest]:
+        """Yield the turns of one model's conversations; conversations have begun before the run."""
+        rng, lengths = Random(f"{seed}/{model}/conversations"), sharegpt_lengths()
+        number, begin_s = 0, -self.num_turns * self.pause_s
+        while True:
+            begin_s += rng.expovariate(rps / self.num_turns)
+            if begin_s >= duration_s:
+                return
+            number, at_s, history_tokens = number + 1, begin_s, 0
+            while True:
+                prompt_tokens, output_tokens = lengths.sample(rng)
+                whole = history_tokens + prompt_tokens
+                if whole + output_tokens > self.max_tokens:
+                    break
+                if 0 <= at_s < duration_s:
+                    name = f"c{number}"
+                    yield SimRequest("", model, at_s, whole, output_tokens, name, history_tokens)
+                history_tokens = whole + output_tokens
+                at_s += rng.expovariate(1 / self.pause_s)
+                if rng.random() < 1 / self.num_turns:
+                    break
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model of a box; ``shape`` is a name of packaged dimensions."""
+
+    name: str
+    shape: str
+    targets: Targets
+    rps: float
+
+
+SMALL_BOX = (
+    NamedModel("qwen-7b", "Qwen2.5-7B", Targets(2.0, 0.05), 0.35),
+    NamedModel("coder-7b", "Qwen2.5-7B", Targets(1.0, 0.05), 0.12),
+    NamedModel("llama-8b", "Qwen2.5-7B", Targets(4.0, 0.1), 0.2),
+    NamedModel("yi-9b", "Yi-1.5-9B", Targets(4.0, 0.1), 0.15),
+    NamedModel("translate", "Yi-1.5-9B", Targets(10.0, 0.2), 0.12),
+    NamedModel("support-bot", "Qwen2.5-7B", Targets(2.0, 0.1), 0.25),
+    NamedModel("summaries", "Yi-1.5-9B", Targets(30.0, 0.5), 0.1),
+)
+"""Seven models for four GPUs of 24 GB, no two of which fit on one together."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedArrivals(WithoutFile):
+    """Poisson arrivals, each model at its own rate, with ShareGPT lengths."""
+
+    models: tuple[NamedModel, ...]
+
+    def draw(self, draw: Draw) -> DrawnWorkload:
+        """Scale all rates if a mean rate is given.
+
+        Raises:
+            UsageError: a number of models is given, or no duration.
+        """
+        if draw.num_models is not None:
+            raise UsageError("this preset's models are fixed: no --models")
+        if draw.duration_s is None:
+            raise UsageError("Poisson arrivals need a duration")
+        mean_rps = sum(one.rps for one in self.models) / len(self.models)
+        factor = 1.0 if draw.rps is None else draw.rps / mean_rps
+        rates = {one.name: one.rps * factor for one in self.models}
+        requests = poisson_workload(rates, draw.duration_s, sharegpt_lengths(), draw.seed)
+        own = {one.name: DrawnModel(one.shape, one.targets) for one in self.models}
+        return DrawnWorkload(requests, tuple(rates), draw.duration_s, own)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
@@ -18,10 +19,11 @@ from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.memory import MovedBytes
 from gpupoold.sim.model import SimModel
-from gpupoold.simdevice.step_reports import StepReports
-from gpupoold.simdevice.synthetic import Vocabulary
+from gpupoold.simdevice.synthetic import Vocabulary, seed_of
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
+
+LENGTH = "length"
 
 
 class PacedDevice:
@@ -213,3 +215,57 @@ class PacedDevice:
         if lives:
             WORKER.begin_step(lives[0].request.model, [live.request.id for live in lives])
         WORKER.end_steps(num_under_way=1 if lives else 0)
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Unreported steps of one batch; ``starts`` are the numbers of tokens before the steps."""
+
+    model: str
+    batch: list[SimLive]
+    starts: list[int]
+    num_steps: int
+    step_s: float | None
+
+
+class StepReports:
+    """Collects steps and reports them when the batch changes, or at ``close``."""
+
+    def __init__(
+        self, send: Callable[[m.Message], None], vocabularies: Mapping[str, Vocabulary]
+    ) -> None:
+        self._send = send
+        self._vocabularies = vocabularies
+        self._steps: _Steps | None = None
+
+    def note(self, model: str, batch: list[SimLive], step_s: float | None, now_s: float) -> None:
+        """Add a step with a token for each request; ``step_s`` is None for a prefill."""
+        steps = self._steps
+        is_decode = step_s is not None and steps is not None and steps.step_s is not None
+        if steps is not None and is_decode and steps.batch == batch:
+            steps.num_steps += 1
+            steps.step_s = step_s
+            return
+        self.close(now_s)
+        self._steps = _Steps(model, batch, [one.num_tokens - 1 for one in batch], 1, step_s)
+
+    def end(self, live: SimLive, now_s: float) -> None:
+        """Report the end of a request, unless the collected steps already contain the end."""
+        if self._steps is None or live not in self._steps.batch:
+            self.note(live.request.model, [live], None, now_s)
+
+    def close(self, now_s: float) -> None:
+        """Report the collected steps."""
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
+        vocabulary, num_steps = self._vocabularies[steps.model], steps.num_steps
+        progress = [
+            m.RequestProgress(
+                one.request.id,
+                vocabulary.token_ids(seed_of(one.request.id), start, num_steps),
+                LENGTH if start + num_steps - one.num_before >= one.request.output_tokens else None,
+            )
+            for one, start in zip(steps.batch, steps.starts, strict=True)
+        ]
+        self._send(m.StepOutputs(steps.model, now_s, [], progress, steps.step_s))

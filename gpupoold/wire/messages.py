@@ -8,22 +8,10 @@ serialiser; the daemon forwards the buffers unread. Instants that end in ``_s`` 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from gpupoold.domain import KeyPowers
 from gpupoold.wire.base import Message as Message
-from gpupoold.wire.messages_access import (
-    AccessReport as AccessReport,
-    AccessRules as AccessRules,
-    AskRate as AskRate,
-    FleetSecret as FleetSecret,
-    KeyRecord as KeyRecord,
-    RateAnswer as RateAnswer,
-)
-from gpupoold.wire.messages_fork import (
-    Fork as Fork,
-    Forked as Forked,
-    ForkEnded as ForkEnded,
-    ForkFailed as ForkFailed,
-    KillForked as KillForked,
-)
 from gpupoold.wire.messages_from_worker import (
     KvTransferUsed as KvTransferUsed,
     MemoryReport as MemoryReport,
@@ -61,14 +49,6 @@ from gpupoold.wire.messages_frontend import (
     StopServing as StopServing,
     Waits as Waits,
 )
-from gpupoold.wire.messages_inspection import (
-    FindParsers as FindParsers,
-    Inspect as Inspect,
-    Inspected as Inspected,
-    Survey as Survey,
-    SurveyAdapter as SurveyAdapter,
-    ToInspection as ToInspection,
-)
 from gpupoold.wire.messages_to_worker import (
     AbortRequests as AbortRequests,
     AddRequest as AddRequest,
@@ -104,6 +84,76 @@ from gpupoold.wire.records import (
     ServedModel as ServedModel,
     SwitchRecord as SwitchRecord,
 )
+
+
+@dataclass(frozen=True)
+class KeyRecord(KeyPowers):
+    """A key that may be valid; times in wall-clock seconds.
+
+    ``previous_digest`` is valid until ``previous_until``. If ``is_rate_limited``, the daemon must
+    permit each request, see ``AskRate``.
+    """
+
+    id: str
+    name: str
+    digest: str
+    previous_digest: str = ""
+    previous_until: float = 0.0
+
+
+class AccessRules(Message):
+    """Rules of access (daemon → frontend); replace all earlier rules.
+
+    ``host_names`` are hosts in lower case, besides loopback, for requests without a key. With
+    ``share_prefixes``, requests use cached KV of requests of other keys. ``allowed_origins`` are
+    the origins of other sites whose pages have access; ``*`` means all.
+    """
+
+    keys: list[KeyRecord]
+    are_required: bool
+    host_names: tuple[str, ...] = ()
+    share_prefixes: bool = False
+    allowed_origins: tuple[str, ...] = ()
+
+
+class FleetSecret(Message):
+    """The secret of the daemon's fleet, empty without a fleet (daemon → frontend).
+
+    ``downloads`` is the folder of downloaded checkpoints, for other nodes.
+    """
+
+    secret: str
+    downloads: str
+
+
+class AccessReport(Message):
+    """Number of requests without a valid key since the last report (frontend → daemon).
+
+    Sent about once a second.
+    """
+
+    num_unauthorised: int
+
+
+class AskRate(Message):
+    """A request for permission to begin an HTTP request with a key (frontend → daemon).
+
+    Sent for keys that are ``is_rate_limited``; answered by ``RateAnswer``. A permitted request is
+    counted.
+    """
+
+    call_id: int
+    key_id: str
+
+
+class RateAnswer(Message):
+    """The HTTP request may begin if ``wait_s`` is 0; else ``limit``, such as "3 requests per
+    minute", was reached and a request may begin in ``wait_s`` seconds."""
+
+    call_id: int
+    limit: str = ""
+    wait_s: float = 0.0
+
 
 ToWorker = (
     LoadModel
@@ -178,5 +228,107 @@ FromFrontend = (
     | AccessReport
     | BatchWaits
 )
+
+
+class Fork(Message):
+    """Start a module (daemon → fork server).
+
+    Carries the descriptors of the log and of each of ``fd_options``.
+    """
+
+    call_id: int
+    module: str
+    arguments: list[str]
+    fd_options: list[str]
+    environment: dict[str, str]
+
+
+class Forked(Message):
+    """The module runs (fork server → daemon). Carries a pidfd."""
+
+    call_id: int
+    pid: int
+
+
+class ForkFailed(Message):
+    """The module could not be started; no process is left (fork server → daemon)."""
+
+    call_id: int
+    reason: str
+
+
+class KillForked(Message):
+    """Kill a forked process (daemon → fork server) whose pidfd did not reach the daemon."""
+
+    pid: int
+
+
+class ForkEnded(Message):
+    """Exit status of a forked process, negative for a signal (fork server → daemon)."""
+
+    pid: int
+    status: int
+
+
 ToForkServer = Fork | KillForked
 FromForkServer = Forked | ForkFailed | ForkEnded
+
+
+class Inspect(Message):
+    """Check a model for an emulated device or a GPU, and for groups of ``degrees`` GPUs (daemon →
+    inspection).
+
+    With ``only_chat`` only the tokenizer and the chat template are checked.
+    """
+
+    model: ModelToLoad
+    is_emulated: bool
+    degrees: tuple[int, ...] = ()
+    only_chat: bool = False
+
+
+class Survey(Message):
+    """Read and check the files of a checkpoint (daemon → inspection).
+
+    With ``may_be_remote`` the weights may be beginnings that a download fetched.
+    """
+
+    path: str
+    dtype: str
+    engine: dict[str, str]
+    allow_pickle: bool
+    allow_remote_code: bool
+    may_be_remote: bool = False
+
+
+class SurveyAdapter(Message):
+    """Read and check the files of an adapter for the checkpoint ``base`` (daemon → inspection)."""
+
+    path: str
+    base: str
+    allow_pickle: bool
+
+
+class FindParsers(Message):
+    """Find the parsers and the chat template of a checkpoint (daemon → inspection)."""
+
+    path: str
+    engine: dict[str, str]
+
+
+class Inspected(Message):
+    """The result of an inspection; ``error_code`` is set if the model cannot be served.
+
+    ``undivided`` has the degrees of groups that cannot divide the model, with the reason.
+    ``result`` is what a survey or a search found, in the encoding of
+    :mod:`gpupoold.checkpoints.survey`.
+    """
+
+    error_code: str = ""
+    error_message: str = ""
+    error_hint: str = ""
+    undivided: dict[int, str] = {}
+    result: bytes = b""
+
+
+ToInspection = Inspect | Survey | SurveyAdapter | FindParsers

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from gpupoold.memory.contracts import Copy
+from gpupoold.memory.emulated import ModelledLink
 from gpupoold.memory.host import KvHostCache
-from gpupoold.memory.modelled_link import ModelledLink
 from gpupoold.memory.pages import PagePool
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m

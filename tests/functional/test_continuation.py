@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.access.fleet import HEADER, make_secret, sign
+from gpupoold.fleet.entrance import make_relay
 from gpupoold.fleet.relay import Relay
-from gpupoold.fleet.relays import make_relay
-from gpupoold.fleet.wanted import Wanted
+from gpupoold.fleet.routing import Wanted
 from gpupoold.wire.continuation import CONTINUES_HEADER
 from tests.functional.daemon_tools import (
     LLAMA,

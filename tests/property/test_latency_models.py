@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.latency.hardware import hardware, hardware_profiles
-from gpupoold.latency.profiles import MeasuredProfile, latency_for, measured_profiles
-from gpupoold.latency.scaling import distance, scale_decode, scale_prefill
+from gpupoold.latency.profiles import (
+    MeasuredProfile,
+    distance,
+    latency_for,
+    measured_profiles,
+    scale_decode,
+    scale_prefill,
+)
 from gpupoold.latency.shape import builtin_shape, builtin_shapes
 
 gpus = st.sampled_from(sorted(hardware_profiles()))

@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpupool_tui import devices_panel, events_panel, models_panel, requests_panel
+from gpupool_tui import devices_panel, models_panel, requests_panel
 from gpupool_tui.frame import footer, header, title_line
 from gpupool_tui.lanes import axis, draw_lane
 from gpupool_tui.layout import share_out, wishes
-from gpupool_tui.numbers import duration
+from gpupool_tui.numbers import clock, duration
 from gpupool_tui.picture import Picture
-from gpupool_tui.table import DrawnTable, TableColumn, draw_table, sort_rows, window
+from gpupool_tui.table import DrawnTable, TableColumn, draw_table, plain, sort_rows, window
 from gpupool_tui.text import Line, Span, as_ascii, fit, fit_line, restyled
 from gpupool_tui.view import Panel, View
 from gpupoold.api.schemas import DeviceInfo
+from gpupoold.domain import Event
+from gpupoold.printable import clean
 
 _LANE_LEFT = 5
 _LANE_RIGHT = 6
+
+_LEVELS = {"info": ("info", "dim"), "warning": ("warn", "warn"), "error": ("ERROR", "bad")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,24 @@ class Screen:
     def visible(self) -> frozenset[Panel]:
         """The panels on the screen."""
         return frozenset(self.places)
+
+
+def key_of(event: Event) -> str:
+    """Return an event's key for selection."""
+    return str(event.id)
+
+
+def _message(event: Event, view: View, width: int) -> Line:
+    return (Span(clean(event.message), "bad" if event.level == "error" else ""),)
+
+
+COLUMNS: Sequence[TableColumn[Event]] = (
+    TableColumn("time", "TIME", 8, lambda one, view, _: (Span(clock(one.at, view.zone), "dim"),)),
+    TableColumn("level", "LEVEL", 5, lambda one, *_: (Span(*_LEVELS[one.level]),)),
+    TableColumn("kind", "WHAT", 14, plain(lambda one: one.kind, "bold"), grows=6),
+    TableColumn("subject", "OF", 8, plain(lambda one: one.subject), rank=1, grows=12),
+    TableColumn("message", "MESSAGE", 24, _message, grows=200),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +110,8 @@ def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
         Panel.EVENTS: rows(
             Panel.EVENTS,
             list(picture.events),
-            events_panel.COLUMNS,
-            events_panel.key_of,
+            COLUMNS,
+            key_of,
             lambda one: f"{one.kind} {one.subject} {one.message}",
         ),
     }

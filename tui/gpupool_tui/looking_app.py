@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.text import Text
 from textual import events
 from textual.widgets import Input
 
@@ -9,7 +10,7 @@ from gpupool_tui.base_app import THEMES, BaseApp
 from gpupool_tui.board import Board
 from gpupool_tui.compose import PanelTable, tables
 from gpupool_tui.dialogs import TextDialog
-from gpupool_tui.help import help_text
+from gpupool_tui.keys import KEYS
 from gpupool_tui.table import next_sorting
 from gpupool_tui.view import Panel, Sorting
 
@@ -172,3 +173,16 @@ class LookingApp(BaseApp):
             panel, key = self.drawn.rows[event.y]
             self.view.selected[panel] = key
         self.draw()
+
+
+def help_text(*, is_read_only: bool) -> Text:
+    text = Text()
+    for group, keys in KEYS:
+        is_off = is_read_only and any(key.is_change for key in keys)
+        text.append(group, "bold")
+        text.append("  (not here: read-only)\n" if is_off else "\n")
+        for key in keys:
+            text.append(f"  {key.shown:<11}", "bold")
+            text.append(f"{key.meaning}\n")
+    text.rstrip()
+    return text

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import tzinfo
 from pathlib import Path
 
+from gpupool_tui.compose import compose
 from gpupool_tui.glyphs import ASCII, UNICODE
-from gpupool_tui.once import ask_once, screen_text
+from gpupool_tui.layout import wishes
+from gpupool_tui.picture import Picture
+from gpupool_tui.text import plain
 from gpupool_tui.view import View, first_zoom_s
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import UsageError
 
 _DEFAULT_THEME = "dark"
+
+_NUM_TURNS = 2000
+_NUM_REQUESTS = 20
+_NUM_EVENTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +85,23 @@ def _check_theme(theme: str) -> None:
     if THEMES.get(theme, theme) not in BUILTIN_THEMES:
         names = ", ".join([*THEMES, *sorted(BUILTIN_THEMES)])
         raise UsageError(f"no theme is called {theme!r}", f"there are: {names}")
+
+
+def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | None = None) -> str:
+    """Return all panels as text of any height, without the hints of keys."""
+    zoom_s = first_zoom_s(picture.turns_s())
+    view = View(ASCII if is_ascii else UNICODE, zone, zoom_s=zoom_s, interval_s=0.0)
+    rows = len(picture.devices), len(picture.models), len(picture.requests), len(picture.events)
+    height = 2 + sum(one.most for one in wishes(*rows).values())
+    lines = compose(picture, view, width, height).lines[:-1]
+    texts = [plain(line) for line in lines]
+    while texts and not texts[-1]:
+        texts.pop()
+    return "\n".join(texts)
+
+
+def ask_once(client: AdminClient) -> Picture:
+    """The picture at this moment."""
+    picture = Picture()
+    picture.add(client.top(turns=_NUM_TURNS, requests=_NUM_REQUESTS, events=_NUM_EVENTS))
+    return picture

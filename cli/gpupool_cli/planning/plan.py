@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from gpupool_cli import lists
-from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.diagnostics import ExitCode
 from gpupool_cli.options import (
     EngineLoadOption,
     EngineMemoryOption,

@@ -6,18 +6,17 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.progress import SpinnerColumn, TimeElapsedColumn
 
 from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
-from gpupool_cli.planning.groups_view import group_document, group_lines
-from gpupool_cli.planning.roles_view import roles_document, roles_lines
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.metrics import Summary
-from gpupoold.sim.planner.groups import GroupChoice
+from gpupoold.sim.planner.groups import GroupChoice, GroupingTried
 from gpupoold.sim.planner.models import Basis, PlannedModel
 from gpupoold.sim.planner.notes import notes_on
 from gpupoold.sim.planner.plan import (
@@ -28,7 +27,9 @@ from gpupoold.sim.planner.plan import (
     Tried,
     models_below,
 )
+from gpupoold.sim.planner.roles import FixedRoles, RolesTried
 from gpupoold.sim.planner.run import Attained
+from gpupoold.sim.planner.text import names_text
 from gpupoold.units import format_duration
 
 _MAX_ROWS = 20
@@ -376,3 +377,96 @@ def _count(number: int, what: str) -> str:
 
 def _are(names: Sequence[str]) -> str:
     return "is" if len(names) == 1 else "are"
+
+
+def group_lines(choice: GroupChoice, attained: Callable[[Attained], str]) -> Iterator[str]:
+    """Yield the chosen groups, then the others, and single GPUs if these cannot run all models.
+
+    ``attained`` returns a share as text.
+    """
+    best, *others = choice.tried
+    yield f"{best.text} carries the most: {_result(best, attained)}."
+    for one in others:
+        yield f"- {one.text}: {_result(one, attained)}"
+    yield from _size_lines(choice.best_degrees)
+
+
+def group_document(choice: GroupChoice, target: float) -> list[dict[str, object]]:
+    """Return the groupings as JSON, the best first."""
+    return [
+        {
+            "groups": one.text,
+            "attainment": one.attained.overall if one.attained else None,
+            "reaches": one.attained is not None and one.attained.reaches(target),
+            "growth": one.growth,
+            "refused": one.refused,
+        }
+        for one in choice.tried
+    ]
+
+
+def _result(one: GroupingTried, attained: Callable[[Attained], str]) -> str:
+    if one.attained is None:
+        return f"not possible: {one.refused}"
+    share = f"{attained(one.attained)} of the tokens in time"
+    if not one.growth:
+        return f"{share}, too few"
+    return f"{share}; {one.growth:g} times the load fits" if one.growth > 1 else share
+
+
+def _size_lines(best_degrees: Mapping[str, int]) -> Iterator[str]:
+    """Yield the group sizes of equation 6, which looks at each model alone."""
+    by_degree: dict[int, list[str]] = defaultdict(list)
+    for name, degree in best_degrees.items():
+        by_degree[degree].append(name)
+    parts = [
+        f"{degree} for {names_text(names, len(best_degrees))}"
+        for degree, names in sorted(by_degree.items())
+    ]
+    yield f"GPUs with which a model alone makes the most tokens per GPU: {', '.join(parts)}."
+
+
+def roles_lines(
+    roles: FixedRoles | None,
+    attained: Callable[[Attained], str],
+    percent: Callable[[float | None], str],
+) -> list[str]:
+    """Return fixed roles that are better than the policy's own, empty without such roles.
+
+    ``attained`` and ``percent`` return shares as text.
+    """
+    if roles is None or roles.best is None or roles.gain is None or not roles.is_better:
+        return []
+    lines = [
+        f"Fixed roles are better: {roles.best.text} gives {attained(roles.best.attained)} of the "
+        f"tokens in time, {100 * roles.gain:.2g} points more than the roles that the policy "
+        "chooses."
+    ]
+    if roles.confidence is not None:
+        lines.append(
+            "One-sided confidence that they are better in most such periods: "
+            f"{percent(roles.confidence)}; --runs draws more."
+        )
+    return lines
+
+
+def roles_document(roles: FixedRoles | None) -> dict[str, object]:
+    """Return the best fixed roles and all tried roles as JSON keys."""
+    best = None
+    if roles is not None and roles.best is not None:
+        best = _tried_roles_document(roles.best) | {
+            "gain": roles.gain,
+            "is_better": roles.is_better,
+            "confidence": roles.confidence,
+        }
+    tried = () if roles is None else roles.tried
+    return {"fixed_roles": best, "fixed_roles_tried": [_tried_roles_document(one) for one in tried]}
+
+
+def _tried_roles_document(tried: RolesTried) -> dict[str, object]:
+    return {
+        "roles": tried.text,
+        "num_prefill": tried.num_prefill,
+        "attainment": tried.attained.overall,
+        "attainment_by_run": list(tried.attained.by_run),
+    }

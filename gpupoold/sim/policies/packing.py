@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpupoold.latency.margins import cantelli_factor
+from gpupoold.latency.errors import LatencyError
 from gpupoold.scheduling.output_length import OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
@@ -179,3 +179,14 @@ def _least_lead_s(device: DeviceState, now_s: float) -> float:
         if one.phase is RequestPhase.DECODING
     )
     return min((lead_s for lead_s in leads_s if lead_s >= 0), default=math.inf)
+
+
+def cantelli_factor(tail_probability: float) -> float:
+    """Return the number of standard deviations that are rarely exceeded, for any distribution.
+
+    A value exceeds the mean by more than ``sqrt((1 - tau) / tau)`` deviations with at most the
+    probability ``tau`` (Aladdin, appendix G).
+    """
+    if not 0 < tail_probability < 1:
+        raise LatencyError(f"a tail probability is between 0 and 1, got {tail_probability}")
+    return math.sqrt((1 - tail_probability) / tail_probability)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.checkpoints.disk_room import KEPT_FREE_BYTES
-from gpupoold.checkpoints.download import download
+from gpupoold.checkpoints.download import KEPT_FREE_BYTES, download
 from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.errors import Failed, Refused, UsageError
 from tests.unit.checkpoints import samples

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.checkpoints.builtin import BUILTIN_MODELS
-from gpupoold.checkpoints.resolve import HubSource, LocalSource, is_hub_id, resolve
+from gpupoold.checkpoints.resolve import BUILTIN_MODELS, HubSource, LocalSource, is_hub_id, resolve
 from gpupoold.errors import ClientError, Refused, UsageError
 
 

@@ -11,7 +11,7 @@ from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
-from gpupoold.fleet import store
+from gpupoold.fleet import controller
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.controller import LOST_S, Controller
 from gpupoold.fleet.nodes import FleetSpec
@@ -243,13 +243,13 @@ async def test_keys_reach_all_nodes(rig: Rig) -> None:
 
 
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:
-    (tmp_path / store.FILE).write_text("{")
+    (tmp_path / controller.FILE).write_text("{")
     with pytest.raises(Failed, match="cannot be read"):
-        store.load(tmp_path)
+        controller.load(tmp_path)
 
 
 def test_the_file_is_private(rig: Rig) -> None:
-    assert (rig.folder / store.FILE).stat().st_mode & 0o777 == 0o600
+    assert (rig.folder / controller.FILE).stat().st_mode & 0o777 == 0o600
 
 
 async def test_agents_learn_the_use_of_keys_on_other_nodes(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""Tests of ``fleet/entrance.py`` and ``fleet/liveness.py``, before scripted nodes."""
+"""Tests of ``fleet/entrance.py`` and ``fleet/entrance.py``, before scripted nodes."""
 
 from __future__ import annotations
 

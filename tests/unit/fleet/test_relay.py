@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.fleet import relay as relay_module
+from gpupoold.fleet.entrance import make_relay
 from gpupoold.fleet.relay import Relay
-from gpupoold.fleet.relays import make_relay
-from gpupoold.fleet.wanted import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Wanted
+from gpupoold.fleet.routing import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Wanted
 from gpupoold.wire.continuation import Continuation, OutputSoFar
 
 

@@ -9,8 +9,7 @@ import msgspec
 
 from gpupoold.domain import Priority
 from gpupoold.fleet.nodes import FleetTable, Node
-from gpupoold.fleet.routing import conversation_of, order
-from gpupoold.fleet.wanted import Wanted
+from gpupoold.fleet.routing import Wanted, conversation_of, order
 from tests.unit.fleet.fleets import model, node
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 from fastapi.responses import JSONResponse
 
-from gpupool_cli.exit_codes import ExitCode
+from gpupool_cli.diagnostics import ExitCode
 from gpupoold.errors import ALL_ERRORS
 from tests.unit.gpupool_cli.conftest import ROOT, Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gpupool_tui.base_app import PollQuestion
 from gpupool_tui.picture import Picture
-from gpupool_tui.poller import PollQuestion
 from tests.unit.gpupool_tui.pictures import AT, picture, top
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from gpupool_tui.compose import compose
 from gpupool_tui.glyphs import ASCII, UNICODE
-from gpupool_tui.once import screen_text
 from gpupool_tui.picture import Picture
+from gpupool_tui.run import screen_text
 from gpupool_tui.text import plain, width_of
 from gpupool_tui.view import Panel, Sorting, View
 from gpupoold.api.schemas import AdditionInfo

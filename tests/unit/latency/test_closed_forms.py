@@ -7,8 +7,8 @@ import math
 import pytest
 
 from gpupoold.latency.errors import LatencyError
-from gpupoold.latency.margins import cantelli_factor
 from gpupoold.latency.models import SwitchModel
+from gpupoold.sim.policies.packing import cantelli_factor
 
 GB = 1e9
 

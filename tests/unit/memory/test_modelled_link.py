@@ -7,8 +7,7 @@ from ctypes import addressof, create_string_buffer
 import pytest
 
 from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.modelled_link import LinkCopyStream, ModelledLink
+from gpupoold.memory.emulated import EmulatedDevice, LinkCopyStream, ModelledLink
 
 RATE = 1000.0
 

@@ -11,7 +11,6 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.admission import Job, most_on_time
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.phases import TRANSITIONS, RequestPhase
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
@@ -24,6 +23,7 @@ from gpupoold.scheduling.policies.planned_turns import (
     order_planned_turns,
     plan_turn,
 )
+from gpupoold.scheduling.prefill_order import Job, most_on_time
 from gpupoold.scheduling.state import Model, Request
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, migrations_in, sends

@@ -11,7 +11,7 @@ import pytest
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box, parse_box
-from gpupoold.sim.named_models import SMALL_BOX
+from gpupoold.sim.other_presets import SMALL_BOX
 from gpupoold.sim.presets import (
     SYNTH_SCENARIOS,
     poisson_panel,

@@ -6,7 +6,7 @@ import os
 import pty
 from pathlib import Path
 
-from gpupoold.system.hangup import hangup_handler
+from gpupoold.service import hangup_handler
 
 
 def test_a_terminal_that_is_closed() -> None:

@@ -31,7 +31,7 @@ UNIONS = {
     "FromInspection": m.Inspected,
 }
 # Frontends and their grammar checkers have messages of their own.
-WIRE = "gpupoold.wire.messages_"
+WIRE = "gpupoold.wire.messages"
 EVERYTHING: Any = functools.reduce(operator.or_, UNIONS.values())
 
 

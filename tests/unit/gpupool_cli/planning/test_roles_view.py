@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupool_cli.planning.roles_view import roles_document, roles_lines
+from gpupool_cli.planning.view import roles_document, roles_lines
 from gpupoold.sim.planner.roles import FixedRoles, RolesTried
 from gpupoold.sim.planner.run import Attained
 

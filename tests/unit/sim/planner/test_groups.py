@@ -10,12 +10,11 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
-from gpupoold.latency.group_rate import group_throughput
 from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import builtin_shape
 from gpupoold.latency.stored import StoredFit, StoredLatency
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.planner.groups import GroupQuestion, choose_groups, groupings
+from gpupoold.sim.planner.groups import GroupQuestion, choose_groups, group_throughput, groupings
 from gpupoold.sim.planner.load import poisson_load
 from gpupoold.sim.planner.models import PlannedModel, place
 from gpupoold.sim.planner.notes import notes_on

@@ -106,7 +106,7 @@ class Handlers:
         return model_info(await self._control.lifecycle.remove(name, mode))
 
     async def host(self, name: str, body: SetHostingRequest) -> ModelInfo:
-        return self._present(await self._control.lifecycle.placement.place(name, body.devices))
+        return self._present(await self._control.lifecycle.place(name, body.devices))
 
     async def unload(self, name: str, mode: UnloadMode, keep_host: bool) -> Unloaded:
         return await self._control.unloader.unload(name, mode, keep_host=keep_host)

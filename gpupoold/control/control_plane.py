@@ -103,7 +103,7 @@ class ControlPlane:
         ``metrics_text`` returns the text that the frontends serve as ``/metrics``.
         """
         of_worker, models = self.dispatcher.from_worker, self.lifecycle
-        worker_up, worker_down = models.reloads.worker_up, models.quarantine.worker_down
+        worker_up, worker_down = models.controller.worker_up, models.worker_down
         self.supervisor.start(Handlers(of_worker, worker_up, worker_down))
         of_frontend = Handlers(self._from_frontend, self._set_up, self._frontend_down)
         self.frontends.start(of_frontend, metrics_text)
@@ -115,8 +115,7 @@ class ControlPlane:
             self._watchdog().check,
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
-            self.lifecycle.retries.check,
-            self.lifecycle.placement.check,
+            self.lifecycle.controller.check,
             self.lifecycle.parking.check,
             self.health.check,
             self.keyring.tick,

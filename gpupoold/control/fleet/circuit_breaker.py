@@ -124,6 +124,11 @@ class CircuitBreakers:
         """Let the model be loaded as a trial."""
         self._breakers[model].state = _State.HALF_OPEN
 
+    def is_half_open(self, model: str) -> bool:
+        """Return whether the model is being loaded as a trial."""
+        breaker = self._breakers.get(model)
+        return breaker is not None and breaker.state is _State.HALF_OPEN
+
     def close(self, model: str, now_s: float) -> bool:
         """Record a successful load; return whether the breaker closes."""
         breaker = self._breakers.get(model)

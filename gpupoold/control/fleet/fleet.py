@@ -46,7 +46,7 @@ class Availability:
     ``num_draining`` of these devices are draining. The last engine of a model that ``is_evicted``
     made place for another engine; a request loads the model again. ``reason`` says why the model
     has failed or is in quarantine, and ``retry_at_s`` is the time of the next try on the monotonic
-    clock.
+    clock. ``waits_for`` names what is missing for the next step, if anything.
     """
 
     phase: ModelPhase
@@ -55,6 +55,7 @@ class Availability:
     reason: str = ""
     retry_at_s: float | None = None
     is_evicted: bool = False
+    waits_for: str = ""
 
     @property
     def can_serve(self) -> bool:
@@ -81,9 +82,10 @@ class _Record:
     devices: list[int] = field(default_factory=list)
     loaded: LoadedModel | None = None
     is_mounted: bool = False
-    is_warming: bool = False
+    is_damaged: bool = False
     is_evicted: bool = False
     failure: str | None = None
+    waits_for: str = ""
     num_drains: int = 0
 
     @property
@@ -106,7 +108,6 @@ class Fleet:
         self.breakers = CircuitBreakers()
         self._draining_devices: set[int] = set()
         self._records: dict[str, _Record] = {}
-        self._changing: defaultdict[str, SharedLock] = defaultdict(SharedLock)
         self._locks: defaultdict[str, SharedLock] = defaultdict(SharedLock)
 
     def availability(self, model: str) -> Availability:
@@ -120,12 +121,17 @@ class Fleet:
             record.failure or "",
             self.breakers.retry_at_s(model),
             record.is_evicted,
+            record.waits_for,
         )
+
+    def names(self) -> list[str]:
+        """Return the names of the registered models."""
+        return [name for name in self._records if self.knows(name)]
 
     def is_warm(self, model: str) -> bool:
         """Return whether requests of the model can run now, on all devices that do not rest."""
         record = self._records.get(model)
-        if record is not None and (record.is_warming or record.is_evicted):
+        if record is not None and (record.is_damaged or record.is_evicted):
             return False
         devices = self.devices_with_snapshot(model)
         return not devices or self.snapshots.are_attached(model, devices)
@@ -148,19 +154,11 @@ class Fleet:
         """Return the number of models that some device has."""
         return sum(bool(record.devices) for record in self._records.values())
 
-    def changing(self, model: str) -> SharedLock:
-        """Return the lock for a model's registration, options and names.
-
-        Held alone by changes and by removals, shared by an addition and by loads of the registered
-        model. To be taken before :meth:`lock`.
-        """
-        return self._changing[model]
-
     def lock(self, model: str) -> SharedLock:
-        """Return the lock for a model's workers and snapshot.
+        """Return the lock of a model.
 
-        Held shared by loads from a present snapshot, alone by loads that make a snapshot, and by
-        all other changes.
+        Held shared by the steps of the model's controller and by an addition, alone by changes and
+        removals of users, by evictions, and by the end of a model in quarantine.
         """
         return self._locks[model]
 
@@ -303,11 +301,22 @@ class Fleet:
     def is_device_draining(self, number: int) -> bool:
         return number in self._draining_devices
 
-    def set_warming(self, model: str, *, is_warming: bool) -> None:
-        """Record the beginning or the end of warming."""
+    def is_damaged(self, model: str) -> bool:
+        """Return whether the model's snapshots have to be made again."""
+        record = self._records.get(model)
+        return record is not None and record.is_damaged
+
+    def set_damaged(self, model: str, *, is_damaged: bool) -> None:
+        """Record that the model's snapshots are damaged, or were made again."""
         record = self._records.get(model)
         if record is not None:
-            record.is_warming = is_warming
+            record.is_damaged = is_damaged
+
+    def set_wait(self, model: str, waits_for: str) -> None:
+        """Record what the model waits for, empty for nothing."""
+        record = self._records.get(model)
+        if record is not None:
+            record.waits_for = waits_for
 
     # Mounts.
 

@@ -21,6 +21,11 @@ class SharedLock:
         """True if no task holds or awaits the lock: ``alone`` would not wait."""
         return not self._gate.locked() and not self._num_sharing
 
+    @property
+    def has_writer(self) -> bool:
+        """True if a task holds or awaits the lock alone: a reader would wait."""
+        return self._gate.locked()
+
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
         """Hold the lock with other readers."""

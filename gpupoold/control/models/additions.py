@@ -11,14 +11,14 @@ from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas_models import AddModelRequest, Progress
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import Intake
-from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free
-from gpupoold.control.models.placement import EnginePlacement
+from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -38,8 +38,8 @@ class Additions:
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
         snapshots: ModelSnapshots,
-        loader: ModelLoader,
-        placement: EnginePlacement,
+        performer: Performer,
+        controller: ModelController,
         mounts: ModelMounts,
         divisions: Divisions,
         inspector: Inspector,
@@ -53,8 +53,8 @@ class Additions:
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._snapshots = snapshots
-        self._loader = loader
-        self._placement = placement
+        self._performer = performer
+        self._controller = controller
         self._mounts = mounts
         self._divisions = divisions
         self._inspector = inspector
@@ -67,7 +67,7 @@ class Additions:
         Raises:
             GpupoolError: the reason of the failing step.
         """
-        self._placement.check_devices(request.devices)
+        self._supervisor.check_devices(request.devices)
         await check_names_free(self._registry, (request.name, *request.aliases))
         intake = self._intake(request)
         async for step in intake.steps():
@@ -83,7 +83,7 @@ class Additions:
         Raises:
             GpupoolError: the reason of the failing step.
         """
-        self._placement.check_devices(request.devices)
+        self._supervisor.check_devices(request.devices)
         names = (request.name, *request.aliases)
         await check_names_free(self._registry, names)
         proposal = self._fleet.propose(names)
@@ -111,7 +111,7 @@ class Additions:
             task.cancel()
         if len(self._supervisor.workers) > 1:
             yield Progress(stage="spread")
-            await asyncio.shield(self._placement.spread_later(row.spec.name))
+            await self._controller.settle(row.spec.name)
         yield Progress(stage="ready", model=model_info(row))
 
     def cancel(self, name: str) -> None:
@@ -133,9 +133,9 @@ class Additions:
         )
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
-        changing = self._fleet.changing(spec.name)
+        lock = self._fleet.lock(spec.name)
         async with contextlib.AsyncExitStack() as held:
-            await held.enter_async_context(changing.shared())
+            await held.enter_async_context(lock.shared())
             # A cancellation may come after the write, so the write is always waited for.
             registering = asyncio.create_task(self._register(spec))
             try:
@@ -144,13 +144,16 @@ class Additions:
                 self._fleet.loading(spec.name)
                 await self._registry.set_state(spec.name, ModelState.LOADING)
                 await self._mounts.publish()
-                await self._placement.load_first(spec, weight_bytes)
+                await self._controller.load_first(spec.name, weight_bytes)
                 self._dispatcher.check_servable()
                 row = await self._mounts.open(spec)
+                self._controller.end_addition(spec.name)
             except BaseException as error:
                 await held.aclose()
                 added = await registering
-                async with changing.alone():
+                await self._controller.halt(spec.name, "was not added")
+                async with lock.alone():
+                    self._controller.end_addition(spec.name)
                     await self._undo(added, str(error) or "the client disconnected")
                 raise
         self._snapshots.touch(spec.name)  # else a new engine would be the first to be evicted
@@ -169,7 +172,7 @@ class Additions:
         if now is None or now.created_at != added.created_at:
             return  # removed meanwhile
         try:
-            await self._loader.unload(name)
+            await self._performer.unload(name)
         finally:
             await self._registry.remove(name)
             self._fleet.remove(name)

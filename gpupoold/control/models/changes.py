@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges, merged_options
-from gpupoold.control.models.loader import ModelLoader
+from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, find_model
-from gpupoold.control.models.warming import Warmer
+from gpupoold.control.models.perform import Performer
 from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, Targets
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
 from gpupoold.errors import GpupoolError, Refused
 
 
 class Changes:
-    """Changes targets and aliases of models, and removes models."""
+    """Changes targets, aliases, options and devices of models, and removes models."""
 
     def __init__(
         self,
@@ -29,9 +32,11 @@ class Changes:
         history: History,
         fleet: Fleet,
         dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
         drains: Drains,
-        warmer: Warmer,
-        loader: ModelLoader,
+        controller: ModelController,
+        performer: Performer,
+        room: EngineRoom,
         mounts: ModelMounts,
         engines: EngineChanges,
     ) -> None:
@@ -39,9 +44,11 @@ class Changes:
         self._history = history
         self._fleet = fleet
         self._dispatcher = dispatcher
+        self._supervisor = supervisor
         self._drains = drains
-        self._warmer = warmer
-        self._loader = loader
+        self._controller = controller
+        self._performer = performer
+        self._room = room
         self._mounts = mounts
         self._engines = engines
 
@@ -52,7 +59,7 @@ class Changes:
             GpupoolError: see ``Registry.update`` and ``EngineChanges.change``.
         """
         model = (await find_model(self._registry, name)).spec.name
-        async with self._fleet.changing(model).alone():
+        async with self._fleet.lock(model).alone():
             old = (await find_model(self._registry, model)).spec
             engine = merged_options(old.engine, request.engine)
             if engine != old.engine:
@@ -89,6 +96,38 @@ class Changes:
                 raise
         return new
 
+    async def place(self, name: str, devices: Sequence[int]) -> ModelRow:
+        """Choose the devices of a model by hand, or give the choice back with no devices.
+
+        Requests on other devices continue on the chosen devices.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            UsageError: there is no such device.
+            Refused: a chosen device cannot divide the model; nothing has changed.
+            GpupoolError: no chosen device could load the model, or a device could not; the choice
+                holds, and the load is retried.
+        """
+        self._supervisor.check_devices(devices)
+        model = (await find_model(self._registry, name)).spec.name
+        async with self._fleet.lock(model).alone():
+            now = await find_model(self._registry, model)
+            chosen = sorted(set(devices))
+            self._room.divisions.require_one(replace(now.spec, devices=tuple(chosen)))
+            row = await self._registry.set_devices(model, chosen)
+            self._fleet.changed(row.spec)
+        where = ", ".join(map(str, row.spec.devices))
+        text = f"on devices {where}, by hand" if devices else "as the scheduler chooses"
+        self._history.record_event("info", "model_placed", model, text)
+        self._controller.wake(model)
+        if devices:
+            self._fleet.check_quarantine(model)
+            errors = await self._controller.settle(model)
+            hosts, workers = self._fleet.availability(model).devices, self._supervisor.workers
+            if any(workers[one].is_ready and one not in hosts for one in chosen):
+                raise errors[0] if errors else self._room.refusal(row)
+        return await find_model(self._registry, model)
+
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
         """Remove a model.
 
@@ -100,7 +139,7 @@ class Changes:
         model = (await find_model(self._registry, name)).spec.name
         try:
             with contextlib.ExitStack() as drain:
-                async with self._fleet.changing(model).alone():
+                async with self._fleet.lock(model).alone():
                     row = await find_model(self._registry, model)
                     if mode == "refuse":
                         _check_without_adapters(row.spec)
@@ -109,7 +148,7 @@ class Changes:
                     await self._mounts.publish()
                 if mode == "drain":
                     await self._drains.wait_idle(model)  # other models can be changed meanwhile
-                async with self._fleet.changing(model).alone():
+                async with self._fleet.lock(model).alone():
                     await self._forget(row)
         finally:
             await self._mounts.publish()
@@ -121,8 +160,8 @@ class Changes:
         if now is None or now.created_at != row.created_at:
             return  # another removal was faster
         self._dispatcher.fail_model(model, f"{model} was removed")
-        await self._warmer.cancel(model)
-        await self._loader.unload(model)
+        await self._controller.halt(model, "was removed")
+        await self._performer.unload(model)
         await self._registry.remove(model)
         self._fleet.remove(model)
         self._history.record_event("info", "model_removed", model, "removed")

@@ -67,7 +67,9 @@ class EngineChanges:
         self._inspector = inspector
 
     async def change(self, old: ModelSpec, engine: Mapping[str, str]) -> ModelRow:
-        """Replace the model's engines and record the options; the caller remounts the API.
+        """Replace the model's engines and record the options.
+
+        The caller holds the model's lock and remounts the API.
 
         After a failure the earlier options hold, on all workers that answer.
 
@@ -82,21 +84,20 @@ class EngineChanges:
             return await self._record(new)
         done: list[Worker] = []
         with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(old.name)):
-            async with self._fleet.lock(old.name).alone():
-                await self._leave_resting(old.name)
-                try:
-                    hosts = self._workers_of(old.name)
-                    degrees = {one.device.num_gpus: one for one in reversed(hosts)}
-                    firsts = list(degrees.values())
-                    for worker in firsts:  # makes the snapshot for the others
-                        await self._replace(new, worker)
-                        done.append(worker)
-                    await self._replace_all(new, [one for one in hosts if one not in firsts], done)
-                except BaseException:
-                    await self._undo(old, done)
-                    raise
-                self._snapshots.drop_outdated(old.name)
-                return await self._record(new)
+            await self._leave_resting(old.name)
+            try:
+                hosts = self._workers_of(old.name)
+                degrees = {one.device.num_gpus: one for one in reversed(hosts)}
+                firsts = list(degrees.values())
+                for worker in firsts:  # makes the snapshot for the others
+                    await self._replace(new, worker)
+                    done.append(worker)
+                await self._replace_all(new, [one for one in hosts if one not in firsts], done)
+            except BaseException:
+                await self._undo(old, done)
+                raise
+            self._snapshots.drop_outdated(old.name)
+            return await self._record(new)
 
     async def _have_same_engine(self, old: ModelSpec, new: ModelSpec) -> bool:
         """Return whether the options that differ concern only the API.

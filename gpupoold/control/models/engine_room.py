@@ -10,11 +10,12 @@ from gpupool_state import History, ModelRow, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.divisions import Divisions
+from gpupoold.control.models.state import EnginesFull
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.errors import NoSuchModel, Refused
+from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.scheduling.hosting import (
     HostedEngine,
     HostingDevice,
@@ -25,10 +26,6 @@ from gpupoold.scheduling.hosting import (
 )
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import EngineMemory
-
-
-class EnginesFull(Refused):
-    """A device has too little memory for another engine, and no engine can be evicted."""
 
 
 class EngineRoom:
@@ -133,6 +130,21 @@ class EngineRoom:
         """
         memory = self._fleet.hosts.of(name, worker.number).memory
         await self._evict_for(name, worker, memory.device_bytes, reason)
+
+    def why_none(self, row: ModelRow) -> GpupoolError:
+        """Return why no device can load the model: memory, with the arithmetic, or service.
+
+        Raises:
+            Refused: no device can divide the model.
+        """
+        if any(self.model(row).allows(one.number) for one in self.devices()):
+            return self.refusal(row)
+        self.divisions.require_one(row.spec)
+        where = f" (only {', '.join(map(str, row.spec.devices))} may)" if row.spec.devices else ""
+        return Unavailable(
+            f"no device in service can load {row.spec.name}{where}",
+            "see `gpupool ps` and `gpupool logs`",
+        )
 
     def refusal(self, row: ModelRow) -> EnginesFull:
         """Return why no device can host the model, with the arithmetic."""

@@ -18,6 +18,7 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.adapters import ModelAdapters
 from gpupoold.control.models.additions import Additions
 from gpupoold.control.models.changes import Changes
+from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges
@@ -25,21 +26,18 @@ from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
-from gpupoold.control.models.loader import ModelLoader
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
 from gpupoold.control.models.ongoing import OngoingAdditions
 from gpupoold.control.models.parking import Parking
-from gpupoold.control.models.placement import EnginePlacement
+from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.presets import Presets
-from gpupoold.control.models.quarantine import Quarantine
-from gpupoold.control.models.reloads import Reloads
-from gpupoold.control.models.retries import Retries
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.models.warming import Warmer
+from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Adapter, Preset
 from gpupoold.errors import NoSuchModel
@@ -54,8 +52,8 @@ class ModelLifecycle(RequestListener):
 
     The dispatcher reports what models need for their requests.
 
-    ``mounts``, ``reloads`` and ``quarantine`` handle starts and ends of processes;
-    ``retries.check`` is to be called every second.
+    ``mounts``, ``controller.worker_up`` and ``worker_down`` handle starts and ends of processes;
+    ``controller.check`` is to be called every second.
     """
 
     def __init__(
@@ -85,39 +83,25 @@ class ModelLifecycle(RequestListener):
         self.room = room = EngineRoom(
             settings, registry, history, fleet, dispatcher, supervisor, cache, divisions
         )
-        loader = ModelLoader(
+        self._failures = failures = Failures(registry, history, fleet, dispatcher, mounts)
+        performer = Performer(
             settings, fleet, dispatcher, supervisor, snapshots, mounts, facts, room
         )
-        failures = Failures(registry, history, fleet, dispatcher, mounts)
-        self.placement = placement = EnginePlacement(
-            registry, history, fleet, dispatcher, supervisor, loader, room, mounts, failures
-        )
-        warmer = Warmer(
+        self.controller = controller = ModelController(
+            settings,
             registry,
             history,
             fleet,
             dispatcher,
             supervisor,
             snapshots,
-            loader,
-            placement,
-            failures,
-            lambda: settings.limits.load_timeout_s,
-        )
-        reloads = Reloads(
-            registry,
-            history,
-            fleet,
-            dispatcher,
-            snapshots,
-            placement,
+            room,
             mounts,
             failures,
+            performer,
         )
-        self.mounts, self.warmer, self.reloads = mounts, warmer, reloads
-        self.parking = Parking(settings, history, fleet, dispatcher, supervisor, placement)
-        self.quarantine = Quarantine(history, fleet, dispatcher, loader, warmer, failures, mounts)
-        self.retries = Retries(fleet, reloads, failures)
+        self.mounts = mounts
+        self.parking = Parking(settings, history, fleet, dispatcher, supervisor)
         self.drains = Drains(settings, fleet, dispatcher.live, mounts)
         self.presets = Presets(registry, history, fleet, mounts, inspector)
         self._additions = Additions(
@@ -128,8 +112,8 @@ class ModelLifecycle(RequestListener):
             dispatcher,
             supervisor,
             snapshots,
-            loader,
-            placement,
+            performer,
+            controller,
             mounts,
             divisions,
             inspector,
@@ -138,8 +122,19 @@ class ModelLifecycle(RequestListener):
             settings, registry, fleet, dispatcher, supervisor, snapshots, facts, room, inspector
         )
         self._changes = Changes(
-            registry, history, fleet, dispatcher, self.drains, warmer, loader, mounts, engines
+            registry,
+            history,
+            fleet,
+            dispatcher,
+            supervisor,
+            self.drains,
+            controller,
+            performer,
+            room,
+            mounts,
+            engines,
         )
+        self.place = self._changes.place
         self.adapters = ModelAdapters(
             settings,
             registry,
@@ -154,17 +149,17 @@ class ModelLifecycle(RequestListener):
         )
 
     def request_began(self, model: str) -> None:
-        self.warmer.began(model)
+        self.controller.began(model)
 
     def request_ended(self, model: str, device: int | None) -> None:
-        self._snapshots.touch(model, device)
+        self.controller.ended(model, device)
 
     def weights_wanted(self, model: str) -> None:
-        self.warmer.begin(model)
+        self.controller.wanted(model)
         self.parking.wanted(model)
 
     def weights_damaged(self, answer: WrongAnswer) -> None:
-        self.warmer.renew(answer)
+        self.controller.damaged(answer)
 
     def grammar_refused(self, refused: GrammarRefused) -> None:
         self._frontends.send(refused)
@@ -173,21 +168,25 @@ class ModelLifecycle(RequestListener):
         self._fleet.breakers.answered(model)
 
     def convicted(self, model: str, request_id: str) -> None:
-        self.quarantine.convicted(model, request_id)
+        self._failures.convicted(model, request_id)
+        self.controller.wake(model)
 
     def acquitted(self, model: str) -> None:
-        self.quarantine.acquitted(model)
+        self._failures.acquitted(model)
+        self.controller.wake(model)
+
+    async def worker_down(self, worker: Worker, death: Death) -> None:
+        """Attribute the end of a worker, requeue the requests there, and load models elsewhere."""
+        await self._failures.worker_down(worker, death)
+        self.controller.wake(*self._fleet.names())
 
     async def stop(self) -> None:
         """Undo unfinished additions, and end all other work; the workers have stopped before."""
         await self.ongoing.stop()
         await self._additions.stop()
         await self.adapters.stop()
-        await self.warmer.stop()
-        await self.quarantine.stop()
-        await self.retries.stop()
+        await self.controller.stop()
         await self.parking.stop()
-        await self.placement.stop()
         await self._snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
@@ -262,7 +261,5 @@ class ModelLifecycle(RequestListener):
         """
         row = await self.find(name)
         self._fleet.breakers.reset(row.spec.name)
-        if not self._fleet.is_open(row.spec.name):
-            row = await self.reloads.load_anywhere(row.spec.name)
-        await self.warmer.warm(row.spec.name)
-        return row
+        await self.controller.warm(row.spec.name)
+        return await self.find(name)

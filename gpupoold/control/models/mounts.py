@@ -51,9 +51,6 @@ class ModelMounts:
         self._stuck: set[str] = set()
         self._publishing = asyncio.Lock()
         self._in_turn = asyncio.Lock()  # frontends mount one model at a time anyway
-        self._opened: dict[str, int] = {}
-        self.num_opened = 0
-        """Number of times that models were opened."""
 
     @contextlib.contextmanager
     def hiding(self, adapter: str) -> Iterator[None]:
@@ -94,17 +91,6 @@ class ModelMounts:
         async with self._in_turn:
             return await self._open(spec)
 
-    async def open_once(self, spec: ModelSpec, since: int) -> None:
-        """As :meth:`open`, unless the model has been opened since ``num_opened`` was ``since``.
-
-        Mounting is slow: a model that several devices load side by side is opened once.
-        """
-        async with self._in_turn:
-            if self._opened.get(spec.name, 0) > since:
-                await self.publish()
-            else:
-                await self._open(spec)
-
     async def _open(self, spec: ModelSpec) -> ModelRow:
         if self._fleet.breakers.close(spec.name, self._clock()):
             text = "loaded, and ready again"
@@ -117,8 +103,6 @@ class ModelMounts:
             self._fleet.opened(spec.name)
         finally:
             self._opening.discard(spec.name)
-        self.num_opened += 1
-        self._opened[spec.name] = self.num_opened
         row = await self._registry.set_state(spec.name, ModelState.READY)
         await self.publish()
         return row
@@ -159,7 +143,6 @@ class ModelMounts:
 
     def unmount(self, model: str) -> None:
         """Unmount the model's API from all frontends."""
-        self._opened.pop(model, None)
         self._stuck.discard(model)
         self._fleet.unmounted(model)
         self._frontends.send(m.StopServing(model))

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from gpupool_state import History
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.models.placement import EnginePlacement
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -38,14 +37,12 @@ class Parking:
         fleet: Fleet,
         dispatcher: Dispatcher,
         supervisor: WorkerSupervisor,
-        placement: EnginePlacement,
     ) -> None:
         self._settings = settings
         self._history = history
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._supervisor = supervisor
-        self._placement = placement
         self._idle_since_s: dict[int, float] = {}
         self._had: dict[str, int] = {}  # the device that a model had before its device was parked
         self._parking: asyncio.Task[None] | None = None
@@ -153,5 +150,5 @@ class Parking:
         return [one.number for one in self._supervisor.workers if one.state == "parked"]
 
     def _worker(self, number: int) -> Worker:
-        self._placement.check_devices([number])
+        self._supervisor.check_devices([number])
         return self._supervisor.workers[number]

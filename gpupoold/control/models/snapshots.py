@@ -15,6 +15,7 @@ from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.models.startup import rows_in_start_order
+from gpupoold.control.models.state import WeightsState
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import StoredSnapshots
@@ -24,6 +25,7 @@ from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
+from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
 
@@ -83,40 +85,40 @@ class ModelSnapshots:
         if not all(self.is_in_use(one) for one in self._cache.of_model(model)):
             self.host_budget.changed()
 
-    def fits_again(self, model: str) -> bool:
-        """Return whether the snapshot of a resting device fits without evictions."""
-        ids = self._devices.all_of(model, self._devices.resting(model))
-        sizes = ((of, self._cache.known_bytes(of)) for of in ids)
-        return any(
-            num_bytes is not None and self.host_budget.fits(of, num_bytes)
-            for of, num_bytes in sizes
-        )
+    def weights(self, model: str, degree: int, expected_bytes: int) -> WeightsState:
+        """Return the state of a snapshot of about ``expected_bytes``."""
+        of = SnapshotId(model, degree)
+        if self._cache.get(of) is not None:
+            return WeightsState(is_cached=True)
+        return WeightsState(space=self.host_budget.space(of, self._size(of, expected_bytes)))
 
-    async def wait_for_memory(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """As :meth:`reserve`, and wait for memory.
+    def why_full(
+        self, model: str, degree: int, expected_bytes: int, waited_s: float = 0.0
+    ) -> GpupoolError:
+        """Return the error for a snapshot without memory, see ``HostMemoryBudget.why_full``."""
+        of = SnapshotId(model, degree)
+        return self.host_budget.why_full(of, self._size(of, expected_bytes), waited_s)
 
-        The caller holds no lock, because other tasks may need the lock to finish and free memory.
+    def _size(self, of: SnapshotId, expected_bytes: int) -> int:
+        known_bytes = self._cache.known_bytes(of)
+        if known_bytes is not None:
+            return known_bytes
+        workers = [one for one in self._supervisor.workers if one.ready is not None]
+        return _whole_pages(expected_bytes, workers[0]) if workers else expected_bytes
 
-        Raises:
-            CacheFull, TimedOut: see :meth:`HostMemoryBudget.reserve`.
-        """
-        await self.reserve(spec, worker, expected_bytes, self._settings.limits.load_timeout_s)
-
-    async def reserve(
-        self, spec: ModelSpec, worker: Worker, expected_bytes: int, wait_s: float = 0.0
-    ) -> None:
+    async def reserve(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         """Reserve host memory for the model's snapshot for a worker, unless present.
 
         The caller holds the snapshot.
 
         Raises:
-            CacheFull, TimedOut: see :meth:`HostMemoryBudget.reserve`.
+            CacheFull: see :meth:`HostMemoryBudget.reserve`.
         """
         if worker.ready is None or self.is_at_hand(spec.name, worker):
             return
         num_bytes = await self._look_up(spec, worker) or _whole_pages(expected_bytes, worker)
         of = self._devices.of(spec.name, worker.number)
-        await self.host_budget.reserve(of, num_bytes, wait_s)
+        await self.host_budget.reserve(of, num_bytes)
 
     async def for_load(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int

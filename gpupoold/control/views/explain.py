@@ -141,7 +141,7 @@ class Explainer:
         return ModelWhy(
             name=name,
             state=self._fleet.availability(name).state.value,
-            text=self._model_text(row),
+            text=self._model_text(row) + self._wait_text(row.spec.name),
             ttft_s=targets.ttft_s,
             tbt_s=targets.tbt_s,
             attainment_1m=stats.attainment_1m(now_s),
@@ -223,6 +223,10 @@ class Explainer:
             engine_bytes=host.memory.device_bytes,
             hosting=HostingReason.FIXED.why if is_fixed else host.why,
         )
+
+    def _wait_text(self, name: str) -> str:
+        waits_for = self._fleet.availability(name).waits_for
+        return f"; waits for {waits_for}" if waits_for else ""
 
     def _model_text(self, row: ModelRow) -> str:
         name, now = row.spec.name, self._fleet.availability(row.spec.name)

@@ -1,4 +1,4 @@
-"""Eviction of snapshots from the model cache, and waiting for free memory."""
+"""Eviction of snapshots from the model cache, and refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 from gpupoold.config.schema import SYSTEM_CONFIG
@@ -22,6 +23,15 @@ _logger = logging.getLogger(__name__)
 
 class CacheFull(Refused):
     """Too few snapshots can be evicted for another snapshot."""
+
+
+class Space(Enum):
+    """Whether a snapshot has space in the cache."""
+
+    FITS = auto()
+    EVICTS = auto()  # fits when idle snapshots are evicted
+    LATER = auto()  # too many snapshots are in use now
+    NEVER = auto()  # pinned snapshots leave too little
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class HostMemoryBudget:
 
     A snapshot stays while its model is pinned, while the snapshot ``is_in_use``, or while held.
     ``release`` takes a snapshot out of use at once, and returns an awaitable of the moment when no
-    worker maps the snapshot.
+    worker maps the snapshot. ``on_change`` is called when a snapshot may have become evictable.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class HostMemoryBudget:
         self._evicting = asyncio.Lock()
         self._leaving: dict[SnapshotId, asyncio.Task[None]] = {}
         self._change = asyncio.Event()
+        self.on_change: Callable[[], None] = lambda: None
         self._shrinking: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -78,13 +89,19 @@ class HostMemoryBudget:
             self.changed()
 
     def changed(self) -> None:
-        """Notify waiters that a snapshot may have become evictable."""
+        """Record that a snapshot may have become evictable."""
         self._change.set()
         self._change = asyncio.Event()
+        self.on_change()
 
-    def fits(self, of: SnapshotId, num_bytes: int) -> bool:
-        """Return whether a snapshot of ``num_bytes`` fits without evictions."""
-        return not self._cache.short_bytes(of, num_bytes)
+    def space(self, of: SnapshotId, num_bytes: int) -> Space:
+        """Return whether a snapshot of ``num_bytes`` fits."""
+        short_bytes = self._cache.short_bytes(of, num_bytes)
+        if not short_bytes:
+            return Space.FITS
+        if choose_victims(self._candidates(of), short_bytes) is not None:
+            return Space.EVICTS
+        return Space.LATER if self._would_fit(of, num_bytes) else Space.NEVER
 
     def check(self, of: SnapshotId, num_bytes: int) -> int:
         """Check that a snapshot of ``num_bytes`` would fit after evictions.
@@ -97,39 +114,22 @@ class HostMemoryBudget:
         others = self._candidates(of)
         victims = choose_victims(others, self._cache.short_bytes(of, num_bytes))
         if victims is None:
-            raise self._refusal(of, num_bytes)
+            raise self.why_full(of, num_bytes)
         return sum(one.num_bytes for one in others if one.key in victims)
 
-    async def reserve(self, of: SnapshotId, num_bytes: int, wait_s: float = 0.0) -> None:
+    async def reserve(self, of: SnapshotId, num_bytes: int) -> None:
         """Reserve memory for a held snapshot, evicting others.
 
         Raises:
-            CacheFull: pinned snapshots leave too little; or used snapshots, if ``wait_s`` is 0.
-            TimedOut: used snapshots left too little for ``wait_s``.
+            CacheFull: pinned and used snapshots leave too little.
         """
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + wait_s
         leaving = self._leaving.get(of)
         if leaving is not None:
             await asyncio.shield(leaving)
-        while True:
-            change = self._change
-            async with self._evicting:
-                if await self._evict_for(of, num_bytes):
-                    self._cache.reserve(of, num_bytes)
-                    return
-            left_s = deadline_s - loop.time()
-            if not wait_s or not self._would_fit(of, num_bytes):
-                raise self._refusal(of, num_bytes)
-            if left_s <= 0:
-                raise TimedOut(
-                    f"{of}: no memory for a snapshot of {format_bytes(num_bytes)} became free "
-                    f"in the model cache within {wait_s:g} s: all other snapshots are pinned or "
-                    "in use",
-                    f"unpin a model (`gpupool cache unpin`), or {self._raise_it(of, num_bytes)}",
-                )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(change.wait(), left_s)
+        async with self._evicting:
+            if not await self._evict_for(of, num_bytes):
+                raise self.why_full(of, num_bytes)
+            self._cache.reserve(of, num_bytes)
 
     async def drop(self, model: str) -> None:
         """Drop a model's snapshots of all degrees that are in host memory.
@@ -232,6 +232,17 @@ class HostMemoryBudget:
         if pinned:
             return sum(one.num_bytes for one in others if one.is_pinned)
         return sum(one.num_bytes for one in others if one.is_busy and not one.is_pinned)
+
+    def why_full(self, of: SnapshotId, num_bytes: int, waited_s: float = 0.0) -> GpupoolError:
+        """Return the error for a snapshot without space, perhaps after a wait."""
+        if waited_s and self._would_fit(of, num_bytes):
+            return TimedOut(
+                f"{of}: no memory for a snapshot of {format_bytes(num_bytes)} became free "
+                f"in the model cache within {waited_s:g} s: all other snapshots are pinned or "
+                "in use",
+                f"unpin a model (`gpupool cache unpin`), or {self._raise_it(of, num_bytes)}",
+            )
+        return self._refusal(of, num_bytes)
 
     def _refusal(self, of: SnapshotId, num_bytes: int) -> CacheFull:
         pinned_bytes = self._bytes_of(of, pinned=True)

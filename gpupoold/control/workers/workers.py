@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from typing import TypeVar
 
 from gpupoold.config.schema import Settings
@@ -18,7 +19,7 @@ from gpupoold.control.processes.restarts import REAL_TIME, Timing
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.process import WorkerProcess
 from gpupoold.control.workers.worker import Worker, WorkerIsDown
-from gpupoold.errors import Failed, TimedOut, Unavailable
+from gpupoold.errors import Failed, TimedOut, Unavailable, no_such_device
 from gpupoold.wire import messages as m
 
 _READY_TIMEOUT_S = 120.0
@@ -87,6 +88,12 @@ class WorkerSupervisor:
     async def stop(self) -> None:
         """Stop every worker within the grace time."""
         await asyncio.gather(*(process.stop() for process in self.processes))
+
+    def check_devices(self, numbers: Iterable[int]) -> None:
+        """Raise UsageError if a device does not exist."""
+        for number in numbers:
+            if not 0 <= number < len(self.workers):
+                raise no_such_device(number, len(self.workers))
 
     async def wait_ready(self, worker: Worker) -> None:
         """Return when the worker can load models; a parked worker is woken.

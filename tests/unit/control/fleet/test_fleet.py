@@ -140,9 +140,9 @@ def test_warm_is_what_can_run_at_once(box: FleetBox) -> None:
     assert fleet.is_warm(NAME)  # without a worker there is nothing to restore
     serving(box, 0, 1)
     assert fleet.is_warm(NAME)
-    fleet.set_warming(NAME, is_warming=True)
+    fleet.set_damaged(NAME, is_damaged=True)
     assert not fleet.is_warm(NAME)
-    fleet.set_warming(NAME, is_warming=False)
+    fleet.set_damaged(NAME, is_damaged=False)
     box.warm.clear()
     assert not fleet.is_warm(NAME)
     box.warm.add(NAME)

@@ -312,8 +312,8 @@ class ModelsBox:
 
     async def start(self) -> None:
         """Start the workers; return when they have loaded what they can."""
-        on_up = self.lifecycle.reloads.worker_up
-        on_down = self.lifecycle.quarantine.worker_down
+        on_up = self.lifecycle.controller.worker_up
+        on_down = self.lifecycle.worker_down
         self.supervisor.start(Handlers(self.dispatcher.from_worker, on_up, on_down))
 
     async def until(self, condition: Callable[[], bool]) -> None:

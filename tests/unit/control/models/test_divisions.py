@@ -49,7 +49,7 @@ async def added(box: ModelsBox, devices: tuple[int, ...] = (), **config: object)
 async def test_a_model_is_hosted_where_it_can_be_divided(mixed: ModelsBox) -> None:
     await added(mixed, num_attention_heads=6)
     assert mixed.hosts_of("new") == [1]
-    await mixed.lifecycle.placement.spread("new")
+    await mixed.lifecycle.controller.settle("new")
     assert mixed.hosts_of("new") == [1]
     assert [one for one in mixed.told if "on 0" in one] == []
 
@@ -88,7 +88,7 @@ async def test_devices_by_hand(mixed: ModelsBox) -> None:
         await added(mixed, devices=(0,), num_attention_heads=6)
     await added(mixed, devices=(1,), num_attention_heads=6)
     with pytest.raises(Refused, match="6 attention heads are not divisible by 4"):
-        await mixed.lifecycle.placement.place("new", [0, 1])
+        await mixed.lifecycle.place("new", [0, 1])
     row = await mixed.registry.get("new")
     assert row is not None
     assert row.spec.devices == (1,)
@@ -111,7 +111,7 @@ async def test_a_group_that_refuses_a_load_leaves_the_model_to_others(mixed: Mod
     await added(mixed, devices=(0, 1), num_attention_heads=8)
     assert mixed.hosts_of("new") == [1]
     told = len(mixed.told)
-    await mixed.lifecycle.placement.spread("new")
+    await mixed.lifecycle.controller.settle("new")
     assert mixed.told[told:] == []
 
 

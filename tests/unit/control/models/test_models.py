@@ -69,6 +69,19 @@ async def test_a_model_without_workers_is_loading_and_then_ready(box: ModelsBox)
     assert "model_recovered" not in await box.events()
 
 
+async def test_a_model_is_ready_again_with_its_first_load(
+    box: ModelsBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def not_yet() -> None:
+        """Other models are still being loaded."""
+
+    monkeypatch.setattr(box.lifecycle.controller, "_tidy", not_yet)
+    for process in list(box.processes.values()):
+        process.end(-signal.SIGKILL)
+    await box.until(lambda: set(box.frontends.states().values()) == {"loading"})
+    await box.until(lambda: set(box.frontends.states().values()) == {"ready"})
+
+
 async def test_requests_of_a_dropped_snapshot_warm_the_model(box: ModelsBox) -> None:
     await box.snapshots.host_budget.drop("a")
     assert sorted(box.told) == ["drop a on 0", "drop a on 1"]
@@ -137,7 +150,7 @@ async def test_a_model_that_no_worker_can_load_has_failed_and_is_tried_again(
         assert now.retry_at_s is not None
         await box.until(lambda: box.frontends.states() == {"a": "failed", "b": "ready"})
         box.errors.clear()
-        box.lifecycle.retries.check(now.retry_at_s + 1.0)
+        box.lifecycle.controller.check(now.retry_at_s + 1.0)
         await box.until_ready("a")
         row = await registry.get("a")
         assert row is not None
@@ -162,6 +175,33 @@ async def test_a_deadly_model_is_in_quarantine_until_a_user_wants_it(
         box.deadly.clear()
         await box.lifecycle.warm("a")
         await box.until_ready("a", "b")
+    finally:
+        await box.stop()
+
+
+async def test_a_model_in_quarantine_is_tried_again_on_one_device(
+    tmp_path: Path, registry: Registry, history: History
+) -> None:
+    box = ModelsBox(tmp_path, registry, history)
+    await box.register("a", "b")
+    box.deadly.add("a")
+    await box.start()
+    try:
+        await box.until(lambda: box.fleet.availability("a").phase is ModelPhase.QUARANTINED)
+        await box.until_ready("b")
+        await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
+        told = len(box.told)
+        box.lifecycle.controller.check(time.monotonic() + 3600.0)
+        await box.until(lambda: not box.fleet.breakers.is_half_open("a"))
+        assert [one for one in box.told[told:] if one.split()[1] == "a"] in (
+            ["build a on 0"],
+            ["build a on 1"],
+        )
+        box.deadly.clear()
+        await box.until_ready("b")
+        box.lifecycle.controller.check(time.monotonic() + 7200.0)
+        await box.until_ready("a", "b")
+        assert "model_recovered" in await box.events()
     finally:
         await box.stop()
 

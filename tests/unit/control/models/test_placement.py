@@ -49,38 +49,16 @@ class TestSideBySide:
         assert [one.stage for one in await adding][-2:] == ["spread", "ready"]
         assert box.hosts_of("new") == [0, 1]
 
-    async def test_an_addition_waits_for_a_load_that_began_elsewhere(self, box: ModelsBox) -> None:
-        box.hold(1)
-        adding = asyncio.create_task(added(box, "new"))
-        worker = box.supervisor.workers[1]
-        await box.until(lambda: ("new", 1) in box.waiting)
-        second = asyncio.create_task(box.lifecycle.placement.load_on("new", worker))
-        await box.until(lambda: worker.num_loads == 2)
-        assert not second.done()
-        box.release()
-        await asyncio.gather(adding, second)
-        assert box.told.count("attach new on 1") == 1
-
     async def test_an_api_is_mounted_once_for_all_devices(self, box: ModelsBox) -> None:
         box.frontends.may_mount.clear()
         adding = asyncio.create_task(added(box, "new"))
         await box.until(lambda: bool(box.hosts_of("new")))
-        box.lifecycle.placement.check(asyncio.get_running_loop().time())
+        box.lifecycle.controller.check(asyncio.get_running_loop().time())
         await box.until(lambda: box.hosts_of("new") == [0, 1])
         box.frontends.may_mount.set()
         await adding
         assert box.frontends.num_mounts["new"] == 1
         assert box.frontends.states()["new"] == "ready"
-
-    async def test_a_model_that_was_due_before_its_first_load(self, box: ModelsBox) -> None:
-        await box.register("due")
-        placement = box.lifecycle.placement
-        await asyncio.gather(*(placement.load_on("due", one) for one in box.supervisor.workers))
-        row = await box.registry.get("due")
-        assert row is not None
-        box.told.clear()
-        await placement.load_first(row.spec)
-        assert not box.told
 
     async def test_it_stays_when_the_reader_leaves_then(self, box: ModelsBox) -> None:
         async for line in box.lifecycle.add(request(box, "new")):
@@ -91,12 +69,12 @@ class TestSideBySide:
         assert box.hosts_of("new") == [0, 1]
 
     async def test_a_worker_loads_one_model_at_a_time(self, box: ModelsBox) -> None:
-        await box.lifecycle.placement.place("a", [0])
+        await box.lifecycle.place("a", [0])
         box.dispatcher.set_draining(1, is_draining=True)
         box.hold(0)
         adding = [asyncio.create_task(added(box, name)) for name in ("x", "y")]
-        worker = box.supervisor.workers[0]
-        await box.until(lambda: worker.num_loads == 2 and bool(box.waiting))
+        await box.until(lambda: bool(box.waiting) and box.fleet.knows("x") and box.fleet.knows("y"))
+        await asyncio.sleep(0.1)
         assert len(box.waiting) == 1
         box.release()
         await asyncio.gather(*adding)
@@ -153,7 +131,7 @@ class TestTroubleElsewhere:
         assert box.hosts_of("new") == [0, 1]
 
     async def test_a_drain_of_the_only_device_moves_the_model(self, box: ModelsBox) -> None:
-        await box.lifecycle.placement.place("a", [0])
+        await box.lifecycle.place("a", [0])
         await box.registry.set_devices("a", [])
         box.fleet.changed((await box.lifecycle.find("a")).spec)
         box.dispatcher.set_draining(0, is_draining=True)
@@ -173,7 +151,7 @@ class TestByHand:
         box.ask("a", "r1")
         [number] = [one for one, ids in box.requests.items() if "r1" in ids] or await sent(box)
         other = 1 - number
-        row = await box.lifecycle.placement.place("a", [other])
+        row = await box.lifecycle.place("a", [other])
         assert row.spec.devices == (other,)
         assert box.hosts_of("a") == [other]
         assert f"abort r1 on {number}" in box.told
@@ -181,8 +159,8 @@ class TestByHand:
         assert "model_placed" in await box.events()
 
     async def test_the_choice_is_given_back(self, box: ModelsBox) -> None:
-        await box.lifecycle.placement.place("a", [1])
-        row = await box.lifecycle.placement.place("a", [])
+        await box.lifecycle.place("a", [1])
+        row = await box.lifecycle.place("a", [])
         assert row.spec.devices == ()
         await box.until(lambda: box.hosts_of("a") == [0, 1])
 
@@ -194,13 +172,13 @@ class TestByHand:
 
     async def test_devices_that_do_not_exist(self, box: ModelsBox) -> None:
         with pytest.raises(UsageError, match="there is no device 2"):
-            await box.lifecycle.placement.place("a", [2])
+            await box.lifecycle.place("a", [2])
         with pytest.raises(UsageError, match="there is no device 7"):
             await added(box, "new", devices=[0, 7])
         assert box.fleet.availability("new").phase is ModelPhase.REMOVED
 
     async def test_it_lasts_beyond_a_worker(self, box: ModelsBox) -> None:
-        await box.lifecycle.placement.place("a", [1])
+        await box.lifecycle.place("a", [1])
         box.told.clear()
         box.processes[0].end(-signal.SIGKILL)
         await box.until(lambda: box.told == ["attach b on 0"])
@@ -241,8 +219,8 @@ class TestScarcity:
         assert full.frontends.states()[evicted] == "ready"
 
     async def test_engines_in_use_stay_and_the_addition_is_refused(self, full: ModelsBox) -> None:
-        await full.lifecycle.placement.place("a", [0, 1])
-        await full.lifecycle.placement.place("b", [0, 1])
+        await full.lifecycle.place("a", [0, 1])
+        await full.lifecycle.place("b", [0, 1])
         with pytest.raises(Refused) as raised:
             await added(full, "c")
         text = str(raised.value)
@@ -285,12 +263,12 @@ class TestScarcity:
 
 
 async def settle(box: ModelsBox, later_s: float = 0.0) -> None:
-    """Let the placement look at the box, and wait for its loads."""
-    placement = box.lifecycle.placement
-    for _ in range(4):
-        placement.check(asyncio.get_running_loop().time() + later_s)
-        while placement._tasks:
-            await asyncio.sleep(0.005)
+    """Let the controller look at the box, and wait for its loads."""
+    controller = box.lifecycle.controller
+    controller._clock = lambda: asyncio.get_running_loop().time() + later_s
+    for _ in range(2):
+        controller.check(controller._clock())
+        await asyncio.gather(*(controller.settle(name) for name in box.fleet.names()))
 
 
 async def sent(box: ModelsBox) -> list[int]:

@@ -107,6 +107,10 @@ async def test_a_request_that_is_scheduled(told: Told) -> None:
     assert model is not None
     assert (model.text, model.standings) == ("ready: 1 live request", {"prefilling": 1})
     assert model.first_token_in_s is not None
+    told.bench.fleet.set_wait(NAME, "host memory for the weights")
+    model = (await told.explainer.why(NAME)).model
+    assert model is not None
+    assert model.text == "ready: 1 live request; waits for host memory for the weights"
 
 
 async def test_a_part_of_an_id_will_do_if_it_is_one_requests(told: Told) -> None:

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.control.weights.host_budget import CacheFull, CacheSetting, HostMemoryBudget
+from gpupoold.control.weights.host_budget import (
+    CacheFull,
+    CacheSetting,
+    HostMemoryBudget,
+    Space,
+)
 from gpupoold.errors import Refused, TimedOut
 
 MIB = 1 << 20
@@ -45,9 +50,9 @@ class Bench:
         self.cache.put(SnapshotId(model), fd, "d")
         self.cache.touch(model, at)
 
-    async def bring(self, model: str, mib: int, wait_s: float = 0.0) -> None:
+    async def bring(self, model: str, mib: int) -> None:
         with self.host_budget.holding(SnapshotId(model)):
-            await self.host_budget.reserve(SnapshotId(model), mib * MIB, wait_s)
+            await self.host_budget.reserve(SnapshotId(model), mib * MIB)
             assert self.cache.used_bytes <= self.cache.budget_bytes
             self.put(model, mib)
 
@@ -98,17 +103,16 @@ async def test_room_that_is_not_used_is_given_up(bench: Bench) -> None:
 async def test_pinned_snapshots_stay(bench: Bench) -> None:
     bench.put("a", 2)
     bench.cache.pinned.add("a")
-    for wait_s in (0.0, 60.0):  # no use in waiting
-        with pytest.raises(
-            Refused,
-            match=r"c: a snapshot of 3 MiB does not fit .* of 4 MiB, where "
-            r"2 MiB are pinned",
-        ) as caught:
-            await bench.bring("c", 3, wait_s)
-        assert caught.value.hint == (
-            "unpin a model (`gpupool cache unpin`), or set memory.model_cache to 5MiB or more in "
-            "/etc/gpupool/gpupool.toml, then run `gpupool reload`"
-        )
+    assert bench.host_budget.space(C, 3 * MIB) is Space.NEVER
+    with pytest.raises(
+        Refused,
+        match=r"c: a snapshot of 3 MiB does not fit .* of 4 MiB, where 2 MiB are pinned",
+    ) as caught:
+        await bench.bring("c", 3)
+    assert caught.value.hint == (
+        "unpin a model (`gpupool cache unpin`), or set memory.model_cache to 5MiB or more in "
+        "/etc/gpupool/gpupool.toml, then run `gpupool reload`"
+    )
     with pytest.raises(Refused):
         bench.host_budget.check(C, 3 * MIB)
     await bench.bring("c", 2)
@@ -120,7 +124,7 @@ async def test_an_snapshot_larger_than_the_cache(bench: Bench) -> None:
     with pytest.raises(
         Refused, match="c: a snapshot of 5 MiB does not fit in the model cache of 4"
     ):
-        await bench.bring("c", 5, wait_s=60.0)
+        await bench.bring("c", 5)
     assert bench.gone == []
 
 
@@ -162,48 +166,39 @@ async def test_without_patience_busy_snapshots_are_in_the_way(bench: Bench) -> N
     assert bench.gone == []
 
 
-async def test_one_waits_until_a_model_is_idle(bench: Bench) -> None:
-    bench.put("a", 4)
+def test_space_is_fact_until_it_changes(bench: Bench) -> None:
+    changes: list[str] = []
+    bench.host_budget.on_change = lambda: changes.append("changed")
+    assert bench.host_budget.space(C, 2 * MIB) is Space.FITS
+    bench.put("a", 3)
+    assert bench.host_budget.space(C, 2 * MIB) is Space.EVICTS
     bench.in_use.add(A)
-    task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
-    assert not await soon(task)
-    bench.host_budget.changed()
-    assert not await soon(task)
+    assert bench.host_budget.space(C, 2 * MIB) is Space.LATER
+    assert bench.host_budget.space(C, MIB) is Space.FITS
     bench.end("a")
-    await task
-    assert bench.gone == ["a"]
+    assert changes == ["changed"]
+    assert bench.host_budget.space(C, 2 * MIB) is Space.EVICTS
+    bench.cache.pinned.add("a")
+    assert bench.host_budget.space(C, 2 * MIB) is Space.NEVER
 
 
-async def test_one_waits_until_a_pin_is_removed_beside_busy_ones(bench: Bench) -> None:
-    bench.put("a", 2)
-    bench.put("b", 2)
-    bench.in_use.add(A)
-    bench.cache.pinned.add("b")
-    task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
-    assert not await soon(task)
-    bench.cache.pinned.clear()
-    bench.host_budget.changed()
-    await task
-    assert bench.present == ["a", "c"]
-
-
-async def test_waiting_ends(bench: Bench) -> None:
+def test_a_wait_in_vain_has_a_reason(bench: Bench) -> None:
     bench.put("a", 4)
     bench.in_use.add(A)
-    with pytest.raises(
-        TimedOut, match=r"c: no memory for a snapshot of 2 MiB .* within 0.02 s"
-    ) as e:
-        await bench.bring("c", 2, wait_s=0.02)
-    assert "memory.model_cache" in e.value.hint
-    assert bench.cache.used_bytes == 4 * MIB
+    error = bench.host_budget.why_full(C, 2 * MIB, 0.02)
+    assert isinstance(error, TimedOut)
+    assert "c: no memory for a snapshot of 2 MiB became free" in error.message
+    assert "within 0.02 s" in error.message
+    assert "memory.model_cache" in error.hint
+    assert isinstance(bench.host_budget.why_full(C, 2 * MIB), CacheFull)
+    assert isinstance(bench.host_budget.why_full(C, 5 * MIB, 0.02), CacheFull)
 
 
 async def test_held_snapshots_stay(bench: Bench) -> None:
     bench.put("a", 4)
-    with bench.host_budget.holding(A):
-        task = asyncio.create_task(bench.bring("c", 2, wait_s=60.0))
-        assert not await soon(task)
-    await task
+    with bench.host_budget.holding(A), pytest.raises(CacheFull):
+        await bench.bring("c", 2)
+    await bench.bring("c", 2)
     assert bench.gone == ["a"]
 
 
@@ -217,17 +212,6 @@ async def test_two_that_want_the_same_bytes(bench: Bench) -> None:
     await asyncio.gather(*tasks)
     assert bench.gone == ["a"]
     assert bench.present == ["b", "c", "d"]
-
-
-async def test_one_that_waits_does_not_keep_others_from_room_that_is_there(bench: Bench) -> None:
-    bench.put("a", 2)
-    bench.in_use.add(A)
-    large = asyncio.create_task(bench.bring("c", 3, wait_s=60.0))
-    assert not await soon(large)
-    await bench.bring("d", 2, wait_s=60.0)
-    bench.end("a")
-    await large
-    assert bench.present == ["c"]
 
 
 async def test_who_gives_up_leaves_the_books_right(bench: Bench) -> None:

@@ -1,0 +1,568 @@
+"""The controller of models: wakes lead to decisions, decisions to steps, and steps to wakes.
+
+Nothing else loads, warms, opens or moves models. All waits are data: the steps under way, the next
+tries after failures, and what a model waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+
+from gpupool_state import History, ModelRow, Registry
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.fleet.transitions import HostPhase, ModelPhase
+from gpupoold.control.models.engine_room import EngineRoom
+from gpupoold.control.models.failures import Failures
+from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.perform import Performer
+from gpupoold.control.models.snapshots import ModelSnapshots
+from gpupoold.control.models.state import (
+    Cause,
+    EnginesFull,
+    HostingPlan,
+    HostState,
+    ModelState,
+    Step,
+    StepKind,
+    WeightsState,
+    desired,
+)
+from gpupoold.control.models.steps import STARTING_S, Decision, Verdict, next_steps, verdict
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut, Unavailable
+from gpupoold.scheduling.hosting import hostable_change
+from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
+
+# Waits after failed steps: the first wait, doubled with each failure of the step.
+_FIRST_WAIT_S = 10.0
+_MAX_WAIT_S = 600.0
+# The wait after a step that other models or migrations were in the way of.
+_SHORT_WAIT_S = 1.0
+# The policy plans homes as often.
+_HOSTABLE_PERIOD_S = 5.0
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What the controller knows of a model beyond the fleet's records.
+
+    ``waits`` has the latest wait and the time of the next try by the key of a failed step.
+    ``blocked`` are the devices whose loads wait for other steps. ``added``, ``warm`` and
+    ``settled`` are the clients that wait.
+    """
+
+    steps: dict[Step, asyncio.Task[None]] = field(default_factory=dict)
+    waits: dict[str, tuple[float, float]] = field(default_factory=dict)
+    waits_since_s: float | None = None
+    blocked: frozenset[int] = frozenset()
+    expected_bytes: int = 0
+    is_added: bool = False
+    added: list[asyncio.Future[None]] = field(default_factory=list)
+    warm: list[asyncio.Future[None]] = field(default_factory=list)
+    settled: list[asyncio.Future[None]] = field(default_factory=list)
+    errors: list[GpupoolError] = field(default_factory=list)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.steps or self.is_added or self.added or self.warm or self.settled)
+
+    def postpone(self, step: Step, now_s: float, *, is_short: bool) -> None:
+        """Delay the next try of a failed step."""
+        last_s, _ = self.waits.get(step.key, (0.0, 0.0))
+        wait_s = _SHORT_WAIT_S if is_short else min(max(_FIRST_WAIT_S, 2 * last_s), _MAX_WAIT_S)
+        self.waits[step.key] = (last_s if is_short else wait_s), now_s + wait_s
+
+
+class ModelController:
+    """Keeps models where the scheduling core wants them; ``clock`` returns monotonic seconds."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        history: History,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        snapshots: ModelSnapshots,
+        room: EngineRoom,
+        mounts: ModelMounts,
+        failures: Failures,
+        performer: Performer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._history = history
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._snapshots = snapshots
+        self._room = room
+        self._mounts = mounts
+        self._failures = failures
+        self._performer = performer
+        self._clock = clock
+        self._lanes: dict[str, _Lane] = {}
+        self._order: dict[str, int] = {}
+        self._new: set[int] = set()  # workers that load the models of their start
+        self._woken: set[str] = set()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_running = False
+        self._next_hostable_s = -math.inf
+        snapshots.host_budget.on_change = self._wake_waiting
+
+    def wake(self, *models: str) -> None:
+        """Decide anew on models, soon."""
+        self._woken.update(models)
+        self._wake.set()
+        if not self._is_running:
+            self._is_running = True
+            self._keep(self._run())
+
+    def check(self, now_s: float) -> None:
+        """Decide anew on all models; to be called every second."""
+        for model in self._fleet.breakers.due(now_s):
+            self._fleet.breakers.half_open(model)
+            self._lane(model).waits.clear()
+        if now_s >= self._next_hostable_s:
+            self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
+            self._keep(self._plan_homes())
+        self.wake(*self._fleet.names())
+
+    async def worker_up(self, worker: Worker) -> None:
+        """Let a new worker load the registered models that it should host."""
+        self._new.discard(worker.number)
+        self._history.record_event("info", "worker_ready", str(worker.number), "ready")
+        self._dispatcher.worker_up(worker)
+        rows = await self._snapshots.start_order(self._registry)
+        self._order = {str(row.spec.name): index for index, row in enumerate(rows)}
+        await self._snapshots.restore(rows, worker)
+        for row in rows:
+            if not self._fleet.knows(row.spec.name):  # removed meanwhile
+                self._snapshots.drop(row.spec.name)
+        for lane in self._lanes.values():
+            lane.waits.pop(Step(StepKind.LOAD, worker.number).key, None)
+        self._new.add(worker.number)
+        self.wake(*self._order)
+        await self._mounts.publish()
+
+    async def load_first(self, name: str, expected_bytes: int) -> None:
+        """Return when a device has loaded a model that a client adds, and who opens the model.
+
+        The model counts as being added until :meth:`end_addition`.
+
+        Raises:
+            GpupoolError: no device could load the model; the caller removes the model.
+        """
+        lane = self._lane(name)
+        lane.is_added, lane.expected_bytes = True, expected_bytes
+        lane.waits.clear()
+        await self._wait(name, lane.added)
+
+    def end_addition(self, name: str) -> None:
+        """Treat the model like all others from now on."""
+        self._lane(name).is_added = False
+        self.wake(name)
+
+    async def warm(self, name: str) -> None:
+        """Return when the model is open and warm; a model without a device is loaded.
+
+        Raises:
+            GpupoolError: the reason of the failure.
+        """
+        self._lane(name).waits.clear()
+        await self._wait(name, self._lane(name).warm)
+
+    async def settle(self, name: str) -> list[GpupoolError]:
+        """Return when no step of the model is under way or due; return the failures meanwhile.
+
+        Workers that start for the first time are waited for.
+        """
+        starting = [self._supervisor.wait_ready(self._worker(one)) for one in self._starting()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STARTING_S):
+                await asyncio.gather(*starting, return_exceptions=True)
+        lane = self._lane(name)
+        num_before = len(lane.errors)
+        await self._wait(name, lane.settled)
+        errors = lane.errors[num_before:]
+        if not lane.settled:
+            lane.errors.clear()
+        return errors
+
+    async def halt(self, name: str, reason: str) -> None:
+        """Abandon the steps of a model that is being removed."""
+        tasks = self._abandon(self._lane(name), Failed(f"{name} {reason}"))
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _abandon(self, lane: _Lane, error: GpupoolError) -> list[asyncio.Task[None]]:
+        """Cancel all steps but a withdrawal; return the cancelled steps."""
+        self._raise(lane, error)
+        tasks = [task for step, task in lane.steps.items() if step.kind is not StepKind.WITHDRAW]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def stop(self) -> None:
+        """Abandon all steps; the workers have stopped before."""
+        steps = [task for lane in self._lanes.values() for task in lane.steps.values()]
+        for task in (*self._tasks, *steps):
+            task.cancel()
+        for lane in self._lanes.values():
+            for waiter in (*lane.added, *lane.warm, *lane.settled):
+                waiter.cancel()
+        await asyncio.gather(*self._tasks, *steps, return_exceptions=True)
+
+    def wanted(self, model: str) -> None:
+        """Bring the weights at once, also after a failure."""
+        waits = self._lane(model).waits
+        for key in [one for one in waits if not one.startswith(StepKind.LOAD)]:
+            del waits[key]
+        self.wake(model)
+
+    def damaged(self, message: m.WrongAnswer) -> None:
+        """Renew the snapshot from the checkpoint."""
+        model = message.model
+        text = f"the self-check answered {list(message.answered)}, not {list(message.expected)}"
+        self._history.record_event("error", "self_check_failed", model, text)
+        self._dispatcher.accounts.meters.model(model).self_check_failures += 1
+        self._dispatcher.fail_model(
+            model, f"the weights of {model} were damaged; the model is reloaded"
+        )
+        self._fleet.set_damaged(model, is_damaged=True)
+        self.wake(model)
+
+    def began(self, model: str) -> None:
+        """Record a use; resting devices may serve again."""
+        self._snapshots.touch(model)
+        if self._fleet.snapshots.resting(model):
+            self.wake(model)
+
+    def ended(self, model: str, device: int | None) -> None:
+        """Record the end of a request, which other models may have waited for."""
+        self._snapshots.touch(model, device)
+        self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        """Decide anew on the models that wait for memory, because some may have become free."""
+        waiting = [one for one, lane in self._lanes.items() if lane.waits_since_s is not None]
+        if waiting:
+            self.wake(*waiting)
+
+    async def _wait(self, name: str, waiters: list[asyncio.Future[None]]) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiters.append(waiter)
+        self.wake(name)
+        try:
+            await waiter
+        finally:
+            if waiter in waiters:
+                waiters.remove(waiter)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            woken, self._woken, new = self._woken, set(), frozenset(self._new)
+            try:
+                self._decide(await self._registry.list(), woken)
+                for number in new:
+                    self._note_loaded(number)
+            except Exception:
+                _logger.exception("no steps are begun now")
+
+    def _decide(self, rows: Sequence[ModelRow], woken: set[str]) -> None:
+        """Begin the due steps of the models ``woken``, in the order of the start."""
+        now_s, known = self._clock(), {str(row.spec.name): row for row in rows}
+        for name in woken - known.keys():
+            self._forget(name)
+        last = len(self._order)
+
+        def rank(name: str) -> tuple[bool, int]:
+            lane = self._lane(name)
+            return not (lane.added or lane.warm or lane.settled), self._order.get(name, last)
+
+        for name in sorted(known.keys() & woken, key=rank):
+            try:
+                self._decide_on(known[name], now_s)
+            except Exception:
+                _logger.exception("no steps of %s are begun now", name)
+
+    def _decide_on(self, row: ModelRow, now_s: float) -> None:
+        name = row.spec.name
+        lane = self._lane(name)
+        state = self._state(row, lane, now_s)
+        if state.is_shut_out and not state.is_trial:
+            self._abandon(lane, Failed(f"{name} {self._fleet.breakers.reason(name)}"))
+        limit_s = self._settings.limits.load_timeout_s
+        decision = next_steps(state, self._plan(row, state, now_s), limit_s, now_s)
+        for step in decision.steps:
+            self._begin(row, lane, step)
+        lane.blocked = decision.blocked
+        self._note_wait(name, lane, decision, now_s)
+        self._answer(name, lane, decision)
+
+    def _note_wait(self, name: str, lane: _Lane, decision: Decision, now_s: float) -> None:
+        if decision.wait is None:
+            lane.waits_since_s = None
+        elif lane.waits_since_s is None:
+            lane.waits_since_s = now_s
+        self._fleet.set_wait(name, "" if decision.wait is None else decision.wait.cause)
+
+    def _answer(self, name: str, lane: _Lane, decision: Decision) -> None:
+        """Let requests and clients go on that need wait no longer."""
+        now = self._fleet.availability(name)
+        is_busy = bool(lane.steps or decision.steps)
+        if self._fleet.is_warm(name):
+            self._dispatcher.go_on(name)
+            if self._fleet.is_open(name) and now.phase is ModelPhase.READY:
+                is_bringing = any(one.kind is StepKind.BRING for one in lane.steps)
+                if not is_bringing:
+                    _resolve(lane.warm)
+        if now.devices:
+            _resolve(lane.added)
+        if not is_busy and not decision.blocked:
+            _resolve(lane.settled)
+
+    def _state(self, row: ModelRow, lane: _Lane, now_s: float) -> ModelState:
+        name, live = row.spec.name, self._dispatcher.live
+        now, breakers = self._fleet.availability(name), self._fleet.breakers
+        workers = self._supervisor.workers
+        hosts = {one.number: self._host(row, lane, one) for one in workers}
+        is_trial = breakers.is_half_open(name)
+        has_failed = now.phase in (ModelPhase.FAILED, ModelPhase.QUARANTINED)
+        return ModelState(
+            phase=now.phase,
+            hosts=hosts,
+            weights={
+                degree: self._weights(row, lane, degree)
+                for degree in {one.degree for one in hosts.values() if one.degree}
+            },
+            devices=now.devices,
+            is_open=self._fleet.is_open(name),
+            is_evicted=now.is_evicted,
+            is_damaged=self._fleet.is_damaged(name),
+            is_loaded=self._fleet.loaded(name) is not None,
+            is_recorded=row.state is now.state and row.error == now.reason,
+            is_shut_out=breakers.is_shut_out(name),
+            is_failed=has_failed or now.retry_at_s is not None,
+            is_trial=is_trial,
+            is_held=self._fleet.lock(name).has_writer and not lane.added,
+            is_added=lane.is_added,
+            is_wished=bool(lane.warm),
+            num_waiting=live.num_waiting(name),
+            num_live=live.num_of(name),
+            under_way=frozenset(lane.steps),
+            retry_at_s={key: at_s for key, (_, at_s) in lane.waits.items()},
+            waits_since_s=lane.waits_since_s,
+        )
+
+    def _host(self, row: ModelRow, lane: _Lane, worker: Worker) -> HostState:
+        snapshots, number = self._fleet.snapshots, worker.number
+        is_new, has_client = number in self._new, bool(lane.added or lane.warm or lane.settled)
+        can_load = worker.has_loaded or is_new or has_client
+        return HostState(
+            phase=self._fleet.hosts.of(row.spec.name, number).phase,
+            degree=snapshots.degree(number) if snapshots.needing([number]) else 0,
+            is_idle=worker.is_ready and not worker.num_loads and can_load,
+            is_new=is_new or bool(lane.settled),
+            is_resting=number in snapshots.resting(row.spec.name),
+        )
+
+    def _weights(self, row: ModelRow, lane: _Lane, degree: int) -> WeightsState:
+        size = max(row.weight_bytes, lane.expected_bytes)
+        return self._snapshots.weights(row.spec.name, degree, size)
+
+    def _plan(self, row: ModelRow, state: ModelState, now_s: float) -> HostingPlan:
+        absent = [one for one in state.hosts.values() if one.phase is HostPhase.ABSENT]
+        model = self._room.model(row, now_s)
+        if state.is_wished or state.is_added:
+            model = replace(model, is_wanted=True)
+        size = 0 if state.devices else max(row.weight_bytes, self._lane(model.name).expected_bytes)
+        devices = self._room.devices(size) if absent else ()
+        return desired(model, state.devices, devices, self._starting())
+
+    def _begin(self, row: ModelRow, lane: _Lane, step: Step) -> None:
+        name = row.spec.name
+        worker = self._worker(step.number) if step.kind is StepKind.LOAD else None
+        if worker is not None:
+            worker.num_loads += 1
+        task = asyncio.create_task(self._carry_out(row, lane, step), name=f"{step.key} {name}")
+        lane.steps[step] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if worker is not None:
+                worker.num_loads -= 1
+            del lane.steps[step]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                lane.postpone(step, self._clock(), is_short=False)
+                _logger.error("%s of %s failed", step.key, name, exc_info=error)
+                self._dispatcher.fail_waiting(name, f"{name} could not be warmed")
+                self._raise(lane, Failed(f"{name}: internal error"))
+            others = [one for one, other in self._lanes.items() if other.blocked]
+            self.wake(name, *others)
+
+        task.add_done_callback(ended)
+
+    async def _carry_out(self, row: ModelRow, lane: _Lane, step: Step) -> None:
+        name = row.spec.name
+        # An addition holds the lock while waiting for the first device.
+        lock = contextlib.nullcontext() if lane.added else self._fleet.lock(name).shared()
+        async with lock:
+            now = await self._registry.get(name)  # a change may have ended after the list was read
+            if now is None:
+                return
+            try:
+                if step.kind is StepKind.FAIL:
+                    raise self._end_of_wait(now, lane, step)
+                if step.kind is StepKind.WITHDRAW:
+                    await self._failures.record(name, self._fleet.breakers.reason(name) or "")
+                size = max(now.weight_bytes, lane.expected_bytes)
+                await self._performer.perform(now, step, size)
+            except GpupoolError as error:
+                await self._failed(now, lane, step, error)
+            else:
+                lane.waits.pop(step.key, None)
+                if step.kind is StepKind.LOAD:
+                    lane.waits.pop(Step(StepKind.OPEN).key, None)
+                    await self._mounts.publish()  # a mounted model is ready again
+                elif step.kind is StepKind.RENEW:
+                    self._fleet.set_damaged(name, is_damaged=False)
+        if self._fleet.is_warm(name):
+            self._dispatcher.go_on(name)
+
+    async def _failed(self, row: ModelRow, lane: _Lane, step: Step, error: GpupoolError) -> None:
+        """Record a failed step as its verdict says."""
+        name, now_s = row.spec.name, self._clock()
+        state = self._state(row, lane, now_s)
+        is_short = step.kind in (StepKind.BRING, StepKind.LEAVE) and isinstance(error, Refused)
+        if not isinstance(error, WorkerEnded):
+            lane.postpone(step, now_s, is_short=is_short)
+        says = verdict(state, step, error)
+        if step.kind is StepKind.LOAD and isinstance(error, Refused) and says is not Verdict.LATER:
+            divisions = self._room.divisions
+            if await divisions.note(row.spec, step.number, error.message) and not state.devices:
+                says = Verdict.LATER
+        _logger.info("%s of %s: %s (%s)", step.key, name, error, says.name.lower())
+        if lane.settled:
+            lane.errors.append(error)
+        match says:
+            case Verdict.LATER:
+                return
+            case Verdict.NOTED:
+                await self._note(name, error)
+                return
+            case Verdict.POSTPONED:
+                await self._failures.postpone(name, now_s)
+            case Verdict.FAILED_AGAIN:
+                await self._failures.failed_again(name, error, now_s)
+            case Verdict.NOT_WARMED:
+                await self._not_warmed(name, error)
+            case Verdict.NOT_LOADED:
+                await self._failures.not_loaded(name, error)
+        self._raise(lane, error)
+
+    async def _note(self, name: str, error: GpupoolError) -> None:
+        if self._fleet.availability(name).devices:
+            await self._failures.not_loaded(name, error)
+        else:  # another device is loading
+            self._history.record_event("error", "model_failed", name, str(error))
+
+    async def _not_warmed(self, name: str, error: GpupoolError) -> None:
+        self._history.record_event("error", "warm_failed", name, str(error))
+        self._dispatcher.fail_waiting(name, f"{name} could not be warmed: {error}")
+        now = self._fleet.availability(name)
+        is_full = isinstance(error, (EnginesFull, TimedOut, Unavailable))
+        if not now.devices and not (now.is_evicted and is_full):
+            await self._failures.not_loaded(name, error)
+
+    def _end_of_wait(self, row: ModelRow, lane: _Lane, step: Step) -> GpupoolError:
+        """Return why a model has waited in vain."""
+        if step.cause is Cause.MEMORY:
+            size = max(row.weight_bytes, lane.expected_bytes)
+            waited_s = 0.0 if lane.is_added else self._settings.limits.load_timeout_s
+            return self._snapshots.why_full(row.spec.name, step.number, size, waited_s)
+        try:
+            return self._room.why_none(row)
+        except Refused as error:
+            return error
+
+    def _raise(self, lane: _Lane, error: GpupoolError) -> None:
+        """Tell the clients that wait for a first device or for a warm model of a failure."""
+        for waiter in (*lane.added, *lane.warm):
+            if not waiter.done():
+                waiter.set_exception(error)
+        lane.added.clear()
+        lane.warm.clear()
+
+    def _note_loaded(self, number: int) -> None:
+        """Record that a new worker has loaded the models of its start, if no load is due."""
+        worker = self._worker(number)
+        is_due = worker.num_loads or any(number in one.blocked for one in self._lanes.values())
+        if worker.is_ready and not is_due:
+            worker.has_loaded = True
+            self._keep(self._tidy())
+        if worker.has_loaded or not worker.is_ready:
+            self._new.discard(number)
+
+    async def _tidy(self) -> None:
+        await self._mounts.publish()
+        await self._snapshots.tidy(self._registry)
+
+    async def _plan_homes(self) -> None:
+        """Tell the scheduling core which devices could host which models."""
+        devices, state = self._room.devices(), self._dispatcher.state
+        for row in await self._registry.list():
+            now = self._fleet.availability(row.spec.name)
+            is_served = now.phase in (ModelPhase.READY, ModelPhase.LOADING)
+            if is_served and now.retry_at_s is None:
+                change = hostable_change(state, self._room.model(row), devices)
+                if change is not None:
+                    self._dispatcher.shell.handle(change)
+
+    def _starting(self) -> list[int]:
+        """Return the workers that start for the first time."""
+        return [one.number for one in self._supervisor.up if one.state == "starting"]
+
+    def _worker(self, number: int) -> Worker:
+        return self._supervisor.workers[number]
+
+    def _lane(self, name: str) -> _Lane:
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = _Lane()
+        return lane
+
+    def _forget(self, name: str) -> None:
+        lane = self._lanes.get(name)
+        if lane is not None and not self._fleet.knows(name):
+            self._raise(lane, NoSuchModel(f"no model is named {name!r}"))
+            _resolve(lane.settled)
+            if lane.is_idle:
+                del self._lanes[name]
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _resolve(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+    waiters.clear()

@@ -1,0 +1,334 @@
+"""The steps of models, carried out on workers, frontends and snapshots; loads and unloads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from gpupool_state import ModelRow
+from gpupoold.config.schema import Settings
+from gpupoold.control.fleet.fleet import Fleet
+from gpupoold.control.models.engine_room import EngineRoom
+from gpupoold.control.models.facts import LoadFacts
+from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.snapshots import ModelSnapshots
+from gpupoold.control.models.specs import to_load
+from gpupoold.control.models.state import Step, StepKind
+from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.weights.cache import CachedSnapshot
+from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import ModelSpec
+from gpupoold.errors import GpupoolError, Refused
+from gpupoold.memory.prefix_files import remove_files
+from gpupoold.memory.prefix_names import owners_of
+from gpupoold.scheduling.hosting import HostingReason
+from gpupoold.units import format_bytes
+from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
+_POLL_S = 0.1
+# The longest wait for the end of migrations from a device that a model leaves.
+_MIGRATIONS_S = 10.0
+
+
+class Performer:
+    """Carries out one step at a time for each device of a model, and unloads models.
+
+    A loaded model accepts requests on the device. ``clock`` returns seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        snapshots: ModelSnapshots,
+        mounts: ModelMounts,
+        facts: LoadFacts,
+        room: EngineRoom,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._snapshots = snapshots
+        self._mounts = mounts
+        self._facts = facts
+        self._room = room
+        self._clock = clock
+        self._cleaning: set[asyncio.Task[None]] = set()
+
+    async def perform(self, row: ModelRow, step: Step, expected_bytes: int) -> None:
+        """Carry out a step; an engine's snapshot has about ``expected_bytes``.
+
+        The caller holds the model's lock.
+
+        Raises:
+            GpupoolError: the reason of the failure.
+        """
+        match step.kind:
+            case StepKind.LOAD:
+                await self._load(row, step, expected_bytes)
+            case StepKind.OPEN:
+                await self._mounts.open(row.spec)
+            case StepKind.BRING:
+                await self._warm(row, lambda: self._bring(row, step.number))
+            case StepKind.RENEW:
+                await self._warm(row, lambda: self._renew(row))
+            case StepKind.LEAVE:
+                await self._leave(row.spec.name, self._supervisor.workers[step.number])
+            case StepKind.WITHDRAW:
+                await self._take_off(row.spec.name)
+                self._snapshots.drop(row.spec.name)
+            case StepKind.REST:
+                self._rest(row, step.number)
+
+    async def unload(self, name: str) -> None:
+        """Unload the model from all frontends and workers, and forget its snapshots.
+
+        The caller holds the model's lock.
+
+        Raises:
+            TimedOut: a worker did not answer.
+        """
+        self._dispatcher.forget(name)
+        await self._take_off(name)
+        self._supervisor.forget_prefixes(name)
+        if self._settings.memory.kv_files_bytes:
+            await asyncio.to_thread(remove_files, self._settings.kv_folder, owners_of(name))
+        await self._snapshots.forget(name)
+
+    async def _load(self, row: ModelRow, step: Step, expected_bytes: int) -> None:
+        """Load on one worker, unless the worker has the model.
+
+        A new snapshot takes about ``expected_bytes``, for which other snapshots are evicted.
+
+        Raises:
+            CacheFull: too few snapshots can be evicted now.
+            EnginesFull: too few engines can be evicted for the step's reason.
+            GpupoolError: the worker's reason.
+        """
+        name, worker = row.spec.name, self._supervisor.workers[step.number]
+        was_cached = self._snapshots.has_any(name)
+        was_evicted = self._fleet.availability(name).is_evicted
+        self._fleet.loading(name)
+        with self._snapshots.host_budget.holding(self._fleet.snapshots.of(name, worker.number)):
+            if not self._has(worker, row.spec):
+                await self._build(row.spec, worker, expected_bytes, step.reason)
+        if was_evicted and not was_cached:
+            self._dispatcher.accounts.meters.warmed(name, [worker.number])
+
+    def _has(self, worker: Worker, spec: ModelSpec) -> bool:
+        return self._fleet.hosts.of(spec.name, worker.number).is_ordered
+
+    async def _build(
+        self, spec: ModelSpec, worker: Worker, expected_bytes: int, reason: HostingReason
+    ) -> None:
+        name = spec.name
+        self._fleet.check_quarantine(name)
+        spec = await self._facts.with_adapters(spec)
+        snapshot = await self._snapshots.for_load(spec, worker, expected_bytes)
+        loop = asyncio.get_running_loop()
+        async with worker.load_lock:
+            if self._has(worker, spec):
+                return
+            started_s = loop.time()
+            await self._room.make(name, worker, reason)
+            budget_s = await self._facts.profiling_budget_s(name, worker)
+            try:
+                loaded, fd = await self._supervisor.load(
+                    worker,
+                    to_load(spec, self._settings),
+                    snapshot,
+                    budget_s,
+                    self._snapshots.kv_identity(spec, worker),
+                )
+                with _closing(fd) as kept:
+                    await self._facts.keep_engine_bytes(name, worker, loaded)
+                    self._fleet.check_quarantine(name)  # it may have crashed another worker
+                    await self._room.settle(name, worker, reason)
+                    if fd is not None:
+                        kept.pop_all()  # closed by the cache, also after an error
+                        await self._snapshots.keep(fd, worker, loaded, snapshot)
+            except BaseException:
+                self._clean_up(worker, name)  # the worker may still finish the load
+                raise
+        await self._facts.keep(spec, worker, loaded)
+        await self._serve(spec, worker, loaded, reason)
+        size, took_s = format_bytes(loaded.model.weight_bytes), loop.time() - started_s
+        text = "%s loaded on worker %d in %.2f s: %s of weights, %s for the engine (%s)"
+        engine = format_bytes(loaded.memory.device_bytes)
+        _logger.info(text, name, worker.number, took_s, size, engine, reason.why)
+
+    async def _serve(
+        self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded, reason: HostingReason
+    ) -> None:
+        costs = await self._facts.costs(spec.name, worker)
+        if not self._has(worker, spec):
+            raise WorkerEnded(f"worker {worker.number} ended", "see `gpupool logs`")
+        self._fleet.hosts.of(spec.name, worker.number).why = reason.why
+        self._dispatcher.host(spec.targets, loaded.model, costs, worker)
+
+    def _clean_up(self, worker: Worker, name: str) -> None:
+        """Unload a partly loaded model in the background; a later load waits for the end."""
+        task = asyncio.create_task(self._unload_quietly(worker, name))
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+
+    async def _unload_quietly(self, worker: Worker, name: str) -> None:
+        try:
+            await self._supervisor.unload(worker, name)
+        except GpupoolError as error:
+            _logger.error("%s", error)
+
+    async def _reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
+        """Replace the model's engine on a worker, using the snapshot if present.
+
+        The caller holds the model and its lock.
+
+        Raises:
+            GpupoolError: the worker's reason; the worker no longer has the model.
+        """
+        try:
+            await self._supervisor.unload(worker, spec.name)
+            await self._build(spec, worker, expected_bytes, HostingReason.NEEDED)
+        except BaseException:
+            self._dispatcher.unhost(spec.name, worker)
+            raise
+
+    async def _warm(self, row: ModelRow, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work`` on the model's snapshots, which stay meanwhile."""
+        model, began_s = row.spec.name, self._clock()
+        was_cached = self._snapshots.has_any(model)
+        with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(model)):
+            await work()
+        if not was_cached:
+            self._dispatcher.accounts.meters.warmed(model, self._fleet.devices_with_snapshot(model))
+        _logger.info("%s is warm after %.2f s", model, self._clock() - began_s)
+
+    async def _bring(self, row: ModelRow, degree: int) -> None:
+        """Attach the snapshot of a degree to all workers with the model.
+
+        Raises:
+            CacheFull: there is no memory for the snapshot; the engines stay.
+        """
+        model, size = row.spec.name, row.weight_bytes
+        workers = self._workers_of(model, degree)
+        if not workers:
+            return  # all have died, and load the model after the restart
+        await self._snapshots.reserve(row.spec, workers[0], size)
+        snapshot = self._snapshots.cached(model, workers[0])
+        snapshot = snapshot or await self._snapshots.read(row.spec, workers[0])
+        if snapshot is None:
+            worker = min(workers, key=lambda one: len(self._dispatcher.live.on_device(one.number)))
+            await self._reload(row.spec, worker, size)
+            snapshot = self._snapshots.cached(model, worker)
+        if snapshot is not None:
+            await self._hand_out(row, snapshot, workers)
+        for worker in workers:
+            if self._fleet.hosts.of(model, worker.number).has_snapshot:
+                self._dispatcher.wake(model, worker.number)
+
+    async def _renew(self, row: ModelRow) -> None:
+        """Make the model's snapshots again and attach the new ones to all workers not at rest.
+
+        The saved snapshots may be damaged too.
+        """
+        model = row.spec.name
+        await self._snapshots.renew(model)
+        resting = self._fleet.snapshots.resting(model)
+        by_degree: dict[int, list[Worker]] = {}
+        for worker in self._workers_of(model):
+            if worker.number not in resting:
+                by_degree.setdefault(worker.device.num_gpus, []).append(worker)
+        for workers in by_degree.values():
+            await self._reload(row.spec, workers[0], row.weight_bytes)
+            await self._reload_all(row, workers[1:])
+
+    async def _hand_out(
+        self, row: ModelRow, snapshot: CachedSnapshot, workers: list[Worker]
+    ) -> None:
+        """Attach the snapshot to the workers of its degree; rebuild engines of another layout."""
+        model, hosts = row.spec.name, self._fleet.hosts
+        present = self._workers_of(model)
+        lacking = [
+            one
+            for one in workers
+            if one in present and not hosts.of(model, one.number).has_snapshot
+        ]
+        fitting = [
+            one for one in lacking if hosts.of(model, one.number).layout_digest == snapshot.digest
+        ]
+        given = (self._give(worker, model, snapshot) for worker in fitting)
+        _raise_first(await asyncio.gather(*given, return_exceptions=True))
+        await self._reload_all(row, [one for one in lacking if one not in fitting])
+
+    async def _reload_all(self, row: ModelRow, workers: list[Worker]) -> None:
+        """Rebuild engines side by side; raise the first failure after the end of all."""
+        reloads = (self._reload(row.spec, one, row.weight_bytes) for one in workers)
+        _raise_first(await asyncio.gather(*reloads, return_exceptions=True))
+
+    async def _give(self, worker: Worker, model: str, snapshot: CachedSnapshot) -> None:
+        try:
+            await self._supervisor.give_snapshot(worker, model, snapshot)
+        except GpupoolError:
+            if worker.is_ready:
+                raise
+            # A dead worker gets the snapshot with the next load.
+
+    async def _leave(self, name: str, worker: Worker) -> None:
+        """Unload a model from a worker; its requests continue on other workers."""
+        deadline_s = self._clock() + _MIGRATIONS_S
+        async with worker.load_lock:
+            while True:
+                try:
+                    requests = self._dispatcher.withdraw(name, worker)
+                    break
+                except Refused:
+                    if self._clock() >= deadline_s:
+                        raise
+                await asyncio.sleep(_POLL_S)
+            try:
+                await self._supervisor.unload(worker, name)
+            finally:
+                self._dispatcher.go_elsewhere(requests, worker)
+
+    def _rest(self, row: ModelRow, degree: int) -> None:
+        model = row.spec.name
+        why = self._snapshots.why_full(model, degree, row.weight_bytes)
+        numbers = [one.number for one in self._workers_of(model, degree)]
+        self._snapshots.rest(model, numbers, why.message)
+
+    async def _take_off(self, name: str) -> None:
+        self._mounts.unmount(name)
+        unloads = (self._supervisor.unload(one, name) for one in self._supervisor.workers)
+        await asyncio.gather(*unloads)
+
+    def _workers_of(self, model: str, degree: int = 0) -> list[Worker]:
+        """Return the workers that need the model's snapshot, of one degree or of all."""
+        workers = [
+            self._supervisor.workers[one] for one in self._fleet.devices_with_snapshot(model)
+        ]
+        return [one for one in workers if degree in (0, one.device.num_gpus)]
+
+
+def _raise_first(errors: list[BaseException | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+@contextlib.contextmanager
+def _closing(fd: int | None) -> Iterator[contextlib.ExitStack]:
+    """Close ``fd`` at the end of the context, unless the stack has been emptied."""
+    with contextlib.ExitStack() as stack:
+        if fd is not None:
+            stack.callback(os.close, fd)
+        yield stack

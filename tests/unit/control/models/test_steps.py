@@ -1,0 +1,468 @@
+"""The steps of a model: which begin in which state, and that each history ends with a served model.
+
+The machine plays one model on three devices: it begins all steps that are due, ends the steps in
+any order with any result, and kills workers, fills host memory and lets requests come meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gpupoold.control.fleet.transitions import (
+    HOST_TRANSITIONS,
+    HostEvent,
+    HostPhase,
+    Life,
+    ModelPhase,
+)
+from gpupoold.control.models.state import (
+    Cause,
+    EnginesFull,
+    HostingPlan,
+    HostState,
+    ModelState,
+    Step,
+    StepKind,
+    WeightsState,
+)
+from gpupoold.control.models.steps import STARTING_S, Verdict, next_steps, verdict
+from gpupoold.control.weights.host_budget import CacheFull, Space
+from gpupoold.control.workers.worker import WorkerEnded, WorkerIsDown
+from gpupoold.errors import Failed, GpupoolError, TimedOut, Unavailable
+from gpupoold.scheduling.hosting import HostingChoice, HostingReason
+
+LOAD_TIMEOUT_S = 600.0
+ABSENT, LOADED, ATTACHED = HostPhase.ABSENT, HostPhase.LOADED, HostPhase.ATTACHED
+NEEDED, SPARE = HostingReason.NEEDED, HostingReason.SPARE
+CACHED, FULL = WeightsState(is_cached=True), WeightsState(space=Space.LATER)
+K = StepKind
+
+
+def plan_of(*devices: int) -> HostingPlan:
+    return HostingPlan(tuple(HostingChoice(one, SPARE) for one in devices))
+
+
+def serving(host: HostPhase = ATTACHED, **changes: object) -> ModelState:
+    """A model that device 0 serves, beside an idle device 1."""
+    hosts = {0: HostState(host), 1: HostState()}
+    state = ModelState(hosts=hosts, weights={1: CACHED}, devices=(0,))
+    return replace(state, **changes)  # type: ignore[arg-type]
+
+
+def nowhere(**changes: object) -> ModelState:
+    """A model without a device and without a snapshot."""
+    state = ModelState(
+        ModelPhase.LOADING, {0: HostState(), 1: HostState()}, {1: WeightsState()}, is_open=False
+    )
+    return replace(state, **changes)  # type: ignore[arg-type]
+
+
+def kinds(state: ModelState, plan: HostingPlan, now_s: float = 0.0) -> list[str]:
+    return [one.key for one in next_steps(state, plan, LOAD_TIMEOUT_S, now_s).steps]
+
+
+@pytest.mark.parametrize(
+    ("state", "plan", "expected"),
+    [
+        (nowhere(), plan_of(0, 1), ["load 0"]),  # one device makes the snapshot for all
+        (nowhere(weights={1: CACHED}), plan_of(0, 1), ["load 0", "load 1"]),
+        (nowhere(weights={1: CACHED}, is_trial=True), plan_of(0, 1), ["load 0"]),
+        (nowhere(weights={1: CACHED}, is_added=True), plan_of(1, 0), ["load 1"]),
+        (nowhere(phase=ModelPhase.DRAINING), plan_of(0, 1), []),
+        (nowhere(is_held=True), plan_of(0, 1), []),
+        (nowhere(is_shut_out=True, is_failed=True), plan_of(0, 1), []),
+        (nowhere(is_shut_out=True, is_recorded=False), plan_of(0, 1), ["withdraw 0"]),
+        (serving(is_shut_out=True), plan_of(1), ["withdraw 0"]),
+        (serving(is_shut_out=True, under_way=frozenset({Step(K.LOAD, 1)})), plan_of(), []),
+        (nowhere(is_shut_out=True, is_failed=True, is_trial=True), plan_of(0), ["load 0"]),
+        (nowhere(is_failed=True), plan_of(0, 1), []),
+        (nowhere(is_failed=True, is_wished=True), plan_of(0), ["load 0"]),
+        (
+            nowhere(is_failed=True, hosts={0: HostState(), 1: HostState(is_new=True)}),
+            plan_of(0, 1),
+            ["load 1"],
+        ),
+        (nowhere(weights={1: FULL}), plan_of(0, 1), []),
+        (nowhere(weights={1: WeightsState(space=Space.NEVER)}), plan_of(0), ["fail"]),
+        (nowhere(weights={1: FULL}, is_added=True), plan_of(0), ["fail"]),
+        (nowhere(weights={1: FULL}, waits_since_s=-LOAD_TIMEOUT_S), plan_of(0), ["fail"]),
+        (nowhere(), plan_of(), []),
+        (nowhere(is_trial=True), plan_of(), ["fail"]),
+        (nowhere(is_added=True), HostingPlan(has_devices=False, may_start=True), []),
+        (nowhere(retry_at_s={"load 0": 9.0}), plan_of(0, 1), ["load 1"]),
+        (serving(), plan_of(1), ["load 1"]),
+        (serving(is_open=False), plan_of(1), ["open 0", "load 1"]),
+        (serving(is_open=False, is_added=True), plan_of(1), ["load 1"]),
+        (serving(is_open=False, under_way=frozenset({Step(K.OPEN)})), plan_of(), []),
+        (serving(phase=ModelPhase.FAILED, is_failed=True), plan_of(), ["open 0"]),
+        (serving(), HostingPlan(leave=frozenset({0})), ["leave 0"]),
+        (serving(is_damaged=True), plan_of(1), ["renew 0"]),
+        (serving(is_damaged=True, under_way=frozenset({Step(K.LOAD, 1)})), plan_of(), []),
+        (serving(LOADED), plan_of(), []),  # nobody asks
+        (serving(LOADED, num_waiting=1), plan_of(1), ["bring 1"]),
+        (serving(LOADED, is_wished=True, weights={1: WeightsState()}), plan_of(1), ["bring 1"]),
+        (serving(LOADED, num_waiting=1, under_way=frozenset({Step(K.LOAD, 1)})), plan_of(), []),
+        (serving(LOADED, num_waiting=1, weights={1: FULL}), plan_of(1), []),
+        (
+            serving(LOADED, num_waiting=1, weights={1: WeightsState(space=Space.NEVER)}),
+            plan_of(1),
+            ["fail"],
+        ),
+        (serving(devices=(), is_evicted=True, hosts={0: HostState()}), plan_of(), []),
+    ],
+)
+def test_steps_that_begin(state: ModelState, plan: HostingPlan, expected: list[str]) -> None:
+    assert kinds(state, plan) == expected
+
+
+def of_degrees(single: WeightsState, group: WeightsState, **changes: object) -> ModelState:
+    """A model on a single GPU without its snapshot, and on a group of two with its snapshot."""
+    hosts = {0: HostState(LOADED), 1: HostState(ATTACHED, degree=2)}
+    state = ModelState(hosts=hosts, weights={1: single, 2: group}, devices=(0, 1), num_waiting=1)
+    return replace(state, **changes)  # type: ignore[arg-type]
+
+
+def test_a_degree_without_memory_rests_while_the_other_serves() -> None:
+    assert kinds(of_degrees(FULL, CACHED), plan_of()) == ["rest 1"]
+    assert kinds(of_degrees(WeightsState(), CACHED), plan_of()) == ["bring 1"]
+    assert kinds(of_degrees(FULL, FULL), plan_of()) == []
+    resting = {0: HostState(LOADED, is_resting=True), 1: HostState(ATTACHED, degree=2)}
+    rested = of_degrees(FULL, CACHED, hosts=resting, num_waiting=0, num_live=1)
+    assert kinds(rested, plan_of()) == []
+    evicts = WeightsState(space=Space.EVICTS)
+    assert kinds(replace(rested, weights={1: evicts, 2: CACHED}), plan_of()) == []
+    assert kinds(replace(rested, weights={1: WeightsState(), 2: CACHED}), plan_of()) == ["bring 1"]
+    asleep = {0: HostState(LOADED, is_resting=True)}
+    lost = of_degrees(evicts, CACHED, hosts=asleep, devices=(0,), num_waiting=0, num_live=1)
+    assert kinds(lost, plan_of()) == ["bring 1"]
+
+
+def test_waits_are_facts() -> None:
+    decision = next_steps(nowhere(weights={1: FULL}), plan_of(0), LOAD_TIMEOUT_S, 5.0)
+    assert decision.wait is not None
+    assert (decision.wait.cause, decision.wait.until_s) == (Cause.MEMORY, 5.0 + LOAD_TIMEOUT_S)
+    decision = next_steps(nowhere(), plan_of(), LOAD_TIMEOUT_S, 5.0)
+    assert decision.wait is not None
+    assert (decision.wait.cause, decision.wait.until_s) == (Cause.ENGINES, math.inf)
+    plan = HostingPlan(has_devices=False, may_start=True)
+    decision = next_steps(nowhere(is_added=True), plan, LOAD_TIMEOUT_S, 5.0)
+    assert decision.wait is not None
+    assert (decision.wait.cause, decision.wait.until_s) == (Cause.SERVICE, 5.0 + STARTING_S)
+    busy = nowhere(hosts={0: HostState(is_idle=False)})
+    decision = next_steps(busy, plan_of(0), LOAD_TIMEOUT_S, 5.0)
+    assert not decision.steps
+    assert decision.blocked == {0}
+    assert decision.wait is None
+
+
+LOAD, BRING, OPEN, FAIL = Step(K.LOAD, 0), Step(K.BRING, 1), Step(K.OPEN), Step(K.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "error", "expected"),
+    [
+        (nowhere(), LOAD, Failed("no file"), Verdict.NOT_LOADED),
+        (nowhere(), LOAD, WorkerEnded("killed"), Verdict.LATER),
+        (nowhere(), LOAD, EnginesFull("larger"), Verdict.LATER),
+        (nowhere(), LOAD, CacheFull("larger"), Verdict.NOT_LOADED),
+        (nowhere(is_trial=True), LOAD, Failed("no file"), Verdict.FAILED_AGAIN),
+        (nowhere(is_trial=True), LOAD, WorkerEnded("killed"), Verdict.POSTPONED),
+        (nowhere(is_trial=True), FAIL, Unavailable("none"), Verdict.POSTPONED),
+        (nowhere(is_trial=True), FAIL, EnginesFull("full"), Verdict.FAILED_AGAIN),
+        (nowhere(is_added=True), LOAD, WorkerIsDown("down"), Verdict.LATER),
+        (nowhere(is_added=True), LOAD, WorkerEnded("killed"), Verdict.RAISED),
+        (nowhere(is_added=True), LOAD, CacheFull("full"), Verdict.RAISED),
+        (nowhere(is_wished=True), FAIL, Unavailable("none"), Verdict.RAISED),
+        (nowhere(is_failed=True), FAIL, Unavailable("none"), Verdict.NOT_LOADED),
+        (nowhere(), FAIL, TimedOut("memory"), Verdict.NOT_LOADED),
+        (nowhere(is_evicted=True), LOAD, Failed("no file"), Verdict.NOT_WARMED),
+        (nowhere(is_evicted=True), FAIL, EnginesFull("full"), Verdict.NOT_WARMED),
+        (serving(), Step(K.LOAD, 1), Failed("no file"), Verdict.NOTED),
+        (serving(), Step(K.LOAD, 1), CacheFull("full"), Verdict.LATER),
+        (nowhere(under_way=frozenset({Step(K.LOAD, 1)})), LOAD, Failed("no"), Verdict.NOTED),
+        (serving(), BRING, CacheFull("full"), Verdict.LATER),
+        (serving(), BRING, WorkerEnded("killed"), Verdict.LATER),
+        (serving(), BRING, Failed("no memory to pin"), Verdict.NOT_WARMED),
+        (serving(), Step(K.RENEW), CacheFull("full"), Verdict.NOT_WARMED),
+        (serving(), OPEN, Failed("no parser"), Verdict.NOTED),
+        (serving(is_trial=True), OPEN, Failed("no parser"), Verdict.FAILED_AGAIN),
+        (serving(), Step(K.LEAVE), TimedOut("no answer"), Verdict.LATER),
+    ],
+)
+def test_verdicts(state: ModelState, step: Step, error: GpupoolError, expected: Verdict) -> None:
+    assert verdict(state, step, error) is expected
+
+
+DEGREES = {0: 1, 1: 1, 2: 2}
+ERRORS = [
+    Failed("no such layer"),
+    WorkerEnded("killed"),
+    EnginesFull("no memory for the engine"),
+    CacheFull("no memory for the snapshot"),
+    TimedOut("not loaded in time"),
+]
+
+
+class Played(RuleBasedStateMachine):
+    """A model on devices 0 and 1, and on the group 2 of two GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.up = {0}
+        self.lives = {one: self._life(one) for one in DEGREES}
+        self.spaces = dict.fromkeys(DEGREES.values(), Space.FITS)
+        self.waits: dict[str, float] = {}
+        self.waits_since_s: float | None = None
+        self.failed_until_s: float | None = None
+        self.steps: set[Step] = set()
+        self.cached: set[int] = set()
+        self.devices: list[int] = []
+        self.resting: set[int] = set()
+        self.is_open = self.is_evicted = self.is_damaged = self.is_wished = False
+        self.num_requests = 0
+
+    @staticmethod
+    def _life(device: int) -> Life[HostPhase, HostEvent]:
+        return Life(f"model on {device}", ABSENT, HOST_TRANSITIONS)
+
+    def state(self) -> ModelState:
+        is_failed = self.failed_until_s is not None
+        is_ready = self.is_open and bool(self.devices or self.is_evicted)
+        phases = ModelPhase.READY if is_ready else ModelPhase.LOADING
+        loading = {one.number for one in self.steps if one.kind is K.LOAD}
+        hosts = {
+            one: HostState(
+                life.phase,
+                DEGREES[one],
+                is_idle=one in self.up and one not in loading,
+                is_resting=one in self.resting,
+            )
+            for one, life in self.lives.items()
+        }
+        return ModelState(
+            phase=ModelPhase.FAILED if is_failed else phases,
+            hosts=hosts,
+            weights={
+                degree: WeightsState(degree in self.cached, space)
+                for degree, space in self.spaces.items()
+            },
+            devices=tuple(self.devices),
+            is_open=is_ready,
+            is_evicted=self.is_evicted,
+            is_damaged=self.is_damaged,
+            is_failed=is_failed,
+            is_trial=is_failed and self.now_s >= (self.failed_until_s or 0.0),
+            is_wished=self.is_wished,
+            num_waiting=0 if self.is_warm else self.num_requests,
+            num_live=self.num_requests,
+            under_way=frozenset(self.steps),
+            retry_at_s=self.waits,
+            waits_since_s=self.waits_since_s,
+        )
+
+    @property
+    def is_warm(self) -> bool:
+        awake = [one for one in self.devices if one not in self.resting]
+        attached = all(self.lives[one].phase is ATTACHED for one in awake)
+        cached = all(DEGREES[one] in self.cached for one in awake)
+        has_any = bool(awake) or not self.devices
+        return attached and cached and has_any and not (self.is_evicted or self.is_damaged)
+
+    def plan(self) -> HostingPlan:
+        absent = [one for one in sorted(self.up) if self.lives[one].phase is ABSENT]
+        is_wanted = not self.is_evicted or self.num_requests or self.is_wished
+        loads = [HostingChoice(one, NEEDED) for one in absent if is_wanted]
+        return HostingPlan(tuple(loads), has_devices=bool(self.up))
+
+    def decide(self) -> None:
+        """Begin all due steps."""
+        while True:
+            state = self.state()
+            found = next_steps(state, self.plan(), LOAD_TIMEOUT_S, self.now_s)
+            if found.wait is None:
+                self.waits_since_s = None
+            elif self.waits_since_s is None:
+                self.waits_since_s = self.now_s
+            for step in found.steps:
+                self.begin(step)
+            if not found.steps:
+                break
+        if self.is_warm and self.devices:
+            self.is_wished = False
+
+    def begin(self, step: Step) -> None:
+        assert step not in self.steps
+        beside = [one for one in self.steps if OPEN not in (one, step)]
+        assert not (beside and step.is_alone), (step, beside)
+        assert not any(one.is_alone for one in beside), (step, beside)
+        if step.kind is K.LOAD:
+            assert step.number in self.up
+            assert all(one.number != step.number for one in beside)
+            self.lives[step.number].move(HostEvent.LOAD)
+        if step.kind is K.REST:
+            self.rest(step.number)
+        elif step.kind is K.FAIL:
+            self.failed(step, TimedOut("in vain"))
+        else:
+            self.steps.add(step)
+
+    def rest(self, degree: int) -> None:
+        numbers = {one for one in self.devices if DEGREES[one] == degree}
+        assert set(self.devices) - self.resting - numbers, "no device serves"
+        self.resting |= numbers
+
+    def failed(self, step: Step, error: GpupoolError) -> None:
+        state = self.state()
+        self.steps.discard(step)
+        if not isinstance(error, WorkerEnded):
+            self.waits[step.key] = self.now_s + 10.0
+        says = verdict(state, step, error)
+        assert says is not Verdict.RAISED or self.is_wished
+        if says not in (Verdict.LATER, Verdict.NOTED):
+            self.num_requests, self.is_wished = 0, False
+        if says in (Verdict.NOT_LOADED, Verdict.FAILED_AGAIN, Verdict.POSTPONED) or (
+            says is Verdict.NOT_WARMED and not self.devices
+        ):
+            self.failed_until_s, self.is_evicted = self.now_s + 30.0, False
+
+    def attach(self, number: int) -> None:
+        life = self.lives[number]
+        if life.phase is LOADED:
+            life.move(HostEvent.ATTACH)
+        self.resting.discard(number)
+
+    def ended(self, step: Step) -> None:
+        """Apply the success of a step."""
+        self.steps.discard(step)
+        self.waits.pop(step.key, None)
+        match step.kind:
+            case K.LOAD:
+                life = self.lives[step.number]
+                life.move(HostEvent.LOADED)
+                self.cached.add(DEGREES[step.number])
+                self.attach(step.number)
+                self.devices.append(step.number)
+                self.is_evicted = False
+            case K.OPEN:
+                self.is_open, self.failed_until_s = bool(self.devices), None
+            case K.BRING:
+                self.cached.add(step.number)
+                for one in self.devices:
+                    if DEGREES[one] == step.number:
+                        self.attach(one)
+            case K.RENEW:
+                self.is_damaged = False
+                for one in self.devices:
+                    if one not in self.resting:
+                        self.cached.add(DEGREES[one])
+                        self.attach(one)
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data(), error=st.none() | st.sampled_from(ERRORS))
+    def end_step(self, data: st.DataObject, error: GpupoolError | None) -> None:
+        step = data.draw(st.sampled_from(sorted(self.steps, key=lambda one: one.key)))
+        if error is None:
+            self.ended(step)
+        else:
+            if step.kind is K.LOAD:
+                self.lives[step.number].move(HostEvent.FAIL)
+            self.failed(step, error)
+        self.decide()
+
+    @rule(number=st.sampled_from(sorted(DEGREES)))
+    def worker_up(self, number: int) -> None:
+        self.up.add(number)
+        self.decide()
+
+    @rule(number=st.sampled_from(sorted(DEGREES)))
+    def worker_down(self, number: int) -> None:
+        self.up.discard(number)
+        self.lives[number].move(HostEvent.LOSE_WORKER)
+        if number in self.devices:
+            self.devices.remove(number)
+        self.resting.discard(number)
+        for step in [one for one in self.steps if one == Step(K.LOAD, number, one.is_alone)]:
+            self.failed(step, WorkerEnded("killed"))
+        self.decide()
+
+    @rule(degree=st.sampled_from([1, 2]), space=st.sampled_from(Space))
+    def memory(self, degree: int, space: Space) -> None:
+        self.spaces[degree] = space
+        self.decide()
+
+    @rule(degree=st.sampled_from([1, 2]))
+    def drop(self, degree: int) -> None:
+        """Another model takes the memory of an idle snapshot."""
+        if not self.steps and not self.num_requests:
+            self.cached.discard(degree)
+            for one in self.devices:
+                if DEGREES[one] == degree and self.lives[one].phase is ATTACHED:
+                    self.lives[one].move(HostEvent.DETACH)
+        self.decide()
+
+    @precondition(lambda self: not self.steps and self.devices and not self.num_requests)
+    @rule()
+    def evict(self) -> None:
+        """Other engines take the place of all engines of the model."""
+        for one in self.devices:
+            self.lives[one].move(HostEvent.UNLOAD)
+            self.lives[one].move(HostEvent.UNLOADED)
+        self.devices, self.is_evicted, self.resting = [], self.is_open, set()
+        self.decide()
+
+    @rule()
+    def ask(self) -> None:
+        self.num_requests += self.failed_until_s is None
+        self.decide()
+
+    @rule()
+    def wish(self) -> None:
+        self.is_wished, self.failed_until_s = True, None
+        self.waits.clear()
+        self.decide()
+
+    @precondition(lambda self: self.devices)
+    @rule()
+    def damage(self) -> None:
+        self.is_damaged, self.num_requests = True, 0
+        self.decide()
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 1000.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.decide()
+
+    @invariant()
+    def a_model_that_is_asked_for_makes_progress(self) -> None:
+        """There is a step, a wait with an end or a cause, or the model is served."""
+        if self.num_requests and not self.is_warm:
+            assert self.steps or self.waits_since_s is not None or self.waits
+
+    def teardown(self) -> None:
+        """In peace all devices serve at last."""
+        self.up = set(DEGREES)
+        self.spaces = dict.fromkeys(DEGREES.values(), Space.FITS)
+        self.num_requests = max(1, self.num_requests)
+        for _ in range(50):
+            self.now_s += 1000.0
+            self.decide()
+            for step in list(self.steps):
+                self.ended(step)
+                self.decide()
+        assert not self.steps
+        assert sorted(self.devices) == sorted(DEGREES)
+        assert self.is_open
+        assert self.is_warm
+        assert not self.resting
+        assert self.failed_until_s is None
+        assert self.waits_since_s is None
+
+
+Played.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPlayed = Played.TestCase

@@ -33,7 +33,7 @@ from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.processes.supervised import Supervised
 from gpupoold.control.processes.watchdog import Watchdog
 from gpupoold.control.reload import Reloader
@@ -104,8 +104,8 @@ class ControlPlane:
         """
         of_worker, models = self.dispatcher.from_worker, self.lifecycle
         worker_up, worker_down = models.controller.worker_up, models.worker_down
-        self.supervisor.start(Handlers(of_worker, worker_up, worker_down))
-        of_frontend = Handlers(self._from_frontend, self._set_up, self._frontend_down)
+        self.supervisor.start(ProcessHandlers(of_worker, worker_up, worker_down))
+        of_frontend = ProcessHandlers(self._from_frontend, self._set_up, self._frontend_down)
         self.frontends.start(of_frontend, metrics_text)
         self.gpu_readings.start()
         checks = (

@@ -13,7 +13,7 @@ from gpupoold.config.sections import ServerSettings
 from gpupoold.control.processes.child import Child
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.processes.pending import Calls
 from gpupoold.control.processes.restarts import Timing
 from gpupoold.control.processes.supervised import Supervised, reconfigure
@@ -37,7 +37,7 @@ class NotMounted(Failed):
 
 
 @dataclass(frozen=True, slots=True)
-class FrontendHandlers(Handlers["Frontend", m.FromFrontend]):
+class FrontendHandlers(ProcessHandlers["Frontend", m.FromFrontend]):
     """Handlers of one frontend's events and questions.
 
     ``metrics_text`` returns the text for ``/metrics``. ``ensure_open``, called when a frontend

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from gpupoold.config.schema import Settings
 from gpupoold.control.frontends.frontend import Frontend, FrontendHandlers, NotMounted
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.processes.restarts import REAL_TIME, Timing
 from gpupoold.wire import messages as m
 
@@ -51,7 +51,7 @@ class Frontends:
 
     def start(
         self,
-        handlers: Handlers[Frontend, m.FromFrontend],
+        handlers: ProcessHandlers[Frontend, m.FromFrontend],
         metrics_text: Callable[[], Awaitable[bytes]],
     ) -> None:
         """Start all processes.

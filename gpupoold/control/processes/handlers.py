@@ -13,7 +13,7 @@ M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
-class Handlers(Generic[P, M]):
+class ProcessHandlers(Generic[P, M]):
     """Handlers for processes ``P`` that send messages ``M``.
 
     ``on_message`` gets the messages that do not concern the process itself. ``on_up`` sets a new

@@ -11,7 +11,7 @@ from gpupoold.control.fleet.hosts import Hosts
 from gpupoold.control.fleet.transitions import HostEvent, HostPhase
 from gpupoold.control.processes.child import Child, Starter
 from gpupoold.control.processes.crash_attribution import Death, death_of
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.processes.oom_kills import OomKills
 from gpupoold.control.processes.restarts import Timing
 from gpupoold.control.processes.supervised import Supervised
@@ -35,7 +35,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         hosts: Hosts,
         starter: Starter,
         oom_kills: OomKills,
-        handlers: Handlers[Worker, m.FromWorker],
+        handlers: ProcessHandlers[Worker, m.FromWorker],
         timing: Timing,
     ) -> None:
         super().__init__(f"worker {worker.number}", settings, timing)

@@ -12,7 +12,7 @@ from gpupoold.control.fleet.hosts import Hosts
 from gpupoold.control.fleet.transitions import HostEvent, HostPhase
 from gpupoold.control.processes.child import Starter, execute
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.processes.oom_kills import OomKills
 from gpupoold.control.processes.pending import Pending
 from gpupoold.control.processes.restarts import REAL_TIME, Timing
@@ -67,7 +67,7 @@ class WorkerSupervisor:
         """True if some worker can load and serve."""
         return any(worker.is_ready for worker in self.workers)
 
-    def start(self, handlers: Handlers[Worker, m.FromWorker]) -> None:
+    def start(self, handlers: ProcessHandlers[Worker, m.FromWorker]) -> None:
         """Start every worker; ``handlers.on_up`` is called for each ready worker."""
         for worker in self.workers:
             is_forked = worker.device.kind == "emulated"

@@ -21,7 +21,7 @@ from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.processes.restarts import Timing
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
@@ -118,7 +118,7 @@ class Box:
         )
         self.waits_s: list[float] = []
         self.sleeps_at_once = False
-        self.handlers = Handlers(self._hear, self._set_up, self._note_end)
+        self.handlers = ProcessHandlers(self._hear, self._set_up, self._note_end)
 
     async def _fork(self, launch: Launch) -> FakeProcess:
         process = FakeProcess(launch, lambda one: self.answers[one.number])

@@ -22,7 +22,7 @@ from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.child import Launch, execute
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.fd_store import StoredSnapshots
@@ -314,7 +314,7 @@ class ModelsBox:
         """Start the workers; return when they have loaded what they can."""
         on_up = self.lifecycle.controller.worker_up
         on_down = self.lifecycle.worker_down
-        self.supervisor.start(Handlers(self.dispatcher.from_worker, on_up, on_down))
+        self.supervisor.start(ProcessHandlers(self.dispatcher.from_worker, on_up, on_down))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):

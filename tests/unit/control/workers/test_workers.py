@@ -18,7 +18,7 @@ from gpupoold.control.fleet.transitions import HostEvent
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import Handlers
+from gpupoold.control.processes.handlers import ProcessHandlers
 from gpupoold.control.workers.process import WorkerProcess
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -70,7 +70,7 @@ class Rig:
         forks = ForkServer(settings, {}, ())
         self.hosts = Hosts()
         self.supervisor = WorkerSupervisor(settings, forks, self.hosts, self.start)
-        self.handlers = Handlers(self._on_message, self._on_up, self._on_down)
+        self.handlers = ProcessHandlers(self._on_message, self._on_up, self._on_down)
         [self.device] = self.supervisor.workers
 
     @property

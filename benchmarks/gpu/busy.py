@@ -17,9 +17,9 @@ from benchmarks.gpu import figures
 from benchmarks.gpu.device import opened
 from benchmarks.gpu.rig import Setting, arguments, setting_of
 from benchmarks.gpu.timed_driver import TimedDriver
+from gpupoold.memory.bandwidth import Scratch, scratch_memory
 from gpupoold.memory.contracts import Copy, Device, Direction, PageRun
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import TransferQueue
 
 # A call may take so much longer beside a kernel or copy of 100 ms. A call that waits takes 100 ms.

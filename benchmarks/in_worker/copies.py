@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from gpupoold.memory import libc
+from gpupoold.memory.bandwidth import Scratch
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.scratch import Scratch
 
 
 def plain_copies(

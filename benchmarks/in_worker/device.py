@@ -13,9 +13,9 @@ from benchmarks.in_worker import figures
 from benchmarks.in_worker.copies import plain_copies
 from benchmarks.in_worker.idle import empty_device
 from gpupoold.errors import Refused
+from gpupoold.memory.bandwidth import Scratch, scratch_memory
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, PageRun
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import TransferQueue
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from benchmarks.in_worker.copies import plain_copies
 from benchmarks.in_worker.idle import empty_device
 from benchmarks.in_worker.live import BenchmarkRequests
 from gpupoold.errors import Failed
+from gpupoold.memory.bandwidth import Scratch, scratch_memory
 from gpupoold.memory.contracts import Direction
 from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.scratch import Scratch, scratch_memory
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.worker.kv.digests import kv_digest
 

@@ -12,31 +12,36 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
+import uvicorn
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from gpupool_state.batches import BatchRow
 from gpupoold.access.tls import Tls
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers, RateCalls
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.client_texts import fit_for_clients
 from gpupoold.frontend.cors import Cors
-from gpupoold.frontend.errors import STOPPING
+from gpupoold.frontend.errors import STOPPING, ApiError, send_error, stopping
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker
-from gpupoold.frontend.http_server import HttpServer, http_config, refuse_stopping
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.metrics import MetricsCalls
-from gpupoold.frontend.mounts import Mounts
+from gpupoold.frontend.mounts import AsgiApp, Mounts, Receive, Scope, Send
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Bounds, Router, Services
 from gpupoold.frontend.traces import Traces
 from gpupoold.frontend.waiting import WaitComments
+from gpupoold.system.http_protocol import BoundedHttp, Server, server_config
 from gpupoold.system.loop_lag import measure_lag
 from gpupoold.system.process import importing, set_log_level, trim_heap
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
@@ -83,6 +88,14 @@ _INTERVAL_S = 1.0
 _FEW_BYTES = 4 << 20
 _WITH_FEW_AFTER_S = 60.0
 _ALWAYS_AFTER_S = 600.0
+
+_BODY_TIMEOUT_S = 5.0
+
+_KINDS = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "RequestTooLargeError",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,3 +426,79 @@ class Collector:
         if is_due:
             self._last_s = now_s
         return is_due
+
+
+def http_config(app: AsgiApp, tls: Tls | None) -> uvicorn.Config:
+    """Return the configuration of a server for the public API."""
+    # The same context each time: renewed certificates are loaded into the context.
+    contexts = None if tls is None else lambda *_: tls.context()
+    return server_config(app, PublicHttp, server_header=False, ssl_context_factory=contexts)
+
+
+class HttpServer(Server):
+    """A server that calls ``on_accepting`` once.
+
+    With ``refusing``, the server's end refuses new connections, and those without a request so far,
+    while answers in progress are completed: ``refusing`` configures a server for these connections.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_accepting: Callable[[], None],
+        refusing: uvicorn.Config | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._on_accepting = on_accepting
+        self._refusing = refusing
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_accepting()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Complete the answers in progress; see the class."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self._refusing is not None:
+                self._refusing.load()
+                state = ServerState()
+                for one in sockets or ():
+                    stack.callback((await self._refuse(one.dup(), self._refusing, state)).close)
+                for connection in tuple(self.server_state.connections):
+                    if isinstance(connection, PublicHttp):
+                        connection.move(self._refusing, state)
+            await super().shutdown(sockets)
+
+    async def _refuse(
+        self, listener: socket.socket, config: uvicorn.Config, state: ServerState
+    ) -> asyncio.Server:
+        """Serve with connections of its own, which the end of the server does not wait for."""
+        return await asyncio.get_running_loop().create_server(
+            lambda: PublicHttp(config, state, {}), sock=listener, ssl=config.ssl
+        )
+
+
+async def refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer every request with 503: the ASGI application of a server that stops."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            # A connection closed before the body was read would be reset, without the answer.
+            while (await receive()).get("more_body"):
+                pass
+    await send_error(with_errors_of(scope["path"], send), stopping())
+
+
+class PublicHttp(BoundedHttp):
+    """A connection of the public API."""
+
+    def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
+        return ApiError(status.value, _KINDS[status], message).body()
+
+    def move(self, config: Config, state: ServerState) -> None:
+        """Let the server of ``config`` and ``state`` have the connection, if it has no request."""
+        if self.cycle is None:
+            self.connections.discard(self)
+            self.config, self.app = config, config.loaded_app
+            self.server_state, self.tasks = state, state.tasks
+            self.connections = state.connections
+            self.connections.add(self)

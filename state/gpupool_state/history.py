@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from gpupool_state.buffer import Buffer
 from gpupool_state.db import Database
-from gpupool_state.event_feed import EventFeed
 from gpupool_state.history_reader import HistoryReader
 from gpupool_state.rows import (
     DEVICE_MINUTES,
@@ -329,3 +328,93 @@ class History(HistoryReader):
         self._failing = False
         text = f"the history is written again; {self.dropped_rows} rows were lost since the start"
         self.record_event("info", "history", "state", text)
+
+
+class EventFeed:
+    """Numbers events and keeps the latest ``num_held`` in memory, also when the disk fails.
+
+    Not thread-safe: to be used in the event loop's thread.
+    """
+
+    def __init__(self, last_id: int, num_held: int) -> None:
+        self.last_id = last_id
+        self.floor_id = last_id  # events up to this id are not in memory
+        self._held: deque[Event] = deque()
+        self._num_held = num_held
+        self._news = asyncio.Event()
+        self._closed = False
+
+    def publish(self, at: float, level: EventLevel, kind: str, subject: str, message: str) -> Event:
+        """Add an event with the next id and wake all waiters."""
+        self.last_id += 1
+        event = Event(self.last_id, at, level, kind, subject, message)
+        self._held.append(event)
+        if len(self._held) > self._num_held:
+            self.floor_id = self._held.popleft().id
+        self._wake()
+        return event
+
+    def held_after(self, after_id: int) -> list[Event]:
+        """Return the events in memory with larger ids, oldest first.
+
+        No event is missing if ``after_id >= floor_id``.
+        """
+        return [event for event in self._held if event.id > after_id]
+
+    async def wait(self, after_id: int, timeout_s: float) -> bool:
+        """Wait for an event with a larger id; False after ``timeout_s`` or when closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.last_id <= after_id and not self._closed:
+                    await self._news.wait()
+        return self.last_id > after_id
+
+    def close(self) -> None:
+        """Wake all waiters; later calls of ``wait`` return at once."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        # Each wake-up uses a new Event, so that every waiter on the old Event returns, and none is
+        # left that a ``clear`` could miss.
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class Buffer:
+    """At most ``capacity`` rows waiting to be written; beyond, the oldest rows are dropped."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self._capacity = capacity
+        self._waiting: deque[Entry] = deque()
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, item: Entry) -> None:
+        """Add a row for the next write."""
+        self._waiting.append(item)
+        self._trim()
+
+    def take(self) -> list[Entry]:
+        """Remove and return all waiting rows, oldest first."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+    def put_back(self, items: list[Entry]) -> None:
+        """Put back rows of ``take`` that could not be written."""
+        self._waiting.extendleft(reversed(items))
+        self._trim()
+
+    def drop(self, num_rows: int = 1) -> None:
+        """Add rows outside the buffer to the count of dropped rows."""
+        self.num_dropped += num_rows
+
+    def _trim(self) -> None:
+        while len(self._waiting) > self._capacity:
+            self._waiting.popleft()
+            self.num_dropped += 1

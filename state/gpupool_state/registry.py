@@ -8,15 +8,20 @@ import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gpupool_state.db import Database
 from gpupool_state.divisions import KnownDivisions
-from gpupool_state.further_names import SELECT_FURTHER, insert_further, read_further
 from gpupool_state.profiles import ProfileRow, all_profiles, profiles_of, replace_profiles
 from gpupool_state.writer import Transaction
 from gpupoold.domain import Adapter, ModelName, ModelSpec, ModelState, Preset, Targets
 from gpupoold.errors import NoSuchModel, Refused, UsageError
+
+SELECT_FURTHER = """
+    SELECT json_group_array(json_array(kind, alias, details))
+    FROM (SELECT * FROM aliases WHERE model = models.name AND kind != 'alias' ORDER BY id)
+"""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
@@ -447,3 +452,27 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
         is_pinned=bool(row["is_pinned"]),
         engine_bytes=json.loads(row["engine_bytes"]),
     )
+
+
+async def insert_further(tx: Transaction, model: str, further: Preset | Adapter) -> None:
+    """Insert a preset or adapter of ``model``, whose name is free."""
+    details = asdict(further)
+    name = details.pop("name")
+    kind = "preset" if isinstance(further, Preset) else "adapter"
+    await tx.execute(
+        "INSERT INTO aliases (alias, model, kind, details) VALUES (?, ?, ?, ?)",
+        (name, model, kind, json.dumps(details)),
+    )
+
+
+def read_further(text: str) -> tuple[tuple[Preset, ...], tuple[Adapter, ...]]:
+    """Return the presets and adapters in a result of ``SELECT_FURTHER``."""
+    presets: list[Preset] = []
+    adapters: list[Adapter] = []
+    for kind, name, details in json.loads(text):
+        fields: dict[str, Any] = json.loads(details)
+        if kind == "preset":
+            presets.append(Preset(name=name, **fields))
+        else:
+            adapters.append(Adapter(name=name, **fields))
+    return tuple(presets), tuple(adapters)

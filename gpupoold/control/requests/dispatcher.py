@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
@@ -18,7 +18,6 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
 from gpupoold.control.requests.accounts import Accounts
 from gpupoold.control.requests.admission import Overload
-from gpupoold.control.requests.background import BackgroundQueue
 from gpupoold.control.requests.core_shell import (
     CoreShell,
     arrived,
@@ -49,8 +48,10 @@ from gpupoold.domain import (
 )
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.background import has_room
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
+from gpupoold.scheduling.state import State
 from gpupoold.wire import messages as m
 
 _SAME_ID = "A live request has the same id. Please send the request again."
@@ -525,3 +526,47 @@ class Dispatcher:
             self._report_answered([request])
         self.accounts.ended(request, reason, error)
         self.listener.request_ended(request.model, request.device)
+
+
+class BackgroundQueue:
+    """Waiting background requests by model; ``pass_on`` gives a request to the core.
+
+    A request that has ended meanwhile is dropped when its turn comes.
+    """
+
+    def __init__(
+        self, live: LiveRequests, state: State, pass_on: Callable[[LiveRequest], None]
+    ) -> None:
+        self._live = live
+        self._state = state
+        self._pass_on = pass_on
+        self._waiting: defaultdict[str, deque[LiveRequest]] = defaultdict(deque)
+
+    def add(self, request: LiveRequest) -> None:
+        self._waiting[request.model].append(request)
+        self.fill()
+
+    def fill(self) -> None:
+        """Pass on requests while devices have room; the models take turns."""
+        models = deque(self._waiting)
+        while models:
+            name = models.popleft()
+            request = self._next(name)
+            model = self._state.models.get(name)
+            if request is None or model is None:
+                continue
+            order = request.order
+            if has_room(self._state, model, order.num_prompt_tokens, order.max_tokens):
+                self._waiting[name].popleft()
+                self._pass_on(request)
+                models.append(name)
+
+    def _next(self, name: str) -> LiveRequest | None:
+        """Return the oldest waiting request of a model that is still live."""
+        queue = self._waiting[name]
+        while queue and self._live.get(queue[0].request_id) is not queue[0]:
+            queue.popleft()
+        if queue:
+            return queue[0]
+        del self._waiting[name]
+        return None

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from gpupoold.memory.contracts import Device
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.wrappers import base_name, is_wrapper, slot_tensors
 
 _ALIGNMENT_BYTES = 256
 
@@ -28,6 +28,8 @@ _FIRST = -1
 
 # Attributes in which vLLM's vision models hand embeddings to the forward pass of the same step.
 _SCRATCH = ("per_layer_embeddings", "deepstack_input_embeds")
+
+_BASE_LAYER = "base_layer"
 
 
 class DecoderLayers(NamedTuple):
@@ -282,3 +284,37 @@ def _leaves(value: object) -> Iterator[torch.Tensor | float]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item)
+
+
+def base_name(name: str) -> str:
+    """Return the name of a module or tensor in the same model without wrappers.
+
+    A wrapper has the wrapped module as ``base_layer``, and slots as plain attributes, neither
+    parameters nor buffers.
+    """
+    return ".".join(part for part in name.split(".") if part != _BASE_LAYER)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module wraps another module for LoRA."""
+    return isinstance(module, BaseLayerWithLoRA)
+
+
+def slot_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return all tensors of all slots with names, in the order of the modules."""
+    return [
+        (f"{name}.{attribute}.{number}", tensor)
+        for name, module in model.named_modules()
+        if is_wrapper(module)
+        for attribute, value in sorted(vars(module).items())
+        if attribute not in ("_parameters", "_buffers", "_modules")
+        for number, tensor in enumerate(_tensors(value))
+    ]
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.admin import log_reader
-from gpupoold.admin.log_reader import LogReader, follow_logs
+from gpupoold.admin import handlers
+from gpupoold.admin.handlers import LogReader, follow_logs
 from gpupoold.logs.files import RotatingFile
 
 
@@ -73,7 +73,7 @@ def test_a_file_that_became_shorter_starts_anew(path: Path) -> None:
 async def test_all_processes_in_one_stream(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_reader, "_POLL_S", 0)
+    monkeypatch.setattr(handlers, "_POLL_S", 0)
     other = tmp_path / "frontend.log"
     other.write_text("old\n")
     file = RotatingFile(path, 30)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import send_json
-from gpupoold.frontend.http_server import PublicHttp
 from gpupoold.frontend.mounts import Receive, Scope, Send
+from gpupoold.frontend.server import PublicHttp
 from tests.certificates import make_certificate
 from tests.raw_http import PATIENCE_S, Connect, http_server
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.frontend.http_server import HttpServer, http_config, refuse_stopping
+from gpupoold.frontend.server import HttpServer, http_config, refuse_stopping
 from tests.raw_http import PATIENCE_S, Client
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"

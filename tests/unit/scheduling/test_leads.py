@@ -9,7 +9,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.phases import RequestPhase
-from gpupoold.scheduling.policies.leads import turn_for_lead
+from gpupoold.scheduling.policies.gpupool import turn_for_lead
 from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, rank_planned_turns
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request

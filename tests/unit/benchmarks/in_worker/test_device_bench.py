@@ -12,9 +12,9 @@ import pytest
 from benchmarks.in_worker.copies import plain_copies
 from benchmarks.in_worker.device import bench_device
 from gpupoold.errors import Refused
+from gpupoold.memory.bandwidth import scratch_memory
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.scratch import scratch_memory
 
 PAGE = 64 << 10
 

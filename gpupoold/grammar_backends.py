@@ -103,7 +103,7 @@ def compiled_bytes(backend: XgrammarBackend) -> int:
     """Return the bytes of the backend's compiled grammars, by xgrammar's count."""
     found = (getattr(backend, name, None) for name in _COMPILERS)
     compilers = {id(one): one for one in found if one is not None}
-    return sum(int(one.get_cache_size_bytes()) for one in compilers.values())
+    return sum(int(compiler.get_cache_size_bytes()) for compiler in compilers.values())
 
 
 def _num_threads() -> int:

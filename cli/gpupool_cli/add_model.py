@@ -202,7 +202,7 @@ def add_adapter(
     if check:
         say(f"{name}: can be added to {model.name}; not added")
         return
-    rank = next((one.rank for one in model.adapters if one.name == name), 0)
+    rank = next((adapter.rank for adapter in model.adapters if adapter.name == name), 0)
     say(f"{name}: an adapter of {model.name}, rank {rank}")
 
 

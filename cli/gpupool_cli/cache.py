@@ -96,7 +96,7 @@ def _places(model: CachedModel) -> str:
     """Return the place of the snapshot, or of each with the number of GPUs."""
     if len(model.snapshots) < 2:
         return model.state
-    return ", ".join(f"{one.state} ({one.num_gpus})" for one in model.snapshots)
+    return ", ".join(f"{snapshot.state} ({snapshot.num_gpus})" for snapshot in model.snapshots)
 
 
 def _budgets(answer: CacheInfo) -> dict[str, str]:

@@ -58,7 +58,7 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     found = check_text(text) + check_on_machine(text, find_machine)
     problems = sorted(found, key=lambda one: one.line or 0)
     if as_json:
-        shown = [_problem_fields(one) for one in problems]
+        shown = [_problem_fields(problem) for problem in problems]
         output.print_json({"path": None if path is None else str(path), "problems": shown})
     elif path is None:
         say("there is no file: the defaults hold")
@@ -175,8 +175,8 @@ def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
     The text is valid TOML: keys that are not set, or hidden, are comments.
     """
     sections: dict[str, list[SettingInfo]] = {}
-    for one in info.settings:
-        sections.setdefault(one.key.rpartition(".")[0], []).append(one)
+    for setting in info.settings:
+        sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     blocks = [_block(name, settings, with_origin) for name, settings in sections.items()]
     if with_origin:
         source = f"from {info.path}" if info.path else "without a file"
@@ -197,7 +197,7 @@ def value_text(value: object) -> str:
 def _block(name: str, settings: list[SettingInfo], with_origin: bool) -> str:
     is_listed = _LIST_INDEX.search(name)
     header = f"[[{_LIST_INDEX.sub('', name)}]]" if is_listed else f"[{name}]"
-    lines = [(_line(one), _comment(one, with_origin)) for one in settings]
+    lines = [(_line(setting), _comment(setting, with_origin)) for setting in settings]
     width = max(len(line) for line, _ in lines)
     shown = [f"{line:<{width}}  # {comment}" if comment else line for line, comment in lines]
     return "\n".join([header, *shown])

@@ -43,9 +43,13 @@ def doctor(
 
 
 def _show(checks: list[Check]) -> None:
-    output.print_table(_COLUMNS, [[one.name, one.verdict.value, one.found] for one in checks])
-    for one in checks:
-        if one.verdict is not Verdict.OK:
+    output.print_table(
+        _COLUMNS, [[check.name, check.verdict.value, check.found] for check in checks]
+    )
+    for check in checks:
+        if check.verdict is not Verdict.OK:
             output.print_line("")
-            output.print_styled([f"{one.verdict.value}: {one.name}: {one.found}"], one.verdict)
-            output.print_line(f"fix: {one.fix}")
+            output.print_styled(
+                [f"{check.verdict.value}: {check.name}: {check.found}"], check.verdict
+            )
+            output.print_line(f"fix: {check.fix}")

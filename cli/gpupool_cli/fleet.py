@@ -164,7 +164,7 @@ def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
     if as_json:
         output.print_json(_as_json(found))
         return
-    output.print_table(_NODES, [_node_row(one) for one in found.table.nodes])
+    output.print_table(_NODES, [_node_row(node) for node in found.table.nodes])
     typer.echo()
     output.print_table(_MODELS, _model_rows(found))
     for what, why in sorted(found.problems.items()):
@@ -242,7 +242,7 @@ def rm(
 def _screen(found: FleetState) -> list[str]:
     problems = [f"{what}: {why}" for what, why in sorted(found.problems.items())]
     return [
-        *output.aligned(_NODES, [_node_row(one) for one in found.table.nodes]),
+        *output.aligned(_NODES, [_node_row(node) for node in found.table.nodes]),
         "",
         *output.aligned(_MODELS, _model_rows(found)),
         "",
@@ -261,7 +261,7 @@ def _node_row(node: Node) -> list[str]:
         if report.is_ready
         else "starting"
     )
-    load = sum(one.load for one in report.models) / max(1, node.num_devices)
+    load = sum(model.load for model in report.models) / max(1, node.num_devices)
     return [
         node.name,
         state,
@@ -269,7 +269,7 @@ def _node_row(node: Node) -> list[str]:
         str(node.num_devices),
         format_bytes(sum(report.device_bytes)),
         str(len(report.models)),
-        str(sum(one.num_live for one in report.models)),
+        str(sum(model.num_live for model in report.models)),
         f"{load:.0%}",
     ]
 
@@ -277,7 +277,7 @@ def _node_row(node: Node) -> list[str]:
 def _model_rows(found: FleetState) -> list[list[str]]:
     rows = []
     nodes = found.table.nodes
-    names = set(found.specs) | {one.name for node in nodes for one in node.report.models}
+    names = set(found.specs) | {model.name for node in nodes for model in node.report.models}
     for name in sorted(names):
         having = [(node, model) for node in nodes if (model := node.model(name)) is not None]
         states = sorted({"lost" if node.is_lost else model.state for node, model in having})

@@ -133,14 +133,14 @@ def history(
     with open_client(ctx) as client:
         if requests:
             found = records = client.past_requests(model, since_s, limit, request_id)
-            rows, columns = [_request_row(one) for one in records], _REQUEST_COLUMNS
+            rows, columns = [_request_row(record) for record in records], _REQUEST_COLUMNS
         elif breakdown:
             found = sums = client.history_by_model(model, since_s)
             rows, columns = [row for one in sums for row in _stage_rows(one)], _BREAKDOWN_COLUMNS
             devices = client.usage(since_s).devices
         else:
             found = spans = client.history(model, since_s)
-            rows, columns = [_span_row(one) for one in spans], _SPAN_COLUMNS
+            rows, columns = [_span_row(span) for span in spans], _SPAN_COLUMNS
     if as_json:
         output.print_json({"models": found, "devices": devices} if breakdown else found)
     elif rows:

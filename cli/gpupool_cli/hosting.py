@@ -42,7 +42,9 @@ def host(
 def hosting_text(model: ModelInfo) -> str:
     """Return the devices of a model's engines with their memory, and the origin of the choice."""
     engines = [] if model.usage is None else model.usage.engines
-    places = ", ".join(f"device {one.device} ({format_bytes(one.device_bytes)})" for one in engines)
+    places = ", ".join(
+        f"device {engine.device} ({format_bytes(engine.device_bytes)})" for engine in engines
+    )
     chosen = ", ".join(map(str, model.devices))
     how = f"by hand: {chosen}" if chosen else "chosen by the scheduler"
     return f"{places or 'on no device'}; {how}"
@@ -59,4 +61,4 @@ def engines_text(device: DeviceInfo) -> str:
 
 def devices_text(model: ModelUsage) -> str:
     """Return the numbers of the devices that host a model."""
-    return ",".join(str(one.device) for one in model.engines)
+    return ",".join(str(engine.device) for engine in model.engines)

@@ -176,8 +176,8 @@ def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
         "pace": model.pace,
         "aliases": ", ".join(model.aliases),
         **_chat_fields(model),
-        **{f"preset {one.name}": _preset_text(one) for one in model.presets},
-        **{f"adapter {one.name}": _adapter_text(one) for one in model.adapters},
+        **{f"preset {preset.name}": _preset_text(preset) for preset in model.presets},
+        **{f"adapter {adapter.name}": _adapter_text(adapter) for adapter in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         "engines": "" if model.usage is None else hosting_text(model),
         **_memory_fields(model),
@@ -206,8 +206,8 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
 
 def _other_names(model: ModelInfo) -> str:
     """Return the aliases, then the presets and adapters with their kind."""
-    presets = [f"{one.name} (preset)" for one in model.presets]
-    adapters = [f"{one.name} (adapter)" for one in model.adapters]
+    presets = [f"{preset.name} (preset)" for preset in model.presets]
+    adapters = [f"{adapter.name} (adapter)" for adapter in model.adapters]
     return ", ".join([*model.aliases, *presets, *adapters]) or output.NOTHING
 
 

@@ -146,11 +146,11 @@ def _answer(model: str, pieces: Sequence[ChatPiece], timing: AnswerTiming) -> di
     """Return the document of ``--json``."""
     return {
         "model": model,
-        "id": _last(one.request_id for one in pieces),
-        "text": "".join(one.text for one in pieces),
-        "reasoning": "".join(one.reasoning for one in pieces),
-        "finish_reason": _last(one.finish_reason for one in pieces),
-        "num_prompt_tokens": _last(one.num_prompt_tokens for one in pieces),
+        "id": _last(piece.request_id for piece in pieces),
+        "text": "".join(piece.text for piece in pieces),
+        "reasoning": "".join(piece.reasoning for piece in pieces),
+        "finish_reason": _last(piece.finish_reason for piece in pieces),
+        "num_prompt_tokens": _last(piece.num_prompt_tokens for piece in pieces),
         "num_tokens": timing.num_tokens,
         "ttft_s": timing.ttft_s,
         "tokens_per_s": timing.tokens_per_s,
@@ -159,7 +159,7 @@ def _answer(model: str, pieces: Sequence[ChatPiece], timing: AnswerTiming) -> di
 
 def _last(values: Iterable[_T | None]) -> _T | None:
     """Return the last value that a piece had; None without any."""
-    known = [one for one in values if one is not None]
+    known = [value for value in values if value is not None]
     return known[-1] if known else None
 
 

@@ -104,7 +104,9 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
     output.print_table(_MODEL_COLUMNS, [_model_row(model) for model in answer.models])
     if answer.additions:
         output.print_line("")
-        output.print_table(_ADDITION_COLUMNS, [_addition_row(one) for one in answer.additions])
+        output.print_table(
+            _ADDITION_COLUMNS, [_addition_row(addition) for addition in answer.additions]
+        )
 
 
 def loading_text(number: int, load: LoadingInfo) -> str:
@@ -157,9 +159,9 @@ def _status_fields(answer: Status) -> dict[str, str]:
 
 
 def _frontends_text(frontends: Sequence[FrontendInfo]) -> str:
-    num_ready = sum(one.state == "ready" for one in frontends)
+    num_ready = sum(frontend.state == "ready" for frontend in frontends)
     text = f"{num_ready} of {len(frontends)} ready"
-    num_restarts = sum(one.num_restarts for one in frontends)
+    num_restarts = sum(frontend.num_restarts for frontend in frontends)
     return f"{text}, {num_restarts} restarts" if num_restarts else text
 
 

@@ -69,14 +69,14 @@ def usage(
     elif as_csv:
         _print_csv(found.uses)
     else:
-        output.print_table(_USE_COLUMNS, [_use_row(one) for one in found.uses])
+        output.print_table(_USE_COLUMNS, [_use_row(use) for use in found.uses])
         output.print_line("")
-        output.print_table(_DEVICE_COLUMNS, [_device_row(one) for one in found.devices])
+        output.print_table(_DEVICE_COLUMNS, [_device_row(device) for device in found.devices])
 
 
 def print_fragmentation(devices: Sequence[DeviceUse]) -> None:
     """Print the use of the devices' host KV caches, nothing without host KV."""
-    rows = [_fragmentation_row(one) for one in devices if one.kv_host_slab_bytes]
+    rows = [_fragmentation_row(device) for device in devices if device.kv_host_slab_bytes]
     if rows:
         output.print_line("")
         output.print_table(_FRAGMENTATION_COLUMNS, rows)
@@ -85,7 +85,7 @@ def print_fragmentation(devices: Sequence[DeviceUse]) -> None:
 def _print_csv(uses: Sequence[UseInfo]) -> None:
     writer = csv.DictWriter(sys.stdout, list(UseInfo.model_fields), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(one.model_dump() for one in uses)
+    writer.writerows(use.model_dump() for use in uses)
 
 
 def _use_row(use: UseInfo) -> list[str]:

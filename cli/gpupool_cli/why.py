@@ -179,7 +179,7 @@ def _percent(share: float | None) -> str:
 
 
 def _weights(model: ModelWhy) -> str:
-    places = [_place(one) for one in model.devices]
+    places = [_place(device) for device in model.devices]
     if model.cached_bytes:
         places.append(f"host memory ({format_bytes(model.cached_bytes)})")
     return ", ".join(filter(None, places)) or "nowhere; the next request loads the weights"
@@ -213,14 +213,14 @@ def _show_finished(finished: FinishedWhy) -> None:
 
 def _prefix_cache(model: ModelWhy) -> str:
     """Return a line about KV of ended requests, empty without any."""
-    saved_bytes = sum(one.prefix_saved_bytes for one in model.devices)
-    hit_bytes = sum(one.prefix_hit_bytes for one in model.devices)
+    saved_bytes = sum(device.prefix_saved_bytes for device in model.devices)
+    hit_bytes = sum(device.prefix_hit_bytes for device in model.devices)
     if not saved_bytes and not hit_bytes:
         return ""
     found = [f"{format_bytes(hit_bytes)} used again"]
     for text, num_bytes in (
-        ("from another device's memory", sum(one.prefix_peer_bytes for one in model.devices)),
-        ("from files", sum(one.prefix_file_bytes for one in model.devices)),
+        ("from another device's memory", sum(device.prefix_peer_bytes for device in model.devices)),
+        ("from files", sum(device.prefix_file_bytes for device in model.devices)),
     ):
         if num_bytes:
             found.append(f"{format_bytes(num_bytes)} {text}")

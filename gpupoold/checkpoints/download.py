@@ -252,7 +252,7 @@ class _Download:
             return None
         fetcher = Fetcher(self.hub, found.commit, self.target_dir, self.stop)
         weights = [file for file in found.files if layout.is_weight_file(file.path)]
-        has_begun = any(fetcher.is_done(one) or fetcher.part_bytes(one) for one in weights)
+        has_begun = any(fetcher.is_done(weight) or fetcher.part_bytes(weight) for weight in weights)
         return found.commit if has_begun or self.part == "all" else None
 
     def _discard(self, found: Manifest) -> None:

@@ -99,7 +99,9 @@ def module_files(paths: Iterable[str], *, allow_pickle: bool) -> set[str]:
         names.append("pytorch_model.bin")
     patterns = [f"[0-9]_[A-Z]*/{name}" for name in names]
     found = {path for path in paths if path.count("/") == 1}
-    return {path for path in found if any(fnmatch.fnmatchcase(path, one) for one in patterns)}
+    return {
+        path for path in found if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    }
 
 
 def adapter_files_to_download(paths: Collection[str], *, allow_pickle: bool) -> tuple[str, ...]:

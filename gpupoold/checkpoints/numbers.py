@@ -96,12 +96,14 @@ class TensorFacts:
     @classmethod
     def of(cls, tensors: Iterable[TensorEntry]) -> TensorFacts:
         tensors = list(tensors)
-        indexes = [int(match[1]) for one in tensors if (match := _INDEX.search(one.name[:512]))]
+        indexes = [
+            int(match[1]) for tensor in tensors if (match := _INDEX.search(tensor.name[:512]))
+        ]
         return cls(
             len(tensors),
-            frozenset(size for one in tensors for size in one.shape),
+            frozenset(size for tensor in tensors for size in tensor.shape),
             max(indexes, default=-1) + 1,
-            max((one.shape[0] for one in tensors if one.shape), default=0),
+            max((tensor.shape[0] for tensor in tensors if tensor.shape), default=0),
         )
 
 

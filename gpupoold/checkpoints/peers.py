@@ -171,7 +171,7 @@ class Sources:
         of_hub = _rate(hub, commit, largest.path)
         quicker = [peer for peer in self._peers if rates[peer] and rates[peer] >= of_hub]
         self._peers = sorted(quicker, key=lambda peer: -rates[peer])
-        shown = ", ".join(f"{one.endpoint} {rates[one] / 1e6:.0f} MB/s" for one in rates)
+        shown = ", ".join(f"{peer.endpoint} {rates[peer] / 1e6:.0f} MB/s" for peer in rates)
         _logger.info("%s: %s; the hub %.0f MB/s", hub.repo_id, shown, of_hub / 1e6)
 
 

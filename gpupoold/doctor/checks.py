@@ -106,7 +106,7 @@ def _checks(facts: Facts) -> Iterator[Check]:
     )
     yield from check_limits(facts.limits, settings, pinned_bytes)
     yield from (check_folder(folder) for folder in facts.folders)
-    snapshots = next((one for one in facts.folders if one.key == "snapshots"), None)
+    snapshots = next((folder for folder in facts.folders if folder.key == "snapshots"), None)
     if snapshots is not None:
         yield from check_snapshot_room(snapshots, settings.memory.snapshot_files_bytes)
 
@@ -302,7 +302,7 @@ def _check_model_cache(budget_bytes: int, snapshot_bytes: int) -> Check:
 
 def _check_nodes(machine: Machine, kv_host_bytes: int) -> Iterator[Check]:
     """Check that the KV host caches fit on the NUMA nodes of their GPUs."""
-    for node, num_gpus in sorted(Counter(one.node for one in machine.devices).items()):
+    for node, num_gpus in sorted(Counter(device.node for device in machine.devices).items()):
         node_bytes = machine.node_bytes.get(node) if node is not None else None
         if node_bytes is not None and num_gpus * kv_host_bytes > node_bytes:
             text = (
@@ -316,9 +316,9 @@ def check_gpus(
     gpu: GpuFacts, settings: Settings, versions: VersionFacts, daemon: DaemonFacts
 ) -> Iterator[Check]:
     """Check the driver, and each GPU that the configuration names."""
-    indices = [index for one in settings.devices for index in one.gpus]
+    indices = [index for device in settings.devices for index in device.gpus]
     if not indices:
-        kinds = sorted({one.kind for one in settings.devices})
+        kinds = sorted({device.kind for device in settings.devices})
         text = f"no GPU is configured; devices: {len(settings.devices)} {' and '.join(kinds)}"
         yield ok("gpu", text)
         return

@@ -96,7 +96,7 @@ def _cuda(
 
 
 def _least(*sizes: int | None) -> int | None:
-    return min((one for one in sizes if one is not None), default=None)
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def index_of(

@@ -63,8 +63,8 @@ def limit_facts(pid: int | None = None) -> LimitFacts:
     )
     if pid is not None:
         with suppress(OSError):
-            return LimitFacts("the daemon", *(_soft(resource.prlimit(pid, one)) for one in kinds))
-    return LimitFacts("this shell", *(_soft(resource.getrlimit(one)) for one in kinds))
+            return LimitFacts("the daemon", *(_soft(resource.prlimit(pid, kind)) for kind in kinds))
+    return LimitFacts("this shell", *(_soft(resource.getrlimit(kind)) for kind in kinds))
 
 
 def _soft(limit: tuple[int, int]) -> int | None:

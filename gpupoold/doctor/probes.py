@@ -153,7 +153,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
         http_url=status.http_url,
         lost_rows=status.dropped_history_rows,
         unsound=unsound if status.state == "ready" else "",
-        failed={one.name: one.error for one in models if one.state == "failed"},
+        failed={model.name: model.error for model in models if model.state == "failed"},
         snapshot_bytes=sum(one.num_bytes for one in cached),
     )
 
@@ -308,7 +308,7 @@ def cuda_in(path: Path) -> tuple[int, int] | None:
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
-        names = [one.id for one in targets if isinstance(one, ast.Name)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
         if "cuda" in names and isinstance(value, ast.Constant) and isinstance(value.value, str):
             major, _, minor = value.value.partition(".")
             if major.isdecimal():

@@ -79,12 +79,14 @@ def _set_system_prompt(body: dict[str, Any], text: str, path: str) -> None:
     elif path.startswith(_RESPONSES):
         _set(body, ["instructions"], text)
     elif isinstance(messages := body.get("messages"), list):
-        if messages and all(isinstance(one, list) for one in messages):
-            body["messages"] = [_with_system_message(one, text) for one in messages]
+        if messages and all(isinstance(message, list) for message in messages):
+            body["messages"] = [_with_system_message(message, text) for message in messages]
         else:
             body["messages"] = _with_system_message(messages, text)
 
 
 def _with_system_message(messages: list[Any], text: str) -> list[Any]:
-    has_one = any(isinstance(one, dict) and one.get("role") in _SYSTEM_ROLES for one in messages)
+    has_one = any(
+        isinstance(message, dict) and message.get("role") in _SYSTEM_ROLES for message in messages
+    )
     return messages if has_one else [{"role": "system", "content": text}, *messages]

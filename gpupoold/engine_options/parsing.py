@@ -49,7 +49,7 @@ def parse_options(options: Mapping[str, str]) -> dict[str, Any]:
     """
     words = [word for name, value in options.items() for word in _words(name, value)]
     parsed = vars(_parse(words))
-    return {name: parsed[name] for name in {one.partition(".")[0] for one in options}}
+    return {name: parsed[name] for name in {option.partition(".")[0] for option in options}}
 
 
 def engine_options(options: Mapping[str, str]) -> dict[str, Any]:

@@ -175,7 +175,7 @@ class ChoicesRelay(Relay):
         delta = choice.get("delta") or {}
         calls = delta.get("tool_calls")
         if calls:
-            kept = [one for one in calls if self._is_call_new(number, one)]
+            kept = [call for call in calls if self._is_call_new(number, call)]
             is_new |= bool(kept)
             delta["tool_calls"] = kept
             if not kept:

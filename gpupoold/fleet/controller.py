@@ -175,7 +175,7 @@ class Controller:
             raise NoSuchModel(f"the fleet has no model {name}")
         del self._stored.models[name]
         self._save()
-        having = [one for one in self._nodes.values() if one.model(name) is not None]
+        having = [node for node in self._nodes.values() if node.model(name) is not None]
         await asyncio.gather(*(self._order(Change("remove", name, one.name, "")) for one in having))
 
     def add_key(self, request: AddKeyRequest) -> None:
@@ -325,7 +325,7 @@ class Controller:
 
     def _seen(self) -> list[Node]:
         """Return the nodes that are not lost; orders to a lost node would hold up the round."""
-        return [one for one in self._nodes.values() if not one.is_lost]
+        return [node for node in self._nodes.values() if not node.is_lost]
 
     async def _ask_to(self, node: str, order: Order) -> None:
         try:

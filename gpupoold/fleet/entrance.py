@@ -158,7 +158,7 @@ class Entrance:
             self._names = table.names()
         self.table = table
         if self._liveness is not None:
-            self._liveness.watch({one.name: one.url for one in table.nodes if not one.is_lost})
+            self._liveness.watch({node.name: node.url for node in table.nodes if not node.is_lost})
 
     async def start(self) -> None:
         """Open the connections; to be called once, on the serving event loop."""
@@ -199,7 +199,7 @@ class Entrance:
 
     def _alive(self) -> list[Node]:
         dead = self._dead()
-        return [one for one in self.table.nodes if not one.is_lost and one.name not in dead]
+        return [node for node in self.table.nodes if not node.is_lost and node.name not in dead]
 
     def _dead(self) -> frozenset[str]:
         return frozenset() if self._liveness is None else self._liveness.dead

@@ -43,7 +43,7 @@ class Node:
 
     def model(self, name: str) -> FleetModel | None:
         """Return the model of this name, if the daemon has it."""
-        return next((one for one in self.report.models if one.name == name), None)
+        return next((model for model in self.report.models if model.name == name), None)
 
     def serves(self, name: str) -> bool:
         """Return whether the daemon answers requests of the model."""

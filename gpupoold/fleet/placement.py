@@ -81,7 +81,7 @@ def changes(
 
 def num_replicas(demand: ModelDemand, spec: FleetSpec, nodes: Mapping[str, Node], has: int) -> int:
     """Return the number of nodes for a model, where ``has`` nodes have the model now."""
-    most = max(one.num_devices for one in nodes.values())
+    most = max(node.num_devices for node in nodes.values())
     wanted = math.ceil(demand.load / (_FULL * most))
     if wanted < has:
         wanted = max(wanted, math.ceil(demand.load / (_SPARE * most)))
@@ -220,7 +220,7 @@ def _best_move(
 
 def _cost(node: Node, models: Iterable[ModelDemand]) -> float:
     """Return the cost of a node's pressure: the most pressed nodes count most."""
-    demands = {one.model: shared(one, node.num_devices) for one in models}
+    demands = {model.model: shared(model, node.num_devices) for model in models}
     report = node.report
     bandwidth = max(report.bandwidth_bytes_per_s, 1.0) * node.num_devices
     device = HomeDevice(0, sum(report.device_bytes), bandwidth, demands)

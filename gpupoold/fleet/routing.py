@@ -36,7 +36,7 @@ def conversation_of(model: str, wanted: Wanted) -> bytes:
         messages = _messages.decode(wanted.messages)
     except msgspec.MsgspecError:  # the node tells the client
         return b""
-    first = [bytes(one) for one in messages[:_FIRST_MESSAGES]]
+    first = [bytes(message) for message in messages[:_FIRST_MESSAGES]]
     first += [bytes(one)[:_FIRST_BYTES] for one in (wanted.prompt, wanted.input)]
     return hashlib.blake2b(b"\0".join([model.encode(), *first]), digest_size=16).digest()
 

@@ -260,8 +260,13 @@ class VllmModelApi:
         asyncio.run(init_app_state(self._llm, state, args, self._tasks))
         # Not by vLLM's loading of adapters: the engines have the adapters, by the daemon's numbers.
         state.openai_serving_models.lora_requests.update(
-            (one.name, LoRARequest(one.name, one.number, one.name, self._args.served_model_name[0]))
-            for one in self._adapters
+            (
+                adapter.name,
+                LoRARequest(
+                    adapter.name, adapter.number, adapter.name, self._args.served_model_name[0]
+                ),
+            )
+            for adapter in self._adapters
         )
         change_handlers(state, self._llm.model_config)
         # vLLM's error handler stops its server after an error, which must not stop this server.
@@ -481,9 +486,9 @@ def _codec(joins: bool) -> EngineCodec:
 
 
 def _cached_tokens(outputs: EngineCoreOutputs) -> Iterator[tuple[str, int]]:
-    for one in outputs.outputs:
-        if one.prefill_stats is not None:
-            yield one.request_id, one.prefill_stats.num_cached_tokens
+    for output in outputs.outputs:
+        if output.prefill_stats is not None:
+            yield output.request_id, output.prefill_stats.num_cached_tokens
 
 
 def _is_streamed(request: EngineCoreRequest) -> bool:

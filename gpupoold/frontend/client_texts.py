@@ -44,8 +44,8 @@ def fit_for_clients(message: Any) -> Any:
             return msgspec.structs.replace(message, message=for_clients(message.message))
         case ModelList():
             models = [
-                msgspec.structs.replace(one, reason=for_clients(one.reason))
-                for one in message.models
+                msgspec.structs.replace(model, reason=for_clients(model.reason))
+                for model in message.models
             ]
             return msgspec.structs.replace(message, models=models)
         case _:

@@ -63,7 +63,7 @@ class Cors:
         if scope["method"] != "OPTIONS":
             return False
         origins = [value for name, value in scope["headers"] if name == b"origin"]
-        return not all(is_allowed(one.decode("latin-1"), self._permitted) for one in origins)
+        return not all(is_allowed(origin.decode("latin-1"), self._permitted) for origin in origins)
 
 
 class Permitted(Protocol):

@@ -54,7 +54,7 @@ class FleetCall:
             found = msgspec.json.decode(body, type=Continuation)
         except msgspec.MsgspecError as error:
             raise bad_request(f"The continuation cannot be read: {error}") from error
-        if not 0 < sum(len(one.token_ids) for one in found.outputs) <= MAX_TOKENS:
+        if not 0 < sum(len(output.token_ids) for output in found.outputs) <= MAX_TOKENS:
             raise bad_request(f"A continuation has 1 to {MAX_TOKENS:,} tokens.")
         return bytes(found.request), AnswerSoFar(found.outputs)
 

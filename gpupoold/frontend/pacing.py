@@ -104,7 +104,7 @@ class Pacer:
 
     def hold(self, outputs: list[Output]) -> list[Output]:
         """Return the outputs due now; ``release`` gets the rest later."""
-        return [one for one in outputs if not self._has_held(one)]
+        return [output for output in outputs if not self._has_held(output)]
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Forget ended requests, and drop their waiting outputs."""

@@ -72,7 +72,7 @@ def drop_beyond(params: Any, vocab_size: int) -> None:
     They are columns of the logits, and some are the checkpoint's own, which vLLM does not check.
     """
     stops: set[int] = params.all_stop_token_ids
-    beyond = {one for one in stops if not 0 <= one < vocab_size}
+    beyond = {stop for stop in stops if not 0 <= stop < vocab_size}
     if beyond:
         stops -= beyond
         # The worker makes the set again of these.
@@ -106,7 +106,7 @@ async def prepare_texts(tokenizer: Any) -> None:
 def texts_of(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """Return the text of each token alone, as vLLM's function of this signature."""
     texts = _texts.setdefault(tokenizer, {})
-    missing = [one for one in dict.fromkeys(token_ids) if one not in texts]
+    missing = [token for token in dict.fromkeys(token_ids) if token not in texts]
     if missing:
         texts.update(zip(missing, _decode(tokenizer, missing), strict=True))
     return [texts[one] for one in token_ids]

@@ -202,7 +202,11 @@ class PrefixFiles:
         """Read the headers of files whose names are not ``known``, in the thread."""
         blocks = {}
         with contextlib.suppress(OSError), os.scandir(self._folder_of(owner)) as entries:
-            new = [one.name for one in entries if one.name not in known and _NEW not in one.name]
+            new = [
+                entry.name
+                for entry in entries
+                if entry.name not in known and _NEW not in entry.name
+            ]
             for name in new:
                 known.add(name)
                 blocks.update(self._blocks_of(self._folder_of(owner) / name, owner))

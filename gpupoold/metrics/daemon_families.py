@@ -21,7 +21,7 @@ def daemon_families(scrape: Scrape) -> Iterator[Family]:
 
 def _state(scrape: Scrape) -> Iterator[Family]:
     control_plane = scrape.control_plane
-    readies = [one.ready for one in scrape.workers if one.ready is not None]
+    readies = [worker.ready for worker in scrape.workers if worker.ready is not None]
     engine = readies[0].engine_version if readies else ""
     yield gauge(
         "build_info",
@@ -84,13 +84,13 @@ def _recoveries(scrape: Scrape) -> Iterator[Family]:
         "frontend_up",
         "1 while the frontend of this number accepts connections.",
         ("frontend",),
-        [((str(one.number),), one.is_ready) for one in frontends],
+        [((str(frontend.number),), frontend.is_ready) for frontend in frontends],
     )
     yield counter(
         "frontend_restarts",
         "Times the frontend of this number has ended and was started again.",
         ("frontend",),
-        [((str(one.number),), one.num_restarts) for one in frontends],
+        [((str(frontend.number),), frontend.num_restarts) for frontend in frontends],
     )
     yield counter(
         "requests_migrated",
@@ -115,7 +115,7 @@ def _speed(scrape: Scrape) -> Iterator[Family]:
         ("process",),
         [
             (("daemon",), control_plane.loop_lag),
-            *(((one.name,), one.loop_lag) for one in control_plane.frontends),
+            *(((frontend.name,), frontend.loop_lag) for frontend in control_plane.frontends),
         ],
         WORK_BOUNDS_S,
     )

@@ -67,7 +67,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
         "1 while the device is emptied for maintenance.",
         lambda one: scrape.control_plane.fleet.is_device_draining(one.number),
     )
-    numbers = [one.number for one in scrape.workers]
+    numbers = [worker.number for worker in scrape.workers]
     nums = dict(zip(numbers, dispatcher.nums_of_requests(numbers), strict=True))
     yield gauge_of(
         "device_requests",

@@ -108,10 +108,11 @@ def _residency(scrape: Scrape) -> Numbers:
     fleet = scrape.control_plane.fleet
     ready = [name for name in scrape.rows if fleet.availability(name).state is ModelState.READY]
     resident = {
-        one.model
+        memory.model
         for worker in scrape.workers
-        for one in memories(worker)
-        if one.weights_resident_bytes and one.weights_resident_bytes == one.weights_total_bytes
+        for memory in memories(worker)
+        if memory.weights_resident_bytes
+        and memory.weights_resident_bytes == memory.weights_total_bytes
     }
     running = _names(scrape, resident.intersection(ready))
     queued = _names(scrape, {name for name, num in scrape.waiting.items() if num} - resident)

@@ -215,9 +215,9 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
             f"KV of ended requests that was {text}, since the load of the engine.",
             ("device", "model"),
             (
-                ((str(worker.number), one.model), getattr(one, f"prefix_{action}_bytes"))
+                ((str(worker.number), memory.model), getattr(memory, f"prefix_{action}_bytes"))
                 for worker in scrape.workers
-                for one in memories(worker)
+                for memory in memories(worker)
             ),
         )
     yield counter(
@@ -226,9 +226,9 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         "another worker (peer) or from files (file), since the load of the engine.",
         ("device", "model", "tier"),
         (
-            ((str(worker.number), one.model, tier), getattr(one, f"prefix_{tier}_bytes"))
+            ((str(worker.number), memory.model, tier), getattr(memory, f"prefix_{tier}_bytes"))
             for worker in scrape.workers
-            for one in memories(worker)
+            for memory in memories(worker)
             for tier in ("peer", "file")
         ),
     )

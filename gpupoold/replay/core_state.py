@@ -215,7 +215,7 @@ def _check_types(one: Any) -> None:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value is of a declared type; elements of containers are not checked."""
     if isinstance(hint, types.UnionType):
-        return any(_fits(value, one) for one in typing.get_args(hint))
+        return any(_fits(value, arg) for arg in typing.get_args(hint))
     if hint is float:
         return isinstance(value, int | float)
     return isinstance(value, typing.get_origin(hint) or hint)

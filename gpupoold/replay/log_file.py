@@ -214,8 +214,8 @@ def _read_entry(path: Path, number: int, line: bytes) -> LogEntry:
         raw = msgspec.json.decode(line, type=_Entry)
         return LogEntry(
             raw.now_s,
-            tuple(_untagged(one, _EVENTS) for one in raw.events),
-            tuple(_untagged(one, _ACTIONS) for one in raw.actions),
+            tuple(_untagged(event, _EVENTS) for event in raw.events),
+            tuple(_untagged(action, _ACTIONS) for action in raw.actions),
             raw.error,
         )
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -22,7 +22,7 @@ def has_room(state: State, model: Model, num_prompt_tokens: int, max_tokens: int
     num_tokens = num_prompt_tokens + min(
         max_tokens, round(state.lengths.predict(model.name, num_prompt_tokens))
     )
-    return any(_can_take(one, model, num_tokens) for one in state.prefill_hosts(model))
+    return any(_can_take(host, model, num_tokens) for host in state.prefill_hosts(model))
 
 
 def most_spare(request: Request, devices: Sequence[DeviceState]) -> DeviceState:
@@ -80,16 +80,18 @@ def _has_prompts(batch: Batch) -> bool:
     """Return whether a request that is not a background request waits for its first token."""
     if batch.num_waiting <= 0 or batch.is_background:
         return False
-    return any(not one.is_background and not one.num_tokens for one in batch.requests.values())
+    return any(
+        not request.is_background and not request.num_tokens for request in batch.requests.values()
+    )
 
 
 def _kv_bytes(device: DeviceState) -> float:
     """Return the bytes of KV at the expected ends of the device's background requests."""
     batches = (*device.working.values(), *device.queued.values())
     return sum(
-        (one.prompt_tokens + one.expected_tokens) * one.model.kv_bytes_per_token
+        (request.prompt_tokens + request.expected_tokens) * request.model.kv_bytes_per_token
         for batch in batches
         if batch.num_background
-        for one in batch.requests.values()
-        if one.is_background
+        for request in batch.requests.values()
+        if request.is_background
     )

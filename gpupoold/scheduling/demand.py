@@ -61,7 +61,7 @@ def demand_of(
         prefill += prefillers_load(rate * tokens, velocity, network)
     room_tokens = max(1.0, (capacity_bytes - model.weight_bytes) / kv_bytes)
     tbt_s = model.targets.tbt_s - others_s
-    velocities = {one: batch_velocity(speed, tbt_s, one, room_tokens) for one in rates_rps}
+    velocities = {rate: batch_velocity(speed, tbt_s, rate, room_tokens) for rate in rates_rps}
     return Demand(prefill, decoders_load(rates_rps, velocities))
 
 

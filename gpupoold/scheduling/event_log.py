@@ -109,7 +109,7 @@ class RecordedCore:
 
     def entries(self) -> tuple[LogEntry, ...]:
         """Return all recorded entries in order."""
-        return tuple(one for segment in self._segments for one in segment.entries)
+        return tuple(entry for segment in self._segments for entry in segment.entries)
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
         """Handle events as :meth:`Core.handle` does, with the same errors, and record the call."""

@@ -97,7 +97,7 @@ def why_request(state: State, request: Request, now_s: float) -> RequestExplanat
     if standing is Standing.KV_ROOM and request.device is not None:
         device = state.devices[request.device]
         others = [one for line in device.waiting_for_kv.values() for one in line.requests.values()]
-        num_before = sum(one.arrival_s < request.arrival_s for one in others)
+        num_before = sum(other.arrival_s < request.arrival_s for other in others)
     return RequestExplanation(standing, request.device, request.rule, in_s, num_before)
 
 

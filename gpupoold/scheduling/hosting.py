@@ -89,7 +89,7 @@ class HostingDevice:
 
     @property
     def used_bytes(self) -> int:
-        return self.kept_bytes + sum(one.num_bytes for one in self.engines.values())
+        return self.kept_bytes + sum(engine.num_bytes for engine in self.engines.values())
 
     def short_bytes(self, num_bytes: int) -> int:
         """Return by how much an engine of ``num_bytes`` would exceed the limit, or 0."""
@@ -136,22 +136,26 @@ def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hostin
     ``devices`` are all devices that can load. Devices that drain get a model only without another
     device, or by hand.
     """
-    lacking = [one for one in devices if model.name not in one.engines and model.allows(one.number)]
+    lacking = [
+        device
+        for device in devices
+        if model.name not in device.engines and model.allows(device.number)
+    ]
     if model.fixed:
         fitting = [one for one in lacking if _victims(model, one, HostingReason.FIXED) is not None]
         return [HostingChoice(one.number, HostingReason.FIXED) for one in _sorted(model, fitting)]
     if not model.is_wanted:
         return []
-    hosts = [one for one in devices if model.name in one.engines]
-    is_hosted = any(not one.is_draining for one in hosts)
+    hosts = [device for device in devices if model.name in device.engines]
+    is_hosted = any(not host.is_draining for host in hosts)
     candidates = [one for one in lacking if not one.is_draining]
     if not candidates and not hosts:
         candidates = lacking
     first = _first(model, candidates, is_hosted=is_hosted)
     spare = [
-        HostingChoice(one.number, HostingReason.SPARE)
-        for one in candidates
-        if not one.is_draining and not one.short_bytes(model.need(one.number))
+        HostingChoice(candidate.number, HostingReason.SPARE)
+        for candidate in candidates
+        if not candidate.is_draining and not candidate.short_bytes(model.need(candidate.number))
     ]
     return [*first, *(one for one in spare if one.device not in {two.device for two in first})]
 
@@ -160,13 +164,18 @@ def _first(
     model: HostingModel, candidates: Sequence[HostingDevice], *, is_hosted: bool
 ) -> list[HostingChoice]:
     """Return the device to load the model at once, if necessary by evicting other engines."""
-    home = next((one for one in candidates if is_hosted and one.number == model.home), None)
+    home = next(
+        (candidate for candidate in candidates if is_hosted and candidate.number == model.home),
+        None,
+    )
     if home is not None and _victims(model, home, HostingReason.HOME) is not None:
         return [HostingChoice(home.number, HostingReason.HOME)]
     if is_hosted and not model.is_late:
         return []
     reason = HostingReason.LATE if is_hosted else HostingReason.NEEDED
-    fitting = [one for one in candidates if _victims(model, one, reason) is not None]
+    fitting = [
+        candidate for candidate in candidates if _victims(model, candidate, reason) is not None
+    ]
     if is_hosted:  # a busy device would not help
         fitting = [one for one in fitting if not one.num_requests and not one.num_loads]
     return [HostingChoice(one.number, reason) for one in _sorted(model, fitting)[:1]]
@@ -259,7 +268,7 @@ def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hosti
         evicted = victims(device, need_bytes, HostingReason.NEEDED) or []
         ends_others = any(device.engines[one].is_only for one in evicted)
         work = device.num_loads, device.num_requests
-        num_only = sum(one.is_only for one in device.engines.values())
+        num_only = sum(engine.is_only for engine in device.engines.values())
         is_home = device.number == model.home
         return (ends_others, not is_home, bool(evicted), *work, num_only, device.number)
 

@@ -120,7 +120,7 @@ def _first(device: DeviceState, name: str, now_s: float) -> tuple[Request, bool]
     oldest = next(iter(line.values()))
     if _is_starving(oldest, now_s):
         others = queued.requests.values() if queued else ()
-        if not any(_is_starving(one, now_s) for one in others):
+        if not any(_is_starving(other, now_s) for other in others):
             return oldest, False
     on_time = _order(device, name, now_s).on_time
     first = next((one for one in on_time if one.id in line), None)

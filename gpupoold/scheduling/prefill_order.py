@@ -61,7 +61,7 @@ def order_of(queues: Sequence[Batch], device: DeviceState, now_s: float) -> Pref
     working = device.working.get(model.name)
     factor = time_factor(working) if is_alone(model.name, device) else 1.0
     start_s = now_s + (factor * working.prefill_s() if working else 0.0)
-    requests = [one for queue in queues for one in queue.requests.values()]
+    requests = [request for queue in queues for request in queue.requests.values()]
     prefill_s = sum(queue.prefill_s() for queue in queues)
     return prefill_order(requests, prefill_s, speed, start_s, factor)
 

@@ -79,7 +79,7 @@ def has_hurried(device: HomeDevice) -> bool:
         return False
     absence_s = _absence_s(largest[0], largest[1], device)
     is_exposed = absence_s > _LEAST_TURN_S
-    return is_exposed and any(one.window_s < 2 * absence_s for one in device.demands.values())
+    return is_exposed and any(demand.window_s < 2 * absence_s for demand in device.demands.values())
 
 
 def switching_shares(device: HomeDevice, names: Sequence[str]) -> dict[str, float]:
@@ -106,11 +106,11 @@ def _switching(device: HomeDevice, demands: Sequence[ModelDemand]) -> float:
     The latter has the shortest window and a turn after each turn of another model. If the window is
     shorter than the absence, the answers are late in the meantime: lost time too.
     """
-    if len(demands) < 2 or sum(one.num_bytes for one in demands) <= device.capacity_bytes:
+    if len(demands) < 2 or sum(demand.num_bytes for demand in demands) <= device.capacity_bytes:
         return 0.0
     hurried = min(demands, key=lambda one: one.window_s)
     largest, second = nlargest(2, demands, key=lambda one: one.num_bytes)
-    idle_share = math.prod(1 - one.busy_share for one in demands)
+    idle_share = math.prod(1 - demand.busy_share for demand in demands)
     share = 0.0
     for one in demands:
         if one is hurried:
@@ -162,7 +162,7 @@ def better_homes(
     placed: dict[int, list[str]] = {number: [] for number in by_number}
     for name, number in chosen.items():
         placed[number].append(name)
-    known = {one.model: one for device in devices for one in device.demands.values()}
+    known = {demand.model: demand for device in devices for demand in device.demands.values()}
     for name in sorted(known.keys() - chosen.keys(), key=lambda one: (-known[one].load, one)):
         able = [device for device in devices if name in device.demands]
         best = min(able, key=lambda device: _growth(device, placed[device.number], name))

@@ -158,7 +158,7 @@ class RolePlanner:
 
 def _main_share(demands: Sequence[Demand], hot_load: float) -> float:
     """Return the share of hot models in the load, at least that of the largest model."""
-    loads = [one.total for one in demands]
+    loads = [demand.total for demand in demands]
     hot = sum(load for load in loads if load >= hot_load)
     return max(hot, max(loads)) / max(sum(loads), 1e-9)
 
@@ -170,8 +170,8 @@ def _mean_demands(
     sharing: Collection[str] = (),
 ) -> list[Demand]:
     """Return each model's demand for a mean device: devices may differ in size and kind."""
-    sizes = Counter((one.kind, one.capacity_bytes) for one in devices)
-    like = {(one.kind, one.capacity_bytes): one for one in reversed(devices)}
+    sizes = Counter((device.kind, device.capacity_bytes) for device in devices)
+    like = {(device.kind, device.capacity_bytes): device for device in reversed(devices)}
     by_size = [
         (demands_on(state, rates_rps, like[size], sharing), num) for size, num in sizes.items()
     ]
@@ -180,7 +180,7 @@ def _mean_demands(
     totals = [Demand() for _ in by_size[0][0]]
     for demands, num in by_size:
         share = num / len(devices)
-        scaled = [Demand(share * one.prefill, share * one.decode) for one in demands]
+        scaled = [Demand(share * demand.prefill, share * demand.decode) for demand in demands]
         totals = [total + one for total, one in zip(totals, scaled, strict=True)]
     return totals
 
@@ -189,7 +189,7 @@ def covers(
     devices: Sequence[DeviceState], changed: DeviceState | None = None, role: Role = Role.MIXED
 ) -> bool:
     """Return whether prompts and answers have a device each, if ``changed`` had this role."""
-    roles = [role if one is changed else one.role for one in devices]
+    roles = [role if device is changed else device.role for device in devices]
     return any(one is not Role.DECODE for one in roles) and any(
         one is not Role.PREFILL for one in roles
     )

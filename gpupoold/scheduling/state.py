@@ -298,8 +298,8 @@ class Batch:
         if self._deadlines_of is not targets:
             ttft_s, tbt_s = targets.ttft_s, targets.tbt_s
             self._deadlines_s = [
-                one.counted_arrival_s + ttft_s + one.num_tokens * tbt_s
-                for one in self.requests.values()
+                request.counted_arrival_s + ttft_s + request.num_tokens * tbt_s
+                for request in self.requests.values()
             ]
             self._deadlines_of = targets
         return self._deadlines_s
@@ -366,7 +366,7 @@ class DeviceState:
 
     def queued_requests(self) -> list[Request]:
         """Return queued requests that may be sent, by model."""
-        return [one for batch in self.queued.values() for one in batch.requests.values()]
+        return [request for batch in self.queued.values() for request in batch.requests.values()]
 
     def join(self, request: Request) -> None:
         """Put a request into the batch of its model."""
@@ -444,7 +444,7 @@ class State:
     @property
     def is_split(self) -> bool:
         """True if some devices only prefill or only decode."""
-        return any(one.role is not Role.MIXED for one in self.devices.values())
+        return any(device.role is not Role.MIXED for device in self.devices.values())
 
     def num_waiting_for_kv(self, number: int) -> int:
         """Return the number of requests held back for lack of KV memory on a device."""
@@ -462,13 +462,13 @@ class State:
         would be worse.
         """
         hosts = self._open_hosts(model)
-        return [one for one in hosts if one.role is not Role.DECODE] or hosts
+        return [host for host in hosts if host.role is not Role.DECODE] or hosts
 
     def decode_hosts(self, model: Model) -> list[DeviceState]:
         """Return the hosts of a model that take answers, by number; as :meth:`prefill_hosts`."""
         hosts = self._open_hosts(model)
-        return [one for one in hosts if one.role is not Role.PREFILL] or hosts
+        return [host for host in hosts if host.role is not Role.PREFILL] or hosts
 
     def _open_hosts(self, model: Model) -> list[DeviceState]:
         hosts = self.hosts(model)
-        return [one for one in hosts if not one.is_draining] or hosts
+        return [host for host in hosts if not host.is_draining] or hosts

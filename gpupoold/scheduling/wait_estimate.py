@@ -141,7 +141,7 @@ def next_token_in_s(
     device = state.devices[request.device]
     wait_s = 0.0
     works = work_of(device)
-    mine = next((one for one in works if one.model is model), None)
+    mine = next((work for work in works if work.model is model), None)
     if request.phase is RequestPhase.MOVING:
         kv_bytes = request.context_tokens * model.kv_bytes_per_token
         wait_s = 2 * kv_bytes / device.bandwidth_bytes_per_s  # out, and in
@@ -162,7 +162,7 @@ def drain_of(
     ``max_tokens`` returns a request's limit, None for no limit. Requests of models without a device
     are left out.
     """
-    requests = [one for one in state.requests.values() if model in (None, one.model)]
+    requests = [request for request in state.requests.values() if model in (None, request.model)]
     return _drain(requests, state, now_s, max_tokens)
 
 
@@ -174,7 +174,7 @@ def _drain(requests: Sequence[Request], state: State, now_s: float, max_tokens: 
     at_s = _SHORTEST_S
     while answers and at_s < _LONGEST_S:
         times_s.append(at_s)
-        num_ended.append(stride * sum(one.ended_by(at_s) for one in answers))
+        num_ended.append(stride * sum(answer.ended_by(at_s) for answer in answers))
         if num_ended[-1] >= stride * len(answers):
             break
         at_s *= _GROWTH
@@ -259,7 +259,7 @@ def _first_on(
     model = newcomer.model
     wait_s = _kv_room_in_s(device, newcomer, now_s) if for_kv else 0.0
     works = work_of(device)
-    mine = _with(newcomer, next((one for one in works if one.model is model), None), device)
+    mine = _with(newcomer, next((work for work in works if work.model is model), None), device)
     return wait_s + _next_on(device, newcomer, mine, works, now_s, tuning)
 
 
@@ -286,7 +286,7 @@ def _next_on(
         if device.then is None or next_s <= left_s + mine.step_s:
             return next_s
     on_turn = turn.model if turn else None
-    others = [one for one in works if one.model.name not in (on_turn, model.name)]
+    others = [work for work in works if work.model.name not in (on_turn, model.name)]
     if not request.num_tokens and request.arrival_s >= device.turn_began_s:
         # The turn ends early for a request that arrived after its start, see the policy's revise().
         ready_s = device.switch_s(model) + mine.prefill_s
@@ -393,10 +393,10 @@ def _room_after_s(device: DeviceState, num_ended: int, now_s: float) -> float:
     batches = device.working.values()
     state = State(devices={device.number: device})
     begun = [
-        one
+        request
         for batch in batches
-        for one in batch.requests.values()
-        if one.phase is RequestPhase.DECODING
+        for request in batch.requests.values()
+        if request.phase is RequestPhase.DECODING
     ]
     drain = _drain(begun, state, now_s, _unbounded)
     return drain.seconds_until(num_ended) or 0.0

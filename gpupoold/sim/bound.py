@@ -150,11 +150,14 @@ def _tasks(requests: Sequence[SimRequest], model: SimModel) -> Iterator[_Task]:
     steps = _BestSteps.of(latency)
     load_s = latency.switch_s(model.weight_bytes)
     spans_s = [
-        (one.arrival_s, targets.deadline_s(one.arrival_s, max(0, one.output_tokens - 1)))
-        for one in requests
+        (
+            request.arrival_s,
+            targets.deadline_s(request.arrival_s, max(0, request.output_tokens - 1)),
+        )
+        for request in requests
     ]
     crowd = _Crowd(spans_s)
-    alone = _disjoint(spans_s, [one.output_tokens for one in requests])
+    alone = _disjoint(spans_s, [request.output_tokens for request in requests])
     for index, one in enumerate(requests):
         prefill_s = latency.prefill_s([one.prompt_tokens]) - latency.prefill_s([0])
         ready_s = max(one.arrival_s, load_s) + max(0.0, prefill_s)

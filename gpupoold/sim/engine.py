@@ -71,7 +71,8 @@ class Simulation:
                 engine exceeds its limit, or the number of roles is wrong.
         """
         devices = [
-            one if one.models is not None else replace(one, models=models) for one in devices
+            device if device.models is not None else replace(device, models=models)
+            for device in devices
         ]
         if roles is not None and len(roles) != len(devices):
             raise UsageError(f"{len(roles)} roles for {len(devices)} devices: each needs one")

@@ -119,11 +119,13 @@ class Hosting:
 
     def due(self, state: State, now_s: float) -> list[EngineLoad]:
         """Begin the loads that are due, at most one on each device, and return them."""
-        self._homes = {one.name: one.home.device for one in state.models.values() if one.home}
-        asked = [one for one in self._models if self._num_live[one] or one in self._homes]
+        self._homes = {
+            model.name: model.home.device for model in state.models.values() if model.home
+        }
+        asked = [model for model in self._models if self._num_live[model] or model in self._homes]
         if not asked:
             return []
-        num_requests = Counter(one.device for one in state.requests.values())
+        num_requests = Counter(request.device for request in state.requests.values())
 
         def look(number: int) -> HostingDevice:
             on_device = state.devices[number].models_with_requests

@@ -136,7 +136,7 @@ class DeviceRequests:
     def use_of(self, model: str, targets: Targets) -> tuple[int, float]:
         """Return the number of a model's requests and the earliest deadline of a token."""
         lives = self.present(model)
-        due_s = (targets.deadline_s(one.request.arrival_s, one.num_tokens) for one in lives)
+        due_s = (targets.deadline_s(live.request.arrival_s, live.num_tokens) for live in lives)
         return len(lives), min(due_s, default=math.inf)
 
     def take_finished(self, model: str) -> list[SimLive]:

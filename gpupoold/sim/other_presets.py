@@ -224,9 +224,9 @@ class NamedArrivals(WithoutFile):
             raise UsageError("this preset's models are fixed: no --models")
         if draw.duration_s is None:
             raise UsageError("Poisson arrivals need a duration")
-        mean_rps = sum(one.rps for one in self.models) / len(self.models)
+        mean_rps = sum(model.rps for model in self.models) / len(self.models)
         factor = 1.0 if draw.rps is None else draw.rps / mean_rps
-        rates = {one.name: one.rps * factor for one in self.models}
+        rates = {model.name: model.rps * factor for model in self.models}
         requests = poisson_workload(rates, draw.duration_s, sharegpt_lengths(), draw.seed)
-        own = {one.name: DrawnModel(one.shape, one.targets) for one in self.models}
+        own = {model.name: DrawnModel(model.shape, model.targets) for model in self.models}
         return DrawnWorkload(requests, tuple(rates), draw.duration_s, own)

@@ -59,7 +59,7 @@ class RecordedTrace(_InFile):
         requests = trace_requests(table)
         if self.window_s is not None:
             requests = _window(requests, *self.window_s, self.file)
-        models = tuple(sorted({one.model for one in requests}))
+        models = tuple(sorted({request.model for request in requests}))
         if draw.num_models is not None:
             models = tuple(model_names(draw.num_models))
             if MODEL in table.columns:
@@ -89,7 +89,7 @@ class FunctionCalls(_InFile):
         requests = in_arrival_order(self._calls(table, draw.seed))
         if not requests:
             raise UsageError(f"{self.file}: no calls from minute {self.first_minute} on")
-        models = tuple(sorted({one.model for one in requests}))
+        models = tuple(sorted({request.model for request in requests}))
         if draw.num_models is not None:
             models = tuple(model_names(draw.num_models))
             requests = fold_models(requests, draw.num_models)
@@ -137,9 +137,9 @@ def _window(
     requests: Sequence[SimRequest], from_s: float, until_s: float, file: str
 ) -> tuple[SimRequest, ...]:
     inside = tuple(
-        replace(one, arrival_s=one.arrival_s - from_s)
-        for one in requests
-        if from_s <= one.arrival_s < until_s
+        replace(request, arrival_s=request.arrival_s - from_s)
+        for request in requests
+        if from_s <= request.arrival_s < until_s
     )
     if not inside:
         raise UsageError(f"{file}: no requests between {from_s:g} s and {until_s:g} s")

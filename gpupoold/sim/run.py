@@ -129,11 +129,11 @@ def mean_active_models(
     from_s = min(service_s, duration_s / 2)
     until_s: dict[str, float] = {}
     busy_s = 0.0
-    for one in requests:
-        begin_s = max(one.arrival_s, until_s.get(one.model, from_s), from_s)
-        end_s = min(one.arrival_s + service_s, duration_s)
+    for request in requests:
+        begin_s = max(request.arrival_s, until_s.get(request.model, from_s), from_s)
+        end_s = min(request.arrival_s + service_s, duration_s)
         busy_s += max(0.0, end_s - begin_s)
-        until_s[one.model] = max(end_s, until_s.get(one.model, from_s))
+        until_s[request.model] = max(end_s, until_s.get(request.model, from_s))
     return busy_s / (duration_s - from_s)
 
 

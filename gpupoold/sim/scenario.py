@@ -150,7 +150,7 @@ class FixedRequests(WithoutFile):
         """Raise UsageError if a number of models, a rate or a duration is given."""
         if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
             raise UsageError("this preset's requests are fixed: no --models, --rps or --duration")
-        models = tuple(sorted({one.model for one in self.requests}))
+        models = tuple(sorted({request.model for request in self.requests}))
         return DrawnWorkload(self.requests, models, self.duration_s)
 
 
@@ -372,7 +372,8 @@ def end_of_run_s(
 ) -> float:
     """Return the end of a run: a time when every token is due, so a missing token is late."""
     due_s = (
-        targets_of(one.model).deadline_s(one.arrival_s, one.output_tokens - 1) for one in requests
+        targets_of(request.model).deadline_s(request.arrival_s, request.output_tokens - 1)
+        for request in requests
     )
     return max(duration_s * (1 + _DRAIN_FACTOR), max(due_s, default=0.0))
 

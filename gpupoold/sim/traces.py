@@ -42,7 +42,7 @@ def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimReques
         UsageError: ``factor`` is not positive.
     """
     _check_factor("time", factor)
-    return tuple(replace(one, arrival_s=one.arrival_s * factor) for one in requests)
+    return tuple(replace(request, arrival_s=request.arrival_s * factor) for request in requests)
 
 
 def rename_models(
@@ -70,7 +70,7 @@ def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimReq
         UsageError: ``num_models`` is less than one.
     """
     names = model_names(num_models)
-    counts = Counter(one.model for one in requests)
+    counts = Counter(request.model for request in requests)
     ranked = sorted(counts, key=lambda model: (-counts[model], model))
     return rename_models(
         requests, {model: names[rank % num_models] for rank, model in enumerate(ranked)}

@@ -77,7 +77,7 @@ def _limited(top: Path, group: str, names: _Names) -> Iterator[tuple[Path, _Name
 
 def _file_cache_bytes(folder: Path, names: _Names) -> int:
     pairs = [line.split() for line in _read(folder / "memory.stat").splitlines()]
-    values = [int(one[1]) for one in pairs if len(one) == 2 and one[0] in names.file_cache]
+    values = [int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names.file_cache]
     return sum(values)
 
 

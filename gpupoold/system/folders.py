@@ -17,9 +17,9 @@ def filesystem_of(path: Path) -> str:
     """Return the type of the file system of a path, ``unknown`` if it is not known."""
     real = os.path.realpath(path)
     inside = [
-        one
-        for one in psutil.disk_partitions(all=True)
-        if os.path.commonpath([one.mountpoint, real]) == one.mountpoint
+        partition
+        for partition in psutil.disk_partitions(all=True)
+        if os.path.commonpath([partition.mountpoint, real]) == partition.mountpoint
     ]
     # A later mount hides an earlier mount at the same place.
     return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else "unknown"

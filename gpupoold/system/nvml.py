@@ -53,11 +53,11 @@ NO_READING = Reading()
 
 def of_group(readings: Sequence[Reading]) -> Reading:
     """Return the reading of a group of GPUs."""
-    busy = [one.utilisation for one in readings if one.utilisation is not None]
-    warm = [one.temperature_c for one in readings if one.temperature_c is not None]
-    power = [one.power_w for one in readings if one.power_w is not None]
-    used = [one.used_bytes for one in readings if one.used_bytes is not None]
-    energy = [one.energy_j for one in readings if one.energy_j is not None]
+    busy = [reading.utilisation for reading in readings if reading.utilisation is not None]
+    warm = [reading.temperature_c for reading in readings if reading.temperature_c is not None]
+    power = [reading.power_w for reading in readings if reading.power_w is not None]
+    used = [reading.used_bytes for reading in readings if reading.used_bytes is not None]
+    energy = [reading.energy_j for reading in readings if reading.energy_j is not None]
     count = len(readings)
     return Reading(
         sum(busy) / count if len(busy) == count else None,
@@ -119,7 +119,7 @@ class GpuReadings:
         if self._clock() - self._read_at_s > _STALE_S:
             return NO_READING
         gpus = self._gpus.get(number, ())
-        readings = [self._readings.get(one, Reading(ordinal=one)) for one in gpus]
+        readings = [self._readings.get(gpu, Reading(ordinal=gpu)) for gpu in gpus]
         if len(gpus) > 1:
             return of_group(readings)
         return self._readings.get(gpus[0], NO_READING) if gpus else NO_READING

@@ -68,8 +68,8 @@ def take_environment(variables: MutableMapping[str, str], pid: int) -> Environme
     environment = read_environment(variables, pid)
     for name in _VARIABLES:
         variables.pop(name, None)
-    for one in environment.fds:
-        fcntl.fcntl(one.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+    for fd in environment.fds:
+        fcntl.fcntl(fd.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     return environment
 
 
@@ -103,7 +103,7 @@ class Inherited:
 
     def socket(self, name: str) -> socket.socket | None:
         """Return the listening socket of this name, owned by the caller, or None."""
-        found = next((one for one in self._fds if one.name == name), None)
+        found = next((fd for fd in self._fds if fd.name == name), None)
         if found is None:
             return None
         self._fds.remove(found)
@@ -111,19 +111,19 @@ class Inherited:
 
     def named(self, prefix: str) -> list[NamedFd]:
         """Return all descriptors whose names start with ``prefix``, owned by the caller."""
-        found = [one for one in self._fds if one.name.startswith(prefix)]
-        self._fds = [one for one in self._fds if one not in found]
+        found = [fd for fd in self._fds if fd.name.startswith(prefix)]
+        self._fds = [fd for fd in self._fds if fd not in found]
         return found
 
     def close(self) -> None:
         """Close the descriptors that were not taken, with a warning."""
-        for one in self._fds:
-            _logger.warning("systemd passed a descriptor with the unknown name %r", one.name)
+        for fd in self._fds:
+            _logger.warning("systemd passed a descriptor with the unknown name %r", fd.name)
         self._close_all()
 
     def _close_all(self) -> None:
-        for one in self._fds:
-            os.close(one.fd)
+        for fd in self._fds:
+            os.close(fd.fd)
         self._fds = []
 
 

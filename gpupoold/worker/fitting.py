@@ -77,8 +77,8 @@ def _fit(
 ) -> Fit[LawT]:
     check_times(samples)
     width = len(law.constants)
-    terms = np.array([law.terms(one.batch) for one in samples], float).reshape(-1, width)
-    durations_s = np.array([one.duration_s for one in samples], float)
+    terms = np.array([law.terms(sample.batch) for sample in samples], float).reshape(-1, width)
+    durations_s = np.array([sample.duration_s for sample in samples], float)
     base = np.array(floors or [0.0] * width)
     units_s = durations_s if weighting is Weighting.RELATIVE else np.ones_like(durations_s)
     # The constants above the floors explain the rest of each duration.

@@ -194,7 +194,7 @@ def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[
     glyphs, zoom_s = view.glyphs, view.zoom_s
     cells = max(1, width - _LANE_LEFT - _LANE_RIGHT)
     devices = sorted(picture.devices, key=lambda one: one.device)
-    numbers = [str(one.device) for one in devices]
+    numbers = [str(device.device) for device in devices]
     selected = view.selected.get(Panel.DEVICES, "")
     index = numbers.index(selected) if selected in numbers else 0
     shown = window(len(devices), height - 2, index)

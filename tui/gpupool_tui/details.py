@@ -102,8 +102,8 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
     if info is not None:
         fields |= {
             "aliases": ", ".join(info.aliases) or NOTHING,
-            "presets": ", ".join(one.name for one in info.presets) or NOTHING,
-            "adapters": ", ".join(one.name for one in info.adapters) or NOTHING,
+            "presets": ", ".join(preset.name for preset in info.presets) or NOTHING,
+            "adapters": ", ".join(adapter.name for adapter in info.adapters) or NOTHING,
             "pace": info.pace or "tokens as they come",
             "architecture": info.architecture or NOTHING,
             "longest request": f"{info.max_model_len} tokens" if info.max_model_len else NOTHING,
@@ -125,8 +125,9 @@ def _hosting(model: TopModel) -> str:
     how = f" (by hand: {ranges(model.fixed_devices)})" if model.fixed_devices else ""
     if not engines:
         return f"none{how}"
-    largest = max(one.device_bytes for one in engines)
-    return f"{ranges(one.device for one in engines)}{how}, up to {size(largest)} outside the pages"
+    largest = max(engine.device_bytes for engine in engines)
+    devices = ranges(engine.device for engine in engines)
+    return f"{devices}{how}, up to {size(largest)} outside the pages"
 
 
 def request_fields(request: RequestInfo, view: View) -> Fields:
@@ -211,9 +212,9 @@ def _quota(device: DeviceInfo) -> str:
 def _gpus(device: DeviceInfo) -> str:
     """Return a line for each GPU of a group."""
     return "\n".join(
-        f"{one.gpu}: {size(one.memory_bytes - one.free_bytes)} of {size(one.memory_bytes)} in use, "
-        f"{_gpu(one)}"
-        for one in device.gpus
+        f"{gpu.gpu}: {size(gpu.memory_bytes - gpu.free_bytes)} of {size(gpu.memory_bytes)} in use, "
+        f"{_gpu(gpu)}"
+        for gpu in device.gpus
     )
 
 

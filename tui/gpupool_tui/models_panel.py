@@ -39,7 +39,10 @@ def where(model: TopModel) -> str:
 
 def addition_notes(additions: Sequence[AdditionInfo]) -> list[str]:
     """Return notes on models that are being added, with the progress of their downloads."""
-    return [f"adding {clean(one.name)}: {amount_text(one) or one.stage}" for one in additions]
+    return [
+        f"adding {clean(addition.name)}: {amount_text(addition) or addition.stage}"
+        for addition in additions
+    ]
 
 
 def _name(model: TopModel, view: View, width: int) -> Line:

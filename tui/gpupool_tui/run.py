@@ -92,7 +92,7 @@ def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | 
     zoom_s = first_zoom_s(picture.turns_s())
     view = View(ASCII if is_ascii else UNICODE, zone, zoom_s=zoom_s, interval_s=0.0)
     rows = len(picture.devices), len(picture.models), len(picture.requests), len(picture.events)
-    height = 2 + sum(one.most for one in wishes(*rows).values())
+    height = 2 + sum(wish.most for wish in wishes(*rows).values())
     lines = compose(picture, view, width, height).lines[:-1]
     texts = [plain(line) for line in lines]
     while texts and not texts[-1]:

@@ -78,7 +78,7 @@ def fit_columns(
                 spare -= 1
             if widths[one.key] >= one.width + one.grows:
                 growing.remove(one)
-    left_out = [one.title for one in columns if one not in chosen]
+    left_out = [column.title for column in columns if column not in chosen]
     return [(one, widths[one.key]) for one in chosen], left_out
 
 
@@ -94,7 +94,7 @@ def sort_rows(
 
 def next_sorting(columns: Sequence[TableColumn[Row]], sorting: Sorting, step: int) -> Sorting:
     """Return the sorting by the previous or next sortable column."""
-    keys = [one.key for one in columns if one.order is not None]
+    keys = [column.key for column in columns if column.order is not None]
     index = keys.index(sorting.column) if sorting.column in keys else 0
     return Sorting(keys[(index + step) % len(keys)])
 

@@ -112,7 +112,7 @@ def plan(
         box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
     host = host_wishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
-    max_lens = {one.name: one.max_len for one in inputs.models if one.max_len is not None}
+    max_lens = {model.name: model.max_len for model in inputs.models if model.max_len is not None}
     choice = None
     if groups == AUTO:
         asked = GroupQuestion(
@@ -172,4 +172,6 @@ def _by_model(
         for model in models
         for one in [x.name for x in model.presets] + [x.name for x in model.adapters]
     }
-    return [replace(one, model=parents.get(one.model, one.model)) for one in requests]
+    return [
+        replace(request, model=parents.get(request.model, request.model)) for request in requests
+    ]

@@ -98,14 +98,14 @@ def plan_document(planned: Planned) -> dict[str, object]:
         "devices_needed": plan.needed,
         "gpus_needed": None if plan.needed is None else _num_gpus(box, plan.needed),
         "confidence": _confidence(plan, question.target),
-        "devices_tried": [_tried_document(one, question.target) for one in plan.counts],
+        "devices_tried": [_tried_document(count, question.target) for count in plan.counts],
         "policy": best.policy,
         "num_prefill": best.num_prefill,
         "policies": [
-            {"policy": one.policy, "num_prefill": one.num_prefill}
-            | _attained_document(one.attained)
-            | ({"refused": one.attained.refused} if one.attained.refused else {})
-            for one in plan.policies
+            {"policy": policy.policy, "num_prefill": policy.num_prefill}
+            | _attained_document(policy.attained)
+            | ({"refused": policy.attained.refused} if policy.attained.refused else {})
+            for policy in plan.policies
         ],
         **roles_document(plan.fixed_roles),
         "models": [
@@ -113,7 +113,7 @@ def plan_document(planned: Planned) -> dict[str, object]:
         ],
         "growth": plan.growth,
         "growth_limit": plan.growth_limit,
-        "changes": [_tried_document(one, question.target) for one in plan.changes],
+        "changes": [_tried_document(change, question.target) for change in plan.changes],
         "requests_refused": shown.num_refused,
         "requests_cut": shown.num_cut,
         "requests_never_begun": shown.num_late,
@@ -125,7 +125,7 @@ def plan_document(planned: Planned) -> dict[str, object]:
 
 def _confidence(plan: Plan, target: float) -> float | None:
     """Return the confidence in the needed number of devices; None without a number or draws."""
-    needed = [one.attained for one in plan.counts if one.num_devices == plan.needed]
+    needed = [count.attained for count in plan.counts if count.num_devices == plan.needed]
     return needed[0].confidence(target) if needed else None
 
 
@@ -141,7 +141,7 @@ def print_plan(planned: Planned) -> None:
     writer.section("Does it fit?", writer.fit_lines(planned))
     writer.section(f"How many {box.gpu}?", writer.device_lines(planned))
     if len(planned.plan.policies) > 1:
-        lines = [writer.policy_line(one, box.num_devices) for one in planned.plan.policies]
+        lines = [writer.policy_line(policy, box.num_devices) for policy in planned.plan.policies]
         writer.section("Which policy?", lines)
     if lines := roles_lines(planned.plan.fixed_roles, writer.attained, writer.percent):
         writer.section("Which roles?", lines)
@@ -235,7 +235,7 @@ class _Writer:
         """Yield the needed number of devices, and the results of that number and of fewer."""
         question, plan = planned.question, planned.plan
         now = question.box.num_devices
-        by_count = {one.num_devices: one for one in plan.counts}
+        by_count = {count.num_devices: count for count in plan.counts}
         if plan.needed is None:
             most = plan.counts[-1]
             best = max(plan.counts, key=lambda one: one.attained.worst)
@@ -259,7 +259,7 @@ class _Writer:
                 "One-sided confidence that most such periods reach the target: "
                 f"{self.percent(sure)}; --runs draws more."
             )
-        fewer = [one for one in plan.counts if one.num_devices < plan.needed]
+        fewer = [count for count in plan.counts if count.num_devices < plan.needed]
         if fewer:
             is_single = question.box.tensor_parallel_size == 1
             fewer_text = "One fewer" if is_single else "One group fewer"
@@ -281,8 +281,8 @@ class _Writer:
         if plan.growth is not None:
             yield f"No change is needed. {_growth_text(plan.growth, plan.growth_limit)}"
             return
-        enough = [one for one in plan.changes if one.attained.reaches(self._target)]
-        short = [one for one in plan.changes if not one.attained.reaches(self._target)]
+        enough = [change for change in plan.changes if change.attained.reaches(self._target)]
+        short = [change for change in plan.changes if not change.attained.reaches(self._target)]
         if enough:
             yield "Each of these changes was simulated and is enough alone, the cheapest first:"
             for number, one in enumerate(enough, start=1):
@@ -386,8 +386,8 @@ def group_lines(choice: GroupChoice, attained: Callable[[Attained], str]) -> Ite
     """
     best, *others = choice.tried
     yield f"{best.text} carries the most: {_result(best, attained)}."
-    for one in others:
-        yield f"- {one.text}: {_result(one, attained)}"
+    for other in others:
+        yield f"- {other.text}: {_result(other, attained)}"
     yield from _size_lines(choice.best_degrees)
 
 

@@ -366,9 +366,9 @@ class Repeats:
     def due_s(self, now_s: float) -> float:
         """Return the time of the next try, now if none is known."""
         dues = [one.due_s for one in self._held.values()]
-        for one in self._lines.values():
-            held = self._held.get(one.model)
-            dues.append(one.due_s if held is None else max(one.due_s, held.due_s))
+        for line in self._lines.values():
+            held = self._held.get(line.model)
+            dues.append(line.due_s if held is None else max(line.due_s, held.due_s))
         return min((due_s for due_s in dues if due_s > now_s), default=now_s)
 
     def may_ask(self, number: int, model: str, now_s: float) -> bool:

@@ -32,13 +32,15 @@ class _Group:
 
     def has_work(self, device: DeviceState) -> bool:
         """Return whether a device has requests, sent or ready to send."""
-        return any(not device.is_waiting_for_kv(one) for one in self.requests.values())
+        return any(not device.is_waiting_for_kv(request) for request in self.requests.values())
 
     def prefill_s(self, device: DeviceState) -> float:
         """Return the seconds to prefill a device's requests one by one."""
         prefill_s = device.speed(self.model).costs.prefill_s
-        requests = [one for one in self.requests.values() if not device.is_waiting_for_kv(one)]
-        return sum(prefill_s(one.context_tokens) for one in requests)
+        requests = [
+            request for request in self.requests.values() if not device.is_waiting_for_kv(request)
+        ]
+        return sum(prefill_s(request.context_tokens) for request in requests)
 
 
 class GroupedPrefill:
@@ -112,7 +114,7 @@ class GroupedPrefill:
             if not group.requests:
                 continue
             prefill_s = device.speed(group.model).costs.prefill_s
-            total_s += sum(prefill_s(one.prompt_tokens) for one in group.requests.values())
+            total_s += sum(prefill_s(request.prompt_tokens) for request in group.requests.values())
             if group.model.name != on_device:
                 total_s += group.model.weight_bytes / device.bandwidth_bytes_per_s
             on_device = group.model.name
@@ -176,7 +178,7 @@ class WeightedDecode:
         """Return the rest of the round, then the next round."""
         work = self._list(device)
         current = device.turn.model if device.turn else None
-        names = [one for one in dict.fromkeys([*work.round, *work.order]) if one != current]
+        names = [name for name in dict.fromkeys([*work.round, *work.order]) if name != current]
         return [InLine(name, Rule.ROUND, work.quotas_s.get(name)) for name in names]
 
     def _list(self, device: DeviceState) -> _WorkList:
@@ -238,7 +240,9 @@ class AegaeonPolicy(SimplePolicy):
         group = self._prefill.front(device)
         if group is None or device.turn is None or device.turn.model != group.model.name:
             return []
-        return [one for one in group.requests.values() if one.phase is RequestPhase.QUEUED]
+        return [
+            request for request in group.requests.values() if request.phase is RequestPhase.QUEUED
+        ]
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         self._prefill.forget(request)
@@ -249,7 +253,7 @@ class AegaeonPolicy(SimplePolicy):
         """Return the prefill role for the first ``num_prefill`` devices; at least one decodes."""
         devices = [state.devices[number] for number in sorted(state.devices)]
         if len(devices) < 2:
-            return [(one, Role.MIXED) for one in devices]
+            return [(device, Role.MIXED) for device in devices]
         num_prefill = min(self._num_prefill, len(devices) - 1)
         prefilling, decoding = devices[:num_prefill], devices[num_prefill:]
         return [(one, Role.PREFILL) for one in prefilling] + [

@@ -145,7 +145,7 @@ class SimplePolicy:
         assert request.device is not None
         if not state.devices[request.device].migrates_out:
             return None
-        others = [one for one in state.decode_hosts(request.model) if not one.migrates_out]
+        others = [host for host in state.decode_hosts(request.model) if not host.migrates_out]
         return fewest_requests(others) if others else None
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
@@ -183,7 +183,7 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
     for device in state.devices.values():
         for name in list(device.waiting_for_kv):
             hosts = state.prefill_hosts(state.models[name])
-            others = [one for one in hosts if not (one.waiting_for_kv or one.is_draining)]
+            others = [host for host in hosts if not (host.waiting_for_kv or host.is_draining)]
             while others and (line := device.waiting_for_kv.get(name)) is not None:
                 request = next(iter(line.requests.values()))
                 yield request, others

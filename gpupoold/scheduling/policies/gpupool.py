@@ -129,10 +129,10 @@ class GpupoolPolicy(SimplePolicy):
         """
         on_turn = device.turn.model if device.turn else None
         return [
-            one
+            prefill
             for name, batch in device.queued.items()
             if name == on_turn or name in device.working
-            for one in self._next_prefills(device, batch, now_s)
+            for prefill in self._next_prefills(device, batch, now_s)
         ]
 
     def _next_prefills(self, device: DeviceState, queued: Batch, now_s: float) -> Sequence[Request]:
@@ -257,8 +257,8 @@ class GpupoolPolicy(SimplePolicy):
         device = state.devices[request.device]
         if device.role is Role.DECODE or not (device.migrates_out or state.is_split):
             return None
-        others = [one for one in state.decode_hosts(request.model) if not one.migrates_out]
-        roomy = [one for one in others if one is device or admits(one, request)]
+        others = [host for host in state.decode_hosts(request.model) if not host.migrates_out]
+        roomy = [other for other in others if other is device or admits(other, request)]
         if not roomy:
             return None
         return choose(request, roomy, Loads(), self._answers_home, self._tuning)[0]

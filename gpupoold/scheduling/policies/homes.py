@@ -83,13 +83,13 @@ def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
     models, lasting = state.models, state.arrivals.lasting
     rates = {name: one for name, one in lasting.rates_rps(now_s).items() if name in models}
     may_load = lasting.seen_s(now_s) >= _LEAST_SEEN_S
-    devices = [one for one in state.devices.values() if not one.is_draining]
+    devices = [device for device in state.devices.values() if not device.is_draining]
     by_kind = {
         kind: {
             name: expected_work(models[name], by_class, models[name].speed(kind), lead_share)
             for name, by_class in rates.items()
         }
-        for kind in {one.kind for one in devices}
+        for kind in {device.kind for device in devices}
     }
     return [
         HomeDevice(

@@ -38,7 +38,7 @@ def place(
     planned = request.model.home
     if planned is None:
         return choose(request, devices, loads, homes, tuning)
-    home = next((one for one in devices if one.number == planned.device), None)
+    home = next((device for device in devices if device.number == planned.device), None)
     able = able_devices(request.model, devices)
     if home is None:
         return choose(request, able, loads, homes, tuning)
@@ -52,7 +52,7 @@ def able_devices(model: Model, devices: Sequence[DeviceState]) -> Sequence[Devic
     if model.home is None:
         return devices
     numbers = model.home.helpers | {model.home.device}
-    return [one for one in devices if one.number in numbers] or devices
+    return [device for device in devices if device.number in numbers] or devices
 
 
 def choose(
@@ -70,7 +70,7 @@ def choose(
     updated. At least one device is required. The result includes the deciding rule.
     """
     model, full_load = request.model, tuning.full_load
-    serving = [one for one in devices if _has_work(model, one)]
+    serving = [device for device in devices if _has_work(model, device)]
     roomy = [one for one in serving if admits(one, request)]
     keeping_up = [one for one in roomy if loads.of(one) <= full_load]
     if serving:
@@ -113,13 +113,13 @@ def _free_of_others(
     if load <= tuning.spread_load or joined.role is not Role.MIXED:
         return None
     free = [
-        one
-        for one in devices
-        if len(one.working) < 2  # almost always false on a busy box, and quick
-        and one.models_with_requests <= {model.name}
-        and (load > tuning.copy_load or not one.missing(model))
-        and loads.of(one) < load
-        and admits(one, request)
+        device
+        for device in devices
+        if len(device.working) < 2  # almost always false on a busy box, and quick
+        and device.models_with_requests <= {model.name}
+        and (load > tuning.copy_load or not device.missing(model))
+        and loads.of(device) < load
+        and admits(device, request)
     ]
     ranked = sorted(free, key=lambda one: (one.missing(model) > 0, loads.of(one), one.number))
     return ranked[0] if ranked else None

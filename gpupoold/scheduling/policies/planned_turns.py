@@ -145,9 +145,12 @@ def prompts_since(device: DeviceState, since_s: float, besides: str) -> Iterator
         found = (device.working.get(name), device.queued.get(name))
         batches = [batch for batch in found if batch is not None]
         requests = [
-            one for batch in batches for one in batch.requests.values() if not one.num_tokens
+            request
+            for batch in batches
+            for request in batch.requests.values()
+            if not request.num_tokens
         ]
-        if all(one.arrival_s <= since_s for one in requests):
+        if all(request.arrival_s <= since_s for request in requests):
             continue
         yield Prompts(batches[0].model, requests, sum(batch.prefill_s() for batch in batches))
 

@@ -46,12 +46,12 @@ class Rebalancer:
 
     def migrations(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
         """Return migrations that improve the balance."""
-        devices = [one for one in state.devices.values() if not one.migrates_out]
+        devices = [device for device in state.devices.values() if not device.migrates_out]
         if len(devices) < 2:
             return
         loads = Loads()
         limit = self._tuning.second_device_load
-        if all(loads.of(one) > limit for one in devices):
+        if all(loads.of(device) > limit for device in devices):
             return
         for source in devices:
             # A model alone on a device has a second device by placement, without copies of KV.
@@ -115,12 +115,12 @@ class Rebalancer:
         A model with a planned home stays on the home and its helpers.
         """
         return [
-            one
-            for one in able_devices(model, devices)
-            if one is not source
-            and loads.of(one) <= self._tuning.second_device_load
-            and one.number in model.hosts
-            and (model.name in one.working or not one.missing(model))
+            device
+            for device in able_devices(model, devices)
+            if device is not source
+            and loads.of(device) <= self._tuning.second_device_load
+            and device.number in model.hosts
+            and (model.name in device.working or not device.missing(model))
         ]
 
     def _target(
@@ -129,9 +129,9 @@ class Rebalancer:
         """Return the least loaded device with enough free load and memory."""
         limit = self._tuning.second_device_load
         fitting = [
-            one
-            for one in devices
-            if loads.of(one) + more_load(request, one) <= limit and admits(one, request)
+            device
+            for device in devices
+            if loads.of(device) + more_load(request, device) <= limit and admits(device, request)
         ]
         return min(fitting, key=lambda one: (loads.of(one), one.number), default=None)
 

@@ -51,9 +51,9 @@ def would_delay_answers(batch: Batch, now_s: float, expired_s: float) -> bool:
         return False
     latest_s = now_s + prefill_s + batch.step_s()
     return any(
-        now_s - expired_s <= one.next_deadline_s < latest_s
-        for one in batch.requests.values()
-        if one.num_tokens
+        now_s - expired_s <= request.next_deadline_s < latest_s
+        for request in batch.requests.values()
+        if request.num_tokens
     )
 
 
@@ -93,7 +93,7 @@ def converted_in_s(request: Request, device: DeviceState) -> float:
     batch = device.batches[model.name]
     velocity = convertible_velocity(batch, request.context_tokens)
     others = [one for one in device.working.values() if one is not batch]
-    spare = 1.0 - sum(load_of_batch(one, device) for one in others)
+    spare = 1.0 - sum(load_of_batch(other, device) for other in others)
     if velocity <= 0.0 or spare < _LEAST_SPARE or not has_prefill_room(request, device, velocity):
         return math.inf
     tokens = request.prefill_tokens + sum(one.waiting_tokens for one in _batches(device))
@@ -113,8 +113,8 @@ def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> 
     kept_bytes += sum(one.kv_need_bytes for one in device.moving.values())
     reserve = reserved_kv_bytes(velocity, model.targets.ttft_s, model.kv_bytes_per_token)
     waiting_bytes = sum(
-        (one.waiting_tokens + one.cached_tokens) * one.model.kv_bytes_per_token
-        for one in _batches(device)
+        (batch.waiting_tokens + batch.cached_tokens) * batch.model.kv_bytes_per_token
+        for batch in _batches(device)
     )
     fits_reserve = waiting_bytes + request.context_tokens * model.kv_bytes_per_token <= reserve
     return fits_reserve and kept_bytes + request.kv_need_bytes <= room_bytes
@@ -138,7 +138,7 @@ def stage(
     is_in_time = now_s + in_s <= request.counted_arrival_s + FIRST_TOKEN_SHARE * ttft_s
     if is_in_time or not converts_decoders:
         return chosen, Rule.PREFILLS, in_s
-    decoders = [one for one in state.decode_hosts(request.model) if one not in devices]
+    decoders = [host for host in state.decode_hosts(request.model) if host not in devices]
     converted_s, converted = best_converted(request, decoders)
     if converted is not None and converted_s < in_s:
         return converted, Rule.CONVERTED, converted_s

@@ -102,7 +102,7 @@ def _moved_off(setup: Setup) -> Iterator[tuple[PlanChange, ...]]:
     if len(setup.models) < 2:
         return
     requests = setup.load.draw(setup.seeds[0])
-    counts = {name: sum(one.model == name for one in requests) for name in setup.models}
+    counts = {name: sum(request.model == name for request in requests) for name in setup.models}
     heaviest = max(setup.models, key=lambda name: (setup.models[name].weight_bytes, counts[name]))
     busiest = max(counts, key=lambda name: counts[name])
     if counts[heaviest]:

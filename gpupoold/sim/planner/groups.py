@@ -128,7 +128,7 @@ def _feasible(
     """Return the groupings to simulate, and single GPUs if these cannot run all models."""
     num_gpus = sum(question.box.groups)
     degrees = _degrees(question)
-    usable = [one for one in degrees if one <= min(num_gpus, MAX_GROUP_GPUS)]
+    usable = [degree for degree in degrees if degree <= min(num_gpus, MAX_GROUP_GPUS)]
     singles = (1,) * num_gpus
     needs = _needs(question)
     ranked: list[tuple[float, tuple[int, ...]]] = []
@@ -166,8 +166,8 @@ def _throughputs(question: GroupQuestion) -> dict[str, dict[int, float]]:
 
 def _degrees(question: GroupQuestion) -> list[int]:
     """Return the sizes of groups with published or own measurements."""
-    own = {one for model in question.models for one in measured_degrees(model, question.box)}
-    return sorted({one.num_gpus for one in measured_profiles()} | own)
+    own = {degree for model in question.models for degree in measured_degrees(model, question.box)}
+    return sorted({profile.num_gpus for profile in measured_profiles()} | own)
 
 
 def _throughput(model: SimModel, box: Box, degree: int, context_tokens: float) -> float:

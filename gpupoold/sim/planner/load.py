@@ -112,7 +112,7 @@ class RecordedLoad:
         requests: Sequence[SimRequest] = self.requests
         if self.spread_over:
             requests = spread(requests, self.spread_over, _ZIPF_EXPONENT, seed)
-        return tuple(one for one in requests if one.model not in self.left_out)
+        return tuple(request for request in requests if request.model not in self.left_out)
 
     def scaled(self, factor: float) -> Self:
         """Return the same requests in ``1 / factor`` of the time, bursts included."""
@@ -149,7 +149,7 @@ def trace_load(path: Path, models: Sequence[str], duration_s: float | None = Non
     """
     table = select_scenario(read_table(path), None)
     requests = trace_requests(table, models[0])
-    unknown = sorted({one.model for one in requests} - set(models))
+    unknown = sorted({request.model for request in requests} - set(models))
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise UsageError(
@@ -226,7 +226,7 @@ def recorded_load(
 
 def busiest(requests: Sequence[SimRequest], duration_s: float) -> Sequence[SimRequest]:
     """Return the requests of the busiest stretch of ``duration_s``, the first of several."""
-    times_s = [one.arrival_s for one in requests]
+    times_s = [request.arrival_s for request in requests]
     ends = [bisect_left(times_s, begin_s + duration_s) for begin_s in times_s]
     start = max(range(len(ends)), key=lambda index: (ends[index] - index, -index))
     return requests[start : ends[start]]
@@ -249,7 +249,8 @@ def admit(
     models ``poolers`` have one result each.
     """
     asked = tuple(
-        replace(one, output_tokens=1) if one.model in poolers else one for one in requests
+        replace(request, output_tokens=1) if request.model in poolers else request
+        for request in requests
     )
     kept = tuple(one for one in asked if one.prompt_tokens < limits[one.model])
     served = tuple(_cut(one, limits[one.model]) for one in kept)
@@ -264,7 +265,7 @@ def _cut(request: SimRequest, limit: int) -> SimRequest:
 
 def _from_zero(requests: Sequence[SimRequest]) -> tuple[SimRequest, ...]:
     first_s = requests[0].arrival_s
-    return tuple(replace(one, arrival_s=one.arrival_s - first_s) for one in requests)
+    return tuple(replace(request, arrival_s=request.arrival_s - first_s) for request in requests)
 
 
 def _usual_duration_s(total_rps: float) -> float:

@@ -219,7 +219,7 @@ def measured_on(model: PlannedModel, box: Box, degree: int) -> LatencyModel | No
 def measured_degrees(model: PlannedModel, box: Box) -> list[int]:
     """Return the sizes of groups of the GPUs of ``box`` on which a daemon measured the model."""
     degrees = sorted({parse_group_name(one.device)[0] for one in model.measured})
-    return [one for one in degrees if measured_on(model, box, one) is not None]
+    return [degree for degree in degrees if measured_on(model, box, degree) is not None]
 
 
 def _is_same_device(measured: StoredLatency, box: Box, degree: int) -> bool:

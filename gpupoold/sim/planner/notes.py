@@ -95,7 +95,7 @@ def _step_times(
 def _own_measurements(box: Box, models: Sequence[PlannedModel]) -> Iterator[str]:
     """Yield the models that have step times of the daemon, for each size of group of the box."""
     for degree in sorted(set(box.groups)):
-        names = [one.name for one in models if measured_on(one, box, degree) is not None]
+        names = [model.name for model in models if measured_on(model, box, degree) is not None]
         if names:
             named, kind = names_text(names, len(models)), group_name(degree, box.gpu)
             yield f"Step times of {named}: measured by the daemon on {kind}."

@@ -186,8 +186,8 @@ class Runner:
                 raise
             return Attained(None, refused=error.message)
         counts = [[count_tokens(result, run.end_s) for result in run.results] for run in runs]
-        due = [sum(one.num_due for one in tokens) for tokens in counts]
-        in_time = [sum(one.num_in_time for one in tokens) for tokens in counts]
+        due = [sum(count.num_due for count in tokens) for tokens in counts]
+        in_time = [sum(count.num_in_time for count in tokens) for tokens in counts]
         by_run = tuple(part / whole for part, whole in zip(in_time, due, strict=True))
         return Attained(sum(in_time) / sum(due), by_run)
 

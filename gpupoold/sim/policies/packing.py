@@ -105,9 +105,9 @@ def violated(
     if prefill_s > limits.theta * _least_lead_s(device, now_s):
         return Constraint.LEAD
     margin_bytes = sum(
-        one.model.kv_bytes_per_token * _margin_tokens(one, lengths, limits) for one in totals
+        total.model.kv_bytes_per_token * _margin_tokens(total, lengths, limits) for total in totals
     )
-    weight_bytes = max(one.model.weight_bytes for one in totals)
+    weight_bytes = max(total.model.weight_bytes for total in totals)
     room_bytes = device.capacity_bytes + (device.kv_host_bytes or 0) - weight_bytes - margin_bytes
     requests = [one for batch in _batches(device) for one in batch.requests.values()]
     if peak_kv_bytes([*requests, *device.moving.values(), request]) > room_bytes:
@@ -118,8 +118,10 @@ def violated(
 def load_norm(device: DeviceState, limits: Limits) -> float:
     """Return the fill for ordering devices: the L2 norm of batch size and weighted context."""
     totals = totals_of(device)
-    context_tokens = sum(one.prompt_tokens + limits.gamma * one.answer_tokens for one in totals)
-    return math.hypot(sum(one.num_requests for one in totals), context_tokens)
+    context_tokens = sum(
+        total.prompt_tokens + limits.gamma * total.answer_tokens for total in totals
+    )
+    return math.hypot(sum(total.num_requests for total in totals), context_tokens)
 
 
 def peak_kv_bytes(requests: Iterable[Request]) -> float:
@@ -157,11 +159,11 @@ def _step_share(
 ) -> float:
     """Return the share of time for steps on target, at the share ``gamma`` of all answers."""
     share = 0.0
-    for one in totals:
-        answer_tokens = one.answer_tokens + _margin_tokens(one, lengths, limits)
-        context_tokens = one.prompt_tokens + limits.gamma * answer_tokens
-        step_s = device.speed(one.model).step_s(one.num_requests, round(context_tokens))
-        share += step_s / one.model.targets.tbt_s
+    for total in totals:
+        answer_tokens = total.answer_tokens + _margin_tokens(total, lengths, limits)
+        context_tokens = total.prompt_tokens + limits.gamma * answer_tokens
+        step_s = device.speed(total.model).step_s(total.num_requests, round(context_tokens))
+        share += step_s / total.model.targets.tbt_s
     return share
 
 
@@ -173,10 +175,10 @@ def _margin_tokens(totals: ModelTotals, lengths: OutputLengthPredictor, limits: 
 def _least_lead_s(device: DeviceState, now_s: float) -> float:
     """Return the least time until a running answer is late; answers that are late do not count."""
     leads_s = (
-        one.next_deadline_s - now_s
+        request.next_deadline_s - now_s
         for batch in device.working.values()
-        for one in batch.requests.values()
-        if one.phase is RequestPhase.DECODING
+        for request in batch.requests.values()
+        if request.phase is RequestPhase.DECODING
     )
     return min((lead_s for lead_s in leads_s if lead_s >= 0), default=math.inf)
 

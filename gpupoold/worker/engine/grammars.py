@@ -77,7 +77,7 @@ class GrammarCaches:
         with self._lock:
             self._caches[cache] = None
             self._caches.move_to_end(cache)
-            sizes = [(one, one.num_bytes) for one in self._caches]
+            sizes = [(cache, cache.num_bytes) for cache in self._caches]
             total = sum(num_bytes for _, num_bytes in sizes)
             for one, num_bytes in sizes:
                 if total <= self._limit_bytes:
@@ -244,7 +244,7 @@ class EngineGrammars(StructuredOutputManager):
 
     def put_off(self, requests: Iterable[Request]) -> set[str]:
         """Return who of the running requests sits out the next step, for costly grammars."""
-        found = ((one.request_id, _grammar_of(one)) for one in requests)
+        found = ((request.request_id, _grammar_of(request)) for request in requests)
         grammars = {name: grammar for name, grammar in found if grammar is not None}
         if not grammars:
             return set()
@@ -331,10 +331,10 @@ class EngineGrammars(StructuredOutputManager):
         return refused
 
     def _note_refused(self, requests: Iterable[Request]) -> None:
-        for one in requests:
-            grammar = _grammar_of(one)
+        for request in requests:
+            grammar = _grammar_of(request)
             if grammar is not None and grammar.refusal:
-                self._refuse(one, grammar)
+                self._refuse(request, grammar)
 
     def _refuse(self, request: Request, grammar: BoundedGrammar) -> None:
         assert request.sampling_params is not None
@@ -352,9 +352,9 @@ class EngineGrammars(StructuredOutputManager):
     def _refuse_equal(self, requests: Iterable[Request]) -> None:
         """Refuse the grammars that are equal to one with a call over the bound."""
         grammars = [one for one in map(_grammar_of, requests) if one is not None]
-        slow = {one.owner: one.refusal for one in grammars if one.is_slow_call}
-        for one in grammars:
-            one.refusal = one.refusal or slow.get(one.owner, "")
+        slow = {grammar.owner: grammar.refusal for grammar in grammars if grammar.is_slow_call}
+        for grammar in grammars:
+            grammar.refusal = grammar.refusal or slow.get(grammar.owner, "")
 
     def clear_backend(self) -> None:
         for one in self._by_backend.values():

@@ -44,7 +44,10 @@ def shared_owner(
     """
     if not kv_identity:
         return None
-    groups = [(type(one).__name__, one.block_size, one.kv_cache_group_id) for one in managers]
+    groups = [
+        (type(manager).__name__, manager.block_size, manager.kv_cache_group_id)
+        for manager in managers
+    ]
     return owner_of(model, repr((kv_identity, [row.num_bytes for row in rows], groups)))
 
 

@@ -149,7 +149,7 @@ class EngineSteps:
         self._ending = {one for one in ending if one in self._scheduler.requests}
         return {
             number: msgspec.structs.replace(
-                made, outputs=[one for one in made.outputs if one.request_id not in ending]
+                made, outputs=[output for output in made.outputs if output.request_id not in ending]
             )
             for number, made in outputs.items()
         }
@@ -190,7 +190,7 @@ class EngineSteps:
 
 def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, EngineCoreOutputs], ...]:
     """Split the outputs of a step into two parts, both with outputs."""
-    pairs = [(number, one) for number, made in by_frontend.items() for one in made.outputs]
+    pairs = [(number, output) for number, made in by_frontend.items() for output in made.outputs]
     middle = len(pairs) // 2
     halves = []
     for half in (pairs[:middle], pairs[middle:]):

@@ -189,7 +189,7 @@ class PageEviction:
     def oldest_leaving(self) -> Transfer | None:
         """Return the oldest running transfer to the host of the first model with any."""
         transfers = (kv.oldest_transfer(Place.LEAVING) for kv in self._busy)
-        return next((one for one in transfers if one is not None), None)
+        return next((transfer for transfer in transfers if transfer is not None), None)
 
     @property
     def num_coming_pages(self) -> int:
@@ -199,7 +199,7 @@ class PageEviction:
     def num_pages_besides(self, names: set[str]) -> int:
         """Return the number of pages that are free or of other models."""
         others = (model for name, model in self.models.items() if name not in names)
-        held_bytes = sum(one.weights.mapped_bytes + one.kv.resident_bytes for one in others)
+        held_bytes = sum(other.weights.mapped_bytes + other.kv.resident_bytes for other in others)
         return self.pool.num_free + held_bytes // self._page_bytes
 
     def recompute_later(self, model: PooledModel) -> None:

@@ -121,7 +121,9 @@ def _all_meet(engine: ModelEngine, called: Sequence[str]) -> bool:
         # A mixer with a state has its projection inside, attention has its projection beside.
         near = (*layers[name].children(), *model.get_submodule(parent).children())
         projections = [module for module in near if isinstance(module, RowParallelLinear)]
-        if not any(one.reduce_results and one.tp_size > 1 for one in projections):
+        if not any(
+            projection.reduce_results and projection.tp_size > 1 for projection in projections
+        ):
             return False
     return True
 

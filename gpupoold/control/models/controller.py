@@ -28,13 +28,13 @@ from gpupoold.control.models.state import (
     EnginesFull,
     HostingPlan,
     HostState,
-    ModelState,
-    Step,
+    ModelStep,
+    ModelView,
     StepKind,
     WeightsState,
     desired,
 )
-from gpupoold.control.models.steps import STARTING_S, Decision, Verdict, next_steps, verdict
+from gpupoold.control.models.steps import STARTING_S, Decision, FailureVerdict, next_steps, verdict
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -62,7 +62,7 @@ class _Lane:
     ``settled`` are the clients that wait.
     """
 
-    steps: dict[Step, asyncio.Task[None]] = field(default_factory=dict)
+    steps: dict[ModelStep, asyncio.Task[None]] = field(default_factory=dict)
     waits: dict[str, tuple[float, float]] = field(default_factory=dict)
     waits_since_s: float | None = None
     blocked: frozenset[int] = frozenset()
@@ -77,7 +77,7 @@ class _Lane:
     def is_idle(self) -> bool:
         return not (self.steps or self.is_added or self.added or self.warm or self.settled)
 
-    def postpone(self, step: Step, now_s: float, *, is_short: bool) -> None:
+    def postpone(self, step: ModelStep, now_s: float, *, is_short: bool) -> None:
         """Delay the next try of a failed step."""
         last_s, _ = self.waits.get(step.key, (0.0, 0.0))
         wait_s = _SHORT_WAIT_S if is_short else min(max(_FIRST_WAIT_S, 2 * last_s), _MAX_WAIT_S)
@@ -154,7 +154,7 @@ class ModelController:
             if not self._fleet.knows(row.spec.name):  # removed meanwhile
                 self._snapshots.drop(row.spec.name)
         for lane in self._lanes.values():
-            lane.waits.pop(Step(StepKind.LOAD, worker.number).key, None)
+            lane.waits.pop(ModelStep(StepKind.LOAD, worker.number).key, None)
         self._new.add(worker.number)
         self.wake(*self._order)
         await self._mounts.publish()
@@ -338,14 +338,14 @@ class ModelController:
         if not is_busy and not decision.blocked:
             _resolve(lane.settled)
 
-    def _state(self, row: ModelRow, lane: _Lane, now_s: float) -> ModelState:
+    def _state(self, row: ModelRow, lane: _Lane, now_s: float) -> ModelView:
         name, live = row.spec.name, self._dispatcher.live
         now, breakers = self._fleet.availability(name), self._fleet.breakers
         workers = self._supervisor.workers
         hosts = {one.number: self._host(row, lane, one) for one in workers}
         is_trial = breakers.is_half_open(name)
         has_failed = now.phase in (ModelPhase.FAILED, ModelPhase.QUARANTINED)
-        return ModelState(
+        return ModelView(
             phase=now.phase,
             hosts=hosts,
             weights={
@@ -387,7 +387,7 @@ class ModelController:
         size = max(row.weight_bytes, lane.expected_bytes)
         return self._snapshots.weights(row.spec.name, degree, size)
 
-    def _plan(self, row: ModelRow, state: ModelState, now_s: float) -> HostingPlan:
+    def _plan(self, row: ModelRow, state: ModelView, now_s: float) -> HostingPlan:
         absent = [one for one in state.hosts.values() if one.phase is HostPhase.ABSENT]
         model = self._room.model(row, now_s)
         if state.is_wished or state.is_added:
@@ -396,7 +396,7 @@ class ModelController:
         devices = self._room.devices(size) if absent else ()
         return desired(model, state.devices, devices, self._starting())
 
-    def _begin(self, row: ModelRow, lane: _Lane, step: Step) -> None:
+    def _begin(self, row: ModelRow, lane: _Lane, step: ModelStep) -> None:
         name = row.spec.name
         worker = self._worker(step.number) if step.kind is StepKind.LOAD else None
         if worker is not None:
@@ -418,7 +418,7 @@ class ModelController:
 
         task.add_done_callback(ended)
 
-    async def _carry_out(self, row: ModelRow, lane: _Lane, step: Step) -> None:
+    async def _carry_out(self, row: ModelRow, lane: _Lane, step: ModelStep) -> None:
         name = row.spec.name
         # An addition holds the lock while waiting for the first device.
         lock = contextlib.nullcontext() if lane.added else self._fleet.lock(name).shared()
@@ -438,14 +438,16 @@ class ModelController:
             else:
                 lane.waits.pop(step.key, None)
                 if step.kind is StepKind.LOAD:
-                    lane.waits.pop(Step(StepKind.OPEN).key, None)
+                    lane.waits.pop(ModelStep(StepKind.OPEN).key, None)
                     await self._mounts.publish()  # a mounted model is ready again
                 elif step.kind is StepKind.RENEW:
                     self._fleet.set_damaged(name, is_damaged=False)
         if self._fleet.is_warm(name):
             self._dispatcher.go_on(name)
 
-    async def _failed(self, row: ModelRow, lane: _Lane, step: Step, error: GpupoolError) -> None:
+    async def _failed(
+        self, row: ModelRow, lane: _Lane, step: ModelStep, error: GpupoolError
+    ) -> None:
         """Record a failed step as its verdict says."""
         name, now_s = row.spec.name, self._clock()
         state = self._state(row, lane, now_s)
@@ -453,26 +455,30 @@ class ModelController:
         if not isinstance(error, WorkerEnded):
             lane.postpone(step, now_s, is_short=is_short)
         says = verdict(state, step, error)
-        if step.kind is StepKind.LOAD and isinstance(error, Refused) and says is not Verdict.LATER:
+        if (
+            step.kind is StepKind.LOAD
+            and isinstance(error, Refused)
+            and says is not FailureVerdict.LATER
+        ):
             divisions = self._room.divisions
             if await divisions.note(row.spec, step.number, error.message) and not state.devices:
-                says = Verdict.LATER
+                says = FailureVerdict.LATER
         _logger.info("%s of %s: %s (%s)", step.key, name, error, says.name.lower())
         if lane.settled:
             lane.errors.append(error)
         match says:
-            case Verdict.LATER:
+            case FailureVerdict.LATER:
                 return
-            case Verdict.NOTED:
+            case FailureVerdict.NOTED:
                 await self._note(name, error)
                 return
-            case Verdict.POSTPONED:
+            case FailureVerdict.POSTPONED:
                 await self._failures.postpone(name, now_s)
-            case Verdict.FAILED_AGAIN:
+            case FailureVerdict.FAILED_AGAIN:
                 await self._failures.failed_again(name, error, now_s)
-            case Verdict.NOT_WARMED:
+            case FailureVerdict.NOT_WARMED:
                 await self._not_warmed(name, error)
-            case Verdict.NOT_LOADED:
+            case FailureVerdict.NOT_LOADED:
                 await self._failures.not_loaded(name, error)
         self._raise(lane, error)
 
@@ -490,7 +496,7 @@ class ModelController:
         if not now.devices and not (now.is_evicted and is_full):
             await self._failures.not_loaded(name, error)
 
-    def _end_of_wait(self, row: ModelRow, lane: _Lane, step: Step) -> GpupoolError:
+    def _end_of_wait(self, row: ModelRow, lane: _Lane, step: ModelStep) -> GpupoolError:
         """Return why a model has waited in vain."""
         if step.cause is Cause.MEMORY:
             size = max(row.weight_bytes, lane.expected_bytes)

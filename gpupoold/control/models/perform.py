@@ -17,7 +17,7 @@ from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
-from gpupoold.control.models.state import Step, StepKind
+from gpupoold.control.models.state import ModelStep, StepKind
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Worker, WorkerEnded
@@ -65,7 +65,7 @@ class Performer:
         self._clock = clock
         self._cleaning: set[asyncio.Task[None]] = set()
 
-    async def perform(self, row: ModelRow, step: Step, expected_bytes: int) -> None:
+    async def perform(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
         """Carry out a step; an engine's snapshot has about ``expected_bytes``.
 
         The caller holds the model's lock.
@@ -105,7 +105,7 @@ class Performer:
             await asyncio.to_thread(remove_files, self._settings.kv_folder, owners_of(name))
         await self._snapshots.forget(name)
 
-    async def _load(self, row: ModelRow, step: Step, expected_bytes: int) -> None:
+    async def _load(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
         """Load on one worker, unless the worker has the model.
 
         A new snapshot takes about ``expected_bytes``, for which other snapshots are evicted.

@@ -48,7 +48,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ModelStep:
     """A step of a model; ``number`` is the device, or the degree of BRING, REST and FAIL.
 
     ``reason`` is that of LOAD, and ``cause`` that of FAIL. No other step of the model but OPEN runs
@@ -91,7 +91,7 @@ class WeightsState:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelState:
+class ModelView:
     """A model now; times are seconds of the monotonic clock.
 
     ``devices`` serve the model. ``is_added``: a client adds the model, and undoes a failure.
@@ -120,7 +120,7 @@ class ModelState:
     is_wished: bool = False
     num_waiting: int = 0
     num_live: int = 0
-    under_way: frozenset[Step] = frozenset()
+    under_way: frozenset[ModelStep] = frozenset()
     retry_at_s: Mapping[str, float] = field(default_factory=dict)
     waits_since_s: float | None = None
 

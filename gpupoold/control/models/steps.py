@@ -18,8 +18,8 @@ from gpupoold.control.models.state import (
     EnginesFull,
     HostingPlan,
     HostState,
-    ModelState,
-    Step,
+    ModelStep,
+    ModelView,
     StepKind,
 )
 from gpupoold.control.weights.host_budget import CacheFull, Space
@@ -36,7 +36,7 @@ _NO_WAIT = frozenset({Space.FITS, Space.EVICTS})
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class ModelWait:
     """A wait until ``until_s``, then FAIL; ``degree`` is that of the snapshot without memory."""
 
     cause: Cause
@@ -48,13 +48,13 @@ class Wait:
 class Decision:
     """The steps to begin now; ``blocked`` are the devices of loads that wait for other steps."""
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ModelStep, ...] = ()
     blocked: frozenset[int] = frozenset()
-    wait: Wait | None = None
+    wait: ModelWait | None = None
 
 
 def next_steps(
-    model: ModelState, plan: HostingPlan, load_timeout_s: float, now_s: float
+    model: ModelView, plan: HostingPlan, load_timeout_s: float, now_s: float
 ) -> Decision:
     """Return the steps that a model should begin now beside the steps under way."""
     if model.phase not in _ALIVE or model.is_held:
@@ -65,7 +65,7 @@ def next_steps(
     if any(one.is_alone for one in model.under_way):
         return Decision(blocked=frozenset(one.device for one in plan.loads))
     if model.is_damaged:
-        step = Step(_K.RENEW, is_alone=True)
+        step = ModelStep(_K.RENEW, is_alone=True)
         is_due = not loads and now_s >= model.retry_at_s.get(step.key, 0.0)
         return Decision((step,) if is_due else ())
     opens = _opens(model, now_s)
@@ -74,7 +74,7 @@ def next_steps(
         return Decision((*opens, *(() if loads else weights.steps)), wait=weights.wait)
     if plan.leave and not model.is_added:
         number = min(plan.leave)
-        step = Step(_K.LEAVE, number, is_alone=True)
+        step = ModelStep(_K.LEAVE, number, is_alone=True)
         if not loads and now_s >= model.retry_at_s.get(step.key, 0.0):
             return Decision((*opens, step))
         if loads:
@@ -83,34 +83,34 @@ def next_steps(
     return Decision((*opens, *rest.steps), rest.blocked, rest.wait)
 
 
-def _withdrawal(model: ModelState, now_s: float) -> Decision:
+def _withdrawal(model: ModelView, now_s: float) -> Decision:
     """Return the step that takes a model in quarantine off all devices, when no step is left."""
-    step, gone = Step(_K.WITHDRAW, is_alone=True), (HostPhase.ABSENT, HostPhase.UNLOADING)
+    step, gone = ModelStep(_K.WITHDRAW, is_alone=True), (HostPhase.ABSENT, HostPhase.UNLOADING)
     is_gone = not model.is_loaded and all(one.phase in gone for one in model.hosts.values())
     is_gone = is_gone and model.is_recorded
     is_due = now_s >= model.retry_at_s.get(step.key, 0.0) and not model.under_way
     return Decision((step,) if is_due and not is_gone else ())
 
 
-def _opens(model: ModelState, now_s: float) -> tuple[Step, ...]:
+def _opens(model: ModelView, now_s: float) -> tuple[ModelStep, ...]:
     """Return the step that mounts the API of a model with a device; an addition mounts its own."""
-    step = Step(_K.OPEN)
+    step = ModelStep(_K.OPEN)
     is_due = not model.is_open or model.is_trial or model.phase in (_P.FAILED, _P.QUARANTINED)
     is_late = now_s >= model.retry_at_s.get(step.key, 0.0)
     can_open = bool(model.devices) and not model.is_added and step not in model.under_way
     return (step,) if can_open and is_due and is_late else ()
 
 
-def _needing(model: ModelState) -> Mapping[int, HostState]:
+def _needing(model: ModelView) -> Mapping[int, HostState]:
     """Return the devices with the engine that need a snapshot."""
     return {one: model.hosts[one] for one in model.devices if model.hosts[one].degree}
 
 
-def _awake(model: ModelState) -> Mapping[int, HostState]:
+def _awake(model: ModelView) -> Mapping[int, HostState]:
     return {number: one for number, one in _needing(model).items() if not one.is_resting}
 
 
-def _lacking(model: ModelState) -> set[int]:
+def _lacking(model: ModelView) -> set[int]:
     """Return the degrees whose devices do not all have the snapshot; resting devices may lack."""
     return {
         one.degree
@@ -119,7 +119,7 @@ def _lacking(model: ModelState) -> set[int]:
     }
 
 
-def _weights(model: ModelState, load_timeout_s: float, now_s: float) -> Decision | None:
+def _weights(model: ModelView, load_timeout_s: float, now_s: float) -> Decision | None:
     """Return the steps towards a warm model, None if the weights may stay as they are."""
     needing, awake, lacking = _needing(model), _awake(model), _lacking(model)
     resting = {one.degree for one in needing.values() if one.is_resting}
@@ -131,43 +131,43 @@ def _weights(model: ModelState, load_timeout_s: float, now_s: float) -> Decision
     room = _NO_WAIT if model.is_wished else {Space.FITS} if model.num_live else set()
     for degree in sorted(resting - lacking):
         if _has_space(model, degree, room, now_s):
-            return Decision((Step(_K.BRING, degree, is_alone=True),))
+            return Decision((ModelStep(_K.BRING, degree, is_alone=True),))
     return None
 
 
 def _bring(
-    model: ModelState, lacking: set[int], resting: set[int], load_timeout_s: float, now_s: float
+    model: ModelView, lacking: set[int], resting: set[int], load_timeout_s: float, now_s: float
 ) -> Decision:
     """Return the next degree to bring; degrees without memory rest if others serve."""
     ranked = sorted(lacking, key=lambda one: (not model.weights[one].is_cached, one in resting))
     for degree in ranked:
         if _has_space(model, degree, _NO_WAIT, now_s):
-            return Decision((Step(_K.BRING, degree, is_alone=True),))
+            return Decision((ModelStep(_K.BRING, degree, is_alone=True),))
     if {one.degree for one in _awake(model).values()} - lacking:
-        return Decision(tuple(Step(_K.REST, degree) for degree in ranked))
+        return Decision(tuple(ModelStep(_K.REST, degree) for degree in ranked))
     never = all(model.weights[one].space is Space.NEVER for one in ranked)
     until_s = now_s if never else _since_s(model, now_s) + load_timeout_s
-    return _waiting(model, Wait(Cause.MEMORY, until_s, ranked[0]), now_s)
+    return _waiting(model, ModelWait(Cause.MEMORY, until_s, ranked[0]), now_s)
 
 
 def _has_space(
-    model: ModelState, degree: int, room: frozenset[Space] | set[Space], now_s: float
+    model: ModelView, degree: int, room: frozenset[Space] | set[Space], now_s: float
 ) -> bool:
-    weights, key = model.weights[degree], Step(_K.BRING, degree).key
+    weights, key = model.weights[degree], ModelStep(_K.BRING, degree).key
     is_late = now_s >= model.retry_at_s.get(key, 0.0)
     return is_late and (weights.is_cached or weights.space in room)
 
 
 def _loads(
-    model: ModelState,
+    model: ModelView,
     plan: HostingPlan,
-    loads: Sequence[Step],
+    loads: Sequence[ModelStep],
     load_timeout_s: float,
     now_s: float,
 ) -> Decision:
     """Return the loads to begin: of a model on trial, or being added, one until a device serves."""
     is_single = not model.devices and (model.is_trial or model.is_added)
-    begun: list[Step] = []
+    begun: list[ModelStep] = []
     blocked: set[int] = set()
     without_memory: list[int] = []
     for choice in plan.loads:
@@ -191,20 +191,20 @@ def _loads(
     return _no_device(model, plan, without_memory, load_timeout_s, now_s)
 
 
-def _load(model: ModelState, choice: HostingChoice) -> Step:
+def _load(model: ModelView, choice: HostingChoice) -> ModelStep:
     """Return the step, which is alone if the device has to make the snapshot."""
     degree = model.hosts[choice.device].degree
     is_alone = bool(degree) and not model.weights[degree].is_cached
-    return Step(_K.LOAD, choice.device, is_alone, choice.reason)
+    return ModelStep(_K.LOAD, choice.device, is_alone, choice.reason)
 
 
-def _is_wanted(model: ModelState) -> bool:
+def _is_wanted(model: ModelView) -> bool:
     """Return whether all devices may load the model; else only a new worker tries."""
     return model.is_trial or model.is_wished or model.is_added or not model.is_failed
 
 
 def _no_device(
-    model: ModelState,
+    model: ModelView,
     plan: HostingPlan,
     without_memory: Sequence[int],
     load_timeout_s: float,
@@ -227,21 +227,21 @@ def _no_device(
         until_s = since_s if model.is_trial or model.is_wished else math.inf
     if degree and all(model.weights[one].space is Space.NEVER for one in without_memory):
         until_s = now_s
-    return _waiting(model, Wait(cause, until_s, degree), now_s)
+    return _waiting(model, ModelWait(cause, until_s, degree), now_s)
 
 
-def _since_s(model: ModelState, now_s: float) -> float:
+def _since_s(model: ModelView, now_s: float) -> float:
     return now_s if model.waits_since_s is None else model.waits_since_s
 
 
-def _waiting(model: ModelState, wait: Wait, now_s: float) -> Decision:
-    step = Step(_K.FAIL, wait.degree, is_alone=True, cause=wait.cause)
+def _waiting(model: ModelView, wait: ModelWait, now_s: float) -> Decision:
+    step = ModelStep(_K.FAIL, wait.degree, is_alone=True, cause=wait.cause)
     if now_s < max(wait.until_s, model.retry_at_s.get(step.key, 0.0)):
         return Decision(wait=wait)
     return Decision((step,), wait=wait)
 
 
-class Verdict(Enum):
+class FailureVerdict(Enum):
     """What a failed step means."""
 
     LATER = auto()  # nothing yet: the step is tried again, here or elsewhere
@@ -256,45 +256,45 @@ class Verdict(Enum):
 _FULL = (EnginesFull, TimedOut, Unavailable)
 
 
-def verdict(model: ModelState, step: Step, error: GpupoolError) -> Verdict:
+def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVerdict:
     """Return what the failure of a step means for a model whose state was ``model`` then."""
     is_ended = isinstance(error, WorkerEnded)
     match step.kind:
         case _K.LEAVE | _K.REST | _K.WITHDRAW:
-            return Verdict.LATER
+            return FailureVerdict.LATER
         case _K.BRING | _K.RENEW:
             # Another worker can do the work, or the requests wait for the next worker.
             is_full = isinstance(error, CacheFull) and step.kind is _K.BRING
-            return Verdict.LATER if is_ended or is_full else Verdict.NOT_WARMED
+            return FailureVerdict.LATER if is_ended or is_full else FailureVerdict.NOT_WARMED
         case _K.OPEN:
-            return Verdict.FAILED_AGAIN if model.is_trial else Verdict.NOTED
+            return FailureVerdict.FAILED_AGAIN if model.is_trial else FailureVerdict.NOTED
         case _K.FAIL:
             return _end_of_wait(model, error)
     is_full = isinstance(error, EnginesFull)
     others = any(one.kind is _K.LOAD and one != step for one in model.under_way)
     if model.devices or others:
         waits = is_ended or isinstance(error, (CacheFull, *_FULL))
-        return Verdict.LATER if waits else Verdict.NOTED
+        return FailureVerdict.LATER if waits else FailureVerdict.NOTED
     if model.is_added:
         is_later = is_full or isinstance(error, WorkerIsDown)
-        return Verdict.LATER if is_later else Verdict.RAISED
+        return FailureVerdict.LATER if is_later else FailureVerdict.RAISED
     if is_full:
-        return Verdict.LATER
+        return FailureVerdict.LATER
     if model.is_trial:
         is_unclear = is_ended or isinstance(error, Unavailable)
-        return Verdict.POSTPONED if is_unclear else Verdict.FAILED_AGAIN
+        return FailureVerdict.POSTPONED if is_unclear else FailureVerdict.FAILED_AGAIN
     if is_ended:
-        return Verdict.LATER
-    return Verdict.NOT_WARMED if model.is_evicted else Verdict.NOT_LOADED
+        return FailureVerdict.LATER
+    return FailureVerdict.NOT_WARMED if model.is_evicted else FailureVerdict.NOT_LOADED
 
 
-def _end_of_wait(model: ModelState, error: GpupoolError) -> Verdict:
+def _end_of_wait(model: ModelView, error: GpupoolError) -> FailureVerdict:
     if model.is_added:
-        return Verdict.RAISED
+        return FailureVerdict.RAISED
     if model.is_trial:
         is_unclear = isinstance(error, Unavailable)
-        return Verdict.POSTPONED if is_unclear else Verdict.FAILED_AGAIN
+        return FailureVerdict.POSTPONED if is_unclear else FailureVerdict.FAILED_AGAIN
     if model.devices or model.is_evicted:
-        return Verdict.NOT_WARMED
+        return FailureVerdict.NOT_WARMED
     has_failed = model.is_failed or isinstance(error, (CacheFull, TimedOut))
-    return Verdict.NOT_LOADED if has_failed else Verdict.RAISED
+    return FailureVerdict.NOT_LOADED if has_failed else FailureVerdict.RAISED

@@ -25,12 +25,12 @@ from gpupoold.control.models.state import (
     EnginesFull,
     HostingPlan,
     HostState,
-    ModelState,
-    Step,
+    ModelStep,
+    ModelView,
     StepKind,
     WeightsState,
 )
-from gpupoold.control.models.steps import STARTING_S, Verdict, next_steps, verdict
+from gpupoold.control.models.steps import STARTING_S, FailureVerdict, next_steps, verdict
 from gpupoold.control.weights.host_budget import CacheFull, Space
 from gpupoold.control.workers.worker import WorkerEnded, WorkerIsDown
 from gpupoold.errors import Failed, GpupoolError, TimedOut, Unavailable
@@ -47,22 +47,22 @@ def plan_of(*devices: int) -> HostingPlan:
     return HostingPlan(tuple(HostingChoice(one, SPARE) for one in devices))
 
 
-def serving(host: HostPhase = ATTACHED, **changes: object) -> ModelState:
+def serving(host: HostPhase = ATTACHED, **changes: object) -> ModelView:
     """A model that device 0 serves, beside an idle device 1."""
     hosts = {0: HostState(host), 1: HostState()}
-    state = ModelState(hosts=hosts, weights={1: CACHED}, devices=(0,))
+    state = ModelView(hosts=hosts, weights={1: CACHED}, devices=(0,))
     return replace(state, **changes)  # type: ignore[arg-type]
 
 
-def nowhere(**changes: object) -> ModelState:
+def nowhere(**changes: object) -> ModelView:
     """A model without a device and without a snapshot."""
-    state = ModelState(
+    state = ModelView(
         ModelPhase.LOADING, {0: HostState(), 1: HostState()}, {1: WeightsState()}, is_open=False
     )
     return replace(state, **changes)  # type: ignore[arg-type]
 
 
-def kinds(state: ModelState, plan: HostingPlan, now_s: float = 0.0) -> list[str]:
+def kinds(state: ModelView, plan: HostingPlan, now_s: float = 0.0) -> list[str]:
     return [one.key for one in next_steps(state, plan, LOAD_TIMEOUT_S, now_s).steps]
 
 
@@ -78,7 +78,7 @@ def kinds(state: ModelState, plan: HostingPlan, now_s: float = 0.0) -> list[str]
         (nowhere(is_shut_out=True, is_failed=True), plan_of(0, 1), []),
         (nowhere(is_shut_out=True, is_recorded=False), plan_of(0, 1), ["withdraw 0"]),
         (serving(is_shut_out=True), plan_of(1), ["withdraw 0"]),
-        (serving(is_shut_out=True, under_way=frozenset({Step(K.LOAD, 1)})), plan_of(), []),
+        (serving(is_shut_out=True, under_way=frozenset({ModelStep(K.LOAD, 1)})), plan_of(), []),
         (nowhere(is_shut_out=True, is_failed=True, is_trial=True), plan_of(0), ["load 0"]),
         (nowhere(is_failed=True), plan_of(0, 1), []),
         (nowhere(is_failed=True, is_wished=True), plan_of(0), ["load 0"]),
@@ -98,15 +98,19 @@ def kinds(state: ModelState, plan: HostingPlan, now_s: float = 0.0) -> list[str]
         (serving(), plan_of(1), ["load 1"]),
         (serving(is_open=False), plan_of(1), ["open 0", "load 1"]),
         (serving(is_open=False, is_added=True), plan_of(1), ["load 1"]),
-        (serving(is_open=False, under_way=frozenset({Step(K.OPEN)})), plan_of(), []),
+        (serving(is_open=False, under_way=frozenset({ModelStep(K.OPEN)})), plan_of(), []),
         (serving(phase=ModelPhase.FAILED, is_failed=True), plan_of(), ["open 0"]),
         (serving(), HostingPlan(leave=frozenset({0})), ["leave 0"]),
         (serving(is_damaged=True), plan_of(1), ["renew 0"]),
-        (serving(is_damaged=True, under_way=frozenset({Step(K.LOAD, 1)})), plan_of(), []),
+        (serving(is_damaged=True, under_way=frozenset({ModelStep(K.LOAD, 1)})), plan_of(), []),
         (serving(LOADED), plan_of(), []),  # nobody asks
         (serving(LOADED, num_waiting=1), plan_of(1), ["bring 1"]),
         (serving(LOADED, is_wished=True, weights={1: WeightsState()}), plan_of(1), ["bring 1"]),
-        (serving(LOADED, num_waiting=1, under_way=frozenset({Step(K.LOAD, 1)})), plan_of(), []),
+        (
+            serving(LOADED, num_waiting=1, under_way=frozenset({ModelStep(K.LOAD, 1)})),
+            plan_of(),
+            [],
+        ),
         (serving(LOADED, num_waiting=1, weights={1: FULL}), plan_of(1), []),
         (
             serving(LOADED, num_waiting=1, weights={1: WeightsState(space=Space.NEVER)}),
@@ -116,14 +120,14 @@ def kinds(state: ModelState, plan: HostingPlan, now_s: float = 0.0) -> list[str]
         (serving(devices=(), is_evicted=True, hosts={0: HostState()}), plan_of(), []),
     ],
 )
-def test_steps_that_begin(state: ModelState, plan: HostingPlan, expected: list[str]) -> None:
+def test_steps_that_begin(state: ModelView, plan: HostingPlan, expected: list[str]) -> None:
     assert kinds(state, plan) == expected
 
 
-def of_degrees(single: WeightsState, group: WeightsState, **changes: object) -> ModelState:
+def of_degrees(single: WeightsState, group: WeightsState, **changes: object) -> ModelView:
     """A model on a single GPU without its snapshot, and on a group of two with its snapshot."""
     hosts = {0: HostState(LOADED), 1: HostState(ATTACHED, degree=2)}
-    state = ModelState(hosts=hosts, weights={1: single, 2: group}, devices=(0, 1), num_waiting=1)
+    state = ModelView(hosts=hosts, weights={1: single, 2: group}, devices=(0, 1), num_waiting=1)
     return replace(state, **changes)  # type: ignore[arg-type]
 
 
@@ -160,41 +164,53 @@ def test_waits_are_facts() -> None:
     assert decision.wait is None
 
 
-LOAD, BRING, OPEN, FAIL = Step(K.LOAD, 0), Step(K.BRING, 1), Step(K.OPEN), Step(K.FAIL)
+LOAD, BRING, OPEN, FAIL = (
+    ModelStep(K.LOAD, 0),
+    ModelStep(K.BRING, 1),
+    ModelStep(K.OPEN),
+    ModelStep(K.FAIL),
+)
 
 
 @pytest.mark.parametrize(
     ("state", "step", "error", "expected"),
     [
-        (nowhere(), LOAD, Failed("no file"), Verdict.NOT_LOADED),
-        (nowhere(), LOAD, WorkerEnded("killed"), Verdict.LATER),
-        (nowhere(), LOAD, EnginesFull("larger"), Verdict.LATER),
-        (nowhere(), LOAD, CacheFull("larger"), Verdict.NOT_LOADED),
-        (nowhere(is_trial=True), LOAD, Failed("no file"), Verdict.FAILED_AGAIN),
-        (nowhere(is_trial=True), LOAD, WorkerEnded("killed"), Verdict.POSTPONED),
-        (nowhere(is_trial=True), FAIL, Unavailable("none"), Verdict.POSTPONED),
-        (nowhere(is_trial=True), FAIL, EnginesFull("full"), Verdict.FAILED_AGAIN),
-        (nowhere(is_added=True), LOAD, WorkerIsDown("down"), Verdict.LATER),
-        (nowhere(is_added=True), LOAD, WorkerEnded("killed"), Verdict.RAISED),
-        (nowhere(is_added=True), LOAD, CacheFull("full"), Verdict.RAISED),
-        (nowhere(is_wished=True), FAIL, Unavailable("none"), Verdict.RAISED),
-        (nowhere(is_failed=True), FAIL, Unavailable("none"), Verdict.NOT_LOADED),
-        (nowhere(), FAIL, TimedOut("memory"), Verdict.NOT_LOADED),
-        (nowhere(is_evicted=True), LOAD, Failed("no file"), Verdict.NOT_WARMED),
-        (nowhere(is_evicted=True), FAIL, EnginesFull("full"), Verdict.NOT_WARMED),
-        (serving(), Step(K.LOAD, 1), Failed("no file"), Verdict.NOTED),
-        (serving(), Step(K.LOAD, 1), CacheFull("full"), Verdict.LATER),
-        (nowhere(under_way=frozenset({Step(K.LOAD, 1)})), LOAD, Failed("no"), Verdict.NOTED),
-        (serving(), BRING, CacheFull("full"), Verdict.LATER),
-        (serving(), BRING, WorkerEnded("killed"), Verdict.LATER),
-        (serving(), BRING, Failed("no memory to pin"), Verdict.NOT_WARMED),
-        (serving(), Step(K.RENEW), CacheFull("full"), Verdict.NOT_WARMED),
-        (serving(), OPEN, Failed("no parser"), Verdict.NOTED),
-        (serving(is_trial=True), OPEN, Failed("no parser"), Verdict.FAILED_AGAIN),
-        (serving(), Step(K.LEAVE), TimedOut("no answer"), Verdict.LATER),
+        (nowhere(), LOAD, Failed("no file"), FailureVerdict.NOT_LOADED),
+        (nowhere(), LOAD, WorkerEnded("killed"), FailureVerdict.LATER),
+        (nowhere(), LOAD, EnginesFull("larger"), FailureVerdict.LATER),
+        (nowhere(), LOAD, CacheFull("larger"), FailureVerdict.NOT_LOADED),
+        (nowhere(is_trial=True), LOAD, Failed("no file"), FailureVerdict.FAILED_AGAIN),
+        (nowhere(is_trial=True), LOAD, WorkerEnded("killed"), FailureVerdict.POSTPONED),
+        (nowhere(is_trial=True), FAIL, Unavailable("none"), FailureVerdict.POSTPONED),
+        (nowhere(is_trial=True), FAIL, EnginesFull("full"), FailureVerdict.FAILED_AGAIN),
+        (nowhere(is_added=True), LOAD, WorkerIsDown("down"), FailureVerdict.LATER),
+        (nowhere(is_added=True), LOAD, WorkerEnded("killed"), FailureVerdict.RAISED),
+        (nowhere(is_added=True), LOAD, CacheFull("full"), FailureVerdict.RAISED),
+        (nowhere(is_wished=True), FAIL, Unavailable("none"), FailureVerdict.RAISED),
+        (nowhere(is_failed=True), FAIL, Unavailable("none"), FailureVerdict.NOT_LOADED),
+        (nowhere(), FAIL, TimedOut("memory"), FailureVerdict.NOT_LOADED),
+        (nowhere(is_evicted=True), LOAD, Failed("no file"), FailureVerdict.NOT_WARMED),
+        (nowhere(is_evicted=True), FAIL, EnginesFull("full"), FailureVerdict.NOT_WARMED),
+        (serving(), ModelStep(K.LOAD, 1), Failed("no file"), FailureVerdict.NOTED),
+        (serving(), ModelStep(K.LOAD, 1), CacheFull("full"), FailureVerdict.LATER),
+        (
+            nowhere(under_way=frozenset({ModelStep(K.LOAD, 1)})),
+            LOAD,
+            Failed("no"),
+            FailureVerdict.NOTED,
+        ),
+        (serving(), BRING, CacheFull("full"), FailureVerdict.LATER),
+        (serving(), BRING, WorkerEnded("killed"), FailureVerdict.LATER),
+        (serving(), BRING, Failed("no memory to pin"), FailureVerdict.NOT_WARMED),
+        (serving(), ModelStep(K.RENEW), CacheFull("full"), FailureVerdict.NOT_WARMED),
+        (serving(), OPEN, Failed("no parser"), FailureVerdict.NOTED),
+        (serving(is_trial=True), OPEN, Failed("no parser"), FailureVerdict.FAILED_AGAIN),
+        (serving(), ModelStep(K.LEAVE), TimedOut("no answer"), FailureVerdict.LATER),
     ],
 )
-def test_verdicts(state: ModelState, step: Step, error: GpupoolError, expected: Verdict) -> None:
+def test_verdicts(
+    state: ModelView, step: ModelStep, error: GpupoolError, expected: FailureVerdict
+) -> None:
     assert verdict(state, step, error) is expected
 
 
@@ -220,7 +236,7 @@ class Played(RuleBasedStateMachine):
         self.waits: dict[str, float] = {}
         self.waits_since_s: float | None = None
         self.failed_until_s: float | None = None
-        self.steps: set[Step] = set()
+        self.steps: set[ModelStep] = set()
         self.cached: set[int] = set()
         self.devices: list[int] = []
         self.resting: set[int] = set()
@@ -231,7 +247,7 @@ class Played(RuleBasedStateMachine):
     def _life(device: int) -> Life[HostPhase, HostEvent]:
         return Life(f"model on {device}", ABSENT, HOST_TRANSITIONS)
 
-    def state(self) -> ModelState:
+    def state(self) -> ModelView:
         is_failed = self.failed_until_s is not None
         is_ready = self.is_open and bool(self.devices or self.is_evicted)
         phases = ModelPhase.READY if is_ready else ModelPhase.LOADING
@@ -245,7 +261,7 @@ class Played(RuleBasedStateMachine):
             )
             for one, life in self.lives.items()
         }
-        return ModelState(
+        return ModelView(
             phase=ModelPhase.FAILED if is_failed else phases,
             hosts=hosts,
             weights={
@@ -296,7 +312,7 @@ class Played(RuleBasedStateMachine):
         if self.is_warm and self.devices:
             self.is_wished = False
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: ModelStep) -> None:
         assert step not in self.steps
         beside = [one for one in self.steps if OPEN not in (one, step)]
         assert not (beside and step.is_alone), (step, beside)
@@ -317,18 +333,20 @@ class Played(RuleBasedStateMachine):
         assert set(self.devices) - self.resting - numbers, "no device serves"
         self.resting |= numbers
 
-    def failed(self, step: Step, error: GpupoolError) -> None:
+    def failed(self, step: ModelStep, error: GpupoolError) -> None:
         state = self.state()
         self.steps.discard(step)
         if not isinstance(error, WorkerEnded):
             self.waits[step.key] = self.now_s + 10.0
         says = verdict(state, step, error)
-        assert says is not Verdict.RAISED or self.is_wished
-        if says not in (Verdict.LATER, Verdict.NOTED):
+        assert says is not FailureVerdict.RAISED or self.is_wished
+        if says not in (FailureVerdict.LATER, FailureVerdict.NOTED):
             self.num_requests, self.is_wished = 0, False
-        if says in (Verdict.NOT_LOADED, Verdict.FAILED_AGAIN, Verdict.POSTPONED) or (
-            says is Verdict.NOT_WARMED and not self.devices
-        ):
+        if says in (
+            FailureVerdict.NOT_LOADED,
+            FailureVerdict.FAILED_AGAIN,
+            FailureVerdict.POSTPONED,
+        ) or (says is FailureVerdict.NOT_WARMED and not self.devices):
             self.failed_until_s, self.is_evicted = self.now_s + 30.0, False
 
     def attach(self, number: int) -> None:
@@ -337,7 +355,7 @@ class Played(RuleBasedStateMachine):
             life.move(HostEvent.ATTACH)
         self.resting.discard(number)
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: ModelStep) -> None:
         """Apply the success of a step."""
         self.steps.discard(step)
         self.waits.pop(step.key, None)
@@ -387,7 +405,7 @@ class Played(RuleBasedStateMachine):
         if number in self.devices:
             self.devices.remove(number)
         self.resting.discard(number)
-        for step in [one for one in self.steps if one == Step(K.LOAD, number, one.is_alone)]:
+        for step in [one for one in self.steps if one == ModelStep(K.LOAD, number, one.is_alone)]:
             self.failed(step, WorkerEnded("killed"))
         self.decide()
 

@@ -60,6 +60,10 @@ class ModelState(StrEnum):
     FAILED = "failed"
 
 
+RemoveMode = Literal["refuse", "drain", "force"]
+"""How removing or unloading treats a model's live requests."""
+
+
 class Role(StrEnum):
     """A device's role: prompts, answers, or both."""
 
@@ -305,6 +309,37 @@ class RequestCounts:
     tokens: int = 0
     tokens_in_time: int = 0
     first_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingTurn:
+    """A model in the queue of a device; times are None if the policy gives none.
+
+    ``rule`` decided the model's place; ``why`` is the rule as a sentence.
+    """
+
+    model: str
+    rule: str
+    why: str
+    starts_in_s: float | None
+    duration_s: float | None
+    num_requests: int
+
+
+@dataclass
+class Turns:
+    """The present turn on a device and the queue behind the turn.
+
+    ``left_s`` is None for a turn without an end: no other model waits, or the policy sets none.
+    """
+
+    device: int
+    on_turn: str | None
+    rule: str | None
+    why: str | None
+    used_s: float
+    left_s: float | None
+    line: list[WaitingTurn]
 
 
 EventLevel = Literal["info", "warning", "error"]

@@ -22,11 +22,10 @@ from gpupool_cli.options import (
     model_name,
 )
 from gpupool_cli.session import open_client
-from gpupoold.api.client import AdminClient, RemoveMode
+from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import ModelUsage
 from gpupoold.api.schemas_models import ModelInfo, SetModelRequest
-from gpupoold.api.schemas_top import UnloadMode
-from gpupoold.domain import AdapterInfo, Preset
+from gpupoold.domain import AdapterInfo, Preset, RemoveMode
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_bytes, format_duration
 
@@ -343,7 +342,7 @@ def unload(
     """
     if drain and force:
         raise UsageError("--drain and --force exclude each other", "give one of the two")
-    mode: UnloadMode = "drain" if drain else "force" if force else "refuse"
+    mode: RemoveMode = "drain" if drain else "force" if force else "refuse"
     with open_client(ctx) as client:
         freed = client.unload(name, mode, keep_host=keep_host)
     device, host = format_bytes(freed.device_bytes), format_bytes(freed.host_bytes)

@@ -17,8 +17,8 @@ from gpupoold.api.schemas_explain import (
     ModelOnDevice,
     ModelWhy,
     RequestWhy,
-    WaitingTurn,
 )
+from gpupoold.domain import WaitingTurn
 from gpupoold.units import format_bytes, format_duration
 
 # Share of tokens in time that a model should have, as in `gpupool top`.

@@ -22,7 +22,7 @@ from gpupool_state.batches import BatchRow
 from gpupool_state.batches_reader import read_batches
 from gpupoold.access.fleet import is_secret
 from gpupoold.admin import top_view
-from gpupoold.api.admin_api import RemoveMode, SwitchOrder
+from gpupoold.api.admin_api import SwitchOrder
 from gpupoold.api.request_ids import request_id_of
 from gpupoold.api.schemas import (
     DeviceInfo,
@@ -54,7 +54,7 @@ from gpupoold.api.schemas_models import (
     Progress,
     SetModelRequest,
 )
-from gpupoold.api.schemas_top import CancelledRequest, Unloaded, UnloadMode
+from gpupoold.api.schemas_top import CancelledRequest, Unloaded
 from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
@@ -62,7 +62,7 @@ from gpupoold.control.models.info import model_info
 from gpupoold.control.views.fleet import fleet_models
 from gpupoold.control.views.spans import ModelSums, Spans, span_s
 from gpupoold.control.views.usage import usage_info
-from gpupoold.domain import Event, KeyPowers, Priority, RequestRecord, Role, Switch
+from gpupoold.domain import Event, KeyPowers, Priority, RemoveMode, RequestRecord, Role, Switch
 from gpupoold.errors import Failed, GpupoolError, UsageError
 from gpupoold.logs.files import old_file
 from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
@@ -114,7 +114,7 @@ class Handlers:
     async def host(self, name: str, body: SetHostingRequest) -> ModelInfo:
         return self._present(await self._control.lifecycle.place(name, body.devices))
 
-    async def unload(self, name: str, mode: UnloadMode, keep_host: bool) -> Unloaded:
+    async def unload(self, name: str, mode: RemoveMode, keep_host: bool) -> Unloaded:
         return await self._control.unloader.unload(name, mode, keep_host=keep_host)
 
     async def cache(self) -> CacheInfo:

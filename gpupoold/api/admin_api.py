@@ -48,11 +48,10 @@ from gpupoold.api.schemas_models import (
     Progress,
     SetModelRequest,
 )
-from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded, UnloadMode
+from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.api.schemas_usage import UsageInfo
-from gpupoold.domain import Event, RequestRecord, Switch
+from gpupoold.domain import Event, RemoveMode, RequestRecord, Switch
 
-RemoveMode = Literal["refuse", "drain", "force"]
 SwitchOrder = Literal["latest", "slowest"]
 Limit = Annotated[int, Field(gt=0, le=10_000)]
 Count = Annotated[int, Field(ge=0, le=10_000)]
@@ -240,7 +239,7 @@ class AdminApi:
 
     @_operation("DELETE", "/loaded/{name}", unbounded=True)
     def unload(
-        self, name: str, mode: UnloadMode = "refuse", *, keep_host: bool = False
+        self, name: str, mode: RemoveMode = "refuse", *, keep_host: bool = False
     ) -> Unloaded:
         """Free a model's memory on all devices and on the host; the next request restores the
         model.

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from gpupoold.api.admin_api import AdminApi, Operation, RemoveMode as RemoveMode
+from gpupoold.api.admin_api import AdminApi, Operation
 from gpupoold.api.schemas import ErrorBody
 from gpupoold.api.schemas_models import Progress
 from gpupoold.domain import Event

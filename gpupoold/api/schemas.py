@@ -206,16 +206,25 @@ class ModelUsage(Body, MemoryUse, _UsageHead):  # the body has the fields of _Us
     engines: list[EngineInfo] = []
 
 
-class RequestInfo(Body):
-    """A live request."""
+@dataclass
+class RequestProgress:
+    """The age and the tokens of a live request."""
 
-    request_id: str
-    model: str
-    device: int | None
     age_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     next_deadline_in_s: float
+
+
+@dataclass
+class _RequestHead:
+    request_id: str
+    model: str
+    device: int | None
+
+
+class RequestInfo(Body, RequestProgress, _RequestHead):
+    """A live request; the body has the fields of ``_RequestHead`` first."""
 
 
 class LogLine(Body):

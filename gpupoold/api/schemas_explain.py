@@ -6,8 +6,16 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from gpupoold.api.schemas import Body, LoadingInfo
-from gpupoold.domain import Event, Lateness, MemoryUse, RequestCounts, RequestRecord, RequestStages
+from gpupoold.api.schemas import Body, LoadingInfo, RequestProgress
+from gpupoold.domain import (
+    Event,
+    Lateness,
+    MemoryUse,
+    RequestCounts,
+    RequestRecord,
+    RequestStages,
+    Turns,
+)
 
 
 @dataclass
@@ -43,49 +51,21 @@ class ModelSpan(SpanInfo):
     model: str
 
 
-class WaitingTurn(Body):
-    """A model in the queue of a device; times are None if the policy gives none.
+class DeviceTurns(Body, Turns):
+    """The turns of a device, with the requests that wait for KV memory.
 
-    ``rule`` decided the model's place; ``why`` is the rule as a sentence.
+    ``loading`` is a model that is being loaded beside the turns. A group has ``num_gpus``; ``gpus``
+    has the CUDA ordinals, and is empty for other kinds of device.
     """
 
-    model: str
-    rule: str
-    why: str
-    starts_in_s: float | None
-    duration_s: float | None
-    num_requests: int
-
-
-class DeviceTurns(Body):
-    """The present turn on a device and the queue behind the turn.
-
-    ``left_s`` is None for a turn without an end: no other model waits. ``loading`` is a model that
-    is being loaded beside the turns. A group has ``num_gpus``; ``gpus`` has the CUDA ordinals, and
-    is empty for other kinds of device.
-    """
-
-    device: int
-    on_turn: str | None
-    rule: str | None
-    why: str | None
-    used_s: float
-    left_s: float | None
-    line: list[WaitingTurn]
     num_waiting_for_kv: int
     loading: LoadingInfo | None = None
     num_gpus: int = 1
     gpus: tuple[int, ...] = ()
 
 
-class RequestWhy(Body):
-    """The place of a live request; ``rule`` chose its device, None before.
-
-    ``next_token_in_s`` is an estimate, None if impossible; ``late_s`` is the lateness of the latest
-    token. ``num_before`` requests are ahead in the queue for KV memory. ``turns``: the turns of its
-    device. ``also_live`` are further requests of the same HTTP request.
-    """
-
+@dataclass
+class _RequestPlace:
     request_id: str
     model: str
     standing: str
@@ -94,10 +74,16 @@ class RequestWhy(Body):
     rule: str | None
     why: str | None
     num_before: int
-    age_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    next_deadline_in_s: float
+
+
+class RequestWhy(Body, RequestProgress, _RequestPlace):  # has the fields of _RequestPlace first
+    """The place of a live request; ``rule`` chose its device, None before.
+
+    ``next_token_in_s`` is an estimate, None if impossible; ``late_s`` is the lateness of the latest
+    token. ``num_before`` requests are ahead in the queue for KV memory. ``turns``: the turns of its
+    device. ``also_live`` are further requests of the same HTTP request.
+    """
+
     next_token_in_s: float | None
     late_s: float
     turns: DeviceTurns | None

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from gpupoold.api.schemas import AdditionInfo, Body, DeviceInfo, ModelUsage, RequestInfo, Status
 from gpupoold.domain import Event, LargestTransfer
-
-UnloadMode = Literal["refuse", "drain", "force"]
 
 
 class TurnInfo(Body):

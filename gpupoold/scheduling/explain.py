@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gpupoold.domain import Turns, WaitingTurn
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
@@ -32,32 +33,6 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A model in a device's queue; times are None if the policy gives none."""
-
-    model: str
-    rule: Rule
-    starts_in_s: float | None
-    duration_s: float | None
-    num_requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """The present turn on a device, and the queue.
-
-    ``left_s`` is None for a turn without an end: no other model waits, or the policy sets none.
-    """
-
-    device: int
-    model: str | None
-    rule: Rule | None
-    used_s: float
-    left_s: float | None
-    line: tuple[Waiting, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RequestExplanation:
     """The place of a request, the rule that chose the device, and the time to the next token.
 
@@ -77,14 +52,15 @@ def turns_of(policy: Policy, state: State, device: DeviceState, now_s: float) ->
     used_s = max(now_s - device.turn_began_s, 0.0) if turn else 0.0
     has_end = turn is not None and device.then is not None and math.isfinite(turn.quota_s)
     left_s = max(turn.quota_s - used_s, 0.0) if turn is not None and has_end else None
-    line = []
+    line: list[WaitingTurn] = []
     at_s = left_s if turn is not None else 0.0
     for one in policy.line(device, state, now_s):
         num = _num_requests(device, one.model)
-        line.append(Waiting(one.model, one.rule, at_s, one.duration_s, num))
+        line.append(WaitingTurn(one.model, one.rule.value, one.rule.why, at_s, one.duration_s, num))
         at_s = None if at_s is None or one.duration_s is None else at_s + one.duration_s
     rule = device.turn_rule if turn else None
-    return Turns(device.number, turn.model if turn else None, rule, used_s, left_s, tuple(line))
+    name, why = (rule.value, rule.why) if rule else (None, None)
+    return Turns(device.number, turn.model if turn else None, name, why, used_s, left_s, line)
 
 
 def why_request(state: State, request: Request, now_s: float) -> RequestExplanation:

@@ -18,9 +18,9 @@ import openai
 import pytest
 
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.api.client import RemoveMode
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import ModelInfo
+from gpupoold.domain import RemoveMode
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,

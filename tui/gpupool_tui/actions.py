@@ -10,7 +10,8 @@ from gpupool_tui.numbers import size
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import DeviceInfo, RequestInfo
 from gpupoold.api.schemas_models import SetModelRequest
-from gpupoold.api.schemas_top import TopModel, UnloadMode
+from gpupoold.api.schemas_top import TopModel
+from gpupoold.domain import RemoveMode
 from gpupoold.units import format_duration
 
 Call = Callable[[AdminClient], str]
@@ -50,7 +51,7 @@ def plan_unload(model: TopModel) -> ActionPlan:
     """Plan to unload a model, in a way that its live requests permit."""
     name, num_live = model.usage.name, model.usage.num_live
 
-    def call(mode: UnloadMode, keep_host: bool) -> Call:
+    def call(mode: RemoveMode, keep_host: bool) -> Call:
         def unload(client: AdminClient) -> str:
             freed = client.unload(name, mode, keep_host=keep_host)
             host = f", {size(freed.host_bytes)} of host memory" if freed.host_bytes else ""
@@ -63,7 +64,7 @@ def plan_unload(model: TopModel) -> ActionPlan:
     text += "The model stays registered; the next request loads the model again."
     if num_live:
         text += f"\n{num_live} live requests."
-    modes: list[tuple[UnloadMode, str]] = [("refuse", "")]
+    modes: list[tuple[RemoveMode, str]] = [("refuse", "")]
     if num_live:
         modes = [("drain", ", after the requests have ended"), ("force", ", ending the requests")]
     ways = [

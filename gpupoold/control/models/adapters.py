@@ -19,12 +19,12 @@ from gpupoold.control.models.info import model_info
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import fetched
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import RemoveMode, check_names_free, find_model
+from gpupoold.control.models.names import check_names_free, find_model
 from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import Adapter
+from gpupoold.domain import Adapter, RemoveMode
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
 from gpupoold.errors import GpupoolError, NoSuchModel
 

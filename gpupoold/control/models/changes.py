@@ -14,11 +14,11 @@ from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges, merged_options
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import RemoveMode, find_model
+from gpupoold.control.models.names import find_model
 from gpupoold.control.models.perform import Performer
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import ModelSpec, Targets
+from gpupoold.domain import ModelSpec, RemoveMode, Targets
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
 from gpupoold.errors import GpupoolError, Refused
 

@@ -27,7 +27,7 @@ from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import RemoveMode, check_own_model, find_model
+from gpupoold.control.models.names import check_own_model, find_model
 from gpupoold.control.models.ongoing import OngoingAdditions
 from gpupoold.control.models.parking import Parking
 from gpupoold.control.models.perform import Performer
@@ -39,7 +39,7 @@ from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import Adapter, Preset
+from gpupoold.domain import Adapter, Preset, RemoveMode
 from gpupoold.errors import NoSuchModel
 from gpupoold.wire.messages import GrammarRefused, WrongAnswer
 

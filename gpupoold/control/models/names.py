@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from gpupool_state import ModelRow, Registry, check_names
 from gpupoold.domain import Adapter, ModelSpec
 from gpupoold.errors import NoSuchModel, Refused
-
-RemoveMode = Literal["refuse", "drain", "force"]
 
 
 async def check_names_free(registry: Registry, names: tuple[str, ...]) -> None:

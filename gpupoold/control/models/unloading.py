@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gpupool_state import History, Registry
-from gpupoold.api.schemas_top import Unloaded, UnloadMode
+from gpupoold.api.schemas_top import Unloaded
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.names import check_own_model, find_model
@@ -14,6 +14,7 @@ from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import RemoveMode
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
 
@@ -41,7 +42,7 @@ class ModelUnloader:
         self._cache = cache
         self._history = history
 
-    async def unload(self, name: str, mode: UnloadMode, *, keep_host: bool = False) -> Unloaded:
+    async def unload(self, name: str, mode: RemoveMode, *, keep_host: bool = False) -> Unloaded:
         """Free a model's weights and KV on all devices, and its snapshot unless ``keep_host``.
 
         The engines stay. ``mode`` decides about live requests: ``refuse`` changes nothing if there

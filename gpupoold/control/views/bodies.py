@@ -263,6 +263,13 @@ def live_request(request: LiveRequest, now_s: float) -> Values:
         "request_id": request.request_id,
         "model": request.model,
         "device": request.device,
+        **progress(request, now_s),
+    }
+
+
+def progress(request: LiveRequest, now_s: float) -> Values:
+    """Return the values of ``RequestProgress`` for a live request."""
+    return {
         "age_s": now_s - request.arrival_s,
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_output_tokens": len(request.token_times_s),

@@ -7,14 +7,12 @@ from collections import Counter
 
 from gpupool_state import History, ModelRow, Registry, RequestRow
 from gpupoold.api.request_ids import is_request, request_id_of
-from gpupoold.api.schemas import LoadingInfo
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
     FinishedWhy,
     ModelOnDevice,
     ModelWhy,
     RequestWhy,
-    WaitingTurn,
     Why,
 )
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats
@@ -28,7 +26,7 @@ from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, MemoryUse, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
-from gpupoold.scheduling.explain import Standing, Turns, standing_of, turns_of, why_request
+from gpupoold.scheduling.explain import Standing, standing_of, turns_of, why_request
 from gpupoold.scheduling.hosting import HostingReason
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.units import format_bytes, format_duration
@@ -121,10 +119,7 @@ class Explainer:
             rule=None if rule is None else rule.value,
             why=None if rule is None else rule.why,
             num_before=0 if why is None else why.num_before,
-            age_s=now_s - request.arrival_s,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=len(request.token_times_s),
-            next_deadline_in_s=request.next_deadline_s - now_s,
+            **views.progress(request, now_s),
             next_token_in_s=None if why is None else why.next_token_in_s,
             late_s=request.late_s,
             turns=None if number is None else self._turns(number, now_s),
@@ -177,10 +172,14 @@ class Explainer:
     def _turns(self, number: int, now_s: float) -> DeviceTurns:
         device = self._state.devices[number]
         turns = turns_of(self._dispatcher.shell.core.policy, self._state, device, now_s)
-        loading = views.loading(self._workers[number])
-        body = _turns_body(turns, device.num_waiting_for_kv, loading)
-        settings = self._workers[number].device
-        return body.model_copy(update={"num_gpus": settings.num_gpus, "gpus": settings.gpus})
+        worker = self._workers[number]
+        return DeviceTurns(
+            **vars(turns),
+            num_waiting_for_kv=device.num_waiting_for_kv,
+            loading=views.loading(worker),
+            num_gpus=worker.device.num_gpus,
+            gpus=worker.device.gpus,
+        )
 
     def _text(self, request: LiveRequest, standing: str, number: int | None) -> str:
         text = _STANDINGS[standing].format(model=request.model, device=number)
@@ -294,30 +293,6 @@ def _unscheduled(request: LiveRequest) -> str:
 def _memory_of(worker: Worker, model: str) -> ModelMemory | None:
     models = worker.status.models if worker.status else []
     return next((one for one in models if one.model == model), None)
-
-
-def _turns_body(turns: Turns, num_waiting_for_kv: int, loading: LoadingInfo | None) -> DeviceTurns:
-    return DeviceTurns(
-        device=turns.device,
-        on_turn=turns.model,
-        rule=None if turns.rule is None else turns.rule.value,
-        why=None if turns.rule is None else turns.rule.why,
-        used_s=turns.used_s,
-        left_s=turns.left_s,
-        line=[
-            WaitingTurn(
-                model=one.model,
-                rule=one.rule.value,
-                why=one.rule.why,
-                starts_in_s=one.starts_in_s,
-                duration_s=one.duration_s,
-                num_requests=one.num_requests,
-            )
-            for one in turns.line
-        ],
-        num_waiting_for_kv=num_waiting_for_kv,
-        loading=loading,
-    )
 
 
 def main_cause(counts: Counts) -> str | None:

@@ -13,10 +13,9 @@ from gpupoold.api.schemas_explain import (
     ModelOnDevice,
     ModelWhy,
     RequestWhy,
-    WaitingTurn,
     Why,
 )
-from gpupoold.domain import Event
+from gpupoold.domain import Event, WaitingTurn
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.domain import Role
+from gpupoold.domain import Role, Turns
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.explain import (
     RequestExplanation,
     Standing,
-    Turns,
     standing_of,
     turns_of,
     why_request,
@@ -133,13 +132,13 @@ class TestRules:
 
 class TestLine:
     def test_an_idle_device(self) -> None:
-        assert turns(driver()) == Turns(0, None, None, 0.0, None, ())
+        assert turns(driver()) == Turns(0, None, None, None, 0.0, None, [])
 
     def test_nobody_waits(self) -> None:
         rig = driver()
         rig.arrive("a")
         rig.now_s += 0.5
-        assert turns(rig) == Turns(0, "a", Rule.AHEAD, 0.5, None, ())
+        assert turns(rig) == Turns(0, "a", Rule.AHEAD, Rule.AHEAD.why, 0.5, None, [])
 
     def test_the_line_is_in_the_order_in_which_turns_come(self) -> None:
         rig = driver("a b c d")
@@ -184,7 +183,7 @@ class TestLine:
             standing_of(rig.state, request)
         for number, device in rig.state.devices.items():
             now = turns(rig, number)
-            waiting = {*device.working, *device.queued} - {now.model}
+            waiting = {*device.working, *device.queued} - {now.on_turn}
             assert {one.model for one in now.line} <= waiting
             if device.then is not None:
                 assert now.line[0].model == device.then

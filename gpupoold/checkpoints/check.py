@@ -80,11 +80,7 @@ class CheckpointInfo:
 
 
 def check_checkpoint(
-    path: Path,
-    *,
-    allow_pickle: bool,
-    allow_remote_code: bool,
-    remote: RemoteWeights | None = None,
+    path: Path, *, allow_pickle: bool, allow_remote_code: bool, remote: RemoteWeights | None = None
 ) -> CheckpointInfo:
     """Describe the checkpoint in folder ``path``. Blocks on file access.
 

@@ -10,13 +10,7 @@ from gpupoold.checkpoints.tensor_file import DTYPE_BITS
 from gpupoold.errors import Refused, UsageError
 from gpupoold.units import format_bytes
 
-MODEL_DTYPE_BITS = {
-    "float16": 16,
-    "half": 16,
-    "bfloat16": 16,
-    "float32": 32,
-    "float": 32,
-}
+MODEL_DTYPE_BITS = {"float16": 16, "half": 16, "bfloat16": 16, "float32": 32, "float": 32}
 # Loading casts these dtypes to the model's; integers and 8-bit floats are quantized data.
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 

@@ -195,11 +195,7 @@ class Hub:
     @contextmanager
     def _plain_errors(self, revision: str | None) -> Iterator[None]:
         """Convert errors of the hub library to gpupool's errors with readable messages."""
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            OfflineModeIsEnabled,
-        )
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
         try:
             yield
@@ -244,16 +240,14 @@ class Hub:
                 return Refused(f"{where} has been disabled by the hub")
         if status in (401, 403):
             return Refused(
-                f"the hub does not let this daemon read {where} (HTTP {status})",
-                _TOKEN_HINT,
+                f"the hub does not let this daemon read {where} (HTTP {status})", _TOKEN_HINT
             )
         return Failed(f"the hub answered HTTP {status} for {where}", self._other_ways())
 
     def _unreachable(self, error: Exception) -> Failed:
         detail = str(error) or type(error).__name__
         return Failed(
-            f"could not reach the Hugging Face hub at {self.endpoint}: {detail}",
-            self._other_ways(),
+            f"could not reach the Hugging Face hub at {self.endpoint}: {detail}", self._other_ways()
         )
 
     def _offline(self) -> Refused:

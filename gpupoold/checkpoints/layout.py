@@ -26,13 +26,7 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # Models in Mistral's format have an image processor in the engine, not in a file.
 _MISTRAL_TOKENIZER = "tekken.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-_TRAINING_STATE = (
-    "training_args.bin",
-    "optimizer.*",
-    "scheduler.*",
-    "scaler.*",
-    "rng_state*",
-)
+_TRAINING_STATE = ("training_args.bin", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*")
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "tokenizer.model*")
 # A second copy of the weights in Mistral's format, with a configuration.
 _MISTRAL_FORMAT = ("consolidated*", "params.json")

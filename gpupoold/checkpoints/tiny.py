@@ -22,11 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder, write_metadata
-from gpupoold.checkpoints.tiny_tokenizer import (
-    MAX_POSITION_EMBEDDINGS,
-    VOCAB_SIZE,
-    write_tokenizer,
-)
+from gpupoold.checkpoints.tiny_tokenizer import MAX_POSITION_EMBEDDINGS, VOCAB_SIZE, write_tokenizer
 from gpupoold.errors import Refused, UsageError
 from gpupoold.units import format_bytes, parse_size_bytes
 

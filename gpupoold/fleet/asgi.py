@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    MutableMapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 

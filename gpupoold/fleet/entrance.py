@@ -14,12 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any

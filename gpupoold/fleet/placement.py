@@ -232,10 +232,7 @@ def _growth(node: Node, models: Mapping[str, ModelDemand], more: ModelDemand) ->
 
 
 def _missing(
-    name: str,
-    targets: Iterable[str],
-    having: Mapping[str, FleetModel],
-    usable: Mapping[str, Node],
+    name: str, targets: Iterable[str], having: Mapping[str, FleetModel], usable: Mapping[str, Node]
 ) -> list[Change]:
     had = any(node in usable for node in having)
     why = "more requests, or less pressure there" if had else "no other node has it"
@@ -247,10 +244,7 @@ def _missing(
 
 
 def _superfluous(
-    name: str,
-    wanted: Collection[str],
-    having: Mapping[str, FleetModel],
-    nodes: Mapping[str, Node],
+    name: str, wanted: Collection[str], having: Mapping[str, FleetModel], nodes: Mapping[str, Node]
 ) -> list[Change]:
     """Return the removals of a model, if all wanted nodes serve the model.
 
@@ -271,10 +265,7 @@ def _superfluous(
 
 
 def _cold(
-    name: str,
-    targets: Iterable[str],
-    having: Mapping[str, FleetModel],
-    usable: Mapping[str, Node],
+    name: str, targets: Iterable[str], having: Mapping[str, FleetModel], usable: Mapping[str, Node]
 ) -> list[Change]:
     """Return the loads of a requested model's weights where free host memory has room for them."""
     return [

@@ -43,10 +43,7 @@ from gpupoold.frontend.answer_fields import serve_completed
 from gpupoold.frontend.anthropic_errors import name_errors_of_streams
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
-from gpupoold.frontend.grammars.request_grammars import (
-    ModelGrammars,
-    keep_grammars_off_the_loop,
-)
+from gpupoold.frontend.grammars.request_grammars import ModelGrammars, keep_grammars_off_the_loop
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.large_answers import make_large_answers_apart
 from gpupoold.frontend.logprob_bounds import (

@@ -232,11 +232,7 @@ def not_admitted(admission: AdmissionAnswer) -> ApiError:
     else:
         kind, code = "ServiceUnavailableError", None
     return ApiError(
-        admission.status,
-        kind,
-        admission.message,
-        code=code,
-        retry_after_s=admission.retry_after_s,
+        admission.status, kind, admission.message, code=code, retry_after_s=admission.retry_after_s
     )
 
 
@@ -283,32 +279,18 @@ def rates_unavailable() -> ApiError:
 
 def unauthorised(message: str) -> ApiError:
     """Return 401: no key, or no valid key. The message never repeats the key."""
-    return ApiError(
-        401,
-        "invalid_request_error",
-        message,
-        code="invalid_api_key",
-    )
+    return ApiError(401, "invalid_request_error", message, code="invalid_api_key")
 
 
 def not_permitted(message: str) -> ApiError:
     """403: the key is valid, but not for this."""
-    return ApiError(
-        403,
-        "invalid_request_error",
-        message,
-        code="insufficient_permissions",
-    )
+    return ApiError(403, "invalid_request_error", message, code="insufficient_permissions")
 
 
 def over_rate(message: str, retry_after_s: float) -> ApiError:
     """Return 429: the key has used up its rate."""
     return ApiError(
-        429,
-        "rate_limit_error",
-        message,
-        code="rate_limit_exceeded",
-        retry_after_s=retry_after_s,
+        429, "rate_limit_error", message, code="rate_limit_exceeded", retry_after_s=retry_after_s
     )
 
 

@@ -23,10 +23,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionLogProbs,
     ChatCompletionResponse,
 )
-from vllm.entrypoints.openai.completion.protocol import (
-    CompletionLogProbs,
-    CompletionResponse,
-)
+from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs, CompletionResponse
 
 from gpupoold.frontend.answer_fields import CHOICES, complete
 from gpupoold.frontend.json_pieces import Parts, PiecewiseJson

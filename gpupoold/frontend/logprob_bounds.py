@@ -236,7 +236,5 @@ class PromptLogprobs:
 def _rows(tensors: Any, rows: slice) -> Any:
     """Return the positions of vLLM's ``LogprobsTensors``."""
     return type(tensors)(
-        tensors.logprob_token_ids[rows],
-        tensors.logprobs[rows],
-        tensors.selected_token_ranks[rows],
+        tensors.logprob_token_ids[rows], tensors.logprobs[rows], tensors.selected_token_ranks[rows]
     )

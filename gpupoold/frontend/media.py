@@ -18,12 +18,7 @@ import vllm.envs as envs
 from urllib3.util import Url, parse_url
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache.base import MultiModalCache
-from vllm.multimodal.media import (
-    MEDIA_CONNECTOR_REGISTRY,
-    ImageMediaIO,
-    MediaConnector,
-    MediaIO,
-)
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, ImageMediaIO, MediaConnector, MediaIO
 
 from gpupoold.frontend.client_texts import for_clients
 from gpupoold.frontend.errors import ApiError

@@ -11,9 +11,7 @@ import msgspec
 from gpupoold.frontend.conversations import check_messages
 from gpupoold.frontend.errors import bad_request
 
-SCORING_PATHS = frozenset(
-    {"/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"},
-)
+SCORING_PATHS = frozenset({"/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"})
 POOLING_PATHS = SCORING_PATHS | {"/v1/embeddings", "/classify", "/pooling"}
 
 _CONVERSATION = re.compile(rb"\s*\[\s*\{")

@@ -52,11 +52,7 @@ from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.pacing import pacing, wanted_gap_s
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS
-from gpupoold.frontend.pooling_inputs import (
-    INPUTS_AT_ONCE,
-    pooling_inputs,
-    without_token_ids,
-)
+from gpupoold.frontend.pooling_inputs import INPUTS_AT_ONCE, pooling_inputs, without_token_ids
 from gpupoold.frontend.prompt_bounds import counting_prompts
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id

@@ -46,8 +46,7 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
         whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
         whole_out = Copy(scratch.host_address, scratch.address, scratch.num_bytes)
         return LinkBandwidth(
-            _best_of(device, Direction.IN, whole_in),
-            _best_of(device, Direction.OUT, whole_out),
+            _best_of(device, Direction.IN, whole_in), _best_of(device, Direction.OUT, whole_out)
         )
 
 

@@ -46,11 +46,7 @@ class Fetch:
     """Blocks on the way to the store."""
 
     def __init__(
-        self,
-        keys: Sequence[bytes],
-        tiers: Sequence[str],
-        copies: StoredBlocks,
-        job: Future[bool],
+        self, keys: Sequence[bytes], tiers: Sequence[str], copies: StoredBlocks, job: Future[bool]
     ) -> None:
         """``tiers`` are the tiers of the blocks."""
         self.keys = frozenset(keys)

@@ -21,9 +21,7 @@ class _Names:
 
 
 _VERSION_1 = _Names(
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_inactive_file", "total_active_file"),
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 )
 _VERSION_2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 

@@ -272,8 +272,7 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         if self._is_in_head:
             limit = f"{self.head_timeout_s:g} s"
             self.refuse(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"The request's headers did not arrive within {limit}.",
+                HTTPStatus.REQUEST_TIMEOUT, f"The request's headers did not arrive within {limit}."
             )
         elif self._is_idle:
             self.transport.close()

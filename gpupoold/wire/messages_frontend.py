@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from gpupoold.wire.base import Message
-from gpupoold.wire.records import (
-    FirstToken,
-    LoadedModel,
-    ModelToLoad,
-    RequestWait,
-    ServedModel,
-)
+from gpupoold.wire.records import FirstToken, LoadedModel, ModelToLoad, RequestWait, ServedModel
 
 
 class Reconfigure(Message):

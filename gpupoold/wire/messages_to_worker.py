@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from gpupoold.domain import Priority
 from gpupoold.wire.base import Message
-from gpupoold.wire.records import (
-    KvTransfer,
-    ModelToLoad,
-)
+from gpupoold.wire.records import KvTransfer, ModelToLoad
 
 
 class LoadModel(Message):

@@ -470,12 +470,7 @@ class TimedPoints:
 
 
 def fit_profile(
-    run: TimedPoints,
-    shape: ModelShape | None,
-    duration_s: float,
-    problem: str,
-    *,
-    generates: bool,
+    run: TimedPoints, shape: ModelShape | None, duration_s: float, problem: str, *, generates: bool
 ) -> Profile:
     """Fit the latency models; ``problem`` is a reason known before."""
     problems = [problem] if problem else []

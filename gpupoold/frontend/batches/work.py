@@ -453,12 +453,7 @@ def _take_lines(lines: Iterator[tuple[int, BatchLine]]) -> list[tuple[int, Batch
 
 
 def _problem(number: int, problem: LineProblem) -> dict[str, object]:
-    return {
-        "code": problem.code,
-        "message": str(problem),
-        "param": problem.param,
-        "line": number,
-    }
+    return {"code": problem.code, "message": str(problem), "param": problem.param, "line": number}
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:

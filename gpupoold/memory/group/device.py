@@ -27,11 +27,7 @@ class GroupDevice(Device):
     """
 
     def __init__(
-        self,
-        own: Device,
-        orders: OrderBook,
-        files: Sequence[Link],
-        num_pages: int,
+        self, own: Device, orders: OrderBook, files: Sequence[Link], num_pages: int
     ) -> None:
         """``files`` are links to threads that map and pin host memory.
 
@@ -206,13 +202,7 @@ class GroupDevice(Device):
             theirs.close()
         links = [ours for ours, _ in ends]
         return LeaderCopyStream(
-            number,
-            own,
-            links,
-            self._orders,
-            self.regions,
-            self._copy_fences,
-            self._fences.__next__,
+            number, own, links, self._orders, self.regions, self._copy_fences, self._fences.__next__
         )
 
 

@@ -57,11 +57,7 @@ class EngineAdapters:
     """
 
     def __init__(
-        self,
-        model: str,
-        runner: Any,
-        weights: WeightMemory | None,
-        ranks: OtherRanks | None = None,
+        self, model: str, runner: Any, weights: WeightMemory | None, ranks: OtherRanks | None = None
     ) -> None:
         self._model = model
         self._weights = weights

@@ -36,11 +36,7 @@ _WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorke
 
 
 def engine_config(
-    model: ModelToLoad,
-    *,
-    is_emulated: bool,
-    load_format: str | None = None,
-    num_ranks: int = 1,
+    model: ModelToLoad, *, is_emulated: bool, load_format: str | None = None, num_ranks: int = 1
 ) -> VllmConfig:
     """Return the configuration of a model on an emulated device or a GPU, or a group of these.
 

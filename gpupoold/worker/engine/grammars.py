@@ -27,12 +27,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from gpupoold.grammar_backends import (
-    compiled_bytes,
-    grammar_digest,
-    make_backend,
-    renew_compilers,
-)
+from gpupoold.grammar_backends import compiled_bytes, grammar_digest, make_backend, renew_compilers
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import GRAMMAR_NICENESS, lower_priority, trim_heap
 from gpupoold.worker.engine.bounded_grammars import (

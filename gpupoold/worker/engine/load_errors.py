@@ -82,16 +82,8 @@ _KNOWN = [
             "the quantization_config in config.json lacks {0}",
             "fetch the checkpoint again, or use another quantised version",
         ),
-        (
-            r"Cannot find any model weights with `(.+?)`",
-            "there are no weights in {0}",
-            _GONE,
-        ),
-        (
-            r"No such file or directory: [\"']?([^\"'\n]+)",
-            "the file {0} is missing",
-            _GONE,
-        ),
+        (r"Cannot find any model weights with `(.+?)`", "there are no weights in {0}", _GONE),
+        (r"No such file or directory: [\"']?([^\"'\n]+)", "the file {0} is missing", _GONE),
         (
             r"weights were not initialized from checkpoint: \{(.+?)\}",
             "the checkpoint lacks tensors: {0}",

@@ -11,12 +11,7 @@ import os
 import socket
 
 from gpupoold.errors import GpupoolError
-from gpupoold.system.process import (
-    WORKER_OOM_SCORE_ADJ,
-    begin_child,
-    importing,
-    raise_oom_score,
-)
+from gpupoold.system.process import WORKER_OOM_SCORE_ADJ, begin_child, importing, raise_oom_score
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import Inspect, Inspected, ToInspection
 from gpupoold.worker.environment import set_engine_environment

@@ -208,11 +208,7 @@ class VllmModelApi:
         vetting: GrammarVetting,
         on_prefilled: Callable[[str, int], None],
     ) -> None:
-        """May take some 100 ms and is meant for a worker thread.
-
-        Raises:
-            Exception: whatever vLLM says about the model.
-        """
+        """May take some 100 ms and is meant for a worker thread."""
         keep_grammars_off_the_loop()
         bound_rendering()
         self._args = _arguments(model, loaded)
@@ -416,9 +412,6 @@ async def build_model_api(
     """Build a model's API in a thread; one call at a time.
 
     ``on_prefilled`` gets each request's id and its cached prompt tokens.
-
-    Raises:
-        Exception: any error of vLLM about the model.
     """
     return await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting, on_prefilled)
 

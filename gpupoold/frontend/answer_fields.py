@@ -219,7 +219,6 @@ def _content_type(start: Any) -> bytes:
 
 
 def _objects(value: Any, place: list[str]) -> Iterator[Object]:
-    """Yield the objects at a place."""
     if not place:
         if isinstance(value, dict):
             yield value

@@ -75,11 +75,7 @@ class Caller:
         return max_live if of_key is None else min(of_key, max_live)
 
     def check_metrics(self) -> None:
-        """Check that the caller may read the metrics, which cover all models.
-
-        Raises:
-            ApiError: 403.
-        """
+        """Check that the caller may read the metrics, which cover all models."""
         if self.models:
             raise not_permitted("This API key is for some models, and the metrics are of all.")
 

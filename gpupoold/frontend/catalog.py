@@ -14,7 +14,6 @@ import msgspec
 
 from gpupoold.domain import ModelState
 from gpupoold.frontend.errors import (
-    ApiError,
     NotYet,
     bad_request,
     no_such_model,
@@ -94,7 +93,11 @@ class Catalog:
         models = [model for model in self._in(scope) if not model.parent]
         if len(models) == 1:
             return models[0]
-        raise _model_missing(len(models))
+        raise bad_request(
+            f"The request names no `model` and {len(models)} models are registered; "
+            "GET /v1/models lists them.",
+            param="model",
+        )
 
     def _in(self, scope: Scope) -> list[ServedModel]:
         return [model for model in self._models.values() if _is_in(model, scope)]
@@ -129,14 +132,6 @@ def model_row(model: ServedModel) -> dict[str, object]:
     if model.reason:
         row["reason"] = model.reason
     return row
-
-
-def _model_missing(num_models: int) -> ApiError:
-    return bad_request(
-        f"The request names no `model` and {num_models} models are registered; "
-        "GET /v1/models lists them.",
-        param="model",
-    )
 
 
 @dataclass(slots=True)

@@ -83,9 +83,6 @@ def check_host(headers: Headers, permitted: Permitted) -> None:
 
     ``Host`` must be a loopback address, ``localhost`` or one of ``host_names`` (lower case). A
     request without ``Host`` (HTTP/1.0) does not come from a browser.
-
-    Raises:
-        ApiError: 421.
     """
     for name, value in headers:
         text = value.decode("latin-1").strip()
@@ -99,9 +96,6 @@ def check_origin(headers: Headers, permitted: Permitted) -> None:
     The host of ``Origin``, if present, must be as for :func:`check_host`, or the origin one of
     ``allowed_origins``. Origins of schemes other than HTTP belong to desktop programs and are
     accepted.
-
-    Raises:
-        ApiError: 403.
     """
     for name, value in headers:
         text = value.decode("latin-1").strip()

@@ -152,7 +152,10 @@ def bound_media(renderer: Any) -> None:
                 return await render(*args, **kwargs)
             except VLLMValidationError as error:
                 if too_many := _TOO_MANY.search(str(error)):
-                    raise _beyond(too_many[1], too_many[2]) from error
+                    if too_many[2] in ("audio", "video"):
+                        raise _not_served(too_many[2]) from error
+                    text = f"A prompt may have at most {too_many[1]} images (limits.max_images)."
+                    raise VLLMValidationError(text, parameter="image_url") from error
                 raise
 
     renderer._mm_executor.submit(lower_priority, _NICENESS)
@@ -175,13 +178,6 @@ def count_features(prompt: Any, num_samples: int) -> None:
     except ApiError as error:
         refuse(error)
         raise VLLMValidationError(error.message, parameter="image_url") from error
-
-
-def _beyond(limit: str, modality: str) -> VLLMValidationError:
-    if modality in ("audio", "video"):
-        return _not_served(modality)
-    text = f"A prompt may have at most {limit} images (limits.max_images)."
-    return VLLMValidationError(text, parameter="image_url")
 
 
 def _not_served(modality: str) -> VLLMValidationError:

@@ -54,11 +54,7 @@ class MetricsCalls:
         return asked
 
     async def serve(self, send: Send, *, with_body: bool) -> None:
-        """Answer a ``GET``, or without the body a ``HEAD``, of ``/metrics``.
-
-        Raises:
-            ApiError: see :meth:`text`.
-        """
+        """Answer a ``GET``, or without the body a ``HEAD``, of ``/metrics``."""
         text = await self.text()
         length = (b"content-length", str(len(text)).encode())
         headers = [(b"content-type", _CONTENT_TYPE), length]

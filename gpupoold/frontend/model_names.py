@@ -26,11 +26,9 @@ def name_as_requested(models: Any) -> None:
 
     vLLM names an alias's model, of which a preset is one here.
     """
-    models.model_name = _requested(models.model_name)
+    name_of: Callable[..., str] = models.model_name
 
-
-def _requested(name_of: Callable[..., str]) -> Callable[..., str]:
     def requested(lora_request: Any = None) -> str:
         return _current.get() or name_of(lora_request)
 
-    return requested
+    models.model_name = requested

@@ -57,7 +57,8 @@ def bound_pooling(state: Any, max_model_len: int, refused: Raise) -> None:
 
 def why_too_long(inputs: Sequence[Mapping[str, Any]], max_model_len: int) -> str:
     """Return why the texts of vLLM's inputs for a context are refused, or ""."""
-    num_padded = sum(_is_padded(one) for one in inputs)
+    settings = (prompt.get("tok_params") for prompt in inputs)
+    num_padded = sum(getattr(found, "pad_prompt_tokens", None) is not None for found in settings)
     if num_padded * max_model_len > max(MAX_PROMPT_TOKENS, max_model_len):
         return (
             f"{num_padded:,} inputs padded to {max_model_len:,} tokens have more than "
@@ -79,10 +80,6 @@ def why_too_long(inputs: Sequence[Mapping[str, Any]], max_model_len: int) -> str
         f"The texts of this request have {total:,} characters, a query counted once per document, "
         f"more than {_MAX_CHARS:,}. Send fewer documents at once."
     )
-
-
-def _is_padded(one: Mapping[str, Any]) -> bool:
-    return getattr(one.get("tok_params"), "pad_prompt_tokens", None) is not None
 
 
 def _texts(one: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpupoold.engine_options.defaults import LIMITS
 from gpupoold.frontend.conversations import BATCH_PATH, check_conversation, is_long_conversation
-from gpupoold.frontend.errors import ApiError, bad_request
+from gpupoold.frontend.errors import bad_request
 from gpupoold.frontend.grammars.bounds import GrammarFields, OverBound, check_fields
 from gpupoold.frontend.pooling_bodies import (
     POOLING_PATHS,
@@ -144,23 +144,15 @@ def check_num_requests(head: Head, bound: int) -> None:
         ApiError: 400; the request asks for more answers than ``bound``.
     """
     if head.num_requests > bound and not head.is_pooling:
-        raise _too_many(head, bound)
-
-
-def _too_many(head: Head, bound: int) -> ApiError:
-    return bad_request(
-        f"The request asks for {head.num_requests:,} answers ({head.num_prompts:,} prompts, "
-        f"`n` = {head.num_samples}), more than the {bound:,} that may be live at once.",
-        param="n",
-    )
+        raise bad_request(
+            f"The request asks for {head.num_requests:,} answers ({head.num_prompts:,} prompts, "
+            f"`n` = {head.num_samples}), more than the {bound:,} that may be live at once.",
+            param="n",
+        )
 
 
 def _num_samples(value: object) -> int:
-    """Return ``n`` as vLLM reads the value; a value that vLLM refuses counts as 1.
-
-    Raises:
-        ApiError: 400; ``n`` is too large.
-    """
+    """Return ``n`` as vLLM reads the value; a value that vLLM refuses counts as 1."""
     try:
         number = int(value) if isinstance(value, int | float | str) else 1
     except (ValueError, OverflowError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -109,12 +109,10 @@ def sending_id(send: Send, ids: RequestIds) -> Send:
 
     async def send_with_id(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            headers = _without_id(message.get("headers", ()))
+            headers = [
+                header for header in message.get("headers", ()) if header[0].lower() != _HEADER
+            ]
             message = {**message, "headers": [*headers, (_HEADER, ids.http_id.encode())]}
         await send(message)
 
     return send_with_id
-
-
-def _without_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [header for header in headers if header[0].lower() != _HEADER]

@@ -48,7 +48,7 @@ from gpupoold.frontend.logprob_bounds import counting_logprobs
 from gpupoold.frontend.media import NUM_DECODING, bounding_images
 from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.model_names import answering_as
-from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
+from gpupoold.frontend.mounts import Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.pacing import pacing, wanted_gap_s
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS
@@ -225,11 +225,7 @@ class Router:
             await send_json(send, status, body, with_body=with_body)
 
     def _permitted(self, scope: Scope) -> Caller:
-        """Return the caller of a request that may be answered.
-
-        Raises:
-            ApiError: 401, 403, 421 or 503.
-        """
+        """Return the caller of a request that may be answered."""
         headers, path = scope["headers"], scope["path"]
         if path in OPEN_PATHS:
             return Caller()
@@ -296,7 +292,9 @@ class Router:
             scope = with_id(scope, ids, body_has_id=head.has_id)
             model, mount = await self._lookup.find(head.model, caller.models)
             traced.model = model.name
-            _check_served(mount, path)
+            served = mount.api.paths & ROUTED_PATHS
+            if path not in served:
+                raise not_of_this_kind(mount.name, path, sorted(served))
             if model.preset is not None:
                 body = _with_defaults(body, model.preset, path, holding)
             max_live = caller.max_requests(bounds.max_live_requests)
@@ -339,17 +337,6 @@ def _with_defaults(body: bytes, preset: Preset, path: str, holding: BodyHolding)
     filled = msgspec.json.encode(with_defaults(fields, preset.defaults, path))
     holding.add(max(0, len(filled) - len(body)))
     return filled
-
-
-def _check_served(mount: Mount, path: str) -> None:
-    """Check that a model has the API of ``path``.
-
-    Raises:
-        ApiError: 400; the model is of another kind.
-    """
-    served = mount.api.paths & ROUTED_PATHS
-    if path not in served:
-        raise not_of_this_kind(mount.name, path, sorted(served))
 
 
 def _is_served(path: str) -> bool:

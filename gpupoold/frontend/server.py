@@ -329,13 +329,11 @@ class FrontendServer:
             if isinstance(message, ServeModel):
                 self._channel.send(await self._mount(adapter, message))
             else:
-                self._unmount(message.name)
-
-    def _unmount(self, name: str) -> None:
-        try:
-            self._mounts.unmount(name, f"the model {name} is no longer served")
-        except Exception:
-            logger.exception("unmounting %s", name)
+                name = message.name
+                try:
+                    self._mounts.unmount(name, f"the model {name} is no longer served")
+                except Exception:
+                    logger.exception("unmounting %s", name)
 
     async def _load_adapter(self) -> Any:
         """Return the adapter module, or the error for every ``ServeModel``."""

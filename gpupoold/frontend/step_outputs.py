@@ -50,7 +50,7 @@ def join_steps(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
         for output in step.outputs:
             request_id = output.request_id
             earlier = with_tokens_only.get(request_id)
-            if not _has_only_tokens(output):
+            if any(value is not None for value in _beside_tokens(output)):
                 with_tokens_only.pop(request_id, None)
             elif earlier is None:
                 with_tokens_only[request_id] = output
@@ -72,10 +72,6 @@ _beside_tokens = operator.attrgetter(
         - {"request_id", "new_token_ids", "finish_reason", "stop_reason", "num_nans_in_logits"}
     )
 )
-
-
-def _has_only_tokens(output: EngineCoreOutput) -> bool:
-    return all(value is None for value in _beside_tokens(output))
 
 
 def put_in_a_row(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:

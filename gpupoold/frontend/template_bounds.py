@@ -131,11 +131,7 @@ def _bounded_operation(
     left: Any,
     right: Any,
 ) -> Any:
-    """Return the result of an operation of a template.
-
-    Raises:
-        SecurityError: the result is an integer of too many bits.
-    """
+    """Return the result of an operation of a template."""
     if isinstance(left, int) and isinstance(right, int):
         num_bits = left.bit_length()
         num_bits = num_bits * right if operator == "**" else num_bits + right.bit_length()
@@ -145,11 +141,7 @@ def _bounded_operation(
 
 
 def _round(value: float, precision: int = 0, method: Any = "common") -> float:
-    """Round as Jinja's filter, which computes a power of the precision.
-
-    Raises:
-        SecurityError: the precision is too large.
-    """
+    """Round as Jinja's filter, which computes a power of the precision."""
     if abs(precision) > _MAX_DECIMALS:
         raise SecurityError("the chat template rounds to too many decimals")
     return filters.do_round(value, precision, method)

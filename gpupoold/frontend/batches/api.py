@@ -60,11 +60,7 @@ class ExpiresAfter(msgspec.Struct):
     seconds: int
 
     def check(self, param: str) -> None:
-        """Check the values.
-
-        Raises:
-            ApiError: 400.
-        """
+        """Check the values."""
         if self.anchor != "created_at":
             raise bad_request("The anchor of an expiry is `created_at`.", f"{param}.anchor")
         if not _MIN_KEPT_S <= self.seconds <= _MAX_KEPT_S:
@@ -73,11 +69,7 @@ class ExpiresAfter(msgspec.Struct):
 
 
 def expiry_of_form(form: FormData) -> ExpiresAfter | None:
-    """Return the fields ``expires_after[...]`` of a form, None without any.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Return the fields ``expires_after[...]`` of a form, None without any."""
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
@@ -102,11 +94,7 @@ class Page(NamedTuple):
 
 
 def read_page(scope: Scope, *, max_limit: int, default: int) -> Page:
-    """Return the parameters of a list.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Return the parameters of a list."""
     try:
         found = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16)
         limit = int(found.get("limit", [str(default)])[-1][:10])
@@ -209,11 +197,7 @@ class BatchApi:
         self._check_account(account, await self._store.num_bytes() + num_bytes)
 
     def _check_account(self, account: Account, num_bytes_of_all: int) -> None:
-        """Check that an owner, and all owners together, have no more than allowed.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Check that an owner, and all owners together, have no more than allowed."""
         bounds = self._bounds
         for had, bound, what in (
             (account.num_bytes, bounds.max_key_bytes, "Your files, batches and results: bytes"),
@@ -307,11 +291,7 @@ class BatchApi:
 
 
 def _checked(asked: _NewBatch) -> float:
-    """Return the completion window of a valid batch in seconds.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Return the completion window of a valid batch in seconds."""
     if asked.endpoint not in ENDPOINTS:
         text = f"The endpoint of a batch is one of {', '.join(sorted(ENDPOINTS))}."
         raise bad_request(text, param="endpoint")

@@ -89,11 +89,7 @@ async def _read(request: Request) -> FormData:
 
 
 def _with_boundary_only(scope: Scope) -> Scope:
-    """Return the request with a content type that has no parameter but the boundary.
-
-    Raises:
-        ApiError: 400; the body is no form.
-    """
+    """Return the request with a content type that has no parameter but the boundary."""
     types = [value for name, value in scope["headers"] if name == b"content-type"]
     found = types[-1] if types and len(types[-1]) <= _MAX_CONTENT_TYPE_BYTES else b""
     kind, options = parse_options_header(found)
@@ -123,7 +119,11 @@ def _bounded(receive: Receive, max_bytes: int, clock: Callable[[], float]) -> Re
             async with asyncio.timeout(limit_s - clock()):
                 message = await receive()
         except TimeoutError:
-            raise _too_slow(num_bytes) from None
+            text = (
+                f"The file arrives too slowly: {num_bytes:,} bytes. An upload may take "
+                f"{BODY_TIMEOUT_S:g} s and a second for each {_MIN_BYTES_PER_S:,} bytes."
+            )
+            raise ApiError(408, "RequestTimeoutError", text) from None
         if message["type"] == "http.disconnect":
             raise Disconnected
         num_bytes += len(message.get("body", b""))
@@ -132,12 +132,3 @@ def _bounded(receive: Receive, max_bytes: int, clock: Callable[[], float]) -> Re
         return message
 
     return receive_bounded
-
-
-def _too_slow(num_bytes: int) -> ApiError:
-    return ApiError(
-        408,
-        "RequestTimeoutError",
-        f"The file arrives too slowly: {num_bytes:,} bytes. An upload may take {BODY_TIMEOUT_S:g} "
-        f"s and a second for each {_MIN_BYTES_PER_S:,} bytes.",
-    )

@@ -28,7 +28,7 @@ from gpupoold.frontend.batches.input_file import (
     lines_of,
 )
 from gpupoold.frontend.batches.limits import BatchBounds
-from gpupoold.frontend.batches.stored_files import NewFile, StoredFiles, new_id
+from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.places import Places
 
@@ -217,7 +217,6 @@ class BatchWorker:
                 await asyncio.sleep(_ROOM_S)
 
     async def _has_room(self, owner: str) -> bool:
-        """Return whether results of an owner may be stored."""
         bounds = self._bounds
         if (await self._store.account(owner)).num_bytes >= bounds.max_key_bytes:
             return False
@@ -303,8 +302,13 @@ class BatchWorker:
         """Write the results that belong into one file; return None without results."""
         file = await asyncio.to_thread(self._files.begin)
         try:
-            await self._write_results(file, row, has_failed=purpose == "batch_error")
-            if status == "expired" and purpose == "batch_error":
+            has_failed, after = purpose == "batch_error", -1
+            while page := await self._store.results(
+                row.id, has_failed=has_failed, after_line=after
+            ):
+                await asyncio.to_thread(file.write_lines, [result.body for result in page])
+                after = page[-1].line
+            if status == "expired" and has_failed:
                 async for _, line in self._open_lines(row):
                     file.write_lines([expired_line(line.custom_id)])
             if not file.num_bytes:
@@ -318,12 +322,6 @@ class BatchWorker:
         now, kept_s = int(time.time()), row.output_expires_after_s
         expires_at = None if kept_s is None else now + kept_s
         return FileRow(file.id, row.owner, purpose, name, file.num_bytes, now, expires_at)
-
-    async def _write_results(self, file: NewFile, row: BatchRow, *, has_failed: bool) -> None:
-        after = -1
-        while page := await self._store.results(row.id, has_failed=has_failed, after_line=after):
-            await asyncio.to_thread(file.write_lines, [one.body for one in page])
-            after = page[-1].line
 
 
 @dataclass(slots=True)

@@ -195,16 +195,11 @@ def fork_checker(log_level: str) -> RunningChecker:
     return RunningChecker(ours, pid)
 
 
-def _close_others(kept_fd: int) -> None:
-    """Close the frontend's descriptors: its channel and the listening socket."""
-    os.closerange(3, kept_fd)
-    os.closerange(kept_fd + 1, os.sysconf("SC_OPEN_MAX"))
-
-
 def run(sock: socket.socket, log_level: str, parent_pid: int) -> None:
     """Check grammars until the frontend is gone."""
     begin_child("grammar-checker", log_level, parent_pid)
-    _close_others(sock.fileno())
+    os.closerange(3, sock.fileno())  # the frontend's channel and listening socket
+    os.closerange(sock.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A malloc arena per thread reserves address space, which counts towards the child's limit.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

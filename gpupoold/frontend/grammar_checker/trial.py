@@ -102,11 +102,7 @@ def _verdict(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
 
 
 def _compile(prepared: Prepared, parts: dict[str, Any]) -> str:
-    """Return the backend that vLLM chooses for the grammar.
-
-    Raises:
-        Exception: the grammar cannot be used.
-    """
+    """Return the backend that vLLM chooses for the grammar."""
     sampling = SamplingParams(structured_outputs=StructuredOutputsParams(**parts))
     config = prepared.config
     sampling._validate_structured_outputs(
@@ -123,11 +119,7 @@ def _compile(prepared: Prepared, parts: dict[str, Any]) -> str:
 
 
 def _refuse_doubled_rules(structured: StructuredOutputsParams) -> None:
-    """Check the kinds of grammars whose rules a client may write.
-
-    Raises:
-        ValueError: a rule derives itself twice in a row.
-    """
+    """Check the kinds of grammars whose rules a client may write."""
     text = structured.grammar
     if text is not None:
         is_lark = grammar_is_likely_lark(text)

@@ -225,7 +225,7 @@ class GrammarVetting:
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        self._keep(_reap(process))
+        self._keep(process.wait())
         _logger.warning("the grammar checker has been started as process %d", process.pid)
         return RunningChecker(ours, process.pid, is_forked=False)
 
@@ -253,7 +253,3 @@ class GrammarVetting:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _reap(process: asyncio.subprocess.Process) -> None:
-    await process.wait()

@@ -113,7 +113,8 @@ class AddressRange:
             fewer = [0] * len(pages) if is_last else [count - 1 for count in held]
             self._holders[pages.start : pages.stop] = fewer
             for span in self._spans(pages, mapped=False):
-                gone.append((span, _as_runs(self._physical[span.start : span.stop])))
+                physical = as_ranges(self._physical[span.start : span.stop])
+                gone.append((span, [PageRun(run.start, len(run)) for run in physical]))
         if not gone:
             return
         mappings = [(self._page_address(span.start), runs) for span, runs in gone]
@@ -147,7 +148,3 @@ class AddressRange:
         if not mapped and not any(self._holders[pages.start : pages.stop]):
             return [pages]  # the usual case: a whole weight address range
         return as_ranges([page for page in pages if bool(self._holders[page]) == mapped])
-
-
-def _as_runs(physical: list[int]) -> list[PageRun]:
-    return [PageRun(span.start, len(span)) for span in as_ranges(physical)]

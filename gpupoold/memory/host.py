@@ -254,9 +254,6 @@ class KvHostCache:
         """Return an estimate of the number of blocks of ``block_bytes`` for one new slot.
 
         Too high if evictions of prefixes with blocks of other sizes free no whole slabs.
-
-        Raises:
-            ValueError: a block has no bytes.
         """
         free = self._slabs.num_free_blocks(block_bytes)
         if self.prefixes is None:
@@ -267,9 +264,6 @@ class KvHostCache:
         """Evict prefixes until a slot has room, as far as possible.
 
         Returns the number of blocks of ``block_bytes`` that have room.
-
-        Raises:
-            ValueError: a block has no bytes.
         """
         while (free := self._slabs.num_free_blocks(block_bytes)) < num_blocks:
             if self.prefixes is None or not self.prefixes.evict_oldest():

@@ -357,11 +357,7 @@ class KvMemory(KvExtents):
             self._busy.pop(self, None)
 
     def _finish(self, group: Group, transfer: Transfer) -> list[int]:
-        """Wait for a group's transfer; return the extents whose pages to drop.
-
-        Raises:
-            Exception: a copy failed.
-        """
+        """Wait for a group's transfer; return the extents whose pages to drop."""
         is_leaving = group.place is Place.LEAVING
         try:
             transfer.wait()

@@ -50,11 +50,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
-    """Call ``mmap(2)`` without the GIL.
-
-    Raises:
-        OSError: with the errno of the call.
-    """
+    """Call ``mmap(2)`` without the GIL."""
     result: int | None = _libc().mmap(address, num_bytes, prot, flags, fd, offset)
     if result is None or result == _MAP_FAILED:
         raise _error(f"mmap of {num_bytes} bytes")
@@ -67,11 +63,7 @@ def munmap(address: int, num_bytes: int) -> None:
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> None:
-    """Call ``madvise(2)`` without the GIL.
-
-    Raises:
-        OSError: with the errno of the call.
-    """
+    """Call ``madvise(2)`` without the GIL."""
     if _libc().madvise(address, num_bytes, advice) != 0:
         raise _error(f"madvise of {num_bytes} bytes")
 

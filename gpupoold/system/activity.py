@@ -13,7 +13,7 @@ import mmap
 import os
 import queue
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -167,15 +167,14 @@ class ThreadSlot:
         num_requests = _ALL
         if ids is not None and len(ids) <= _MAX_REQUESTS:
             num_requests = len(ids)
-            digests = self._digests_of(ids)
+            known = self._digests
+            self._digests = {
+                request_id: known.get(request_id) or digest(request_id) for request_id in ids
+            }
+            digests = self._digests.values()
             struct.pack_into(f"<{num_requests}Q", self._memory, self._at + _REQUESTS_AT, *digests)
         self._memory[self._at + _NAME_AT : self._at + _NAME_AT + len(name)] = name
         _HEADER.pack_into(self._memory, self._at, ThreadPhase.IDLE, len(name), num_requests)
-
-    def _digests_of(self, ids: Collection[str]) -> Iterable[int]:
-        known = self._digests
-        self._digests = {one: known.get(one) or digest(one) for one in ids}
-        return self._digests.values()
 
 
 class ActivityPage:

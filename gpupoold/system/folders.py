@@ -63,13 +63,10 @@ def hint_to_read(path: Path) -> str:
     for folder in reversed(path.absolute().parents):
         if os.path.isdir(folder) and not os.access(folder, os.X_OK):
             return f"let the daemon's user enter {folder}: setfacl -m u:{_user()}:x {folder}"
-    if os.path.exists(path) and not os.access(path, _needed_to_read(path)):
+    needed = os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK
+    if os.path.exists(path) and not os.access(path, needed):
         return f"let the daemon's user read {path}: setfacl -R -m u:{_user()}:rX {path}"
     return ""
-
-
-def _needed_to_read(path: Path) -> int:
-    return os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK
 
 
 def _user() -> str:

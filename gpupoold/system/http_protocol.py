@@ -154,7 +154,9 @@ class BoundedHttp(HttpToolsProtocol, ABC):
                 raise Unserved("This server is no proxy: CONNECT is not served.")
             return  # the head is parsed again without the upgrade
         if not self.url.startswith((b"/", b"*")):
-            self._take_host_of_url()
+            host = urlsplit(self.url).netloc.rpartition(b"@")[2]
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+            self.headers.append((b"host", host))
         super().on_headers_complete()
         self._stop_head_timer()
         self._is_in_head, self._is_in_body = False, True
@@ -229,11 +231,6 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         kept = [header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
         return b"\r\n".join([*lines, *(b": ".join(header) for header in kept), b"", b""])
-
-    def _take_host_of_url(self) -> None:
-        host = urlsplit(self.url).netloc.rpartition(b"@")[2]
-        self.headers[:] = [header for header in self.headers if header[0] != b"host"]
-        self.headers.append((b"host", host))
 
     def _check_framing(self, num_bytes: int) -> None:
         """Count a read of ``num_bytes`` outside of bodies; refuse too much, or start the timer."""

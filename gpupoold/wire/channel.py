@@ -58,11 +58,7 @@ class _Descriptors:
             self._groups.append((deque(fds), is_whole))
 
     def take(self) -> int:
-        """Return the next descriptor, owned by the caller.
-
-        Raises:
-            DescriptorsLost: the descriptor and the rest of its message's did not arrive.
-        """
+        """Return the next descriptor, owned by the caller."""
         fds, is_whole = self._groups[0]
         if not fds:
             self._groups.popleft()
@@ -187,7 +183,7 @@ class AsyncChannel(Generic[T]):
         while self._outgoing:
             view, fds = self._outgoing[0]
             try:
-                sent = _send_some(self._sock, view, fds)
+                sent = socket.send_fds(self._sock, [view], fds) if fds else self._sock.send(view)
             except BlockingIOError:
                 self._loop.add_writer(self._sock.fileno(), self._flush)
                 return
@@ -295,12 +291,6 @@ def _duplicates(fds: Sequence[int]) -> list[int]:
         _close_all(made)
         raise
     return made
-
-
-def _send_some(sock: socket.socket, view: memoryview, fds: list[int]) -> int:
-    if fds:
-        return socket.send_fds(sock, [view], fds)
-    return sock.send(view)
 
 
 def _close_all(fds: list[int] | deque[int]) -> None:

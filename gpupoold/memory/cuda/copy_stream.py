@@ -61,7 +61,9 @@ class CudaCopyStream:
         return self._num_fences
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        self._bind_thread()
+        if not self._is_bound:
+            self._driver.bind_thread()
+            self._is_bound = True
         self._pass_fences(after)
         parts = [part for copy in copies for part in self._parts(copy)]
         if self._can_batch and len(parts) > 1:
@@ -96,11 +98,6 @@ class CudaCopyStream:
         for event in (*fences, *batches, *pooled):
             self._driver.destroy_event(event)
         self._driver.destroy_stream(self._stream)
-
-    def _bind_thread(self) -> None:
-        if not self._is_bound:
-            self._driver.bind_thread()
-            self._is_bound = True
 
     def _pass_fences(self, last: int) -> None:
         """Make the stream wait for all fences up to ``last``.

@@ -303,10 +303,7 @@ class BindingsDriver:
         except RuntimeError as error:  # the bindings find no driver library
             raise CudaError(name, "no CUDA driver", str(error)) from error
         if int(status) != 0:
-            raise CudaError(name, *self._describe(status))
+            _, text = self._driver.cuGetErrorString(status)
+            message = text.decode() if text else "the driver has no text for this error"
+            raise CudaError(name, str(status.name), message)
         return results[0] if len(results) == 1 else results
-
-    def _describe(self, status: Any) -> tuple[str, str]:
-        _, text = self._driver.cuGetErrorString(status)
-        message = text.decode() if text else "the driver has no text for this error"
-        return str(status.name), message

@@ -229,7 +229,6 @@ def _weights(
 def _all_tensors(
     path: Path, files: Iterable[str], remote: RemoteWeights | None
 ) -> dict[str, tuple[TensorEntry, ...]]:
-    """Return the tensors of each file."""
     tensors: dict[str, tuple[TensorEntry, ...]] = {}
     num_tensors = 0
     for name in files:

@@ -20,7 +20,7 @@ def drafter_elements(engine: Mapping[str, str], model: Path | None = None) -> di
         Refused: a weight file of the drafter is damaged, or the folder has no weights.
     """
     method, folder = drafter_of(engine)
-    if folder is None or (_is_mtp(method) and _is_same(folder, model)):
+    if folder is None or (_is_mtp(method) and model and folder.resolve() == model.resolve()):
         return {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -57,7 +57,3 @@ def _text(config: dict[str, object], key: str) -> str | None:
 def _is_mtp(method: str | None) -> bool:
     """Return whether vLLM reads a module for MTP: ``mtp``, or a family's older name."""
     return method is not None and (method == "mtp" or method.endswith("_mtp"))
-
-
-def _is_same(folder: Path, model: Path | None) -> bool:
-    return model is not None and folder.resolve() == model.resolve()

@@ -111,12 +111,8 @@ def _layer(shape: ModelShape, index: int, qkv_bias: bool) -> Iterator[DummyTenso
         yield DummyTensor(f"{prefix}{name}.weight", (hidden,))
 
 
-def _family(shape_name: str) -> _Family:
-    return _QWEN2 if shape_name.startswith("Qwen") else _LLAMA
-
-
 def _write(folder: Path, shape_name: str, shape: ModelShape) -> None:
-    family = _family(shape_name)
+    family = _QWEN2 if shape_name.startswith("Qwen") else _LLAMA
     tensors = tensors_of(shape, qkv_bias=family.qkv_bias)
     write_tokenizer(folder)
     _write_hole(folder / _WEIGHT_FILE, tensors)

@@ -121,18 +121,16 @@ class Fetcher:
             self._sources.drop()
             self._start_over(part)
             self._grow(file, part)
-            self._require_intact(file, part)
+            if not self._is_intact(file, part):
+                part.unlink()
+                raise Failed(
+                    f"{file.path} of {self._hub.repo_id} arrived damaged twice "
+                    "(its checksum is wrong)",
+                    "try again; if it happens again, suspect the disk or a proxy",
+                )
         target = self._target_dir / file.path
         target.parent.mkdir(exist_ok=True)
         durable.replace(part, target)
-
-    def _require_intact(self, file: HubFile, part: Path) -> None:
-        if not self._is_intact(file, part):
-            part.unlink()
-            raise Failed(
-                f"{file.path} of {self._hub.repo_id} arrived damaged twice (its checksum is wrong)",
-                "try again; if it happens again, suspect the disk or a proxy",
-            )
 
     def _grow(self, file: HubFile, part: Path) -> None:
         """Append to the partial file until complete, with retries."""

@@ -44,11 +44,7 @@ def remote_weights(checkpoint: Path) -> RemoteWeights | None:
 
 
 def fetch_headers(hub: Hub, manifest: Manifest, checkpoint: Path, stop: threading.Event) -> None:
-    """Fetch the header of each safetensors file of a download. Pickles have no header.
-
-    Raises:
-        GpupoolError: the hub's reason.
-    """
+    """Fetch the header of each safetensors file of a download. Pickles have no header."""
     folder = checkpoint / HEADERS_FOLDER
     folder.mkdir(exist_ok=True)
     files = [file for file in _weights(manifest) if file.path.endswith(".safetensors")]

@@ -133,11 +133,7 @@ def _certificates() -> ssl.SSLContext:
 
 
 def _whole(response: httpx.Response) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        Interrupted: the body is too long for a list of files.
-    """
+    """Return the body of an answer."""
     body = bytearray()
     for part in response.iter_bytes():
         body += part

@@ -118,7 +118,10 @@ def _parse_header(path: Path, text: bytes) -> dict[str, object]:
         if sum(map(text.count, (b",", b"[", b"{"))) > 10 * MAX_TENSORS:
             raise ValueError(f"more than {MAX_TENSORS:,} tensors")
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
-        _check_metadata(header.pop("__metadata__", None))
+        metadata = header.pop("__metadata__", None)
+        is_table = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+        if metadata is not None and not is_table:
+            raise ValueError("__metadata__ is not a table of texts")
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"the header is not readable: {error}") from error
     return dict(header)
@@ -129,13 +132,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(keys) != len(pairs):
         raise ValueError("a name occurs twice")
     return keys
-
-
-def _check_metadata(metadata: object) -> None:
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError("__metadata__ is not a table of texts")
 
 
 def _tensor(name: str, entry: object, data_bytes: int) -> TensorEntry:

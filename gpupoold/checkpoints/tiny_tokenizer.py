@@ -56,7 +56,8 @@ def write_tokenizer(folder: Path) -> list[int]:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train(_training_files(), trainer)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_NUM_TRAINING_FILES]
+    tokenizer.train(list(map(str, files)), trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in _TOOL_TAGS])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE.strip())
@@ -69,11 +70,6 @@ def write_tokenizer(folder: Path) -> list[int]:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return [i for i in range(VOCAB_SIZE) if not _is_plain(tokenizer.decode([i]))]
-
-
-def _training_files() -> list[str]:
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return [str(file) for file in files[:_NUM_TRAINING_FILES]]
 
 
 def _is_plain(text: str) -> bool:

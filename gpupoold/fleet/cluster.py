@@ -22,7 +22,6 @@ from gpupoold.errors import Failed, Refused
 
 NAMESPACE = "gpupool"
 CONTROLLER = "controller"
-DEFAULT_PORT = 6379
 NODE_FILE = "fleet-node.json"
 MISSING = "the fleet needs Ray: pip install 'gpupool[fleet]'"
 _START_TIMEOUT_S = 90.0
@@ -151,11 +150,7 @@ def _folder(head_port: int) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder for this user alone.
-
-    Raises:
-        Failed: the folder belongs to a different user.
-    """
+    """Create a folder for this user alone."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink():

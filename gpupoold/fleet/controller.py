@@ -314,14 +314,10 @@ class Controller:
         spec = self._stored.models.get(change.model)
         request = None
         if spec is not None and change.kind == "add":
-            request = spec.request.model_copy(update={"peers": self._peers_with(change.model)})
+            peers = [node.url for node in self._seen() if node.serves(change.model)][:MAX_PEERS]
+            request = spec.request.model_copy(update={"peers": peers})
         _logger.info("%s %s on %s: %s", change.kind, change.model, change.node, change.why)
         await self._ask_to(change.node, Order(change.kind, change.model, request))
-
-    def _peers_with(self, model: str) -> list[str]:
-        """Return the addresses of nodes that may have the checkpoint of a model."""
-        urls = [one.url for one in self._seen() if one.serves(model)]
-        return urls[:MAX_PEERS]
 
     def _seen(self) -> list[Node]:
         """Return the nodes that are not lost; orders to a lost node would hold up the round."""

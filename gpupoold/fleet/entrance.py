@@ -179,7 +179,10 @@ class Entrance:
         path, method = scope["path"], scope["method"]
         try:
             if path in ROUTED_PATHS and method == "POST":
-                await self._route(scope, receive, send)
+                with self._holding() as hold:
+                    body = await read_body(receive, send, hold)
+                    if body is not None:
+                        await self._route(scope, receive, send, body)
             elif path == "/v1/models" and method in ("GET", "HEAD"):
                 await self._list_models(scope, send)
             elif path in ("/health", "/ready") and method in ("GET", "HEAD"):
@@ -239,12 +242,6 @@ class Entrance:
             text = f"{node.name} does not answer: {error or type(error).__name__}"
             return NodeFailed(503, error_body(503, text), ())
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._holding() as hold:
-            body = await read_body(receive, send, hold)
-            if body is not None:
-                await self._route_body(scope, receive, send, body)
-
     @contextlib.contextmanager
     def _holding(self) -> Iterator[Callable[[int], bool]]:
         """Yield a function to hold further bytes in the context; False means too many."""
@@ -263,7 +260,7 @@ class Entrance:
         finally:
             self._num_held -= num_held
 
-    async def _route_body(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         try:
             wanted = msgspec.json.decode(body, type=Wanted)
         except msgspec.MsgspecError as error:

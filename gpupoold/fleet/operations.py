@@ -216,27 +216,21 @@ def _daemons(socket_path: Path) -> tuple[Path, str]:
         return Path(client.status().state_dir), client.fleet_report().secret
 
 
-@contextlib.contextmanager
-def _undoing(membership: NodeMembership) -> Iterator[None]:
-    """End the Ray processes of this node after an error."""
-    try:
-        yield
-    except BaseException:
-        cluster.end_ray(membership)
-        raise
-
-
 def _enter(socket_path: Path, folder: Path, node: NodeMembership, secret: str) -> None:
     """Start Ray on this node, the agent, and on the head the controller and the entrance."""
     cluster.start_ray(secret, node)
-    with _undoing(node), cluster.connected(secret, node) as ray:
-        from gpupoold.fleet import actors
+    try:
+        with cluster.connected(secret, node) as ray:
+            from gpupoold.fleet import actors
 
-        if node.is_head:
-            actors.start_controller(actors.ray_node_id(node.ip), folder)
-        _join(ray, socket_path, node, node.url, secret)
-        if node.entrance is not None:
-            actors.start_entrance(node.entrance)
+            if node.is_head:
+                actors.start_controller(actors.ray_node_id(node.ip), folder)
+            _join(ray, socket_path, node, node.url, secret)
+            if node.entrance is not None:
+                actors.start_entrance(node.entrance)
+    except BaseException:
+        cluster.end_ray(node)
+        raise
 
 
 def _join(ray: Any, socket_path: Path, node: NodeMembership, url: str, secret: str) -> None:
@@ -249,11 +243,7 @@ def _join(ray: Any, socket_path: Path, node: NodeMembership, url: str, secret: s
 
 
 def _reachable(http_url: str, ip: str) -> str:
-    """Return the daemon's URL for other nodes.
-
-    Raises:
-        Refused: the daemon listens on the loopback address alone.
-    """
+    """Return the daemon's URL for other nodes."""
     found = urlsplit(http_url)
     host = found.hostname or ""
     if host in _WILDCARDS:
@@ -271,11 +261,7 @@ def _reachable(http_url: str, ip: str) -> str:
 
 
 def _check_free(folder: Path) -> None:
-    """Check that this node is in no fleet.
-
-    Raises:
-        Refused: the node is in a fleet.
-    """
+    """Check that this node is in no fleet."""
     try:
         membership = cluster.read_membership(folder)
     except Refused:

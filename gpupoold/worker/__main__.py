@@ -39,7 +39,8 @@ _logger = logging.getLogger("gpupoold.worker")
 def main() -> None:
     """Serve with one device until ``Shutdown`` arrives or the daemon ends."""
     arguments = _parse()
-    rank = fork_ranks(arguments.num_gpus, _fds_of_leader(arguments))
+    fds = (arguments.wire_fd, arguments.activity_fd, arguments.kv_host_fd)
+    rank = fork_ranks(arguments.num_gpus, [fd for fd in fds if fd is not None])
     if rank.rank:
         begin_child(f"worker rank {rank.rank}", arguments.log_level)
         place = {"--device": arguments.device, "--rank": rank.rank}
@@ -84,11 +85,6 @@ def _follow(arguments: argparse.Namespace, rank: Rank) -> NoReturn:
         _leave_if_out_of_memory(error, rank)
         _logger.exception("the follower ends")
     _leave(1, rank)
-
-
-def _fds_of_leader(arguments: argparse.Namespace) -> list[int]:
-    fds = (arguments.wire_fd, arguments.activity_fd, arguments.kv_host_fd)
-    return [fd for fd in fds if fd is not None]
 
 
 def _leave(status: int, rank: Rank) -> NoReturn:

@@ -39,11 +39,7 @@ def _answer_of(loop: TurnLoop, call: Call, operation: _Operation | None) -> Call
 
 
 def _more_operations() -> Mapping[str, _Operation]:
-    """Return ``OPERATIONS`` of the module that ``GPUPOOL_OPERATIONS`` names; none without.
-
-    Raises:
-        UsageError: the module cannot be imported.
-    """
+    """Return ``OPERATIONS`` of the module that ``GPUPOOL_OPERATIONS`` names; none without."""
     name = os.environ.get("GPUPOOL_OPERATIONS")
     if not name:
         return {}

@@ -123,7 +123,7 @@ class BoundedGrammar(StructuredOutputGrammar):
         if self.refusal:
             return False
         self._noted += tokens
-        return self._take_noted() if _is_beside_steps() else True
+        return self._take_noted() if hasattr(_beside_steps, "thread") else True
 
     def take_all(self) -> None:
         """Take the noted tokens on the calling thread, which no step waits for.
@@ -350,7 +350,6 @@ class _CallThread(threading.Thread):
         return None
 
     def _limit_s(self, grammar: BoundedGrammar) -> float:
-        """Return the bound of a call in this step."""
         of_others_s = max(0.0, self.used_s - grammar.since_s - _FREE_S)
         limit_s = MAX_CALL_S * _NEXT_SHARE ** (of_others_s / MAX_CALL_S)
         return min(MAX_CALL_S, max(limit_s, PER_TOKEN_S, _LEEWAY * grammar.expected_s))
@@ -361,7 +360,3 @@ def _outcome_of(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return work(), None
     except Exception as error:
         return None, error
-
-
-def _is_beside_steps() -> bool:
-    return hasattr(_beside_steps, "thread")

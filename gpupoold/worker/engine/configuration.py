@@ -88,11 +88,7 @@ def engine_config(
 
 
 def model_config(model: ModelToLoad) -> ModelConfig:
-    """Return the configuration of a model alone, without a device, as a frontend needs it.
-
-    Raises:
-        Exception: any error of vLLM about the model.
-    """
+    """Return the configuration of a model alone, without a device, as a frontend needs it."""
     arguments: dict[str, Any] = {
         "model": model.path,
         "trust_remote_code": model.allow_remote_code,

@@ -327,7 +327,6 @@ class StoredPrefixes:
         return not num_held or num_held + num_blocks <= _MAX_SHARE * self._kv.geometry.num_blocks
 
     def _settle_fetches(self) -> None:
-        """Give requests the blocks of fetches that have ended."""
         for fetch in [one for one in self._fetches if one.has_ended]:
             self._fetches.remove(fetch)
             self.fetched_bytes.update(fetch.finish())

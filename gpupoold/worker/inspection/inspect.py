@@ -50,9 +50,6 @@ def inspect(order: Inspect) -> dict[int, str]:
     """Check a model's configuration, options and tokenizer without the weights.
 
     Return the ``degrees`` of groups of GPUs that cannot divide the model, with the reason.
-
-    Raises:
-        GpupoolError: the reason why the model cannot be served.
     """
     model, is_emulated = order.model, order.is_emulated
     _check_parsers(model)

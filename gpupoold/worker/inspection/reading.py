@@ -17,11 +17,7 @@ _MAX_MEMORY_BYTES = 3 << 30
 
 
 def read(message: Survey | SurveyAdapter | FindParsers) -> bytes:
-    """Return the encoded result of an order; this process can do little else afterwards.
-
-    Raises:
-        GpupoolError: the files are refused.
-    """
+    """Return the encoded result of an order; this process can do little else afterwards."""
     limit_use(_MAX_CPU_S, _MAX_MEMORY_BYTES)
     try:
         return encoded(_found(message))

@@ -143,7 +143,10 @@ class Residency:
         bring = self._loads.begin if starts_early else self._loads.load
         record = bring(model, record)
         started_s = self._clock()
-        self._back(model, first)
+        if first:
+            if not self._eviction.wait_for(model.kv.num_missing_pages(first)):
+                raise OutOfPages(f"{model.name} has no page for its first block")
+            model.kv.map(first)
         self.wait_ready(name)
         kv_s = self._clock() - started_s
         return replace(
@@ -321,12 +324,6 @@ class Residency:
     def _find_prefixes(self, model: PooledModel) -> None:
         if model.prefixes is not None:
             model.prefixes.attach_postponed()
-
-    def _back(self, model: PooledModel, extents: list[int]) -> None:
-        if extents and self._eviction.wait_for(model.kv.num_missing_pages(extents)):
-            model.kv.map(extents)
-        elif extents:
-            raise OutOfPages(f"{model.name} has no page for its first block")
 
     def _bring(self, model: PooledModel, keep_free: int | None = None) -> None:
         """Start to restore KV in the order of need, until the queue is full.

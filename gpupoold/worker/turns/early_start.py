@@ -90,16 +90,11 @@ def _gates_of(engine: ModelEngine, called: Sequence[str]) -> LayerGates | None:
     layers = runner.compilation_config.static_forward_context
     if config.parallel_config.world_size > 1 and not _all_meet(engine, called):
         return None
-    calls = [(name, _layer_index(engine, layers[name])) for name in called]
+    calls = [(name, engine.layers.index_of(_module_name(engine, layers[name]))) for name in called]
     gates = plan_gates(calls, engine.layer_ends, weights.num_bytes)
     if not gates or weights.num_bytes - engine.layer_ends[0] < _MIN_LATE_BYTES:
         return None
     return LayerGates(engine.info.name, gates, weights, runner.compilation_config)
-
-
-def _layer_index(engine: ModelEngine, layer: Any) -> int | None:
-    """Return the decoder layer of an attention layer, None if it belongs to none."""
-    return engine.layers.index_of(_module_name(engine, layer))
 
 
 def _module_name(engine: ModelEngine, layer: Any) -> str:

@@ -223,7 +223,8 @@ class LeaderLoad(ModelLoad):
     def share_kv(self) -> None:
         """Let orders about the KV range reach the followers, whose ranges exist."""
         if self.kv_address_range is not None:
-            self._add_region(self._numbers.kv, self.kv_address_range)
+            num_bytes = self.kv_address_range.num_pages * self.device.page_bytes
+            self._group.regions.add(self._numbers.kv, self.kv_address_range.address, num_bytes)
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
         shapes = [ShardShape.of(layout, slots), *self.links.receive()]
@@ -275,10 +276,6 @@ class LeaderLoad(ModelLoad):
         if self._is_begun:
             self._is_begun = False
             self.links.end_load(self.engine, is_loaded=is_loaded)
-
-    def _add_region(self, number: int, address_range: AddressRange) -> None:
-        num_bytes = address_range.num_pages * self.device.page_bytes
-        self._group.regions.add(number, address_range.address, num_bytes)
 
     def _let_go(self) -> None:
         """Let the followers go on, after the orders sent before."""

@@ -192,11 +192,8 @@ def relocate(layout: WeightLayout, address: int, device: Device) -> None:
         storage = tensor.untyped_storage()
         start = layout.offsets[storage.data_ptr()]
         flat = address_range[start : start + storage.nbytes()].view(tensor.dtype)
-        tensor.data = flat.as_strided(tensor.shape, tensor.stride(), _at(flat, tensor))
-
-
-def _at(flat: torch.Tensor, tensor: torch.Tensor) -> int:
-    return int(flat.storage_offset() + tensor.storage_offset())
+        offset = int(flat.storage_offset() + tensor.storage_offset())
+        tensor.data = flat.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

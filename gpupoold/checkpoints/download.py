@@ -262,13 +262,6 @@ class _Download:
         for folder in (PART_FOLDER, HEADERS_FOLDER):
             shutil.rmtree(self.target_dir / folder, ignore_errors=True)
 
-    def _check_small_files(self) -> None:
-        """Refuse a bad configuration before the weights are fetched."""
-        if self.content == "adapter":
-            check_adapter_config(self.target_dir)
-        else:
-            check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
-
     def _fetch(self, manifest: Manifest) -> None:
         (self.target_dir / PART_FOLDER).mkdir(exist_ok=True)
         write_manifest(self.target_dir, manifest)
@@ -289,7 +282,10 @@ class _Download:
         fetcher.progress = DownloadProgress(sum(f.num_bytes for f in wanted), self.report)
         fetcher.progress.found(sum(f.num_bytes for f in wanted if f not in missing))
         fetcher.fetch_all([f for f in missing if f in small])
-        self._check_small_files()
+        if self.content == "adapter":
+            check_adapter_config(self.target_dir)
+        else:
+            check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
         if self.part == "small files":
             fetch_headers(self.hub, manifest, self.target_dir, self.stop.event)
             return

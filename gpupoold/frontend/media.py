@@ -248,11 +248,7 @@ class RequestImages:
         self._beginning: asyncio.Task[bool] | None = None
 
     def add_bytes(self, num_bytes: int) -> None:
-        """Count fetched images, or processed images, as bytes in flight.
-
-        Raises:
-            ApiError: see :meth:`BytesInFlight.take`.
-        """
+        """Count fetched images, or processed images, as bytes in flight."""
         self._holding.add(num_bytes)
 
     def add_pixels(self, size: tuple[int, int], max_pixels: int) -> None:

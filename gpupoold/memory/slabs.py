@@ -193,11 +193,7 @@ class SlabAllocator:
         ]
 
     def num_free_blocks(self, block_bytes: int) -> int:
-        """Return the largest number of blocks of this shape that could be allocated now.
-
-        Raises:
-            ValueError: a block has no bytes.
-        """
+        """Return the largest number of blocks of this shape that could be allocated now."""
         shape = self._shape(block_bytes)
         num_new = self._base.num_runs(shape.layout.num_base_slabs)
         return shape.num_blocks - shape.num_used + num_new * shape.layout.num_blocks
@@ -228,9 +224,6 @@ class SlabAllocator:
         """Allocate blocks at ``places``, which an allocator of the same size has given before.
 
         All or nothing: None if a place is in use or does not exist.
-
-        Raises:
-            ValueError: a block has no bytes.
         """
         shape = self._shape(block_bytes)
         runs: list[tuple[_Slab, PageRun]] = []

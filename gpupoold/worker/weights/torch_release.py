@@ -30,9 +30,6 @@ def pages_for_torch(model: ModelToLoad, device: Device, snapshot_bytes: int = 0)
     """Return the pages to release to torch for loading ``model``.
 
     ``snapshot_bytes`` are the bytes of the weights where the load does not read the checkpoint.
-
-    Raises:
-        GpupoolError: the checkpoint is invalid.
     """
     path = Path(model.path)
     weight_bytes = snapshot_bytes or _estimate_bytes(model, path)

@@ -116,7 +116,7 @@ def plan(
     choice = None
     if groups == AUTO:
         asked = GroupQuestion(
-            box, inputs.models, inputs.load, target, names[0], seed, max_lens, host
+            *(box, inputs.load, inputs.models, target, names[0], seed), max_lens=max_lens, host=host
         )
         with PlanProgress() as progress:
             choice = choose_groups(asked, progress.show)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpupoold.errors import UsageError
@@ -15,11 +15,9 @@ from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.models import LatencyModel
 from gpupoold.latency.profiles import measured_profiles
 from gpupoold.sim.boxes import Box, groups_text
-from gpupoold.sim.host import NO_WISHES, HostWishes
 from gpupoold.sim.model import SimModel
-from gpupoold.sim.planner.load import PlanLoad
 from gpupoold.sim.planner.models import PlannedModel, measured_degrees, place, place_on
-from gpupoold.sim.planner.run import Attained, OnProgress, Runner, Setup
+from gpupoold.sim.planner.run import Attained, LoadedBox, OnProgress, Runner, Setup
 from gpupoold.sim.workloads import SimRequest
 
 _MOST_SIMULATED = 6
@@ -57,17 +55,13 @@ class GroupChoice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupQuestion:
+class GroupQuestion(LoadedBox):
     """What the groups are for; ``load`` is simulated once, with ``seed``."""
 
-    box: Box
     models: tuple[PlannedModel, ...]
-    load: PlanLoad
     target: float
     policy: str = "gpupool"
     seed: int = 0
-    max_lens: Mapping[str, int] = field(default_factory=dict)
-    host: HostWishes = NO_WISHES
 
 
 def choose_groups(question: GroupQuestion, on_progress: OnProgress | None = None) -> GroupChoice:
@@ -228,8 +222,8 @@ def _simulated(question: GroupQuestion, groups: tuple[int, ...], runner: Runner)
     placed = place(question.models, box)
     setup = Setup(
         box,
-        placed.models,
         question.load,
+        placed.models,
         (question.seed,),
         question.policy,
         max_lens=question.max_lens,

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.host import NO_WISHES, HostWishes
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.changes import PlanChange, chains
-from gpupoold.sim.planner.load import PlanLoad
 from gpupoold.sim.planner.roles import FixedRoles, best_count, search_splits, try_fixed_roles
 from gpupoold.sim.planner.run import (
     SPLITTING,
     Attained,
     Forecast,
+    LoadedBox,
     NothingToServe,
     OnProgress,
     Runner,
@@ -35,26 +34,21 @@ _GROWTHS = (1.1, 1.25, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True, slots=True)
-class PlanQuestion:
+class PlanQuestion(LoadedBox):
     """The question; ``models`` are the models on the GPU of ``box``.
 
     ``by_degree`` has the models that groups of each size can run, empty if all devices are equal.
-    ``target`` is the wanted attainment. ``max_lens`` bounds prompt and answer together, in tokens.
-    ``models_on`` returns the models on another kind of device (UsageError: unknown there); without
-    the function other kinds are not tried. A random load runs once per seed, a recorded load once.
-    ``host`` has budgets of host memory other than the daemon's defaults.
+    ``target`` is the wanted attainment. ``models_on`` returns the models on another kind of device
+    (UsageError: unknown there); without the function other kinds are not tried. A random load runs
+    once per seed, a recorded load once.
     """
 
-    box: Box
     models: Mapping[str, SimModel]
-    load: PlanLoad
     target: float
     policies: tuple[str, ...] = ("gpupool",)
     seeds: tuple[int, ...] = (0, 1)
-    max_lens: Mapping[str, int] = field(default_factory=dict)
     models_on: Callable[[Box], Mapping[str, SimModel]] | None = None
     by_degree: Mapping[int, Mapping[str, SimModel]] = field(default_factory=dict)
-    host: HostWishes = NO_WISHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +154,14 @@ class _Planner:
         asked = self._question
         return Setup(
             asked.box,
-            asked.models,
             asked.load,
+            asked.models,
             asked.seeds,
             policy,
             num_prefill,
-            asked.max_lens,
             asked.by_degree,
-            asked.host,
+            max_lens=asked.max_lens,
+            host=asked.host,
         )
 
     def _policy_result(self, policy: str) -> PolicyResult:

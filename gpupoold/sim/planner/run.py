@@ -28,24 +28,33 @@ _MAY_REFUSE = frozenset({"static"}) | SPLITTING
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class LoadedBox:
+    """A box with a load.
+
+    ``max_lens`` bounds prompt and answer together, in tokens, as the memory beside the weights
+    does. ``host`` has budgets of host memory other than the daemon's defaults.
+    """
+
+    box: Box
+    load: PlanLoad
+    max_lens: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    host: HostWishes = field(default=NO_WISHES, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup(LoadedBox):
     """All inputs of one forecast.
 
-    ``models`` are the models on the box's GPU. ``max_lens`` bounds prompt and answer together, in
-    tokens, as the memory beside the weights does. ``num_prefill`` devices prefill and the others
+    ``models`` are the models on the box's GPU. ``num_prefill`` devices prefill and the others
     decode, with 0 all devices do both, and with None the policy chooses. ``by_degree`` has the
     models that groups of each size can run, empty if all devices are equal.
     """
 
-    box: Box
     models: Mapping[str, SimModel]
-    load: PlanLoad
     seeds: tuple[int, ...]
     policy: str = "gpupool"
     num_prefill: int | None = None
-    max_lens: Mapping[str, int] = field(default_factory=dict)
     by_degree: Mapping[int, Mapping[str, SimModel]] = field(default_factory=dict)
-    host: HostWishes = NO_WISHES
 
     @property
     def roles(self) -> tuple[Role, ...] | None:

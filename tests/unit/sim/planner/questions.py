@@ -24,8 +24,8 @@ def question(
     models = box_models(box, num_models, targets, SMALL_SHAPES)
     asked = PlanQuestion(
         box,
-        models,
         poisson_load(dict.fromkeys(models, rps), 120.0),
+        models,
         0.99,
         models_on=lambda other: box_models(other, num_models, targets, SMALL_SHAPES),
     )

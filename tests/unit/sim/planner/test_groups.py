@@ -31,7 +31,7 @@ def planned(name: str, shape_name: str) -> PlannedModel:
 def question(devices: str, rps: float = 0.1, **shapes: str) -> GroupQuestion:
     models = tuple(planned(name, shape) for name, shape in shapes.items())
     load = poisson_load(dict.fromkeys(shapes, rps), 60.0)
-    return GroupQuestion(parse_box(devices), models, load, 0.99)
+    return GroupQuestion(parse_box(devices), load, models, 0.99)
 
 
 def test_ways_to_group() -> None:
@@ -111,7 +111,7 @@ def test_a_box_of_unlike_groups_runs_each_model_where_it_can() -> None:
     assert set(placed.by_degree[1]) == {"small"}
     assert placed.models["big"].latency == placed.by_degree[4]["big"].latency
     plan = make_plan(
-        PlanQuestion(box, placed.models, asked.load, 0.99, seeds=(0,), by_degree=placed.by_degree)
+        PlanQuestion(box, asked.load, placed.models, 0.99, seeds=(0,), by_degree=placed.by_degree)
     )
     assert plan.fits
     assert plan.attained.overall == 1.0
@@ -127,7 +127,7 @@ def test_unlike_groups_miss_targets_as_equal_ones_do() -> None:
     placed = place(asked.models, box)
     alone = place(asked.models, parse_box("1x4xH800"))
     setup = PlanQuestion(
-        box, placed.models, asked.load, 0.99, seeds=(0,), by_degree=placed.by_degree
+        box, asked.load, placed.models, 0.99, seeds=(0,), by_degree=placed.by_degree
     )
     mixed = make_plan(setup)
     single = make_plan(replace(setup, box=parse_box("1x4xH800"), models=alone.models, by_degree={}))
@@ -143,7 +143,7 @@ class TestMeasured:
         decode = StoredFit("LinearDecode", (1e-9, 1e-5, decode_s), 0.99, 0.03, 0.07, 9)
         own = StoredLatency(device, "0.32.0", "bfloat16", 1.75e9, 5e10, fit, decode)
         model = replace(planned("one", "Qwen2.5-7B"), measured=(own,))
-        return GroupQuestion(parse_box("2xH800"), (model,), poisson_load({"one": 0.2}, 60.0), 0.99)
+        return GroupQuestion(parse_box("2xH800"), poisson_load({"one": 0.2}, 60.0), (model,), 0.99)
 
     @pytest.mark.parametrize(("decode_s", "groups"), [(0.0001, (2,)), (5.0, (1, 1))])
     def test_a_fast_group_is_chosen_and_a_slow_one_is_not(
@@ -160,7 +160,7 @@ class TestMeasured:
         asked = self.asked(device, 0.01)
         box = asked.box.split((2,))
         placed = place(asked.models, box)
-        question = PlanQuestion(box, placed.models, asked.load, 0.99)
+        question = PlanQuestion(box, asked.load, placed.models, 0.99)
         notes = notes_on(question, make_plan(question), placed.basis, asked.models)
         return placed.basis, " ".join(notes)
 

@@ -41,7 +41,7 @@ class TestPlan:
         box = parse_box("1xH800")
         models = box_models(box, 4, Targets())
         load = poisson_load(dict.fromkeys(models, 0.2), 60.0)
-        setup = Setup(box, models, load, seeds=(0,))
+        setup = Setup(box, load, models, seeds=(0,))
         assert Runner().attained(setup, "").overall == row["attainment"]
         shown = Runner().forecast(setup)
         assert shown.num_requests == row["requests"]
@@ -118,7 +118,7 @@ class TestPlan:
     def test_the_latest_runs_are_not_run_again(self) -> None:
         asked = question("1xH800", 2, 0.1)
         runner = Runner()
-        setup = Setup(asked.box, asked.models, asked.load, asked.seeds)
+        setup = Setup(asked.box, asked.load, asked.models, asked.seeds)
         attained = runner.attained(setup, "")
         assert runner.forecast(setup).overall.attainment == attained.overall
         assert runner.num_runs == 2
@@ -154,7 +154,7 @@ class TestPolicies:
         assert first.attained.worst >= second.attained.worst
         assert plan.attained == first.attained
         [aegaeon] = [one for one in plan.policies if one.policy == "aegaeon"]
-        base = Setup(asked.box, asked.models, asked.load, asked.seeds, "aegaeon")
+        base = Setup(asked.box, asked.load, asked.models, asked.seeds, "aegaeon")
         splits = {
             count: Runner().attained(replace(base, num_prefill=count, seeds=(0,)), "").worst
             for count in (1, 2, 3)

@@ -26,7 +26,7 @@ def prompts() -> tuple[PlanQuestion, Plan]:
 
 
 def setup_of(asked: PlanQuestion, **changes: object) -> Setup:
-    setup = Setup(asked.box, asked.models, asked.load, asked.seeds)
+    setup = Setup(asked.box, asked.load, asked.models, asked.seeds)
     return replace(setup, **changes)  # type: ignore[arg-type]
 
 

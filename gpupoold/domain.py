@@ -35,9 +35,7 @@ class Targets:
             )
 
     def deadline_s(self, arrival_s: float, token_index: int) -> float:
-        """Return the deadline of token ``token_index`` of a request that arrived at
-        ``arrival_s``.
-        """
+        """Return the deadline of a token of a request that arrived at ``arrival_s``."""
         return arrival_s + self.ttft_s + token_index * self.tbt_s
 
     def deadlines_s(self, arrival_s: float, num_tokens: int) -> list[float]:
@@ -87,7 +85,6 @@ class Priority(StrEnum):
 
 BACKGROUND_TTFT_S = 86_400.0
 """TTFT target of requests in batches, whose deadlines are hours."""
-
 
 KEY_BYTES_SHARE = 0.5
 """Largest share of the bytes in flight for one API key, so that no key blocks all others."""
@@ -514,6 +511,15 @@ class RequestStages(_Durations):
         self.switching_s += other.switching_s
         self.kv_s += other.kv_s
         self.computing_s += other.computing_s
+
+
+@dataclass(slots=True)
+class TimedCounts(RequestCounts):
+    """Counts with causes of lateness, and by stage all times to the first and between tokens."""
+
+    lateness: Lateness = field(default_factory=Lateness)
+    first_token: RequestStages = field(default_factory=RequestStages)
+    between_tokens: RequestStages = field(default_factory=RequestStages)
 
 
 COUNT_NAMES = tuple(one.name for one in fields(RequestCounts))

@@ -14,7 +14,14 @@ MAX_PEERS = 16
 PeerUrl = Annotated[str, Field(max_length=512, pattern=r"^https?://[^\s/?#]+$")]
 
 
-class AddModelRequest(Body):
+class _AddRequest(Body):
+    name: str
+    source: str | None = None
+    revision: str | None = None
+    check_only: bool = False
+
+
+class AddModelRequest(_AddRequest):
     """``POST /models``; the answer is a stream of ``Progress`` lines.
 
     ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
@@ -22,9 +29,6 @@ class AddModelRequest(Body):
     addresses of the fleet's nodes that have the checkpoint.
     """
 
-    name: str
-    source: str | None = None
-    revision: str | None = None
     peers: list[PeerUrl] = Field(default=[], max_length=MAX_PEERS)
     dtype: str = "auto"
     max_model_len: int | None = Field(default=None, gt=0)
@@ -34,23 +38,18 @@ class AddModelRequest(Body):
     engine: dict[str, str] = Field(default={})
     devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
     pace: PaceText = ""
-    check_only: bool = False
     detach: bool = False
 
 
-class AddAdapterRequest(Body):
+class AddAdapterRequest(_AddRequest):
     """Body of ``POST /adapters``: a LoRA adapter for the model ``base``.
 
     A target of None is the model's.
     """
 
-    name: str
     base: str
-    source: str | None = None
-    revision: str | None = None
     ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     tbt_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    check_only: bool = False
 
 
 class AddPresetRequest(Body):

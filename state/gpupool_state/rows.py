@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -13,10 +13,10 @@ from gpupoold.domain import (
     DeviceUse,
     Event,
     Lateness,
-    RequestCounts,
     RequestRecord,
     RequestStages,
     Switch,
+    TimedCounts,
     UseCounts,
 )
 
@@ -36,19 +36,15 @@ class RequestRow(RequestRecord):
 
 
 @dataclass(slots=True, kw_only=True)
-class MinuteRow(RequestCounts):
+class MinuteRow(TimedCounts):
     """Counts of a model's requests in the minute that began at ``minute_at``.
 
-    The time is in wall-clock seconds. ``first_token`` and ``between_tokens`` have the times to the
-    first token and between tokens by stage; ``ttft`` and ``tbt`` are histograms in the table's
-    form. A minute with a restart of the daemon has several rows.
+    The time is in wall-clock seconds. ``ttft`` and ``tbt`` are histograms in the table's form. A
+    minute with a restart of the daemon has several rows.
     """
 
     minute_at: int
     model: str
-    lateness: Lateness = field(default_factory=Lateness)
-    first_token: RequestStages = field(default_factory=RequestStages)
-    between_tokens: RequestStages = field(default_factory=RequestStages)
     ttft: str = "[0.0]"
     tbt: str = "[0.0]"
 

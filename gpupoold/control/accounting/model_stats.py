@@ -15,10 +15,8 @@ from gpupoold.domain import (
     COUNT_NAMES,
     SWITCH_STAGES,
     FinishReason,
-    Lateness,
-    RequestCounts,
-    RequestStages,
     Switch,
+    TimedCounts,
 )
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import DraftCounts
@@ -40,15 +38,12 @@ class Percentiles(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counts(RequestCounts):
+class Counts(TimedCounts):
     """Counts with lateness and latencies, which can be added.
 
     ``first_token`` divides the sum of ``ttft`` by stage, ``between_tokens`` the sum of ``tbt``.
     """
 
-    lateness: Lateness = field(default_factory=Lateness)
-    first_token: RequestStages = field(default_factory=RequestStages)
-    between_tokens: RequestStages = field(default_factory=RequestStages)
     ttft: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
 

@@ -4,37 +4,101 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import UserDict
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.main import get_group
 
-from gpupool_cli import (
-    add_model,
-    batches,
-    bench,
-    cache,
-    completion,
-    config,
-    doctor,
-    fleet,
-    history,
-    hosting,
-    keys,
-    models,
-    replay,
-    run,
-    status,
-    tiny,
-    top,
-    usage,
-    why,
-    workers as workers,
-)
+from gpupool_cli import completion
 from gpupool_cli.diagnostics import CliGroup
-from gpupool_cli.planning import plan, simulate
 from gpupool_cli.session import global_options
+from gpupoold.system.interrupts import ended_by_interrupts
+
+_PLACES = {
+    "add-model": "add_model.add_model",
+    "add-adapter": "add_model.add_adapter",
+    "add-preset": "add_model.add_preset",
+    "list": "models.list_models",
+    "ls": "models.list_models",
+    "show": "models.show",
+    "set": "models.set_model",
+    "rm": "models.rm",
+    "host": "hosting.host",
+    "status": "status.status",
+    "ps": "status.ps",
+    "top": "top.top",
+    "drain": "workers.drain",
+    "undrain": "workers.undrain",
+    "park": "workers.park",
+    "wake": "workers.wake",
+    "unload": "models.unload",
+    "cancel": "models.cancel",
+    "switches": "history.switches",
+    "history": "history.history",
+    "usage": "usage.usage",
+    "batches": "batches.batches",
+    "why": "why.why",
+    "doctor": "doctor.doctor",
+    "run": "run.run",
+    "events": "history.events",
+    "logs": "history.logs",
+    "reload": "config.reload",
+    "simulate": "planning.simulate.simulate",
+    "plan": "planning.plan.plan",
+    "replay": "replay.replay",
+    "make-tiny-models": "tiny.make_tiny_models",
+    "make-dummy-models": "tiny.make_dummy_models",
+    "version": "status.version",
+    "completion": "completion.completion",
+    "role": "workers.app",
+    "cache": "cache.app",
+    "key": "keys.app",
+    "fleet": "fleet.app",
+    "config": "config.app",
+    "bench": "bench.register",
+}
+"""Module and function of each command, or the group of commands, in the order of the help."""
+
+
+class _Commands(UserDict[str, Any]):
+    """The commands by name; a module is imported at the first use of a command in the module."""
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(self.data[name], str):
+            self.data[name] = _load(name, self.data[name])
+        return self.data[name]
+
+
+def _load(name: str, place: str) -> Any:
+    module, _, attribute = place.rpartition(".")
+    with ended_by_interrupts():
+        found = getattr(import_module(f"gpupool_cli.{module}"), attribute)
+    alone = typer.Typer(rich_markup_mode=None)
+    if attribute == "register":
+        found(alone)
+    elif isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+    else:
+        alone.command(name, hidden=name == "ls")(found)
+    return get_group(alone).commands[name]
+
+
+class _Root(CliGroup):
+    """The root command, which loads the command that is used."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands(_PLACES)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names without loading the commands."""
+        return list(_PLACES)
+
 
 app = typer.Typer(
-    cls=CliGroup,
+    cls=_Root,
     name=completion.PROGRAM,
     help="Serve many LLMs on few GPUs: talk to the gpupoold daemon on this machine.",
     epilog="Exit status: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 no such model or request,"
@@ -47,46 +111,6 @@ app = typer.Typer(
 
 
 app.callback()(global_options)
-app.command("add-model")(add_model.add_model)
-app.command("add-adapter")(add_model.add_adapter)
-app.command("add-preset")(add_model.add_preset)
-app.command("list")(models.list_models)
-app.command("ls", hidden=True)(models.list_models)
-app.command("show")(models.show)
-app.command("set")(models.set_model)
-app.command("rm")(models.rm)
-app.command("host")(hosting.host)
-app.command("status")(status.status)
-app.command("ps")(status.ps)
-app.command("top")(top.top)
-app.add_typer(workers.app, name="role")
-app.command("drain")(workers.drain)
-app.command("undrain")(workers.undrain)
-app.command("park")(workers.park)
-app.command("wake")(workers.wake)
-app.command("unload")(models.unload)
-app.command("cancel")(models.cancel)
-app.command("switches")(history.switches)
-app.command("history")(history.history)
-app.command("usage")(usage.usage)
-app.command("batches")(batches.batches)
-app.command("why")(why.why)
-app.command("doctor")(doctor.doctor)
-app.command("run")(run.run)
-app.command("events")(history.events)
-app.command("logs")(history.logs)
-app.add_typer(cache.app, name="cache")
-app.add_typer(keys.app, name="key")
-app.add_typer(fleet.app, name="fleet")
-app.add_typer(config.app, name="config")
-app.command("reload")(config.reload)
-bench.register(app)
-app.command("simulate")(simulate.simulate)
-app.command("plan")(plan.plan)
-app.command("replay")(replay.replay)
-tiny.register(app)
-app.command("version")(status.version)
-app.command("completion")(completion.completion)
 
 
 def main() -> None:

@@ -30,12 +30,6 @@ class TinyModel(BaseModel):
     size_bytes: int
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command("make-tiny-models")(make_tiny_models)
-    app.command("make-dummy-models")(make_dummy_models)
-
-
 def make_tiny_models(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to make the folders.")],
     size: Annotated[str, typer.Option(help="Weights of each model at float32.")] = "10MB",

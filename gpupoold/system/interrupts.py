@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -14,7 +15,13 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """End the process at Ctrl-C without a traceback, while the context imports modules."""
+    """End the process at Ctrl-C without a traceback, while the context imports modules.
+
+    Without effect in other threads than the main thread, the only one with handlers of signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGINT, _end)
     yield
     signal.signal(signal.SIGINT, before)

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import msgspec
 
@@ -99,9 +99,12 @@ def _server() -> str:
 
 def main(listener_fd: int) -> None:
     """Fork for each command until the other end of the standard input is closed."""
-    from gpupool_cli import main as imported
+    from typer.main import get_command
 
-    del imported
+    from gpupool_cli.main import app
+
+    root: Any = get_command(app)
+    list(root.commands.values())  # imports every command
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     listener = socket.socket(fileno=listener_fd)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:

@@ -44,7 +44,8 @@ def test_every_error_has_an_exit_code() -> None:
 
 def test_a_fresh_process_loads_nothing_heavy() -> None:
     code = (
-        "import sys, gpupool_cli.main\n"
+        "import sys, gpupool_cli.main, typer.main\n"
+        "list(typer.main.get_command(gpupool_cli.main.app).commands.values())\n"
         "heavy = {'torch', 'vllm', 'textual', 'transformers', 'fastapi', 'numpy', 'ray'}\n"
         "print(sorted(heavy & set(sys.modules)), len(sys.modules))"
     )
@@ -61,6 +62,28 @@ def test_a_fresh_process_loads_nothing_heavy() -> None:
     assert heavy == "[]"
     # Start-up takes about 1.3 ms a module; the time itself depends on what else runs here.
     assert int(num_modules) < 850
+
+
+def test_a_command_loads_no_other_commands() -> None:
+    code = (
+        "import sys, gpupool_cli.main\n"
+        "sys.argv = ['gpupool', 'version', '--help']\n"
+        "try:\n"
+        "    gpupool_cli.main.main()\n"
+        "finally:\n"
+        "    others = ('gpupool_cli.models', 'gpupool_cli.planning', 'gpupoold.sim.engine')\n"
+        "    print(sorted(set(others) & set(sys.modules)))"
+    )
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert result.stdout.endswith("\n[]\n")
 
 
 def test_the_client_alone_is_light_too() -> None:

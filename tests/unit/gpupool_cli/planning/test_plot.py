@@ -79,7 +79,10 @@ def test_where_no_plot_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_command_line_does_not_load_matplotlib(project_env: dict[str, str]) -> None:
-    probe = "import sys, gpupool_cli.main; print({'matplotlib', 'numpy'} & set(sys.modules))"
+    probe = (
+        "import sys, gpupool_cli.planning.plan, gpupool_cli.planning.simulate\n"
+        "print({'matplotlib', 'numpy'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", probe], env=project_env, capture_output=True, text=True, check=True
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gpupool_tui.bars import gauge, memory_bar
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, duration, size
-from gpupool_tui.table import TableColumn, or_least
+from gpupool_tui.table import TableColumn, figure, or_least, plain
 from gpupool_tui.text import Line, Span, fit
 from gpupool_tui.view import View
 from gpupoold.api.schemas import DeviceInfo
@@ -21,10 +21,6 @@ _STATE_STYLES = {"ready": "", "parked": "dim", "starting": "warn", "down": "bad"
 def key_of(device: DeviceInfo) -> str:
     """Return a device's key for selection."""
     return str(device.device)
-
-
-def _number(device: DeviceInfo, view: View, width: int) -> Line:
-    return (Span(str(device.device), "bold"),)
 
 
 def _role(device: DeviceInfo, view: View, width: int) -> Line:
@@ -56,28 +52,12 @@ def _quota(device: DeviceInfo, view: View, width: int) -> Line:
     return (*gauge(share, _GAUGE_CELLS, view.glyphs), Span(text))
 
 
-def _utilisation(device: DeviceInfo, view: View, width: int) -> Line:
-    if device.utilisation is None:
-        return (Span(NOTHING, "dim"),)
-    return (Span(f"{100 * device.utilisation:.0f}%"),)
-
-
 def _temperature(device: DeviceInfo, view: View, width: int) -> Line:
     if device.temperature_c is None:
         return (Span(NOTHING, "dim"),)
     is_hot = device.temperature_c >= _HOT_C
     text = f"{device.temperature_c:.0f}C" + (view.glyphs.late if is_hot else "")
     return (Span(text, "bad" if is_hot else ""),)
-
-
-def _power(device: DeviceInfo, view: View, width: int) -> Line:
-    if device.power_w is None:
-        return (Span(NOTHING, "dim"),)
-    return (Span(f"{device.power_w:.0f}W"),)
-
-
-def _live(device: DeviceInfo, view: View, width: int) -> Line:
-    return (Span(str(device.num_requests)),)
 
 
 def _memory(device: DeviceInfo, view: View, width: int) -> Line:
@@ -95,29 +75,23 @@ def _memory(device: DeviceInfo, view: View, width: int) -> Line:
     return (*bar, Span(text))
 
 
-def _host_kv(device: DeviceInfo, view: View, width: int) -> Line:
-    return (Span(size(device.kv_host_bytes)),)
-
-
 def _waiting_for_kv(device: DeviceInfo, view: View, width: int) -> Line:
     return (Span(str(device.num_waiting_for_kv), "warn" if device.num_waiting_for_kv else ""),)
 
 
 COLUMNS: Sequence[TableColumn[DeviceInfo]] = (
-    TableColumn("device", "DEV", 3, _number, lambda one: one.device, right=True),
+    TableColumn("device", "DEV", 3, plain(key_of, "bold"), lambda one: one.device, right=True),
     TableColumn("role", "ROLE", 8, _role, lambda one: one.role, rank=2),
     TableColumn("turn", "ON TURN", 10, _on_turn, lambda one: one.on_turn or "~", grows=22),
     TableColumn("quota", "QUOTA", 19, _quota, rank=3),
-    TableColumn(
-        "util", "UTIL", 4, _utilisation, lambda one: or_least(one.utilisation), True, True, rank=5
-    ),
+    figure("util", "UTIL", 4, lambda one: one.utilisation, "{:.0%}".format, 5),
     TableColumn(
         "temp", "TEMP", 5, _temperature, lambda one: or_least(one.temperature_c), True, True, rank=6
     ),
-    TableColumn("power", "POWER", 5, _power, lambda one: or_least(one.power_w), True, True, rank=7),
-    TableColumn("live", "LIVE", 4, _live, lambda one: one.num_requests, True, True, rank=1),
+    figure("power", "POWER", 5, lambda one: one.power_w, "{:.0f}W".format, 7),
+    figure("live", "LIVE", 4, lambda one: one.num_requests, rank=1),
     TableColumn("memory", "MEMORY", 24, _memory, lambda one: one.free_bytes, grows=46),
-    TableColumn("host", "KV-HOST", 7, _host_kv, lambda one: one.kv_host_bytes, True, True, rank=8),
+    figure("host", "KV-HOST", 7, lambda one: one.kv_host_bytes, size, 8),
     TableColumn("wait", "KV-WAIT", 7, _waiting_for_kv, None, True, True, rank=9),
 )
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from gpupool_tui.bars import sparkline
 from gpupool_tui.lanes import colour_of
 from gpupool_tui.numbers import NOTHING, count, duration, percent, ranges, size
 from gpupool_tui.picture import Picture
-from gpupool_tui.table import TableColumn, or_last, or_least
+from gpupool_tui.table import TableColumn, figure, or_last, or_least
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.progress_text import amount_text
 from gpupoold.api.schemas import AdditionInfo
 from gpupoold.api.schemas_top import TopModel
 from gpupoold.printable import clean
-
-Cell = Callable[[TopModel, View, int], Line]
 
 GOOD_ATTAINMENT = 0.9
 _STATE_STYLES = {"ready": "good", "loading": "warn", "draining": "warn", "failed": "bad"}
@@ -56,15 +53,6 @@ def _state(model: TopModel, view: View, width: int) -> Line:
 def _where(model: TopModel, view: View, width: int) -> Line:
     text = where(model)
     return (Span(text, "" if model.devices else "dim"),)
-
-
-def _live(model: TopModel, view: View, width: int) -> Line:
-    return (Span(str(model.usage.num_live), "" if model.usage.num_live else "dim"),)
-
-
-def _waiting(model: TopModel, view: View, width: int) -> Line:
-    number = model.usage.num_waiting
-    return (Span(str(number), "warn" if number else "dim"),)
 
 
 def is_on_time(model: TopModel) -> bool:
@@ -114,24 +102,8 @@ def _targets(model: TopModel, view: View, width: int) -> Line:
     return (Span(f"{duration(model.ttft_s)}/{duration(model.tbt_s)}", "dim"),)
 
 
-def _rate(model: TopModel, view: View, width: int) -> Line:
-    rate = model.usage.tokens_per_s
-    return (Span(count(rate), "" if rate else "dim"),)
-
-
 def _pinned(model: TopModel, view: View, width: int) -> Line:
     return (Span("yes") if model.is_pinned else Span(NOTHING, "dim"),)
-
-
-def _bytes(
-    key: str, title: str, value: Callable[[TopModel], int], rank: int
-) -> TableColumn[TopModel]:
-
-    def cell(model: TopModel, view: View, width: int) -> Line:
-        num_bytes = value(model)
-        return (Span(size(num_bytes), "" if num_bytes else "dim"),)
-
-    return TableColumn(key, title, 7, cell, value, descends=True, right=True, rank=rank)
 
 
 def _share(
@@ -150,36 +122,29 @@ def _share(
     return TableColumn(key, title, 5, cell, lambda one: or_last(value(one)), right=True, rank=rank)
 
 
-def _figure(
-    key: str,
-    title: str,
-    width: int,
-    cell: Cell,
-    value: Callable[[TopModel], Any],
-    rank: int = 0,
-    *,
-    descends: bool = True,
-) -> TableColumn[TopModel]:
-    return TableColumn(key, title, width, cell, value, descends=descends, right=True, rank=rank)
-
-
 _BEFORE: tuple[TableColumn[TopModel], ...] = (
     TableColumn("name", "MODEL", 10, _name, lambda one: one.usage.name, grows=30),
     TableColumn("state", "STATE", 8, _state, lambda one: one.usage.state, rank=1),
     TableColumn("on", "ON", 4, _where, lambda one: (not one.devices, one.devices), rank=5, grows=4),
-    _figure("live", "LIVE", 4, _live, lambda one: one.usage.num_live),
-    _figure("wait", "WAIT", 4, _waiting, lambda one: one.usage.num_waiting),
-    _figure("ttft", "TTFT p50/99", 15, _ttft, lambda one: or_least(one.usage.ttft_p99_s), 2),
-    _figure("tbt", "TBT p50/99", 15, _tbt, lambda one: or_least(one.usage.tbt_p99_s), 2),
-    _figure("target", "TARGETS", 11, _targets, lambda one: one.tbt_s, 8, descends=False),
+    figure("live", "LIVE", 4, lambda one: one.usage.num_live, zero="dim"),
+    figure("wait", "WAIT", 4, lambda one: one.usage.num_waiting, style="warn", zero="dim"),
+    TableColumn(
+        "ttft", "TTFT p50/99", 15, _ttft, lambda one: or_least(one.usage.ttft_p99_s), True, True, 2
+    ),
+    TableColumn(
+        "tbt", "TBT p50/99", 15, _tbt, lambda one: or_least(one.usage.tbt_p99_s), True, True, 2
+    ),
+    TableColumn("target", "TARGETS", 11, _targets, lambda one: one.tbt_s, right=True, rank=8),
     _share("1m", "1MIN%", lambda one: one.usage.attainment_1m, 0),
     _share("1h", "1H%", lambda one: one.usage.attainment_1h, 6),
 )
 _AFTER: tuple[TableColumn[TopModel], ...] = (
-    _figure("rate", "TOK/S", 5, _rate, lambda one: one.usage.tokens_per_s, 3),
-    _bytes("weights", "WEIGHTS", lambda one: one.usage.weights_total_bytes, 10),
-    _bytes("kv", "KV", lambda one: one.usage.kv_resident_bytes, 11),
-    _bytes("paused", "PAUSED", lambda one: one.usage.kv_host_bytes, 12),
+    figure("rate", "TOK/S", 5, lambda one: one.usage.tokens_per_s, count, 3, zero="dim"),
+    figure(
+        "weights", "WEIGHTS", 7, lambda one: one.usage.weights_total_bytes, size, 10, zero="dim"
+    ),
+    figure("kv", "KV", 7, lambda one: one.usage.kv_resident_bytes, size, 11, zero="dim"),
+    figure("paused", "PAUSED", 7, lambda one: one.usage.kv_host_bytes, size, 12, zero="dim"),
     TableColumn("pin", "PIN", 4, _pinned, lambda one: not one.is_pinned, rank=13),
 )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpupool_tui.lanes import colour_of
-from gpupool_tui.numbers import NOTHING, count, duration
-from gpupool_tui.table import TableColumn, plain
+from gpupool_tui.numbers import count, duration
+from gpupool_tui.table import TableColumn, figure, plain
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.schemas import RequestInfo
@@ -22,17 +22,6 @@ def _model(request: RequestInfo, view: View, width: int) -> Line:
     return (Span(clean(request.model), colour_of(request.model)),)
 
 
-def _device(request: RequestInfo, view: View, width: int) -> Line:
-    if request.device is None:
-        return (Span(NOTHING, "dim"),)
-    return (Span(str(request.device)),)
-
-
-def _tokens(request: RequestInfo, view: View, width: int) -> Line:
-    number = request.num_output_tokens
-    return (Span(count(number), "" if number else "dim"),)
-
-
 def due(request: RequestInfo, view: View) -> Line:
     """Return the time to its next token's deadline, or the lateness."""
     if request.next_deadline_in_s < 0:
@@ -43,43 +32,10 @@ def due(request: RequestInfo, view: View) -> Line:
 COLUMNS: Sequence[TableColumn[RequestInfo]] = (
     TableColumn("id", "REQUEST", 12, plain(key_of), key_of, grows=36),
     TableColumn("model", "MODEL", 10, _model, lambda one: one.model, grows=20),
-    TableColumn(
-        "device",
-        "DEV",
-        3,
-        _device,
-        lambda one: -1 if one.device is None else one.device,
-        right=True,
-    ),
-    TableColumn(
-        "age",
-        "AGE",
-        6,
-        plain(lambda one: duration(one.age_s)),
-        lambda one: one.age_s,
-        descends=True,
-        right=True,
-    ),
-    TableColumn(
-        "prompt",
-        "PROMPT",
-        6,
-        plain(lambda one: count(one.num_prompt_tokens)),
-        lambda one: one.num_prompt_tokens,
-        descends=True,
-        right=True,
-        rank=2,
-    ),
-    TableColumn(
-        "tokens",
-        "TOKENS",
-        6,
-        _tokens,
-        lambda one: one.num_output_tokens,
-        descends=True,
-        right=True,
-        rank=1,
-    ),
+    figure("device", "DEV", 3, lambda one: one.device, descends=False),
+    figure("age", "AGE", 6, lambda one: one.age_s, duration),
+    figure("prompt", "PROMPT", 6, lambda one: one.num_prompt_tokens, count, 2),
+    figure("tokens", "TOKENS", 6, lambda one: one.num_output_tokens, count, 1, zero="dim"),
     TableColumn(
         "due",
         "NEXT DUE",

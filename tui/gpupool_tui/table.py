@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from gpupool_tui.numbers import NOTHING
 from gpupool_tui.text import Line, Span, fit, fit_line, restyled, width_of
 from gpupool_tui.view import Sorting, View
 from gpupoold.printable import clean
@@ -59,6 +60,31 @@ def or_last(value: float | None) -> tuple[int, float]:
 def or_least(value: float | None) -> tuple[int, float]:
     """Return an ``order`` in which unknown values come last, descending."""
     return (-1, 0.0) if value is None else (0, value)
+
+
+def figure(
+    key: str,
+    title: str,
+    width: int,
+    value: Callable[[Row], float | None],
+    form: Callable[[Any], str] = str,
+    rank: int = 0,
+    *,
+    style: str = "",
+    zero: str = "",
+    descends: bool = True,
+) -> TableColumn[Row]:
+    """Return a column of numbers in a ``style``, 0 in another; unknown numbers are a dim mark."""
+
+    def cell(row: Row, view: View, width: int) -> Line:
+        number = value(row)
+        if number is None:
+            return (Span(NOTHING, "dim"),)
+        return (Span(form(number), style if number else zero),)
+
+    return TableColumn(
+        key, title, width, cell, lambda row: or_least(value(row)), descends, True, rank
+    )
 
 
 def fit_columns(

@@ -131,11 +131,7 @@ def host_wishes(
 
 
 def read_pairs(given: Iterable[str], option: str, example: str) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each KEY=VALUE given to ``option``.
-
-    Raises:
-        UsageError: a value is missing.
-    """
+    """Yield name and value of each KEY=VALUE given to ``option``."""
     for one in given:
         name, equals, value = one.partition("=")
         if not name or not equals:

@@ -116,11 +116,7 @@ class _HasPassword(Exception):
 
 
 def no_password() -> str:
-    """Raise an error in place of OpenSSL's question on the terminal.
-
-    Raises:
-        _HasPassword: always.
-    """
+    """Raise an error in place of OpenSSL's question on the terminal."""
     raise _HasPassword
 
 

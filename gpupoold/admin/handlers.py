@@ -505,11 +505,7 @@ class LogReader:
     """A reader that starts at the end of a log and continues in the next file after a rotation."""
 
     def __init__(self, path: Path) -> None:
-        """Open the log.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Open the log."""
         self._path = path
         self._file = path.open("rb")
         self._file.seek(0, os.SEEK_END)

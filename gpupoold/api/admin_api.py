@@ -372,11 +372,7 @@ class AdminApi:
 
     @_operation("DELETE", "/requests/{request_id}")
     def cancel(self, request_id: str) -> CancelledRequest:
-        """End a live request with an error for the client.
-
-        Raises:
-            NoSuchRequest: there is no such live request.
-        """
+        """End a live request with an error for the client."""
 
     @_operation("GET", "/why/{name}")
     def why(self, name: str) -> Why:

@@ -33,11 +33,7 @@ def named_devices(names: object, has_tables: bool) -> list[dict[str, object]]:
 
 
 def check_gpu(kind: str, gpu: str | None) -> None:
-    """Check that devices of kind ``sim`` name a known GPU, and other devices no GPU.
-
-    Raises:
-        ValueError: the check fails.
-    """
+    """Check that devices of kind ``sim`` name a known GPU, and other devices no GPU."""
     if kind != "sim":
         if gpu is not None:
             raise ValueError('gpu is for kind = "sim" only')
@@ -73,11 +69,7 @@ def group_value(value: object) -> object:
 
 
 def check_group(kind: str, gpus: tuple[int, ...] | int | None, index: int | None) -> None:
-    """Check that ``gpus`` is a list on CUDA devices, beside no index, and a number on others.
-
-    Raises:
-        ValueError: the check fails.
-    """
+    """Check that ``gpus`` is a list on CUDA devices, beside no index, and a number on others."""
     if gpus is None:
         return
     if kind != "cuda" and not isinstance(gpus, int):

@@ -85,9 +85,6 @@ def check_groups(devices: Iterable[DeviceFacts]) -> None:
 
     Each GPU holds an equal part of a model, so the smallest and slowest sets the size and the pace.
     Facts that are unknown agree with all.
-
-    Raises:
-        MachineError: a group fails the check.
     """
     for number, members in groupby(devices, key=lambda one: one.device):
         group = list(members)

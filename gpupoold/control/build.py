@@ -46,11 +46,7 @@ async def build_control_plane(
     listener: socket.socket,
     fd_store: FdStore,
 ) -> ControlPlane:
-    """Wire the parts together without starting any; each part gets only finished parts.
-
-    Raises:
-        Failed: the database cannot be read.
-    """
+    """Wire the parts together without starting any; each part gets only finished parts."""
     settings, registry = configuration.settings, Registry(database)
     header = Header(
         settings.scheduling.policy, PolicyOptions(quota_max_s=settings.scheduling.quota_max_s)

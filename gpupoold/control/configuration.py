@@ -58,9 +58,6 @@ class Configuration:
     async def diff(self, text: str | None = None, name: str = "") -> DiffInfo:
         """Return the changes that a file would make: ``text`` called ``name``, or the daemon's
         file.
-
-        Raises:
-            ConfigError: the file has an error.
         """
         file = await self.read() if text is None else parsed_file(text, Path(name))
         update = await self.update_of(file)
@@ -68,11 +65,7 @@ class Configuration:
         return DiffInfo(path=path, changes=[change_info(one) for one in update.changes])
 
     async def read(self) -> ConfigFile:
-        """Read the file again.
-
-        Raises:
-            ConfigError: the file has an error.
-        """
+        """Read the file again."""
         return await asyncio.to_thread(read_config_file, self._named)
 
     async def update_of(self, file: ConfigFile) -> Update:

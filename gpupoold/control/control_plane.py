@@ -158,11 +158,7 @@ class ControlPlane:
         return [self._info_of(row) for row in await self.registry.list()]
 
     async def model(self, name: str) -> ModelInfo:
-        """Return a model with its present use.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-        """
+        """Return a model with its present use."""
         row = await self.lifecycle.find(name)
         info = self._info_of(row)
         memories, now_s = views.memories_of(self.supervisor.workers), time.monotonic()

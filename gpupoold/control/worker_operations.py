@@ -26,11 +26,7 @@ class WorkerOperations:
         self._workers = workers
 
     def set_role(self, number: int, role: Role | None) -> None:
-        """Set a worker's role; None leaves the choice to the policy.
-
-        Raises:
-            UsageError: there is no such worker.
-        """
+        """Set a worker's role; None leaves the choice to the policy."""
         self._dispatcher.set_role(self.worker(number).number, role)
 
     async def drain(self, number: int) -> None:
@@ -52,19 +48,11 @@ class WorkerOperations:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def undrain(self, number: int) -> None:
-        """End the drain of a worker.
-
-        Raises:
-            UsageError: there is no such worker.
-        """
+        """End the drain of a worker."""
         self._dispatcher.set_draining(self.worker(number).number, is_draining=False)
 
     def worker(self, number: int) -> Worker:
-        """Return a worker.
-
-        Raises:
-            UsageError: there is no such worker.
-        """
+        """Return a worker."""
         workers = self._workers
         if not 0 <= number < len(workers):
             raise no_such_device(number, len(workers))

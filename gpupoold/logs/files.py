@@ -46,20 +46,12 @@ class _PrivateHandler(RotatingFileHandler):
 
 
 def rotating_handler(path: Path) -> logging.Handler:
-    """Return a handler that writes records to a file of bounded size.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Return a handler that writes records to a file of bounded size."""
     return _PrivateHandler(path, maxBytes=FILE_BYTES, backupCount=NUM_OLD_FILES)
 
 
 def _open_log(path: str | Path) -> int:
-    """Open a log for appending; an existing log becomes private too.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Open a log for appending; an existing log becomes private too."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(OSError):  # another user's file
         os.fchmod(fd, 0o600)
@@ -70,11 +62,7 @@ class RotatingFile:
     """A file for appending that never exceeds ``file_bytes``."""
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
-        """Open or create the file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Open or create the file."""
         self._path = path
         self._file_bytes = file_bytes
         self._fd = self._open()

@@ -91,11 +91,7 @@ class Replay:
 
 
 def write(path: Path, lines: Iterable[bytes]) -> None:
-    """Write the lines of a log; an existing file is replaced when all lines are written.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the lines of a log; an existing file is replaced when all lines are written."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:

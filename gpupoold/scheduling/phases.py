@@ -50,11 +50,7 @@ TRANSITIONS: dict[tuple[RequestPhase, Trigger], RequestPhase] = {
 
 
 def phase_after(phase: RequestPhase, trigger: Trigger, request: str) -> RequestPhase:
-    """Return the phase after a transition; ``request`` names the request in an error.
-
-    Raises:
-        IllegalTransition: the table has no such transition.
-    """
+    """Return the phase after a transition; ``request`` names the request in an error."""
     after = TRANSITIONS.get((phase, trigger))
     if after is None:
         raise IllegalTransition(f"{request} is {phase.name}: no {trigger.name} from there")

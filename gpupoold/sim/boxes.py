@@ -115,11 +115,7 @@ def parse_box(text: str, tensor_parallel_size: int | None = None) -> Box:
 
 
 def parse_groups(text: str) -> tuple[int, ...]:
-    """Parse groups of GPUs, such as ``2x4`` or ``1x4+4x1``; the result has a size per group.
-
-    Raises:
-        UsageError: the form is wrong.
-    """
+    """Parse groups of GPUs, such as ``2x4`` or ``1x4+4x1``; the result has a size per group."""
     sizes: list[int] = []
     for part in text.split("+"):
         match = _GROUPS.fullmatch(part.strip())

@@ -101,11 +101,7 @@ class ScaledLengths:
 
 
 def length_variant(source: LengthSource, name: str) -> LengthSource:
-    """Return ``ix2``: prompts doubled; ``ox2``: outputs doubled; ``ix1``: unchanged.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Return ``ix2``: prompts doubled; ``ox2``: outputs doubled; ``ix1``: unchanged."""
     if name not in VARIANTS:
         raise UsageError(f"no length variant {name!r}", f"use one of {', '.join(VARIANTS)}")
     return ScaledLengths(source, *VARIANTS[name])

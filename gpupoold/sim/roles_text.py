@@ -16,11 +16,7 @@ _MAX_DEVICES = 4096
 
 
 def parse_roles(text: str) -> tuple[Role, ...] | Literal["auto"]:
-    """Parse ``auto``, ``mixed``, or ``prefill,decode`` and ``2xprefill,6xdecode``.
-
-    Raises:
-        UsageError: the form is wrong.
-    """
+    """Parse ``auto``, ``mixed``, or ``prefill,decode`` and ``2xprefill,6xdecode``."""
     if text.strip() == AUTO:
         return AUTO
     roles: list[Role] = []

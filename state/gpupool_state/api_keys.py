@@ -71,11 +71,7 @@ class ApiKeys:
         return [_key_row(row) for row in rows]
 
     async def find(self, name: str) -> KeyRow:
-        """Return the valid key of this name.
-
-        Raises:
-            NoSuchKey: there is no such key.
-        """
+        """Return the valid key of this name."""
         return await _find(self._db, name)
 
     async def add(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
@@ -107,20 +103,13 @@ class ApiKeys:
             return await _find(tx, name)
 
     async def set(self, name: str, powers: KeyPowers) -> KeyRow:
-        """Change a key's rights and limits, not the secret.
-
-        Raises:
-            NoSuchKey: there is no key of this name.
-        """
+        """Change a key's rights and limits, not the secret."""
         return await self._update(name, _columns(powers))
 
     async def rotate(self, name: str, digest: str, previous_until: float | None) -> KeyRow:
         """Replace a key's secret; the former secret stays valid until ``previous_until``.
 
         With None the former secret is invalid at once.
-
-        Raises:
-            NoSuchKey: there is no key of this name.
         """
         async with self._db.write() as tx:
             known = await _find(tx, name)
@@ -133,11 +122,7 @@ class ApiKeys:
             return await _update(tx, known.id, values)
 
     async def revoke(self, name: str) -> KeyRow:
-        """Revoke a key and delete its hashes.
-
-        Raises:
-            NoSuchKey: there is no key of this name.
-        """
+        """Revoke a key and delete its hashes."""
         gone = {"digest": "", "previous_digest": None, "previous_until": None}
         return await self._update(name, gone | {"revoked_at": self._now()})
 

@@ -14,9 +14,6 @@ def read_batches(folder: Path, limit: int, *, with_ended: bool) -> list[BatchRow
     """Return batches of all owners, the latest first, without metadata and errors; blocking.
 
     Nothing is created or changed.
-
-    Raises:
-        Failed: the database cannot be read.
     """
     path = folder / BATCHES_NAME
     if not path.exists():

@@ -111,11 +111,7 @@ class History(HistoryReader):
         return self._events.last_id
 
     async def start(self) -> None:
-        """Read the last ids of the tables and start the writing task; required before recording.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
+        """Read the last ids of the tables and start the writing task; required before recording."""
         if self._feed is not None:
             raise RuntimeError("the history was started before")
         for table in TABLES:

@@ -104,11 +104,7 @@ def _unusable(folder: Path, error: OSError) -> Failed:
 
 @asynccontextmanager
 async def turn(path: Path) -> AsyncIterator[None]:
-    """Hold a lock file, which is created if necessary, after waiting for other processes.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Hold a lock file, which is created if necessary, after waiting for other processes."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         await asyncio.to_thread(fcntl.flock, fd, fcntl.LOCK_EX)

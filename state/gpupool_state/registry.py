@@ -183,11 +183,7 @@ class Registry:
             return await _row(tx, model)
 
     async def remove_further(self, name: str) -> ModelRow:
-        """Remove a preset or an adapter; return its model.
-
-        Raises:
-            NoSuchModel: no preset or adapter has this name.
-        """
+        """Remove a preset or an adapter; return its model."""
         async with self._changing() as tx:
             owner = await _owner(tx, name)
             mine = "DELETE FROM aliases WHERE alias = ? AND kind != 'alias'"
@@ -198,11 +194,7 @@ class Registry:
             return await _row(tx, owner)
 
     async def set_engine(self, name: str, engine: Mapping[str, str]) -> ModelRow:
-        """Replace a model's options of the engine.
-
-        Raises:
-            NoSuchModel: no model has this name.
-        """
+        """Replace a model's options of the engine."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute(
@@ -211,11 +203,7 @@ class Registry:
             return await _row(tx, name)
 
     async def set_devices(self, name: str, devices: Sequence[int]) -> ModelRow:
-        """Record the devices chosen by hand for a model's engines; empty for no choice.
-
-        Raises:
-            NoSuchModel: no model has this name.
-        """
+        """Record the devices chosen by hand for a model's engines; empty for no choice."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute(
@@ -224,11 +212,7 @@ class Registry:
             return await _row(tx, name)
 
     async def set_engine_bytes(self, name: str, device: str, num_bytes: int) -> None:
-        """Record the memory of a model's engine outside the pages of a kind of device.
-
-        Raises:
-            NoSuchModel: no model has this name.
-        """
+        """Record the memory of a model's engine outside the pages of a kind of device."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             sizes = {**(await _row(tx, name)).engine_bytes, device: num_bytes}
@@ -237,11 +221,7 @@ class Registry:
             )
 
     async def set_state(self, name: str, state: ModelState, error: str = "") -> ModelRow:
-        """Record a model's state, and the reason of a failure.
-
-        Raises:
-            NoSuchModel: no model has this name.
-        """
+        """Record a model's state, and the reason of a failure."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute(
@@ -262,9 +242,6 @@ class Registry:
         """Record the facts found by a load; ``max_model_len`` is the engine's limit in tokens.
 
         Does not change the state.
-
-        Raises:
-            NoSuchModel: no model has this name.
         """
         async with self._changing() as tx:
             await _check_model(tx, name)
@@ -276,33 +253,21 @@ class Registry:
             return await _row(tx, name)
 
     async def set_pinned(self, name: str, is_pinned: bool) -> ModelRow:
-        """Record whether a model's weights snapshot must stay in host memory.
-
-        Raises:
-            NoSuchModel: no model has this name.
-        """
+        """Record whether a model's weights snapshot must stay in host memory."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute("UPDATE models SET is_pinned = ? WHERE name = ?", (is_pinned, name))
             return await _row(tx, name)
 
     async def set_profiles(self, name: str, rows: Sequence[ProfileRow]) -> ModelRow:
-        """Replace a model's profiles on the devices named in ``rows``.
-
-        Raises:
-            NoSuchModel: no model has this name.
-        """
+        """Replace a model's profiles on the devices named in ``rows``."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             await replace_profiles(tx, name, rows)
             return await _row(tx, name)
 
     async def remove(self, name: str) -> None:
-        """Remove a model with the aliases and profiles; the history stays.
-
-        Raises:
-            NoSuchModel: no model has this name.
-        """
+        """Remove a model with the aliases and profiles; the history stays."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             await tx.execute("DELETE FROM models WHERE name = ?", (name,))

@@ -98,11 +98,7 @@ class Keyring:
         return self._rates.left(row.id, self._clock())
 
     async def load(self) -> None:
-        """Read the keys of the database; warn if all requests will be refused.
-
-        Raises:
-            Failed: the database cannot be read.
-        """
+        """Read the keys of the database; warn if all requests will be refused."""
         for row in await self._store.list():
             self._keep(row)
         self._warn_if_locked_out()
@@ -153,30 +149,18 @@ class Keyring:
         return row
 
     async def set(self, name: str, powers: KeyPowers) -> KeyRow:
-        """Change a key's powers, from the next request on.
-
-        Raises:
-            NoSuchKey, NoSuchModel: there is no such key or model.
-        """
+        """Change a key's powers, from the next request on."""
         row = await self._store.set(name, await self._resolved(powers))
         self._note_change(row, "key_changed")
         return row
 
     async def find(self, name: str) -> KeyRow:
-        """Return the key of this name, with its present use.
-
-        Raises:
-            NoSuchKey: there is no key of this name.
-        """
+        """Return the key of this name, with its present use."""
         await self.save()
         return await self._store.find(name)
 
     async def rotate(self, name: str, grace_s: float) -> tuple[KeyRow, str]:
-        """Give a key a new secret; the old secret stays valid for ``grace_s`` seconds.
-
-        Raises:
-            NoSuchKey: there is no key of this name.
-        """
+        """Give a key a new secret; the old secret stays valid for ``grace_s`` seconds."""
         key = make_key((await self._store.find(name)).id)
         until = self._wall_clock() + grace_s if grace_s > 0 else None
         row = await self._store.rotate(name, key.digest, until)
@@ -184,11 +168,7 @@ class Keyring:
         return row, key.text
 
     async def revoke(self, name: str) -> KeyRow:
-        """Revoke a key: new requests are refused, and running requests continue.
-
-        Raises:
-            NoSuchKey: there is no key of this name.
-        """
+        """Revoke a key: new requests are refused, and running requests continue."""
         await self.save()
         row = await self._store.revoke(name)
         self._note_change(row, "key_revoked")

@@ -24,11 +24,7 @@ class FleetMembership:
     def __init__(
         self, folder: Path, downloads: Path, history: History, send: Callable[[m.Message], None]
     ) -> None:
-        """``downloads`` has checkpoints for other nodes; ``send`` sends a message to all frontends.
-
-        Raises:
-            Failed: the file cannot be read.
-        """
+        """``downloads`` has checkpoints for other nodes; ``send`` reaches all frontends."""
         self._folder = folder
         self._downloads = downloads
         self._history = history
@@ -72,11 +68,7 @@ def read_secret(folder: Path) -> str:
 
 
 def write_secret(folder: Path, secret: str) -> None:
-    """Store the secret, readable by the daemon's user alone; an empty secret removes the file.
-
-    Raises:
-        Failed: the file cannot be written.
-    """
+    """Store the secret, readable by the daemon's user alone; an empty secret removes the file."""
     path = folder / SECRET_FILE
     try:
         if secret:

@@ -43,11 +43,7 @@ class Host:
         return self.phase is HostPhase.ATTACHED
 
     def note(self, event: HostEvent) -> None:
-        """Change the phase.
-
-        Raises:
-            IllegalTransition: the event is impossible in this phase.
-        """
+        """Change the phase."""
         self._life.move(event)
 
     def loaded(

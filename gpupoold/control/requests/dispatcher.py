@@ -308,11 +308,7 @@ class Dispatcher:
         self._stop(self.live.of_name(name), reason)
 
     def cancel(self, request_id: str, reason: str) -> list[LiveRequest]:
-        """End a live request, or all of a client's request, with an error; return what has ended.
-
-        Raises:
-            NoSuchRequest: no live request has this id.
-        """
+        """End a live request, or all of a client's request, with an error; return the ended."""
         found = [one for one in self.live.all() if is_request(one.request_id, request_id)]
         if not found:
             raise NoSuchRequest(

@@ -207,11 +207,7 @@ class WorkerSupervisor:
             worker.send(m.ForgetPrefixes(model))
 
     async def unload(self, worker: Worker, name: str) -> None:
-        """Drop a model from a worker; return when the memory is free.
-
-        Raises:
-            TimedOut: the worker did not answer.
-        """
+        """Drop a model from a worker; return when the memory is free."""
         await worker.unloading.settled(name)
         host = self._hosts.of(name, worker.number)
         if not host.is_ordered:
@@ -252,11 +248,7 @@ class WorkerSupervisor:
             host.note(HostEvent.ATTACH)
 
     async def drop_snapshot(self, worker: Worker, name: str) -> None:
-        """Make a worker release a model's snapshot; return after the release.
-
-        Raises:
-            TimedOut: the worker did not answer.
-        """
+        """Make a worker release a model's snapshot; return after the release."""
         host = self._hosts.of(name, worker.number)
         if not host.has_snapshot:
             return

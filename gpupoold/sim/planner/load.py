@@ -125,11 +125,7 @@ class RecordedLoad:
 
 
 def poisson_load(rates_rps: Mapping[str, float], duration_s: float | None = None) -> PoissonLoad:
-    """Return Poisson arrivals for ``duration_s``, by default long enough for enough requests.
-
-    Raises:
-        UsageError: a rate is not positive.
-    """
+    """Return Poisson arrivals for ``duration_s``, by default long enough for enough requests."""
     for model, rate_rps in rates_rps.items():
         if not (math.isfinite(rate_rps) and rate_rps > 0):
             raise UsageError(f"model {model!r}: rate {rate_rps:g} requests/s: must be above 0")

@@ -149,11 +149,8 @@ def history(
     else:
         what = "no request" if model is None else f"no request of {model}"
         what += "" if request_id is None else f" with the id {request_id} has ended"
-        output.print_line(f"{what}{_in_the_last(since_s)}")
-
-
-def _in_the_last(since_s: float) -> str:
-    return "" if since_s == _ALWAYS_S else f" in the last {format_duration(since_s)}"
+        what += "" if since_s == _ALWAYS_S else f" in the last {format_duration(since_s)}"
+        output.print_line(what)
 
 
 def switches(

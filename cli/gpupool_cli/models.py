@@ -211,7 +211,6 @@ def _other_names(model: ModelInfo) -> str:
 
 
 def _preset_text(preset: Preset) -> str:
-    """Return a preset's defaults and targets in one line."""
     parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
     return _shortened(", ".join([*parts, *_own_targets(preset)])) or "no other defaults"
 
@@ -311,14 +310,10 @@ def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | 
     except GpupoolError as error:
         report(error)
         return error
-    say(_removed_text(model, name))
-    return None
-
-
-def _removed_text(model: ModelInfo, name: str) -> str:
-    """Return what was removed: an alias goes with its model, a preset or an adapter alone."""
+    # An alias goes with its model, a preset or an adapter alone.
     is_alias = name in model.aliases
-    return f"{model.name} (alias {name}): removed" if is_alias else f"{name}: removed"
+    say(f"{model.name} (alias {name}): removed" if is_alias else f"{name}: removed")
+    return None
 
 
 def unload(

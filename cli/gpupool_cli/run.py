@@ -143,7 +143,6 @@ def run(
 
 
 def _answer(model: str, pieces: Sequence[ChatPiece], timing: AnswerTiming) -> dict[str, object]:
-    """Return the document of ``--json``."""
     return {
         "model": model,
         "id": _last(piece.request_id for piece in pieces),

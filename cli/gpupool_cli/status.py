@@ -184,7 +184,6 @@ def _device_row(device: DeviceInfo) -> list[str]:
 
 
 def _gpu_row(device: DeviceInfo, gpu: GpuInfo) -> list[str]:
-    """Return the row of a GPU of a group."""
     nothing = output.NOTHING
     return [
         str(device.device),

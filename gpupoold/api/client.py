@@ -198,7 +198,6 @@ class AdminClient(AdminApi):
 
 
 def _permission_hint(socket_path: Path) -> str:
-    """Return the hint for a socket without permission for this user."""
     try:
         found = socket_path.stat()
         group = grp.getgrgid(found.st_gid).gr_name
@@ -231,12 +230,10 @@ def _close_left_socket(error: BaseException) -> None:
 
 
 def _as_error(body: ErrorBody) -> GpupoolError:
-    """Return the error described by an error body."""
     return error_from_code(body.code, body.message, body.hint)
 
 
 def _error_of(response: httpx.Response) -> GpupoolError:
-    """Return the error described by a failed answer."""
     try:
         error = _as_error(ErrorBody.model_validate(json.loads(response.content)["error"]))
     except (ValueError, KeyError, TypeError):

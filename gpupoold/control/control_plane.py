@@ -46,7 +46,6 @@ from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import ModelState
 from gpupoold.errors import Failed, Refused
 from gpupoold.replay.log_file import Header, lines as log_lines
 from gpupoold.scheduling.invariants import check_state
@@ -241,10 +240,9 @@ class ControlPlane:
         return log_lines(self.policy, core.entries(), first)
 
     def _info_of(self, row: ModelRow) -> ModelInfo:
-        return model_info(row, self._state_of(row), self.fleet.loaded(row.spec.name))
-
-    def _state_of(self, row: ModelRow) -> ModelState:
-        return self.fleet.availability(row.spec.name).state
+        return model_info(
+            row, self.fleet.availability(row.spec.name).state, self.fleet.loaded(row.spec.name)
+        )
 
     def _watchdog(self) -> Watchdog[Supervised[Any]]:
         def limits_s() -> tuple[float, float]:

@@ -221,7 +221,6 @@ def _check_group(name: str, gpu: GpuFacts, indexes: Sequence[int]) -> Check:
 
 
 def _fits_on_a_node(gpu: GpuFacts, num_gpus: int) -> bool:
-    """Return whether a NUMA node has as many GPUs as the group."""
     counts = Counter(one.node for one in gpu.gpus if one.node is not None)
     return max(counts.values(), default=0) >= num_gpus
 

@@ -104,7 +104,6 @@ def histogram(
 
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Return the cumulative counts per bound in Prometheus's form."""
     total, found = 0, []
     for bound, count in zip((*bounds, math.inf), counts, strict=True):
         total += count

@@ -11,7 +11,6 @@ class Rule(StrEnum):
     why: str
 
     def __new__(cls, value: str, why: str) -> Rule:
-        """Create a rule with its sentence."""
         made = str.__new__(cls, value)
         made._value_ = value
         made.why = why

@@ -37,10 +37,6 @@ _LEAST_PIECE_BYTES = 64 << 20
 _GROWTH_SHARE = 0.25
 
 
-def _ignore(name: str) -> None:
-    pass
-
-
 @dataclass(slots=True)
 class _Held:
     """``weight_bytes`` are on the device or on the way."""
@@ -67,7 +63,7 @@ class SimMemory:
         use_of: Callable[[str], tuple[int, float]],
         switch_overhead_s: float = 0.0,
         kv_host_bytes: int | None = None,
-        recompute: Callable[[str], None] = _ignore,
+        recompute: Callable[[str], None] = lambda name: None,
     ) -> None:
         """``kv_host_bytes`` is the host memory for KV, None for no limit.
 

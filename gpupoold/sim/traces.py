@@ -41,7 +41,8 @@ def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimReques
     Raises:
         UsageError: ``factor`` is not positive.
     """
-    _check_factor("time", factor)
+    if not (math.isfinite(factor) and factor > 0):
+        raise UsageError(f"time factor {factor}: must be above 0")
     return tuple(replace(request, arrival_s=request.arrival_s * factor) for request in requests)
 
 
@@ -94,8 +95,3 @@ def _requests(table: CsvTable, default_model: str) -> Iterator[SimRequest]:
         if name:
             histories[model, name] = sum(lengths)
         yield SimRequest(f"r{number}", model, arrival_s, *lengths, name, history_tokens)
-
-
-def _check_factor(what: str, factor: float) -> None:
-    if not (math.isfinite(factor) and factor > 0):
-        raise UsageError(f"{what} factor {factor}: must be above 0")

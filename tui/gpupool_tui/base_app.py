@@ -56,7 +56,7 @@ class BaseApp(App[None]):
         self._message_timer: Timer | None = None
         self.poller = Poller(
             socket_path,
-            self._question,
+            lambda: None if self.view.is_held else PollQuestion.after(self.picture),
             lambda: self.view.interval_s,
             lambda top: self.from_thread(self._on_answer, top),
             lambda reason: self.from_thread(self._on_lost, reason),
@@ -75,7 +75,7 @@ class BaseApp(App[None]):
         """Show the first screen, then start polling the daemon."""
         self.board.repaint(self._palette())  # the theme may have changed
         self.board.focus()
-        self.theme_changed_signal.subscribe(self, self._on_theme)
+        self.theme_changed_signal.subscribe(self, lambda _: self.board.repaint(self._palette()))
         self.poller.start()
 
     def on_unmount(self) -> None:
@@ -102,9 +102,6 @@ class BaseApp(App[None]):
 
     # Answers
 
-    def _question(self) -> PollQuestion | None:
-        return None if self.view.is_held else PollQuestion.after(self.picture)
-
     def from_thread(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function in the application's thread and wait for its end."""
         with contextlib.suppress(RuntimeError):  # the application has ended meanwhile
@@ -130,9 +127,6 @@ class BaseApp(App[None]):
     def _forget_message(self) -> None:
         self.view.message = ""
         self.draw()
-
-    def _on_theme(self, _: object) -> None:
-        self.board.repaint(self._palette())
 
     def _palette(self) -> Palette:
         return palette_of(self.current_theme) if self._has_colours else plain_palette()

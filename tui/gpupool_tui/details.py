@@ -210,7 +210,6 @@ def _quota(device: DeviceInfo) -> str:
 
 
 def _gpus(device: DeviceInfo) -> str:
-    """Return a line for each GPU of a group."""
     return "\n".join(
         f"{gpu.gpu}: {size(gpu.memory_bytes - gpu.free_bytes)} of {size(gpu.memory_bytes)} in use, "
         f"{_gpu(gpu)}"

@@ -229,7 +229,7 @@ class _Writer:
         ]
         more = ", ..." if len(below) > _MAX_NAMED else ""
         of = f"{len(below)} of {_count(len(plan.forecast.models), 'model')}"
-        yield f"{of} {_are(below)} below {wanted}: {', '.join(shares)}{more}"
+        yield f"{of} {'is' if len(below) == 1 else 'are'} below {wanted}: {', '.join(shares)}{more}"
 
     def device_lines(self, planned: Planned) -> Iterator[str]:
         """Yield the needed number of devices, and the results of that number and of fewer."""
@@ -373,10 +373,6 @@ def _num_gpus(box: Box, num_devices: int) -> int:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def group_lines(choice: GroupChoice, attained: Callable[[Attained], str]) -> Iterator[str]:

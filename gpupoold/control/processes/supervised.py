@@ -160,7 +160,6 @@ class Supervised(ABC, Generic[M]):
             self.end("sent an invalid message")
 
     def _begin_set_up(self) -> None:
-        """Set up the process in the background."""
         self._setting_up = self._keep(self._set_up_or_end(), f"{self.name}-up")
 
     async def _set_up_or_end(self) -> None:

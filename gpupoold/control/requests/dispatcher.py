@@ -413,7 +413,6 @@ class Dispatcher:
                 self.listener.weights_wanted(name)
 
     def _known(self, request_ids: Iterable[str]) -> list[LiveRequest]:
-        """Return the live requests among ``request_ids``."""
         found = (self.live.get(request_id) for request_id in request_ids)
         return [one for one in found if one is not None]
 

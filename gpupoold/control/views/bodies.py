@@ -96,10 +96,6 @@ def devices(
     ]
 
 
-def _finite(seconds: float) -> float | None:
-    return seconds if math.isfinite(seconds) else None
-
-
 def _device(
     worker: Worker,
     dispatcher: Dispatcher,
@@ -197,7 +193,7 @@ def _quota(status: WorkerStatus | None) -> tuple[float | None, float]:
         return 0.0, 0.0
     began_s = status.turn_began_s
     used_s = 0.0 if began_s is None else max(0.0, status.at_s - began_s)
-    return _finite(status.quota_s), used_s
+    return status.quota_s if math.isfinite(status.quota_s) else None, used_s
 
 
 def usage(

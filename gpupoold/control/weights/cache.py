@@ -18,7 +18,6 @@ class SnapshotId(NamedTuple):
     degree: int = 1
 
     def __str__(self) -> str:
-        """Return the text for messages."""
         return f"{self.model} (groups of {self.degree})" if self.degree > 1 else self.model
 
 

@@ -77,5 +77,4 @@ def compute_threads(settings: Settings) -> int:
 
 
 def _num_computing(settings: Settings) -> int:
-    """Return the number of processes that compute."""
     return sum(one.num_gpus for one in settings.devices if one.kind != "sim")

@@ -304,7 +304,6 @@ class AegaeonPolicy(SimplePolicy):
 
 
 def _has_room(request: Request, device: DeviceState) -> bool:
-    """Return whether the device's batch of the request's model has KV memory for the request."""
     model = request.model
     moving = [one for one in device.moving.values() if one.model is model]
     batch = device.batches[model.name]

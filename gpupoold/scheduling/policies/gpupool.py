@@ -380,7 +380,6 @@ def _return_s(model: Model, other: Model, device: DeviceState) -> float:
 
 
 def _decode_s(batch: Batch, more_lead_s: float) -> float:
-    """Return the time of decoding for more lead."""
     tbt_s, step_s = batch.model.targets.tbt_s, batch.step_s()
     return more_lead_s / max(tbt_s - step_s, LEAST_GAIN_SHARE * tbt_s) * step_s
 

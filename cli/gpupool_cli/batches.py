@@ -9,20 +9,12 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption
-from gpupool_cli.output import Column
+from gpupool_cli.output import columns
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_batches import BatchInfo
 
-_COLUMNS = (
-    Column("BATCH"),
-    Column("KEY"),
-    Column("MODELS"),
-    Column("STATE", coloured=True),
-    Column("REQUESTS", right=True),
-    Column("ANSWERED", right=True),
-    Column("FAILED", right=True),
-    Column("ADDED"),
-    Column("WAITS-BECAUSE"),
+_COLUMNS = columns(
+    "BATCH, KEY, MODELS, STATE*, REQUESTS>, ANSWERED>, FAILED>, ADDED, WAITS-BECAUSE"
 )
 
 

@@ -7,7 +7,7 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, NameArgument
-from gpupool_cli.output import Column
+from gpupool_cli.output import columns
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo
 from gpupoold.units import format_bytes
@@ -16,15 +16,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Look at the model cache; pin, drop and warm models' snapshots."
 )
 
-_COLUMNS = (
-    Column("NAME"),
-    Column("STATE", coloured=True),
-    Column("SIZE", right=True),
-    Column("SAVED"),
-    Column("PINNED"),
-    Column("LIVE", right=True),
-    Column("LAST-USED"),
-)
+_COLUMNS = columns("NAME, STATE*, SIZE>, SAVED, PINNED, LIVE>, LAST-USED")
 
 
 @app.command("ls")

@@ -12,7 +12,7 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode, say
 from gpupool_cli.options import JsonOption
-from gpupool_cli.output import NOTHING, Column
+from gpupool_cli.output import NOTHING, Column, columns
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_config import ChangeInfo, ConfigInfo, SettingInfo
 from gpupoold.config.file import (
@@ -41,7 +41,7 @@ _EFFECTS = {
     "loads": "for models loaded from then on",
     "restart": "after a restart of gpupoold",
 }
-_COLUMNS = (Column("KEY"), Column("NOW"), Column("FILE"), Column("HEEDED"))
+_COLUMNS = columns("KEY, NOW, FILE, HEEDED")
 
 _LIST_INDEX = re.compile(r"\[\d+\]$")
 

@@ -11,10 +11,10 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode
 from gpupool_cli.options import JsonOption
-from gpupool_cli.output import Column
+from gpupool_cli.output import columns
 from gpupoold.doctor.check import Check, Verdict
 
-_COLUMNS = (Column("CHECK"), Column("VERDICT", coloured=True), Column("FOUND"))
+_COLUMNS = columns("CHECK, VERDICT*, FOUND")
 
 
 def doctor(

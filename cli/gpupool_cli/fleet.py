@@ -12,7 +12,7 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, PaceOption, TbtOption, TtftOption
-from gpupool_cli.output import Column
+from gpupool_cli.output import columns
 from gpupool_cli.session import socket_path_of
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import UsageError
@@ -25,22 +25,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Several boxes: one entrance for their models.")
 
 SECRET_VARIABLE = "GPUPOOL_FLEET_SECRET"
-_NODES = (
-    Column("NODE"),
-    Column("STATE", coloured=True),
-    Column("URL"),
-    Column("DEVICES", right=True),
-    Column("MEMORY", right=True),
-    Column("MODELS", right=True),
-    Column("LIVE", right=True),
-    Column("LOAD", right=True),
-)
-_MODELS = (
-    Column("MODEL"),
-    Column("NODES"),
-    Column("LIVE", right=True),
-    Column("STATE", coloured=True),
-)
+_NODES = columns("NODE, STATE*, URL, DEVICES>, MEMORY>, MODELS>, LIVE>, LOAD>")
+_MODELS = columns("MODEL, NODES, LIVE>, STATE*")
 
 NameOption = Annotated[
     str, typer.Option("--name", metavar="NODE", help="Name of this node; default: the host's.")

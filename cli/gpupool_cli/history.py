@@ -9,7 +9,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, duration_s
-from gpupool_cli.output import Column, duration_text, size_text
+from gpupool_cli.output import Column, columns, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupool_cli.usage import print_fragmentation
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
@@ -20,50 +20,19 @@ from gpupoold.units import format_duration
 _HOUR_S = 3600.0
 # The longest period that the daemon accepts.
 _ALWAYS_S = 10 * 365 * 86400.0
-_SPAN_COLUMNS = (
-    Column("FROM"),
-    Column("SPAN", right=True),
-    Column("REQUESTS", right=True),
-    Column("FAILED", right=True),
-    Column("REFUSED", right=True),
-    Column("TOKENS", right=True),
-    Column("SLO%", right=True),
-    Column("TTFT-p50", right=True),
-    Column("TTFT-p99", right=True),
-    Column("TBT-p50", right=True),
-    Column("TBT-p99", right=True),
-    Column("LATE-BY"),
+_SPAN_COLUMNS = columns(
+    "FROM, SPAN>, REQUESTS>, FAILED>, REFUSED>, TOKENS>, SLO%>, TTFT-p50>, TTFT-p99>, TBT-p50>, "
+    "TBT-p99>, LATE-BY"
 )
 _BREAKDOWN_COLUMNS = (
-    Column("MODEL"),
-    Column("REQUESTS", right=True),
-    Column("TIME"),
-    Column("TOTAL", right=True),
+    *columns("MODEL, REQUESTS>, TIME, TOTAL>"),
     *(Column(stage.upper(), right=True) for stage in RequestStages().by_name()),
 )
-_REQUEST_COLUMNS = (
-    Column("ARRIVED"),
-    Column("REQUEST"),
-    Column("MODEL"),
-    Column("PROMPT", right=True),
-    Column("TOKENS", right=True),
-    Column("LATE", right=True),
-    Column("TTFT", right=True),
-    Column("TBT-p99", right=True),
-    Column("TOTAL", right=True),
-    Column("ENDED"),
+_REQUEST_COLUMNS = columns(
+    "ARRIVED, REQUEST, MODEL, PROMPT>, TOKENS>, LATE>, TTFT>, TBT-p99>, TOTAL>, ENDED"
 )
-_SWITCH_COLUMNS = (
-    Column("AT"),
-    Column("DEVICE", right=True),
-    Column("MODEL"),
-    Column("PREVIOUS"),
-    Column("TOTAL", right=True),
-    Column("EVICT", right=True),
-    Column("MAP", right=True),
-    Column("WEIGHTS", right=True),
-    Column("KV", right=True),
-    Column("MOVED", right=True),
+_SWITCH_COLUMNS = columns(
+    "AT, DEVICE>, MODEL, PREVIOUS, TOTAL>, EVICT>, MAP>, WEIGHTS>, KV>, MOVED>"
 )
 ModelArgument = Annotated[
     str | None,

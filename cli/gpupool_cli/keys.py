@@ -11,7 +11,7 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, PaceOption, complete_model_name, model_name
-from gpupool_cli.output import Column
+from gpupool_cli.output import columns
 from gpupool_cli.session import open_client, socket_path_of
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, PriorityName, SetKeyRequest
 from gpupoold.errors import UsageError
@@ -23,17 +23,7 @@ app = typer.Typer(
 
 _DEFAULT_GRACE_S = 3600.0
 _NEVER = "never"
-_COLUMNS = (
-    Column("NAME"),
-    Column("ID"),
-    Column("MODELS"),
-    Column("PRIORITY"),
-    Column("LIMITS"),
-    Column("REQUESTS", right=True),
-    Column("TOKENS", right=True),
-    Column("LAST-USED"),
-    Column("EXPIRES"),
-)
+_COLUMNS = columns("NAME, ID, MODELS, PRIORITY, LIMITS, REQUESTS>, TOKENS>, LAST-USED, EXPIRES")
 
 
 def _grace_s(text: str) -> float:

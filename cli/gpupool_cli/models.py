@@ -31,15 +31,7 @@ from gpupoold.units import format_bytes, format_duration
 
 _SHOWN_BATCH = 8
 _MAX_SHOWN_VALUE = 100
-_COLUMNS = (
-    output.Column("NAME"),
-    output.Column("STATE", coloured=True),
-    output.Column("TTFT", right=True),
-    output.Column("TBT", right=True),
-    output.Column("DTYPE"),
-    output.Column("SIZE", right=True),
-    output.Column("ALIASES"),
-)
+_COLUMNS = output.columns("NAME, STATE*, TTFT>, TBT>, DTYPE, SIZE>, ALIASES")
 
 
 def list_models(

@@ -54,6 +54,14 @@ class Column:
     coloured: bool = False
 
 
+def columns(titles: str) -> tuple[Column, ...]:
+    """Return the columns of a list such as ``NAME, STATE*, SIZE>``: ``>`` right, ``*`` coloured."""
+    return tuple(
+        Column(title.rstrip(">*"), right=">" in title, coloured="*" in title)
+        for title in titles.split(", ")
+    )
+
+
 def print_line(text: str) -> None:
     """Print and flush one line of data."""
     print(without_controls(text), flush=True)

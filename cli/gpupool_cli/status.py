@@ -10,7 +10,7 @@ from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode
 from gpupool_cli.hosting import devices_text, engines_text
 from gpupool_cli.options import JsonOption
-from gpupool_cli.output import Column, duration_text, size_text
+from gpupool_cli.output import columns, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupool_cli.workers import role_text
 from gpupoold import __version__
@@ -27,47 +27,16 @@ from gpupoold.api.schemas import (
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 
-_DEVICE_COLUMNS = (
-    Column("DEVICE", right=True),
-    Column("KIND"),
-    Column("STATE", coloured=True),
-    Column("ROLE"),
-    Column("LIVE", right=True),
-    Column("PID", right=True),
-    Column("MEMORY", right=True),
-    Column("FREE", right=True),
-    Column("HOST-KV", right=True),
-    Column("ENGINES", right=True),
-    Column("ON-TURN"),
-    Column("QUOTA", right=True),
-    Column("STEPS", right=True),
+_DEVICE_COLUMNS = columns(
+    "DEVICE>, KIND, STATE*, ROLE, LIVE>, PID>, MEMORY>, FREE>, HOST-KV>, ENGINES>, ON-TURN, "
+    "QUOTA>, STEPS>"
 )
-_GPU_COLUMNS = (
-    Column("DEVICE", right=True),
-    Column("GPU", right=True),
-    Column("MEMORY", right=True),
-    Column("FREE", right=True),
-    Column("ALL-USE", right=True),
-    Column("BUSY", right=True),
-    Column("TEMP", right=True),
-    Column("POWER", right=True),
+_GPU_COLUMNS = columns("DEVICE>, GPU>, MEMORY>, FREE>, ALL-USE>, BUSY>, TEMP>, POWER>")
+_MODEL_COLUMNS = columns(
+    "NAME, STATE*, DEVICES, LIVE>, WAIT>, REFUSED>, RESIDENT>, CACHED>, KV>, PAUSED>, "
+    "TTFT-p99>, TBT-p99>, SLO%>"
 )
-_MODEL_COLUMNS = (
-    Column("NAME"),
-    Column("STATE", coloured=True),
-    Column("DEVICES"),
-    Column("LIVE", right=True),
-    Column("WAIT", right=True),
-    Column("REFUSED", right=True),
-    Column("RESIDENT", right=True),
-    Column("CACHED", right=True),
-    Column("KV", right=True),
-    Column("PAUSED", right=True),
-    Column("TTFT-p99", right=True),
-    Column("TBT-p99", right=True),
-    Column("SLO%", right=True),
-)
-_ADDITION_COLUMNS = (Column("ADDING"), Column("STAGE", coloured=True), Column("PROGRESS"))
+_ADDITION_COLUMNS = columns("ADDING, STAGE*, PROGRESS")
 
 
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:

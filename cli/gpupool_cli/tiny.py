@@ -19,7 +19,7 @@ from gpupoold.units import format_bytes
 # Run by name, because the module needs torch, which this process must not load.
 _TINY_MAKER = "gpupoold.checkpoints.tiny"
 _DUMMY_MAKER = "gpupoold.checkpoints.dummy"
-_COLUMNS = (output.Column("NAME"), output.Column("SIZE", right=True), output.Column("PATH"))
+_COLUMNS = output.columns("NAME, SIZE>, PATH")
 
 
 class TinyModel(BaseModel):

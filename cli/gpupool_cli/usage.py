@@ -11,7 +11,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.options import JsonOption, duration_s
-from gpupool_cli.output import Column, size_text
+from gpupool_cli.output import columns, size_text
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_usage import UseInfo
 from gpupoold.domain import DeviceUse
@@ -19,28 +19,9 @@ from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, format_energy
 
 _DAY_S = 86_400.0
-_USE_COLUMNS = (
-    Column("MODEL"),
-    Column("KEY"),
-    Column("REQUESTS", right=True),
-    Column("PROMPT", right=True),
-    Column("TOKENS", right=True),
-    Column("GPU-TIME", right=True),
-    Column("ENERGY", right=True),
-)
-_DEVICE_COLUMNS = (
-    Column("DEVICE", right=True),
-    Column("TIME", right=True),
-    Column("COMPUTING", right=True),
-    Column("SWITCHING", right=True),
-    Column("ENERGY", right=True),
-)
-_FRAGMENTATION_COLUMNS = (
-    Column("DEVICE", right=True),
-    Column("KV-HOST", right=True),
-    Column("SLABS", right=True),
-    Column("FRAGMENTATION", right=True),
-)
+_USE_COLUMNS = columns("MODEL, KEY, REQUESTS>, PROMPT>, TOKENS>, GPU-TIME>, ENERGY>")
+_DEVICE_COLUMNS = columns("DEVICE>, TIME>, COMPUTING>, SWITCHING>, ENERGY>")
+_FRAGMENTATION_COLUMNS = columns("DEVICE>, KV-HOST>, SLABS>, FRAGMENTATION>")
 
 
 def usage(

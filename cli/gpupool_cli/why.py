@@ -8,7 +8,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, model_name
-from gpupool_cli.output import Column, duration_text
+from gpupool_cli.output import columns, duration_text
 from gpupool_cli.session import open_client
 from gpupool_cli.status import loading_text
 from gpupoold.api.schemas_explain import (
@@ -23,15 +23,7 @@ from gpupoold.units import format_bytes, format_duration
 
 # Share of tokens in time that a model should have, as in `gpupool top`.
 _ON_TIME = 0.9
-_LINE_COLUMNS = (
-    Column("NEXT", right=True),
-    Column("MODEL"),
-    Column("REQUESTS", right=True),
-    Column("STARTS-IN", right=True),
-    Column("TAKES", right=True),
-    Column("RULE"),
-    Column("WHY"),
-)
+_LINE_COLUMNS = columns("NEXT>, MODEL, REQUESTS>, STARTS-IN>, TAKES>, RULE, WHY")
 
 
 def why(

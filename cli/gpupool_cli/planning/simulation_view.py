@@ -10,7 +10,7 @@ from typing import Self
 from rich.progress import BarColumn, TimeElapsedColumn
 
 from gpupool_cli.diagnostics import say
-from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
+from gpupool_cli.output import NOTHING, Column, columns, duration_text, print_line, print_table
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.metrics import Goodput
 from gpupoold.sim.roles_text import AUTO
@@ -18,25 +18,15 @@ from gpupoold.sim.run import RunRow, sweep_goodput
 from gpupoold.sim.scenario import Point
 
 _SHOW_EVERY_S = 0.1
-_COLUMNS = (
-    Column("PRESET"),
-    Column("POLICY"),
-    Column("DEVICES"),
-    Column("MODELS", right=True),
-    Column("RPS", right=True),
-    Column("SLO%", right=True),
-    Column("BOUND%", right=True),
-    Column("PAPER%", right=True),
-    Column("TTFT-p50", right=True),
-    Column("TTFT-p99", right=True),
-    Column("TBT-p99", right=True),
-    Column("SWITCHES", right=True),
+_COLUMNS = columns(
+    "PRESET, POLICY, DEVICES, MODELS>, RPS>, SLO%>, BOUND%>, PAPER%>, TTFT-p50>, TTFT-p99>, "
+    "TBT-p99>, SWITCHES>"
 )
 _ACTIVE = Column("ACTIVE", right=True)
 _PREEMPTED = Column("PREEMPTED", right=True)
-_STAGES = (Column("ROLES"), Column("TTFT%", right=True), Column("TBT%", right=True))
+_STAGES = columns("ROLES, TTFT%>, TBT%>")
 _BURST = (Column("BURST-p50", right=True), Column("BURST-p99", right=True))
-_GOODPUT_COLUMNS = (Column("PRESET"), Column("POLICY"), Column("90 % GOODPUT"))
+_GOODPUT_COLUMNS = columns("PRESET, POLICY, 90 % GOODPUT")
 
 
 class PointsView(BarView):

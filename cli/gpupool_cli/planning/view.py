@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rich.progress import SpinnerColumn, TimeElapsedColumn
 
-from gpupool_cli.output import NOTHING, Column, duration_text, print_line, print_table
+from gpupool_cli.output import NOTHING, columns, duration_text, print_line, print_table
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.metrics import Summary
@@ -35,17 +35,9 @@ from gpupoold.units import format_duration
 _MAX_ROWS = 20
 _MAX_NAMED = 3
 _MAX_NOT_ENOUGH = 3
-_COLUMNS = (
-    Column("MODEL"),
-    Column("REQUESTS", right=True),
-    Column("SLO%", right=True),
-    Column("TTFT-p50", right=True),
-    Column("TTFT-p99", right=True),
-    Column("TARGET", right=True),
-    Column("TBT-p50", right=True),
-    Column("TBT-p99", right=True),
-    Column("TARGET", right=True),
-    Column("STEP TIMES"),
+_COLUMNS = columns(
+    "MODEL, REQUESTS>, SLO%>, TTFT-p50>, TTFT-p99>, TARGET>, TBT-p50>, TBT-p99>, TARGET>, "
+    "STEP TIMES"
 )
 
 

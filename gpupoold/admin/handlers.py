@@ -197,7 +197,7 @@ class Handlers:
 
     async def turns(self, after: int, limit: int) -> Response:
         ended = self._control.dispatcher.accounts.turns.after(after, limit)
-        return _json(msgspec.json.encode(top_view.turns(ended)))
+        return _json(msgspec.json.encode(ended))
 
     async def cancel(self, request_id: str) -> CancelledRequest:
         ended = self._control.dispatcher.cancel(request_id, "cancelled by the operator")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gpupool_state import ModelRow
-from gpupoold.control.accounting.turns import TurnRecord
 from gpupoold.control.views import bodies as views
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ async def top(control_plane: ControlPlane, limits: TopLimits) -> bytes:
             "devices": [views.raw(one) for one in control_plane.devices()],
             "models": _models(control_plane, rows, now_s, has_minutes=limits.has_minutes),
             "requests": [views.live_request(request, now_s) for request in live],
-            "turns": turns(dispatcher.accounts.turns.after(limits.turns_after, limits.num_turns)),
+            "turns": dispatcher.accounts.turns.after(limits.turns_after, limits.num_turns),
             "last_turn_id": dispatcher.accounts.turns.last_id,
             "events": events,
             "last_event_id": history.last_event_id,
@@ -57,28 +56,6 @@ async def top(control_plane: ControlPlane, limits: TopLimits) -> bytes:
             "additions": [views.raw(one) for one in control_plane.lifecycle.ongoing.infos()],
         }
     )
-
-
-def turns(ended: Iterable[TurnRecord]) -> list[msgspec.Raw]:
-    """Return turns with wall-clock times, each as the JSON of a ``TurnInfo``."""
-    offset_s = time.time() - time.monotonic()
-    return [turn.encoded or _encoded(turn, offset_s) for turn in ended]
-
-
-def _encoded(turn: TurnRecord, offset_s: float) -> msgspec.Raw:
-    values = {
-        "id": turn.id,
-        "device": turn.device,
-        "model": turn.model,
-        "began_at": turn.began_s + offset_s,
-        "seconds": turn.seconds,
-        "num_tokens": turn.num_tokens,
-        "switch_kind": turn.largest_transfer,
-        "switch_s": turn.switch.total_s if turn.switch is not None else 0.0,
-        "did_run": turn.did_run,
-    }
-    turn.encoded = msgspec.Raw(msgspec.json.encode(values))
-    return turn.encoded
 
 
 def _models(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import Field
 
 from gpupoold.api.schemas import AdditionInfo, Body, DeviceInfo, ModelUsage, RequestInfo, Status
 from gpupoold.domain import Event, LargestTransfer
 
 
-class TurnInfo(Body):
+@dataclass(frozen=True, slots=True)
+class TurnInfo:
     """A finished turn; ids increase by one while the daemon runs.
 
     ``began_at`` (wall-clock seconds) is the time when the model could run. ``switch_kind`` is the

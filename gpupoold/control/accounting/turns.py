@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import msgspec
-
+from gpupoold.api.schemas_top import TurnInfo
 from gpupoold.domain import SWITCH_STAGES, LargestTransfer
 from gpupoold.wire import messages as m
 
 _NUM_KEPT = 4096
-
-
-@dataclass(slots=True)
-class TurnRecord:
-    """A finished turn with its switch; ids increase by one.
-
-    ``began_s`` (monotonic) is the time when the model could run. ``switch`` is None if the model
-    was resident. A prefetch whose turn was cancelled is recorded with ``seconds == 0`` and
-    ``did_run=False``.
-    """
-
-    id: int
-    device: int
-    model: str
-    began_s: float
-    seconds: float
-    num_tokens: int
-    switch: m.SwitchRecord | None
-    did_run: bool = True
-    encoded: msgspec.Raw | None = field(default=None, compare=False)
-    """The JSON for the admin API, cached after the first use."""
-
-    @property
-    def largest_transfer(self) -> LargestTransfer:
-        return largest_transfer(self.switch)
 
 
 def largest_transfer(switch: m.SwitchRecord | None) -> LargestTransfer:
@@ -62,7 +37,7 @@ class TurnLog:
 
     def __init__(self, num_kept: int = _NUM_KEPT) -> None:
         self.last_id = 0
-        self._kept: deque[TurnRecord] = deque(maxlen=num_kept)
+        self._kept: deque[TurnInfo] = deque(maxlen=num_kept)
         self._going: dict[int, _Going] = {}
 
     def switched(self, switch: m.SwitchRecord) -> None:
@@ -100,7 +75,7 @@ class TurnLog:
         """Drop the present turn of a device whose worker has ended."""
         self._going.pop(device, None)
 
-    def after(self, after_id: int, limit: int) -> list[TurnRecord]:
+    def after(self, after_id: int, limit: int) -> list[TurnInfo]:
         """Return the latest ``limit`` turns with larger ids, oldest first."""
         num_new = self.last_id - max(0, after_id)
         count = min(num_new, limit, len(self._kept))
@@ -129,10 +104,19 @@ class TurnLog:
         did_run: bool = True,
     ) -> None:
         self.last_id += 1
-        turn = TurnRecord(
-            self.last_id, device, model, began_s, seconds, num_tokens, switch, did_run
+        self._kept.append(
+            TurnInfo(
+                id=self.last_id,
+                device=device,
+                model=model,
+                began_at=began_s + time.time() - time.monotonic(),
+                seconds=seconds,
+                num_tokens=num_tokens,
+                switch_kind=largest_transfer(switch),
+                switch_s=0.0 if switch is None else switch.total_s,
+                did_run=did_run,
+            )
         )
-        self._kept.append(turn)
 
 
 def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
@@ -143,7 +127,7 @@ def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
     return replace(first, late_weight_bytes=second.late_weight_bytes, **added)
 
 
-def _last(turns: deque[TurnRecord], count: int) -> Iterable[TurnRecord]:
+def _last(turns: deque[TurnInfo], count: int) -> Iterable[TurnInfo]:
     """Return the last ``count`` turns in order; a deque is fast at its ends only."""
     found = [turn for turn, _ in zip(reversed(turns), range(count), strict=False)]
     return reversed(found)

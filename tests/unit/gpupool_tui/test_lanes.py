@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from gpupool_tui.glyphs import ASCII
@@ -88,7 +89,7 @@ def test_share_of_switches() -> None:
 
 
 def test_a_turn_that_did_not_run_is_only_a_switch() -> None:
-    vain = turn(1, 0, "q", 5.0, 0.0, switch_s=3.0).model_copy(update={"did_run": False})
+    vain = replace(turn(1, 0, "q", 5.0, 0.0, switch_s=3.0), did_run=False)
     assert lane(seen([vain]), 10) == "..%%%....."
 
 

@@ -46,7 +46,7 @@ from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import ModelGrammars, keep_grammars_off_the_loop
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.large_answers import make_large_answers_apart
-from gpupoold.frontend.logprob_bounds import (
+from gpupoold.frontend.logprobs import (
     PromptLogprobs,
     has_logprobs,
     limit_beams,

@@ -43,9 +43,9 @@ from gpupoold.frontend.errors import (
 )
 from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continuing
 from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 from gpupoold.frontend.logprob_bounds import counting_logprobs
-from gpupoold.frontend.media import NUM_DECODING, bounding_images
 from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.model_names import answering_as
 from gpupoold.frontend.mounts import Mounts, Receive, Scope, Send

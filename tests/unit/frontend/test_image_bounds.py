@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from gpupoold.frontend import media
+from gpupoold.frontend import image_bounds
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.media import (
+from gpupoold.frontend.image_bounds import (
     FORMATS,
     BadImage,
     RequestImages,
@@ -22,6 +21,7 @@ from gpupoold.frontend.media import (
     image_size,
     request_images,
 )
+from gpupoold.frontend.in_flight import BytesInFlight
 
 
 def file_of(kind: str, size: tuple[int, int] = (30, 20), **options: Any) -> bytes:
@@ -103,7 +103,7 @@ def test_bytes_are_in_flight_until_the_answer_has_ended() -> None:
 
 
 async def test_only_some_requests_decode_at_once() -> None:
-    room, slots = BytesInFlight(100), asyncio.Semaphore(media.NUM_DECODING)
+    room, slots = BytesInFlight(100), asyncio.Semaphore(image_bounds.NUM_DECODING)
     first, second, third = (images_of(room, slots) for _ in range(3))
     with first.rendering():
         await first.begin()

@@ -11,6 +11,7 @@ import pytest
 from gpupoold.errors import UsageError
 from gpupoold.sim import run
 from gpupoold.sim.boxes import parse_box
+from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.metrics import Goodput
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.run import RunRow, mean_active_models, run_point, run_points, sweep_goodput
@@ -96,8 +97,8 @@ def test_prefetch_is_switched_off_for_those_named(monkeypatch: pytest.MonkeyPatc
     class Stop(Exception):
         pass
 
-    def refuse(*args: object, **options: object) -> None:
-        asked.append(options["prefetches"])
+    def refuse(models: object, policy: object, devices: list[BoxDevice], **options: object) -> None:
+        asked.append(devices[0].prefetches)
         raise Stop
 
     monkeypatch.setattr(run, "Simulation", refuse)

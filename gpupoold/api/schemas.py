@@ -207,7 +207,7 @@ class ModelUsage(Body, MemoryUse, _UsageHead):  # the body has the fields of _Us
 
 
 @dataclass
-class RequestProgress:
+class LiveProgress:
     """The age and the tokens of a live request."""
 
     age_s: float
@@ -223,7 +223,7 @@ class _RequestHead:
     device: int | None
 
 
-class RequestInfo(Body, RequestProgress, _RequestHead):
+class RequestInfo(Body, LiveProgress, _RequestHead):
     """A live request; the body has the fields of ``_RequestHead`` first."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from gpupoold.api.schemas import Body, LoadingInfo, RequestProgress
+from gpupoold.api.schemas import Body, LiveProgress, LoadingInfo
 from gpupoold.domain import (
     Event,
     Lateness,
@@ -76,7 +76,7 @@ class _RequestPlace:
     num_before: int
 
 
-class RequestWhy(Body, RequestProgress, _RequestPlace):  # has the fields of _RequestPlace first
+class RequestWhy(Body, LiveProgress, _RequestPlace):  # has the fields of _RequestPlace first
     """The place of a live request; ``rule`` chose its device, None before.
 
     ``next_token_in_s`` is an estimate, None if impossible; ``late_s`` is the lateness of the latest

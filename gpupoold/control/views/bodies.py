@@ -264,7 +264,7 @@ def live_request(request: LiveRequest, now_s: float) -> Values:
 
 
 def progress(request: LiveRequest, now_s: float) -> Values:
-    """Return the values of ``RequestProgress`` for a live request."""
+    """Return the values of ``LiveProgress`` for a live request."""
     return {
         "age_s": now_s - request.arrival_s,
         "num_prompt_tokens": request.num_prompt_tokens,

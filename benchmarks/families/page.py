@@ -11,14 +11,14 @@ from benchmarks.families.transformers_backend import TRANSFORMERS_BACKEND
 _HEAD = """\
 # Families of models
 
-`make models-table` checks every family below on this machine and generates this page from \
-[families.json](../benchmarks/results/models/families.json); a test compares the page with the \
-file. `python -m benchmarks.models --only FAMILY` checks some families.
+`make models-table` checks every family below and generates this page from \
+[families.json](../benchmarks/results/models/families.json). `python -m benchmarks.models --only \
+FAMILY` checks some families.
 
-Each family has a tiny checkpoint with random weights, the structure of the family and short \
-windows. Two real workers on emulated devices, in the middle of their work, are compared with vLLM \
-alone token by token, in float32 unless another dtype is named. Families share one device that is \
-too small for all of them.
+Each family has a tiny checkpoint with random weights and the structure of the family. Two real \
+workers on emulated devices, in the middle of their work, are compared with vLLM alone token by \
+token, in float32 unless another dtype is named. Families share one device that is too small for \
+all. A cell without "no" or "cannot" is equal, and has a figure of the check.
 
 | column | what is compared with vLLM alone |
 | --- | --- |
@@ -29,26 +29,23 @@ too small for all of them.
 | resume | an answer that continues on the other worker after `kill -9` of the first |
 | parsers | the parsers that gpupool finds in the family's real chat template in `tests/templates` |
 
-Pooling models return numbers, which may differ by 0.00001, and have no KV between requests. \
-Two of the three prompts of a vision model have an image, which the answer depends on.
-
-Both sides use the adaptations of vLLM's CPU build in `gpupoold/worker/engine/cpu_build.py`, \
-which GPUs do not need; without the corrected rotary embedding, MLA models, LFM2 and LFM2-MoE \
-answer wrongly in vLLM 0.32 alone. With it, LFM2-MoE has the tokens of Transformers. "One \
-request at a time" marks families whose tokens depend on other requests of a step in vLLM alone. \
-"vLLM alone without prefix cache" marks families whose prefill fails in vLLM's CPU build with the \
-prefix cache, and not in gpupool.
-
-vLLM has no model class of its own for {backend}: its Transformers backend runs the modules of \
-Transformers. There the numbers of heads come from config.json alone. A model whose projections \
-make other numbers is refused in its self-check; in vLLM alone the surplus keys are written to \
-the KV of other tokens.
+- Pooling models return numbers, which may differ by 0.00001, and have no KV between requests.
+- Two of the three prompts of a vision model have an image, which the answer depends on.
+- Both sides use the adaptations of vLLM's CPU build in `gpupoold/worker/engine/cpu_build.py`, \
+which GPUs do not need. Without the corrected rotary embedding, MLA models, LFM2 and LFM2-MoE \
+answer wrongly in vLLM 0.32 alone.
+- "One request at a time": tokens depend on other requests of a step in vLLM alone. "vLLM alone \
+without prefix cache": the prefill fails in vLLM's CPU build with the prefix cache, and not in \
+gpupool.
+- vLLM runs {backend} with the modules of Transformers, with the numbers of heads from \
+config.json. A model whose projections make other numbers is refused in its self-check; in vLLM \
+alone the surplus keys are written to the KV of other tokens.
 """
 _GROUPS = """\
 Both workers are [groups](internals/groups.md) of {num_gpus} emulated GPUs, and vLLM alone has a \
-tensor parallelism of {num_gpus} (`python -m benchmarks.models --gpus {num_gpus}`, results in \
+tensor parallelism of {num_gpus} (`python -m benchmarks.models --gpus {num_gpus}`, figures in \
 [groups-{num_gpus}.json](../benchmarks/results/models/groups-{num_gpus}.json)). "Resume" kills \
-the process of the last rank."""
+the process of the last rank. Equal in all columns: {equal}."""
 _TITLES = {"kv": "KV"}
 _SIGNS = {Outcome.YES: "yes", Outcome.NO: "**no**", Outcome.VLLM_CANNOT: "vLLM cannot"}
 
@@ -61,27 +58,32 @@ def page_text(
     ``of_groups`` has the rows of groups by the number of GPUs.
     """
     backend = " and ".join(", ".join(one.title for one in TRANSFORMERS_BACKEND).rsplit(", ", 1))
-    lines = [_HEAD.format(backend=backend), *_table(families, rows, COLUMNS)]
+    lines = [_HEAD.format(backend=backend), *_table(families, rows)]
     lines += _reasons("Not right yet", families, rows, Outcome.NO)
     lines += _reasons("What vLLM cannot", families, rows, Outcome.VLLM_CANNOT)
     for num_gpus, found in of_groups.items():
         title = f"On groups of {num_gpus} GPUs"
-        head = _GROUPS.format(num_gpus=num_gpus)
-        lines += ["", f"## {title}", "", head, "", *_table(families, found, COLUMNS[:-1])]
+        equal = "; ".join(one.title for one in families if _is_equal(found.get(one.name)))
+        head = _GROUPS.format(num_gpus=num_gpus, equal=equal or "none")
+        lines += ["", f"## {title}", "", head]
         lines += _reasons(f"{title}: not right yet", families, found, Outcome.NO)
         lines += _reasons(f"{title}: what vLLM cannot", families, found, Outcome.VLLM_CANNOT)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(
-    families: Sequence[Family], rows: Mapping[str, Row], columns: Sequence[str]
-) -> list[str]:
-    titles = ["family", "mechanism", *(_TITLES.get(column, column) for column in columns)]
+def _is_equal(row: Row | None) -> bool:
+    """Whether a family was tried and no check has failed, for gpupool's reason or vLLM's."""
+    bad = (Outcome.NO, Outcome.VLLM_CANNOT)
+    return row is not None and all(cell.outcome not in bad for cell in row.cells.values())
+
+
+def _table(families: Sequence[Family], rows: Mapping[str, Row]) -> list[str]:
+    titles = ["family", "mechanism", *(_TITLES.get(column, column) for column in COLUMNS)]
     lines = [_line(titles), _line(["---"] * len(titles))]
     for family in families:
         if family.name in rows:
             cells = rows[family.name].cells
-            shown = [_shown(cells.get(column)) for column in columns]
+            shown = [_shown(cells.get(column)) for column in COLUMNS]
             name = family.title + (f" ({family.dtype})" if family.dtype != "float32" else "")
             lines.append(_line([name, family.mechanism, *shown]))
     return lines
@@ -92,9 +94,7 @@ def _shown(cell: Cell | None) -> str:
         return (cell and cell.text) or "-"
     if cell.outcome is not Outcome.YES:
         return _SIGNS[cell.outcome]
-    if cell.text.startswith("tools:"):
-        return cell.text
-    return f"yes: {cell.text}" if cell.text else "yes"
+    return cell.text or _SIGNS[cell.outcome]
 
 
 def _reasons(

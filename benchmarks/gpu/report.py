@@ -30,10 +30,8 @@ _HEAD = """\
 # Performance on GPUs
 
 `python -m benchmarks.gpu.report` generates this page from the files in \
-[benchmarks/results](../benchmarks/results/README.md); a test compares the page with the files. \
-The README in the same folder describes how to measure. Every figure stands beside the name of \
-the file with the measurement. Figures of emulated devices are in \
-[memory](internals/memory.md).
+[benchmarks/results](../benchmarks/results/README.md), whose README says how to measure. Figures \
+of emulated devices are in [memory](internals/memory.md).
 """
 _NOTHING = "Nothing has been measured on a GPU yet."
 
@@ -155,24 +153,22 @@ def _rows(left: Mapping[str, dict[str, Any]], pattern: str) -> Iterator[Sequence
 
 def _machines(found: Mapping[str, Any]) -> Iterator[str]:
     yield "## Machines\n"
-    rows = []
+    files: dict[tuple[str, ...], list[str]] = {}
     for file, one in found.items():
         hardware, versions = one["hardware"], one["versions"]
         gpu = hardware["gpu"]
         link = [f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"]
         link = link if gpu["pcie_generation"] and gpu["pcie_width"] else []
-        rows.append(
-            (
-                _link(file),
-                ", ".join([gpu["name"], format_bytes(gpu["memory_bytes"]), *link]),
-                f"{hardware['cpu']}, {hardware['cores']} cores, "
-                f"{format_bytes(hardware['memory_bytes'])}",
-                f"driver {gpu['driver']}, torch {versions['torch']}, vLLM {versions['vllm']}",
-                str(one["commit"]),
-                one["started_at"][:10],
-            )
+        machine = (
+            ", ".join([gpu["name"], format_bytes(gpu["memory_bytes"]), *link]),
+            f"{hardware['cpu']}, {hardware['cores']} cores, "
+            f"{format_bytes(hardware['memory_bytes'])}",
+            f"driver {gpu['driver']}, torch {versions['torch']}, vLLM {versions['vllm']}",
+            one["started_at"][:10],
         )
-    yield from _table(("file", "GPU", "host", "versions", "commit", "date"), rows)
+        files.setdefault((*machine, str(one["commit"])), []).append(_link(file))
+    rows = [(", ".join(links), *machine) for machine, links in files.items()]
+    yield from _table(("files", "GPU", "host", "versions", "date", "commit"), rows)
 
 
 def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:

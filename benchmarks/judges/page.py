@@ -18,22 +18,20 @@ _HEAD = """\
 
 `make judge` runs tests of other projects for this API against gpupool and against `vllm serve`, \
 both with the same tiny checkpoint on a CPU, and generates this page from \
-[judge.json](../../benchmarks/results/judge/judge.json); a test compares the page with the file. \
-Only differences between the two servers count: a test that fails with both depends on the tiny \
-model, the CPU, vLLM, or a choice of both: a request without a name goes to the only model, and \
-`/v1/responses/compact` does not exist. A difference without a reason in \
-`benchmarks/judges/known.py` makes `make judge` fail.
+[judge.json](../../benchmarks/results/judge/judge.json). Only differences count: a test that \
+fails with both depends on the tiny model, the CPU, vLLM, or a choice of both (a request without \
+a name goes to the only model; there is no `/v1/responses/compact`). A difference without a \
+reason in `benchmarks/judges/known.py` makes `make judge` fail.
 
 | judge | content |
 | --- | --- |
-| llm-comply | OpenAI's chat completions, Open Responses and Anthropic's messages, checked against \
-the specifications of each; a package from PyPI in an environment of its own |
+| llm-comply | OpenAI's chat completions, Open Responses (a port of their runner) and Anthropic's \
+messages, against the specifications of each; a package from PyPI |
 | vllm-tests | tests of the OpenAI and Anthropic APIs, of pooling and of tools in the source \
-package of the installed release of vLLM; the package is fetched for the run |
+package of the installed release of vLLM |
 
-The generating model is `tiny-trained` (`scripts/tiny_trained.py`), which was trained on some 40 \
-chats: the model stops, answers JSON, calls tools and answers after the results of tools. The \
-compliance runner of Open Responses is in no package index; `llm-comply` has a port of the tests.
+The model is `tiny-trained` (`scripts/tiny_trained.py`), trained on some 40 chats: the model \
+stops, answers JSON, calls tools and answers after the results of tools.
 """
 
 
@@ -82,19 +80,25 @@ def _differences(rows: Sequence[Row]) -> Iterator[str]:
     if not found:
         yield "There are none."
         return
-    yield "| judge | test | gpupool | vllm serve | reason |"
+    yield "| judge | tests | gpupool | vllm serve | reason |"
     yield "| --- | --- | --- | --- | --- |"
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for row in found:
-        outcomes = f"{row.gpupool.outcome} | {row.vllm.outcome}"
-        yield f"| {row.judge} | {_code(row.test)} | {outcomes} | {row.reason or '**none**'} |"
+        outcomes = f"{row.gpupool.outcome} | {row.vllm.outcome} | {row.reason or '**none**'}"
+        by_reason.setdefault((row.judge, outcomes), []).append(row.test)
+    for (judge, outcomes), tests in by_reason.items():
+        yield f"| {judge} | {', '.join(map(_code, tests))} | {outcomes} |"
 
 
 def _left_out() -> Iterator[str]:
     yield "## Tests of vLLM that are not run\n"
     yield "| files below `tests` | reason |"
     yield "| --- | --- |"
+    by_reason: dict[str, list[str]] = {}
     for files, reason in LEFT_OUT.items():
-        yield f"| {_code(files)} | {reason} |"
+        by_reason.setdefault(reason, []).append(files)
+    for reason, found in by_reason.items():
+        yield f"| {', '.join(map(_code, found))} | {reason} |"
 
 
 def _code(text: str) -> str:

@@ -17,6 +17,7 @@ from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
@@ -66,24 +67,16 @@ async def build_control_plane(
     await keyring.load()
     policy = make_policy(header.policy, header.options)
     dispatcher = Dispatcher(settings, history, policy, fleet, frontends.send_to, keyring)
+    parts = ControlParts(settings, registry, history, fleet, dispatcher, supervisor)
     snapshots = ModelSnapshots(
-        settings,
-        history,
-        fleet,
-        dispatcher,
-        supervisor,
+        parts,
         cache,
         saved,
         stored,
         lambda: _cache_setting(configuration),
     )
     lifecycle = ModelLifecycle(
-        settings,
-        registry,
-        history,
-        fleet,
-        dispatcher,
-        supervisor,
+        parts,
         frontends,
         snapshots,
         cache,
@@ -110,9 +103,7 @@ async def build_control_plane(
         saved=saved,
         cache_control=cache_control,
         workers=operations,
-        unloader=ModelUnloader(
-            registry, history, fleet, dispatcher, supervisor, cache, host_budget, lifecycle.drains
-        ),
+        unloader=ModelUnloader(parts, cache, host_budget, lifecycle.drains),
         configuration=configuration,
         reloader=Reloader(
             configuration, history, dispatcher, supervisor, frontends, operations, cache_control

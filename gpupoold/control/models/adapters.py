@@ -9,21 +9,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gpupool_state import History, ModelRow, Registry
+from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import AddAdapterRequest, Progress, SetModelRequest
 from gpupoold.checkpoints.resolve import HubSource, resolve
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import fetched
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free, find_model
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.sources import cached, folder_of
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Adapter, RemoveMode
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
 from gpupoold.errors import GpupoolError, NoSuchModel
@@ -31,7 +28,7 @@ from gpupoold.errors import GpupoolError, NoSuchModel
 _logger = logging.getLogger(__name__)
 
 
-class ModelAdapters:
+class ModelAdapters(ModelPart):
     """Adds adapters to models and removes adapters; the bases serve meanwhile.
 
     ``set_model`` changes options of a model's engine, see :meth:`Changes.set`.
@@ -39,23 +36,13 @@ class ModelAdapters:
 
     def __init__(
         self,
-        settings: Settings,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         mounts: ModelMounts,
         drains: Drains,
         set_model: Callable[[str, SetModelRequest], Awaitable[ModelRow]],
         inspector: Inspector,
     ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._mounts = mounts
         self._drains = drains
         self._set_model = set_model

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
-from gpupool_state import History, ModelRow, Registry
+from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import AddModelRequest, Progress
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import model_info
@@ -18,47 +16,33 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import Refused
 
 
-class Additions:
+class Additions(ModelPart):
     """Checks, registers and loads new models; a failed addition leaves nothing."""
 
     def __init__(
         self,
-        settings: Settings,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         snapshots: ModelSnapshots,
         performer: Performer,
         controller: ModelController,
         mounts: ModelMounts,
         divisions: Divisions,
         inspector: Inspector,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``wall_clock`` returns seconds."""
-        self._settings = settings
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._snapshots = snapshots
         self._performer = performer
         self._controller = controller
         self._mounts = mounts
         self._divisions = divisions
         self._inspector = inspector
-        self._wall_clock = wall_clock
         self._tasks: dict[str, asyncio.Task[ModelRow]] = {}
 
     async def check(self, request: AddModelRequest) -> AsyncIterator[Progress]:
@@ -72,7 +56,7 @@ class Additions:
         intake = self._intake(request)
         async for step in intake.steps():
             yield step
-        yield Progress(stage="check", model=await intake.preview(self._wall_clock()))
+        yield Progress(stage="check", model=await intake.preview(time.time()))
 
     async def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Register a model; undo all steps after a failure or when the reader leaves.

@@ -6,33 +6,27 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpupool_state import History, ModelRow, Registry
+from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import SetModelRequest
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_changes import EngineChanges, merged_options
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.perform import Performer
-from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, RemoveMode, Targets
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
 from gpupoold.errors import GpupoolError, Refused
 
 
-class Changes:
+class Changes(ModelPart):
     """Changes targets, aliases, options and devices of models, and removes models."""
 
     def __init__(
         self,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         drains: Drains,
         controller: ModelController,
         performer: Performer,
@@ -40,11 +34,7 @@ class Changes:
         mounts: ModelMounts,
         engines: EngineChanges,
     ) -> None:
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._drains = drains
         self._controller = controller
         self._performer = performer

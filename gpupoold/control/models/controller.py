@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpupool_state import History, ModelRow, Registry
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
+from gpupool_state import ModelRow
 from gpupoold.control.fleet.transitions import HostPhase, ModelPhase
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.state import (
@@ -35,9 +34,7 @@ from gpupoold.control.models.state import (
     desired,
 )
 from gpupoold.control.models.steps import STARTING_S, Decision, FailureVerdict, next_steps, verdict
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker, WorkerEnded
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut, Unavailable
 from gpupoold.scheduling.hosting import hostable_change
 from gpupoold.wire import messages as m
@@ -84,17 +81,12 @@ class _Lane:
         self.waits[step.key] = (last_s if is_short else wait_s), now_s + wait_s
 
 
-class ModelController:
+class ModelController(ModelPart):
     """Keeps models where the scheduling core wants them; ``clock`` returns monotonic seconds."""
 
     def __init__(
         self,
-        settings: Settings,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         snapshots: ModelSnapshots,
         room: EngineRoom,
         mounts: ModelMounts,
@@ -102,12 +94,7 @@ class ModelController:
         performer: Performer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._snapshots = snapshots
         self._room = room
         self._mounts = mounts

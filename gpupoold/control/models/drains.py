@@ -6,24 +6,19 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.errors import Refused, TimedOut
 
 _DRAIN_POLL_S = 0.05
 
 
-class Drains:
+class Drains(ModelPart):
     """Drains models before an unload or a removal."""
 
-    def __init__(
-        self, settings: Settings, fleet: Fleet, live: LiveRequests, mounts: ModelMounts
-    ) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._live = live
+    def __init__(self, parts: ControlParts, mounts: ModelMounts) -> None:
+        super().__init__(parts)
+        self._live = parts.dispatcher.live
         self._mounts = mounts
 
     @contextlib.asynccontextmanager

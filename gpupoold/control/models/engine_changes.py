@@ -7,17 +7,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpupool_state import ModelRow, Registry
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
+from gpupool_state import ModelRow
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options, engine_part
 from gpupoold.errors import GpupoolError
@@ -37,7 +34,7 @@ def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]
     return check_options({name: value for name, value in merged.items() if value is not None})
 
 
-class EngineChanges:
+class EngineChanges(ModelPart):
     """Replaces the engines of a loaded model on all its workers: on one, then on all others.
 
     The present engine serves until the new engine has been loaded. Then the requests of the worker
@@ -46,21 +43,13 @@ class EngineChanges:
 
     def __init__(
         self,
-        settings: Settings,
-        registry: Registry,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         snapshots: ModelSnapshots,
         facts: LoadFacts,
         room: EngineRoom,
         inspector: Inspector,
     ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._snapshots = snapshots
         self._facts = facts
         self._room = room

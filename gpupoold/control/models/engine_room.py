@@ -6,15 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gpupool_state import History, ModelRow, Registry
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
+from gpupool_state import ModelRow
 from gpupoold.control.models.divisions import Divisions
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.state import EnginesFull
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.scheduling.hosting import (
     HostedEngine,
@@ -28,7 +25,7 @@ from gpupoold.units import format_bytes
 from gpupoold.wire.messages import EngineMemory
 
 
-class EngineRoom:
+class EngineRoom(ModelPart):
     """Counts the memory of engines, and evicts idle engines for others.
 
     ``wall_clock`` returns seconds.
@@ -36,22 +33,12 @@ class EngineRoom:
 
     def __init__(
         self,
-        settings: Settings,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         cache: SnapshotCache,
         divisions: Divisions,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._cache = cache
         self.divisions = divisions
         self._wall_clock = wall_clock

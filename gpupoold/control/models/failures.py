@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
-from gpupool_state import History, Registry
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.processes.crash_attribution import Candidates, Death, candidates_of
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import ModelState
 from gpupoold.errors import GpupoolError
@@ -22,7 +20,7 @@ from gpupoold.errors import GpupoolError
 _UNKNOWN = Death("an earlier crash without a clear cause", is_at_fault=True)
 
 
-class Failures:
+class Failures(ModelPart):
     """Records failures of models and crashes of workers, and the times of the next tries.
 
     ``clock`` and ``wall_clock`` return seconds.
@@ -30,18 +28,12 @@ class Failures:
 
     def __init__(
         self,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
+        parts: ControlParts,
         mounts: ModelMounts,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
-        self._dispatcher = dispatcher
+        super().__init__(parts)
         self._mounts = mounts
         self._clock = clock
         self._wall_clock = wall_clock

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from gpupool_state import History, ModelRow, Registry
+from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,
     Progress,
     SetModelRequest,
 )
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.adapters import ModelAdapters
 from gpupoold.control.models.additions import Additions
@@ -30,15 +28,14 @@ from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_own_model, find_model
 from gpupoold.control.models.ongoing import OngoingAdditions
 from gpupoold.control.models.parking import Parking
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import Adapter, Preset, RemoveMode
 from gpupoold.errors import NoSuchModel
 from gpupoold.wire.messages import GrammarRefused, WrongAnswer
@@ -47,7 +44,7 @@ LOAD_GRACE_S = 20.0
 """Time for the load of a removed model to stop; a worker has no other means to end it."""
 
 
-class ModelLifecycle(RequestListener):
+class ModelLifecycle(ModelPart, RequestListener):
     """A user's operations on models, by name or alias, while serving continues.
 
     The dispatcher reports what models need for their requests.
@@ -58,42 +55,26 @@ class ModelLifecycle(RequestListener):
 
     def __init__(
         self,
-        settings: Settings,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         frontends: Frontends,
         snapshots: ModelSnapshots,
         cache: SnapshotCache,
         inspector: Inspector,
     ) -> None:
         """Wire the parts together; each part gets only finished parts."""
-        self._registry = registry
-        self._fleet = fleet
+        super().__init__(parts)
         self.inspector = inspector
-        self.ongoing = OngoingAdditions(history)
+        self.ongoing = OngoingAdditions(parts.history)
         self._snapshots = snapshots
-        self._supervisor = supervisor
         self._frontends = frontends
-        mounts = ModelMounts(settings, registry, history, fleet, supervisor, frontends, inspector)
-        facts = LoadFacts(registry, history)
-        divisions = Divisions(settings, inspector, registry.divisions)
-        self.room = room = EngineRoom(
-            settings, registry, history, fleet, dispatcher, supervisor, cache, divisions
-        )
-        self._failures = failures = Failures(registry, history, fleet, dispatcher, mounts)
-        performer = Performer(
-            settings, fleet, dispatcher, supervisor, snapshots, mounts, facts, room
-        )
+        mounts = ModelMounts(parts, frontends, inspector)
+        facts = LoadFacts(parts.registry, parts.history)
+        divisions = Divisions(parts.settings, inspector, parts.registry.divisions)
+        self.room = room = EngineRoom(parts, cache, divisions)
+        self._failures = failures = Failures(parts, mounts)
+        performer = Performer(parts, snapshots, mounts, facts, room)
         self.controller = controller = ModelController(
-            settings,
-            registry,
-            history,
-            fleet,
-            dispatcher,
-            supervisor,
+            parts,
             snapshots,
             room,
             mounts,
@@ -101,16 +82,11 @@ class ModelLifecycle(RequestListener):
             performer,
         )
         self.mounts = mounts
-        self.parking = Parking(settings, history, fleet, dispatcher, supervisor)
-        self.drains = Drains(settings, fleet, dispatcher.live, mounts)
-        self.presets = Presets(registry, history, fleet, mounts, inspector)
+        self.parking = Parking(parts)
+        self.drains = Drains(parts, mounts)
+        self.presets = Presets(parts, mounts, inspector)
         self._additions = Additions(
-            settings,
-            registry,
-            history,
-            fleet,
-            dispatcher,
-            supervisor,
+            parts,
             snapshots,
             performer,
             controller,
@@ -118,15 +94,9 @@ class ModelLifecycle(RequestListener):
             divisions,
             inspector,
         )
-        engines = EngineChanges(
-            settings, registry, fleet, dispatcher, supervisor, snapshots, facts, room, inspector
-        )
+        engines = EngineChanges(parts, snapshots, facts, room, inspector)
         self._changes = Changes(
-            registry,
-            history,
-            fleet,
-            dispatcher,
-            supervisor,
+            parts,
             self.drains,
             controller,
             performer,
@@ -136,12 +106,7 @@ class ModelLifecycle(RequestListener):
         )
         self.place = self._changes.place
         self.adapters = ModelAdapters(
-            settings,
-            registry,
-            history,
-            fleet,
-            dispatcher,
-            supervisor,
+            parts,
             mounts,
             self.drains,
             self._changes.set,

@@ -7,20 +7,18 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from gpupool_state import History, ModelRow, Registry
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
+from gpupool_state import ModelRow
 from gpupoold.control.frontends.frontend import Frontend, NotMounted
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.specs import to_load
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
 
 
-class ModelMounts:
+class ModelMounts(ModelPart):
     """Publishes the models with their states, and mounts the APIs of loaded models.
 
     ``clock`` returns seconds of the monotonic clock.
@@ -28,20 +26,12 @@ class ModelMounts:
 
     def __init__(
         self,
-        settings: Settings,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         frontends: Frontends,
         inspector: Inspector,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._frontends = frontends
         self._inspector = inspector
         self._clock = clock

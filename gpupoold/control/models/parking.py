@@ -12,12 +12,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from gpupool_state import History
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.errors import Refused
 from gpupoold.scheduling.policies.planned_turns import Tuning, load_of
 from gpupoold.units import format_duration
@@ -27,22 +23,14 @@ _logger = logging.getLogger(__name__)
 _WAIT_S = 1.0
 
 
-class Parking:
+class Parking(ModelPart):
     """Parks and wakes devices, by hand and after ``idle.park_after``."""
 
     def __init__(
         self,
-        settings: Settings,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
     ) -> None:
-        self._settings = settings
-        self._history = history
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._idle_since_s: dict[int, float] = {}
         self._had: dict[str, int] = {}  # the device that a model had before its device was parked
         self._parking: asyncio.Task[None] | None = None

@@ -10,18 +10,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 from gpupool_state import ModelRow
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.models.state import ModelStep, StepKind
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Worker, WorkerEnded
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.prefix_files import remove_files
@@ -36,7 +33,7 @@ _POLL_S = 0.1
 _MIGRATIONS_S = 10.0
 
 
-class Performer:
+class Performer(ModelPart):
     """Carries out one step at a time for each device of a model, and unloads models.
 
     A loaded model accepts requests on the device. ``clock`` returns seconds.
@@ -44,20 +41,14 @@ class Performer:
 
     def __init__(
         self,
-        settings: Settings,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         snapshots: ModelSnapshots,
         mounts: ModelMounts,
         facts: LoadFacts,
         room: EngineRoom,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        super().__init__(parts)
         self._snapshots = snapshots
         self._mounts = mounts
         self._facts = facts

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpupool_state import History, ModelRow, Registry
+from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import AddPresetRequest
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free, find_model
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import SYSTEM_PROMPT
 from gpupoold.errors import GpupoolError, NoSuchModel, UsageError
@@ -29,20 +29,16 @@ _NO_DEFAULTS = frozenset(
 )
 
 
-class Presets:
+class Presets(ModelPart):
     """Adds presets to models and removes presets; the models serve meanwhile."""
 
     def __init__(
         self,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
+        parts: ControlParts,
         mounts: ModelMounts,
         inspector: Inspector,
     ) -> None:
-        self._registry = registry
-        self._history = history
-        self._fleet = fleet
+        super().__init__(parts)
         self._mounts = mounts
         self._inspector = inspector
 

@@ -9,21 +9,18 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
-from gpupool_state import History, ModelRow, Registry
-from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.fleet import Fleet
+from gpupool_state import ModelRow, Registry
 from gpupoold.control.live_requests import LiveRequest
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.models.startup import rows_in_start_order
 from gpupoold.control.models.state import WeightsState
-from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.host_budget import CacheSetting, HostMemoryBudget
 from gpupoold.control.weights.keys import kv_identity
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes
@@ -32,29 +29,21 @@ from gpupoold.wire import messages as m
 _logger = logging.getLogger(__name__)
 
 
-class ModelSnapshots:
+class ModelSnapshots(ModelPart):
     """Finds, keeps and drops the snapshots of models; ``host_budget`` evicts snapshots."""
 
     def __init__(
         self,
-        settings: Settings,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         cache: SnapshotCache,
         saved: SavedSnapshots,
         stored: StoredSnapshots,
         setting: Callable[[], CacheSetting] = CacheSetting,
     ) -> None:
         """``setting`` returns the origin of the model cache's size, for messages."""
-        self._settings = settings
-        self._history = history
-        self._devices = fleet.snapshots
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._live = dispatcher.live
-        self._supervisor = supervisor
+        super().__init__(parts)
+        self._devices = parts.fleet.snapshots
+        self._live = parts.dispatcher.live
         self._cache = cache
         self._saved = saved
         self._stored = stored

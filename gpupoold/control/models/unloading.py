@@ -4,43 +4,32 @@ from __future__ import annotations
 
 import asyncio
 
-from gpupool_state import History, Registry
 from gpupoold.api.schemas_top import Unloaded
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.names import check_own_model, find_model
-from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.host_budget import HostMemoryBudget
 from gpupoold.control.workers.worker import Worker
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import RemoveMode
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
 
 
-class ModelUnloader:
+class ModelUnloader(ModelPart):
     """Frees a model's memory on devices and on the host."""
 
     def __init__(
         self,
-        registry: Registry,
-        history: History,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
+        parts: ControlParts,
         cache: SnapshotCache,
         host_budget: HostMemoryBudget,
         drains: Drains,
     ) -> None:
-        self._registry = registry
-        self._fleet = fleet
+        super().__init__(parts)
         self._host_budget = host_budget
         self._drains = drains
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
         self._cache = cache
-        self._history = history
 
     async def unload(self, name: str, mode: RemoveMode, *, keep_host: bool = False) -> Unloaded:
         """Free a model's weights and KV on all devices, and its snapshot unless ``keep_host``.

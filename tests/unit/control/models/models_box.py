@@ -19,6 +19,7 @@ from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.child import Launch, execute
 from gpupoold.control.processes.forks import ForkServer
@@ -251,23 +252,12 @@ class ModelsBox:
             self.fleet,
             lambda _, message: self.replies.append(message),
         )
-        self.snapshots = snapshots = ModelSnapshots(
-            settings,
-            history,
-            self.fleet,
-            self.dispatcher,
-            self.supervisor,
-            self.cache,
-            self.saved,
-            stored,
+        parts = ControlParts(
+            settings, registry, history, self.fleet, self.dispatcher, self.supervisor
         )
+        self.snapshots = snapshots = ModelSnapshots(parts, self.cache, self.saved, stored)
         self.lifecycle = ModelLifecycle(
-            settings,
-            registry,
-            history,
-            self.fleet,
-            self.dispatcher,
-            self.supervisor,
+            parts,
             cast(Frontends, self.frontends),
             snapshots,
             self.cache,

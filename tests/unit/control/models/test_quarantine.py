@@ -15,6 +15,7 @@ from gpupoold.control.fleet.transitions import ModelPhase
 from gpupoold.control.frontends import frontends as frontends_module
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.workers.workers import WorkerSupervisor
@@ -66,10 +67,8 @@ class Rig:
         settings = parse_settings({"devices": ["cuda:0"]}, "test")
         frontends = cast(frontends_module.Frontends, Frontends())
         inspector = PlayedInspector(settings)
-        mounts = ModelMounts(
-            settings, registry, history, self.fleet, supervisor, frontends, inspector
-        )
-        self.failures = Failures(registry, history, self.fleet, dispatcher, mounts)
+        parts = ControlParts(settings, registry, history, self.fleet, dispatcher, supervisor)
+        self.failures = Failures(parts, ModelMounts(parts, frontends, inspector))
         self.bench.dispatcher.listener = Verdicts(self)
         self.bench.cold.warm.add(NAME)
 

@@ -114,8 +114,9 @@ class Changes(ModelPart):
             self._fleet.check_quarantine(model)
             errors = await self._controller.settle(model)
             hosts, workers = self._fleet.availability(model).devices, self._supervisor.workers
-            if any(workers[one].is_ready and one not in hosts for one in chosen):
-                raise errors[0] if errors else self._room.refusal(row)
+            lacking = [one for one in chosen if workers[one].is_ready and one not in hosts]
+            if lacking:
+                raise errors[0] if errors else self._controller.why_unloaded(row, lacking[0])
         return await find_model(self._registry, model)
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:

@@ -34,9 +34,10 @@ from gpupoold.control.models.state import (
     desired,
 )
 from gpupoold.control.models.steps import STARTING_S, Decision, FailureVerdict, next_steps, verdict
+from gpupoold.control.weights.host_budget import CacheFull, Space
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut, Unavailable
-from gpupoold.scheduling.hosting import hostable_change
+from gpupoold.scheduling.hosting import HostingDevice, hostable_change
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -65,14 +66,20 @@ class _Lane:
     blocked: frozenset[int] = frozenset()
     expected_bytes: int = 0
     is_added: bool = False
+    is_watched: bool = False
     added: list[asyncio.Future[None]] = field(default_factory=list)
     warm: list[asyncio.Future[None]] = field(default_factory=list)
     settled: list[asyncio.Future[None]] = field(default_factory=list)
-    errors: list[GpupoolError] = field(default_factory=list)
+    errors: list[list[GpupoolError]] = field(default_factory=list)
 
     @property
     def is_idle(self) -> bool:
         return not (self.steps or self.is_added or self.added or self.warm or self.settled)
+
+    def note(self, error: GpupoolError) -> None:
+        """Keep a failure for the clients that wait until the model is settled."""
+        for errors in self.errors:
+            errors.append(error)
 
     def postpone(self, step: ModelStep, now_s: float, *, is_short: bool) -> None:
         """Delay the next try of a failed step."""
@@ -109,6 +116,7 @@ class ModelController(ModelPart):
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_running = False
         self._next_hostable_s = -math.inf
+        self._counted: list[HostingDevice] | None = None  # in a round of decisions
         snapshots.host_budget.on_change = self._wake_waiting
 
     def wake(self, *models: str) -> None:
@@ -127,7 +135,7 @@ class ModelController(ModelPart):
         if now_s >= self._next_hostable_s:
             self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
             self._keep(self._plan_homes())
-        self.wake(*self._fleet.names())
+        self.wake(*self._fleet.names(), *self._lanes)  # lanes of removed models are forgotten
 
     async def worker_up(self, worker: Worker) -> None:
         """Let a new worker load the registered models that it should host."""
@@ -161,7 +169,7 @@ class ModelController(ModelPart):
 
     def end_addition(self, name: str) -> None:
         """Treat the model like all others from now on."""
-        self._lane(name).is_added = False
+        self._lane(name).is_added, self._lane(name).expected_bytes = False, 0
         self.wake(name)
 
     async def warm(self, name: str) -> None:
@@ -182,13 +190,22 @@ class ModelController(ModelPart):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STARTING_S):
                 await asyncio.gather(*starting, return_exceptions=True)
-        lane = self._lane(name)
-        num_before = len(lane.errors)
-        await self._wait(name, lane.settled)
-        errors = lane.errors[num_before:]
-        if not lane.settled:
-            lane.errors.clear()
+        lane, errors = self._lane(name), list[GpupoolError]()
+        lane.errors.append(errors)
+        try:
+            await self._wait(name, lane.settled)
+        finally:
+            lane.errors = [other for other in lane.errors if other is not errors]
         return errors
+
+    def why_unloaded(self, row: ModelRow, number: int) -> GpupoolError:
+        """Return why a settled model is not on a device: memory of the host or of the device."""
+        name, snapshots = row.spec.name, self._fleet.snapshots
+        degree = snapshots.degree(number) if snapshots.needing([number]) else 0
+        space = self._snapshots.weights(name, degree, row.weight_bytes).space
+        if degree and space in (Space.LATER, Space.NEVER):
+            return self._snapshots.why_full(name, degree, row.weight_bytes)
+        return self._room.refusal(row)
 
     async def halt(self, name: str, reason: str) -> None:
         """Abandon the steps of a model that is being removed."""
@@ -245,8 +262,13 @@ class ModelController(ModelPart):
         self._wake_waiting()
 
     def _wake_waiting(self) -> None:
-        """Decide anew on the models that wait for memory, because some may have become free."""
-        waiting = [one for one, lane in self._lanes.items() if lane.waits_since_s is not None]
+        """Decide anew on the models that somebody waits for, since memory may have become free."""
+        waiting = [
+            name
+            for name, lane in self._lanes.items()
+            if lane.waits_since_s is not None
+            and (lane.added or lane.warm or self._dispatcher.live.num_of(name))
+        ]
         if waiting:
             self.wake(*waiting)
 
@@ -274,6 +296,7 @@ class ModelController(ModelPart):
 
     def _decide(self, rows: Sequence[ModelRow], woken: set[str]) -> None:
         """Begin the due steps of the models ``woken``, in the order of the start."""
+        self._counted = None
         now_s, known = self._clock(), {str(row.spec.name): row for row in rows}
         for name in woken - known.keys():
             self._forget(name)
@@ -293,6 +316,8 @@ class ModelController(ModelPart):
         name = row.spec.name
         lane = self._lane(name)
         state = self._state(row, lane, now_s)
+        if state.is_held and not lane.is_watched:
+            self._keep(self._wake_when_free(name, lane))
         if state.is_shut_out and not state.is_trial:
             self._abandon(lane, Failed(f"{name} {self._fleet.breakers.reason(name)}"))
         limit_s = self._settings.limits.load_timeout_s
@@ -303,10 +328,20 @@ class ModelController(ModelPart):
         self._note_wait(name, lane, decision, now_s)
         self._answer(name, lane, decision)
 
+    async def _wake_when_free(self, name: str, lane: _Lane) -> None:
+        lane.is_watched = True
+        try:
+            async with self._fleet.lock(name).shared():
+                pass
+        finally:
+            lane.is_watched = False
+        self.wake(name)
+
     def _note_wait(self, name: str, lane: _Lane, decision: Decision, now_s: float) -> None:
-        if decision.wait is None:
+        is_trying = any(one.kind in (StepKind.LOAD, StepKind.BRING) for one in lane.steps)
+        if decision.wait is None and not is_trying:
             lane.waits_since_s = None
-        elif lane.waits_since_s is None:
+        elif decision.wait is not None and lane.waits_since_s is None:
             lane.waits_since_s = now_s
         self._fleet.set_wait(name, "" if decision.wait is None else decision.wait.cause)
 
@@ -331,7 +366,6 @@ class ModelController(ModelPart):
         workers = self._supervisor.workers
         hosts = {one.number: self._host(row, lane, one) for one in workers}
         is_trial = breakers.is_half_open(name)
-        has_failed = now.phase in (ModelPhase.FAILED, ModelPhase.QUARANTINED)
         return ModelView(
             phase=now.phase,
             hosts=hosts,
@@ -346,7 +380,7 @@ class ModelController(ModelPart):
             is_loaded=self._fleet.loaded(name) is not None,
             is_recorded=row.state is now.state and row.error == now.reason,
             is_shut_out=breakers.is_shut_out(name),
-            is_failed=has_failed or now.retry_at_s is not None,
+            is_failed=now.retry_at_s is not None,
             is_trial=is_trial,
             is_held=self._fleet.lock(name).has_writer and not lane.added,
             is_added=lane.is_added,
@@ -380,14 +414,21 @@ class ModelController(ModelPart):
         if state.is_wished or state.is_added:
             model = replace(model, is_wanted=True)
         size = 0 if state.devices else max(row.weight_bytes, self._lane(model.name).expected_bytes)
-        devices = self._room.devices(size) if absent else ()
+        devices = self._devices(size) if absent else ()
         return desired(model, state.devices, devices, self._starting())
+
+    def _devices(self, weight_bytes: int) -> Sequence[HostingDevice]:
+        """Return the devices that can load, counted once for all models until a load begins."""
+        if self._counted is None:
+            self._counted = self._room.devices()
+        return self._room.large_enough(self._counted, weight_bytes)
 
     def _begin(self, row: ModelRow, lane: _Lane, step: ModelStep) -> None:
         name = row.spec.name
         worker = self._worker(step.number) if step.kind is StepKind.LOAD else None
         if worker is not None:
             worker.num_loads += 1
+            self._counted = None
         task = asyncio.create_task(self._carry_out(row, lane, step), name=f"{step.key} {name}")
         lane.steps[step] = task
 
@@ -438,27 +479,24 @@ class ModelController(ModelPart):
         """Record a failed step as its verdict says."""
         name, now_s = row.spec.name, self._clock()
         state = self._state(row, lane, now_s)
-        is_short = step.kind in (StepKind.BRING, StepKind.LEAVE) and isinstance(error, Refused)
+        is_full = isinstance(error, CacheFull | EnginesFull)
+        is_short = is_full and not state.devices
+        is_short |= step.kind in (StepKind.BRING, StepKind.LEAVE) and isinstance(error, Refused)
         if not isinstance(error, WorkerEnded):
             lane.postpone(step, now_s, is_short=is_short)
-        says = verdict(state, step, error)
-        if (
-            step.kind is StepKind.LOAD
-            and isinstance(error, Refused)
-            and says is not FailureVerdict.LATER
-        ):
-            divisions = self._room.divisions
-            if await divisions.note(row.spec, step.number, error.message) and not state.devices:
-                says = FailureVerdict.LATER
+        says, divisions = verdict(state, step, error), self._room.divisions
+        is_undivided = step.kind is StepKind.LOAD and isinstance(error, Refused) and not is_full
+        is_undivided = is_undivided and await divisions.note(row.spec, step.number, error.message)
+        if is_undivided and not state.devices:
+            says = FailureVerdict.LATER
         _logger.info("%s of %s: %s (%s)", step.key, name, error, says.name.lower())
-        if lane.settled:
-            lane.errors.append(error)
         match says:
             case FailureVerdict.LATER:
-                return
+                return lane.note(error)
             case FailureVerdict.NOTED:
                 await self._note(name, error)
-                return
+                if step.kind is not StepKind.OPEN:  # another load may serve a client
+                    return lane.note(error)
             case FailureVerdict.POSTPONED:
                 await self._failures.postpone(name, now_s)
             case FailureVerdict.FAILED_AGAIN:
@@ -495,7 +533,8 @@ class ModelController(ModelPart):
             return error
 
     def _raise(self, lane: _Lane, error: GpupoolError) -> None:
-        """Tell the clients that wait for a first device or for a warm model of a failure."""
+        """Tell the clients that wait of a failure."""
+        lane.note(error)
         for waiter in (*lane.added, *lane.warm):
             if not waiter.done():
                 waiter.set_exception(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gpupool_state import ModelRow
@@ -48,15 +48,21 @@ class EngineRoom(ModelPart):
         free_bytes = None if worker.ready is None else worker.ready.reserve_free_bytes
         return self._settings.memory.engines_for(free_bytes, worker.device.num_gpus)
 
-    def devices(self, weight_bytes: int = 0) -> list[HostingDevice]:
-        """Return the devices that can load; those too small for ``weight_bytes`` only if there
-        are no others.
-        """
-        ready = [one for one in self._supervisor.workers if one.is_ready]
+    def devices(self) -> list[HostingDevice]:
+        """Return the devices that can load."""
+        return [self.device(worker) for worker in self._supervisor.workers if worker.is_ready]
+
+    def large_enough(
+        self, devices: Sequence[HostingDevice], weight_bytes: int
+    ) -> Sequence[HostingDevice]:
+        """Return the devices; those too small for ``weight_bytes`` only if there are no others."""
+        workers = self._supervisor.workers
         large = [
-            one for one in ready if one.ready is not None and one.ready.device_bytes > weight_bytes
+            device
+            for device in devices
+            if (ready := workers[device.number].ready) and ready.device_bytes > weight_bytes
         ]
-        return [self.device(worker) for worker in large or ready]
+        return large or devices
 
     def device(self, worker: Worker) -> HostingDevice:
         """Return a device with its engines for a decision of the scheduling core."""

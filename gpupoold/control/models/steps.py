@@ -57,7 +57,8 @@ def next_steps(
     model: ModelView, plan: HostingPlan, load_timeout_s: float, now_s: float
 ) -> Decision:
     """Return the steps that a model should begin now beside the steps under way."""
-    if model.phase not in _ALIVE or model.is_held:
+    is_awaited = model.phase is _P.DRAINING and model.num_waiting > 0  # the drain waits too
+    if model.is_held or not (model.phase in _ALIVE or is_awaited):
         return Decision()
     if model.is_shut_out and not model.is_trial:
         return _withdrawal(model, now_s)
@@ -72,6 +73,8 @@ def next_steps(
     weights = _weights(model, load_timeout_s, now_s)
     if weights is not None:
         return Decision((*opens, *(() if loads else weights.steps)), wait=weights.wait)
+    if is_awaited and not model.is_evicted:
+        return Decision(opens)
     if plan.leave and not model.is_added:
         number = min(plan.leave)
         step = ModelStep(_K.LEAVE, number, is_alone=True)
@@ -144,7 +147,7 @@ def _bring(
         if _has_space(model, degree, _NO_WAIT, now_s):
             return Decision((ModelStep(_K.BRING, degree, is_alone=True),))
     if {one.degree for one in _awake(model).values()} - lacking:
-        return Decision(tuple(ModelStep(_K.REST, degree) for degree in ranked))
+        return Decision(tuple(ModelStep(_K.REST, degree, is_alone=True) for degree in ranked))
     never = all(model.weights[one].space is Space.NEVER for one in ranked)
     until_s = now_s if never else _since_s(model, now_s) + load_timeout_s
     return _waiting(model, ModelWait(Cause.MEMORY, until_s, ranked[0]), now_s)
@@ -217,14 +220,13 @@ def _no_device(
     """
     since_s, degree = _since_s(model, now_s), next(iter(without_memory), 0)
     cause = Cause.MEMORY if degree else Cause.ENGINES if plan.has_devices else Cause.SERVICE
-    if cause is Cause.SERVICE and plan.may_start:
-        until_s = since_s + STARTING_S
-    elif model.is_added:
-        until_s = since_s
+    start_s = STARTING_S if cause is Cause.SERVICE and plan.may_start else 0.0
+    if model.is_added:
+        until_s = since_s + start_s
     elif cause is Cause.MEMORY or model.is_evicted:
-        until_s = since_s + load_timeout_s
+        until_s = since_s + max(start_s, load_timeout_s)
     else:
-        until_s = since_s if model.is_trial or model.is_wished else math.inf
+        until_s = since_s + start_s if model.is_trial or model.is_wished else math.inf
     if degree and all(model.weights[one].space is Space.NEVER for one in without_memory):
         until_s = now_s
     return _waiting(model, ModelWait(cause, until_s, degree), now_s)
@@ -278,7 +280,7 @@ def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVe
     if model.is_added:
         is_later = is_full or isinstance(error, WorkerIsDown)
         return FailureVerdict.LATER if is_later else FailureVerdict.RAISED
-    if is_full:
+    if is_full or (isinstance(error, CacheFull) and _is_taken(model, step)):
         return FailureVerdict.LATER
     if model.is_trial:
         is_unclear = is_ended or isinstance(error, Unavailable)
@@ -286,6 +288,12 @@ def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVe
     if is_ended:
         return FailureVerdict.LATER
     return FailureVerdict.NOT_WARMED if model.is_evicted else FailureVerdict.NOT_LOADED
+
+
+def _is_taken(model: ModelView, step: ModelStep) -> bool:
+    """Return whether other snapshots have taken the memory since the step began."""
+    weights = model.weights.get(model.hosts[step.number].degree)
+    return weights is not None and weights.space is Space.LATER
 
 
 def _end_of_wait(model: ModelView, error: GpupoolError) -> FailureVerdict:

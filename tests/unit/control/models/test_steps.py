@@ -74,6 +74,14 @@ def kinds(state: ModelView, plan: HostingPlan, now_s: float = 0.0) -> list[str]:
         (nowhere(weights={1: CACHED}, is_trial=True), plan_of(0, 1), ["load 0"]),
         (nowhere(weights={1: CACHED}, is_added=True), plan_of(1, 0), ["load 1"]),
         (nowhere(phase=ModelPhase.DRAINING), plan_of(0, 1), []),
+        (nowhere(phase=ModelPhase.DRAINING, num_waiting=1), plan_of(0), []),
+        (
+            nowhere(phase=ModelPhase.DRAINING, num_waiting=1, is_evicted=True),
+            plan_of(0),
+            ["load 0"],
+        ),
+        (serving(LOADED, phase=ModelPhase.DRAINING, num_waiting=1), plan_of(1), ["bring 1"]),
+        (serving(LOADED, phase=ModelPhase.DRAINING), plan_of(1), []),
         (nowhere(is_held=True), plan_of(0, 1), []),
         (nowhere(is_shut_out=True, is_failed=True), plan_of(0, 1), []),
         (nowhere(is_shut_out=True, is_recorded=False), plan_of(0, 1), ["withdraw 0"]),
@@ -133,6 +141,8 @@ def of_degrees(single: WeightsState, group: WeightsState, **changes: object) -> 
 
 def test_a_degree_without_memory_rests_while_the_other_serves() -> None:
     assert kinds(of_degrees(FULL, CACHED), plan_of()) == ["rest 1"]
+    under_way = frozenset({ModelStep(K.REST, 1, is_alone=True)})
+    assert kinds(of_degrees(FULL, CACHED, under_way=under_way), plan_of()) == []
     assert kinds(of_degrees(WeightsState(), CACHED), plan_of()) == ["bring 1"]
     assert kinds(of_degrees(FULL, FULL), plan_of()) == []
     resting = {0: HostState(LOADED, is_resting=True), 1: HostState(ATTACHED, degree=2)}
@@ -157,6 +167,9 @@ def test_waits_are_facts() -> None:
     decision = next_steps(nowhere(is_added=True), plan, LOAD_TIMEOUT_S, 5.0)
     assert decision.wait is not None
     assert (decision.wait.cause, decision.wait.until_s) == (Cause.SERVICE, 5.0 + STARTING_S)
+    decision = next_steps(nowhere(is_evicted=True, num_live=1), plan, LOAD_TIMEOUT_S, 5.0)
+    assert decision.wait is not None
+    assert (decision.wait.cause, decision.wait.until_s) == (Cause.SERVICE, 5.0 + LOAD_TIMEOUT_S)
     busy = nowhere(hosts={0: HostState(is_idle=False)})
     decision = next_steps(busy, plan_of(0), LOAD_TIMEOUT_S, 5.0)
     assert not decision.steps
@@ -179,6 +192,7 @@ LOAD, BRING, OPEN, FAIL = (
         (nowhere(), LOAD, WorkerEnded("killed"), FailureVerdict.LATER),
         (nowhere(), LOAD, EnginesFull("larger"), FailureVerdict.LATER),
         (nowhere(), LOAD, CacheFull("larger"), FailureVerdict.NOT_LOADED),
+        (nowhere(weights={1: FULL}), LOAD, CacheFull("taken"), FailureVerdict.LATER),
         (nowhere(is_trial=True), LOAD, Failed("no file"), FailureVerdict.FAILED_AGAIN),
         (nowhere(is_trial=True), LOAD, WorkerEnded("killed"), FailureVerdict.POSTPONED),
         (nowhere(is_trial=True), FAIL, Unavailable("none"), FailureVerdict.POSTPONED),

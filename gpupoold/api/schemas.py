@@ -120,7 +120,7 @@ class DeviceInfo(Body):
 
 
 class SetDeviceRequest(Body):
-    """Body of ``PATCH /devices/{number}``; ``auto`` leaves the role to the policy."""
+    """Body of ``PATCH /devices/{device}``; ``auto`` leaves the role to the policy."""
 
     role: RoleName
 

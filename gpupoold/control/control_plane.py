@@ -46,7 +46,7 @@ from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.errors import Failed, Refused
+from gpupoold.errors import Failed, Refused, UsageError
 from gpupoold.replay.log_file import Header, lines as log_lines
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
@@ -227,10 +227,13 @@ class ControlPlane:
                 "this daemon has no operations for developers",
                 "start gpupoold with GPUPOOL_OPERATIONS=benchmarks.in_worker in a checkout",
             )
+        if "limit_s" in arguments:
+            raise UsageError("an operation has no argument 'limit_s'")
         result = await self.supervisor.call(
             worker, operation, limit_s=_OPERATION_TIMEOUT_S, **arguments
         )
-        assert isinstance(result, dict)
+        if not isinstance(result, dict):
+            raise Failed(f"{operation}: the answer is not an object")
         return result
 
     def event_log(self) -> Iterator[bytes]:

@@ -23,8 +23,10 @@ def ended_by_interrupts() -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGINT, _end)
-    yield
-    signal.signal(signal.SIGINT, before)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

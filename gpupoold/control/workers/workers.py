@@ -260,6 +260,7 @@ class WorkerSupervisor:
         self,
         worker: Worker,
         method: str,
+        /,
         *,
         limit_s: float | None = None,
         **arguments: object,

@@ -39,3 +39,12 @@ def test_a_module_without_operations_is_refused(
     result = answered("leftovers")
     assert result.error_code == "usage"
     assert f"GPUPOOL_OPERATIONS={module}" in result.error_message
+
+
+def test_every_error_of_such_an_operation_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUPOOL_OPERATIONS", "benchmarks.in_worker")
+    monkeypatch.setitem(OPERATIONS, "halve", lambda loop, number: {"half": 1 // number})
+    assert answered("halve", number=0).error_code == "failed"
+    assert answered("halve", digits=3).error_code == "failed"
+    result = answered("bench_switch", models=["a"])
+    assert result.error_code in ("failed", "usage")

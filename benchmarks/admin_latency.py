@@ -78,10 +78,7 @@ def run_admin_latency(folder: Path, duration_s: float) -> dict[str, Any]:
         "burst": _by_path(burst),
         "alone": _by_path(alone),
         "top": top,
-        "daemon_cpu_share": {
-            "not_polled": idle["cpu_share"],
-            "polled": polled["cpu_share"],
-        },
+        "daemon_cpu_share": {"not_polled": idle["cpu_share"], "polled": polled["cpu_share"]},
     }
 
 

@@ -31,11 +31,7 @@ async def drip(port: int, key: str) -> dict[str, Any]:
         task.cancel()
     await asyncio.gather(*dripping, return_exceptions=True)
     after = _status(await exchange(port, _upload("")))
-    return {
-        "ended": sorted(task.result() for task in done),
-        "beside": statuses,
-        "after": after,
-    }
+    return {"ended": sorted(task.result() for task in done), "beside": statuses, "after": after}
 
 
 async def _drip(port: int) -> int:

@@ -143,11 +143,7 @@ def _figures(parts: Mapping[str, Any]) -> dict[str, Figure]:
 
 def _spec(name: str, path: Path, args: argparse.Namespace, least_replicas: int = 1) -> FleetSpec:
     request = AddModelRequest(
-        name=name,
-        source=str(path),
-        max_model_len=_MAX_MODEL_LEN,
-        ttft_s=args.ttft,
-        tbt_s=args.tbt,
+        name=name, source=str(path), max_model_len=_MAX_MODEL_LEN, ttft_s=args.ttft, tbt_s=args.tbt
     )
     return FleetSpec(request, least_replicas)
 

@@ -179,11 +179,7 @@ def _tools(rng: Random, schema: Any) -> _Case:
     named = {"type": "function", "function": {"name": "f"}}
     return (
         _CHAT,
-        _CHAT_BODY
-        | {
-            "tools": [tool],
-            "tool_choice": rng.choice(["required", "auto", named]),
-        },
+        _CHAT_BODY | {"tools": [tool], "tool_choice": rng.choice(["required", "auto", named])},
         [],
     )
 

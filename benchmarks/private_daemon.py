@@ -61,10 +61,7 @@ def daemon_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def private_daemon(
-    config: str,
-    folder: Path | None = None,
-    timeout_s: float = _START_TIMEOUT_S,
-    server: str = "",
+    config: str, folder: Path | None = None, timeout_s: float = _START_TIMEOUT_S, server: str = ""
 ) -> Iterator[PrivateDaemon]:
     """Start ``gpupoold`` with its own folders and a free port; stop the daemon at the end.
 

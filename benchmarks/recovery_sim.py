@@ -104,6 +104,5 @@ def _kill_busiest(daemon: PrivateDaemon) -> float:
 def _share(records: Sequence[RequestRecord], start: float, end: float) -> Share:
     chosen = [one for one in records if start <= one.arrived_at < end]
     return Share(
-        sum(one.num_output_tokens for one in chosen),
-        sum(one.num_tokens_in_time for one in chosen),
+        sum(one.num_output_tokens for one in chosen), sum(one.num_tokens_in_time for one in chosen)
     )

@@ -45,10 +45,7 @@ def run_restarts(checkpoints: Sequence[Path], rounds: int) -> dict[str, Any]:
             asyncio.run(_kill_worker(daemon, name)) | _kill_frontend(daemon, name)
             for _ in range(rounds)
         ]
-    return {
-        "p50_s": {key: median(one[key] for one in times) for key in times[0]},
-        "rounds": times,
-    }
+    return {"p50_s": {key: median(one[key] for one in times) for key in times[0]}, "rounds": times}
 
 
 async def _kill_worker(daemon: PrivateDaemon, model: str) -> Times:
@@ -81,10 +78,7 @@ def _kill_frontend(daemon: PrivateDaemon, model: str) -> Times:
         accepted_s = time.monotonic()
         body = {"model": model, "prompt": "hello", "max_tokens": 1}
         served_s = _until(lambda: http.post("/v1/completions", json=body).status_code == 200)
-    return {
-        "frontend_accepts": accepted_s - killed_s,
-        "frontend_serves": served_s - killed_s,
-    }
+    return {"frontend_accepts": accepted_s - killed_s, "frontend_serves": served_s - killed_s}
 
 
 async def _stream(daemon: PrivateDaemon, model: str, token_times_s: list[float]) -> None:

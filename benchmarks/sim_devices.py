@@ -182,12 +182,7 @@ def simulated_on(
     host = host_memory(box)
     kv_host_bytes = host.kv_bytes_per_gpu * box.tensor_parallel_size
     device = BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)
-    simulation = Simulation(
-        models,
-        make_policy(policy),
-        [device] * box.num_devices,
-        host=host,
-    )
+    simulation = Simulation(models, make_policy(policy), [device] * box.num_devices, host=host)
     outcome = simulation.run(requests, end_s)
     overall = summarise(outcome.results, end_s).overall
     return {

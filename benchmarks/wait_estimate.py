@@ -131,12 +131,7 @@ def measure(scenario: Scenario, bound: int, policy: str = "gpupool") -> dict[str
     host = host_memory(box)
     kv_host_bytes = host.kv_bytes_per_gpu * box.tensor_parallel_size
     device = BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)
-    simulation = Simulation(
-        scenario.models,
-        made,
-        [device] * box.num_devices,
-        host=host,
-    )
+    simulation = Simulation(scenario.models, made, [device] * box.num_devices, host=host)
     watched = WatchedCore(simulation.core, bound, simulation.count_end)
     simulation.core = watched  # type: ignore[assignment]  # it answers as a core does
     outcome = simulation.run(scenario.requests, scenario.end_s)

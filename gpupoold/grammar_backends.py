@@ -15,10 +15,7 @@ from vllm.v1.structured_output.backend_guidance import (
     serialize_guidance_grammar,
 )
 from vllm.v1.structured_output.backend_outlines import OutlinesBackend
-from vllm.v1.structured_output.backend_types import (
-    StructuredOutputGrammar,
-    StructuredOutputOptions,
-)
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 

@@ -14,12 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from gpupool_state import (
-    DATABASE_NAME,
-    Database,
-    History,
-    StateLock,
-)
+from gpupool_state import DATABASE_NAME, Database, History, StateLock
 from gpupoold import __version__
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.tls import check_files

@@ -32,12 +32,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from gpupoold.latency.errors import FitError
-from gpupoold.latency.fit import (
-    DecodeSample,
-    FitQuality,
-    PrefillSample,
-    Weighting,
-)
+from gpupoold.latency.fit import DecodeSample, FitQuality, PrefillSample, Weighting
 from gpupoold.latency.hardware import HardwareProfile, hardware
 from gpupoold.latency.models import ATTENTION_BLOCK_SIZE, DecodeBatch, LinearDecode, PrefillModel
 from gpupoold.latency.profiles import COLUMNS
@@ -233,11 +228,7 @@ def _is_good(quality: FitQuality, num_gpus: int) -> bool:
 
 
 def _row(
-    pair: Pair,
-    phase: str,
-    weighting: Weighting,
-    constants: tuple[float, ...],
-    quality: FitQuality,
+    pair: Pair, phase: str, weighting: Weighting, constants: tuple[float, ...], quality: FitQuality
 ) -> list[str]:
     return [
         pair.gpu,

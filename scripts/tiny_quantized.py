@@ -104,10 +104,7 @@ def _fp8(weight: torch.Tensor) -> Tensors:
     import torch
 
     scale = (weight.abs().amax() / _FP8_MAX).clamp(min=1e-9)
-    return {
-        "weight": (weight / scale).to(torch.float8_e4m3fn),
-        "weight_scale": scale.view(1),
-    }
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale.view(1)}
 
 
 def _fp8_channel(weight: torch.Tensor) -> Tensors:
@@ -180,9 +177,7 @@ FORMATS = {
             _gptq,
         ),
         QuantizedFormat(
-            "w4a16",
-            _compressed("pack-quantized", {**_INT4, "strategy": "group"}, None),
-            _w4a16,
+            "w4a16", _compressed("pack-quantized", {**_INT4, "strategy": "group"}, None), _w4a16
         ),
         QuantizedFormat(
             "w8a8",
@@ -195,10 +190,7 @@ FORMATS = {
             "float32",
         ),
         QuantizedFormat(
-            "fp8",
-            {"quant_method": "fp8", "activation_scheme": "dynamic"},
-            _fp8,
-            "bfloat16",
+            "fp8", {"quant_method": "fp8", "activation_scheme": "dynamic"}, _fp8, "bfloat16"
         ),
         QuantizedFormat(
             "fp8-channel",

@@ -10,12 +10,7 @@ import typer
 
 from benchmarks.bench.loads import run_load_bench
 from benchmarks.bench.memory import run_memory_bench
-from benchmarks.bench.overhead import (
-    EMULATED_OPTIONS,
-    KV_BYTES,
-    OverheadPlan,
-    measure_overhead,
-)
+from benchmarks.bench.overhead import EMULATED_OPTIONS, KV_BYTES, OverheadPlan, measure_overhead
 from benchmarks.bench.rig import emulated_config, make_checkpoints
 from benchmarks.bench.switch import MAX_MODEL_LEN, run_switch_bench
 from benchmarks.bench.view import show_fields, show_memory, show_switches

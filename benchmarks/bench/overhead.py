@@ -25,11 +25,7 @@ import httpx
 from benchmarks.bench.completions import LoadResult, combined, run_load
 from benchmarks.private_daemon import private_daemon
 from gpupoold.errors import Failed, TimedOut
-from gpupoold.system.process import (
-    EMULATED_DEVICE_NICENESS,
-    die_with_parent,
-    lower_priority_of,
-)
+from gpupoold.system.process import EMULATED_DEVICE_NICENESS, die_with_parent, lower_priority_of
 
 _START_TIMEOUT_S = 600.0
 # vLLM's settings on the CPU, as gpupool sets them.

@@ -44,9 +44,7 @@ def show_memory(result: Mapping[str, Any]) -> None:
         ],
     )
     print_line("")
-    show_fields(
-        {name: result[name] for name in ("transfer_round_trip", "kv_swap", "kv_overlap")},
-    )
+    show_fields({name: result[name] for name in ("transfer_round_trip", "kv_swap", "kv_overlap")})
 
 
 def _switch_rows(result: Mapping[str, Any]) -> Iterator[Sequence[str]]:

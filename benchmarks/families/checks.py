@@ -15,14 +15,7 @@ from benchmarks.families.cells import COLUMNS, Cell, Outcome
 from benchmarks.families.family import Family
 from benchmarks.families.plain import PlainVllm
 from benchmarks.families.problems import problem_of
-from benchmarks.families.prompts import (
-    LONG,
-    SIZES,
-    WITH_IMAGE,
-    Prompt,
-    decoded_features,
-    prompt_of,
-)
+from benchmarks.families.prompts import LONG, SIZES, WITH_IMAGE, Prompt, decoded_features, prompt_of
 from benchmarks.families.workers import FamilyWorker
 from tests.support.tiny_vision import VISION_FAMILIES
 

@@ -239,13 +239,7 @@ FAMILIES: tuple[Family, ...] = (
             "pad_token_id": PAD_ID,
         },
     ),
-    Family(
-        "gpt2",
-        "GPT-2",
-        "gpt2",
-        "dense",
-        GPT2,
-    ),
+    Family("gpt2", "GPT-2", "gpt2", "dense", GPT2),
     Family("stablelm", "StableLM", "stablelm", "dense", text_config(head_dim=None)),
     Family(
         "cohere",

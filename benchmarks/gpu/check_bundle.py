@@ -16,14 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.fake_card.build import (
-    DRIVER,
-    MANAGEMENT,
-    compile_sources,
-    link,
-    stub_source,
-    undefined,
-)
+from tests.fake_card.build import DRIVER, MANAGEMENT, compile_sources, link, stub_source, undefined
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_FOLDERS = (ROOT, ROOT / "cli", ROOT / "state", ROOT / "tui")

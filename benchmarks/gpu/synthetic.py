@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.gpu.shapes import (
-    SHAPES,
-    TINY_SHAPES,
-    Shape,
-    Tensor,
-    config,
-    tensors,
-)
+from benchmarks.gpu.shapes import SHAPES, TINY_SHAPES, Shape, Tensor, config, tensors
 from gpupoold.checkpoints.maker import whole_folder, write_metadata
 from gpupoold.checkpoints.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 from gpupoold.errors import GpupoolError, UsageError

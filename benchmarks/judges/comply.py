@@ -14,11 +14,7 @@ from gpupoold.errors import Failed
 
 PACKAGE = "llm-comply==0.5.0"
 _HEADERS = ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"]
-FORMATS: Mapping[str, list[str]] = {
-    "openai-chat": [],
-    "open-responses": [],
-    "anthropic": _HEADERS,
-}
+FORMATS: Mapping[str, list[str]] = {"openai-chat": [], "open-responses": [], "anthropic": _HEADERS}
 _TIMEOUT_S = 900.0
 
 

@@ -160,9 +160,7 @@ def _replace() -> None:
 
     stand_in = types.ModuleType("tests.utils")
     vars(stand_in).update(
-        RemoteOpenAIServer=RemoteOpenAIServer,
-        ROCM_EXTRA_ARGS=[],
-        VLLM_PATH=Path.cwd(),
+        RemoteOpenAIServer=RemoteOpenAIServer, ROCM_EXTRA_ARGS=[], VLLM_PATH=Path.cwd()
     )
     sys.modules["tests.utils"] = stand_in
     conftest = types.ModuleType("tests.conftest")

@@ -59,11 +59,7 @@ def fetch(folder: Path) -> Path:
 
 
 def judge(
-    target: str,
-    source: Path,
-    paths: Iterable[str],
-    models: Mapping[str, Path],
-    folder: Path,
+    target: str, source: Path, paths: Iterable[str], models: Mapping[str, Path], folder: Path
 ) -> dict[str, Result]:
     """Return the results of the tests in files of vLLM with one of the servers, by their names.
 

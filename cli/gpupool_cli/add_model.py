@@ -52,8 +52,7 @@ def add_model(
     tbt: TbtOption = None,
     pace: PaceOption = None,
     max_len: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Longest prompt plus answer, in tokens."),
+        int | None, typer.Option(min=1, metavar="N", help="Longest prompt plus answer, in tokens.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="D", help="Weight type, such as bfloat16.")
@@ -75,8 +74,7 @@ def add_model(
         typer.Option("--detach", help="Return after the checks; the daemon downloads and loads."),
     ] = False,
     on_fleet: Annotated[
-        bool,
-        typer.Option("--fleet", help="Let the fleet place the model where it fits."),
+        bool, typer.Option("--fleet", help="Let the fleet place the model where it fits.")
     ] = False,
     replicas: Annotated[
         int,

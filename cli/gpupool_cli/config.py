@@ -15,21 +15,13 @@ from gpupool_cli.options import JsonOption
 from gpupool_cli.output import NOTHING, Column, columns
 from gpupool_cli.session import open_client
 from gpupoold.api.schemas_config import ChangeInfo, ConfigInfo, SettingInfo
-from gpupoold.config.file import (
-    PlacedProblem,
-    check_on_machine,
-    check_text,
-    parsed_file,
-)
+from gpupoold.config.file import PlacedProblem, check_on_machine, check_text, parsed_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.keys import config_info
 from gpupoold.config.schema import chosen_path, read_text
 from gpupoold.doctor.machine import find_machine
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Show, check and compare the configuration.",
-)
+app = typer.Typer(no_args_is_help=True, help="Show, check and compare the configuration.")
 
 FileArgument = Annotated[
     Path | None,
@@ -155,12 +147,7 @@ def _print_problem(path: Path, one: PlacedProblem) -> None:
 
 def _problem_fields(one: PlacedProblem) -> dict[str, object]:
     problem = one.problem
-    return {
-        "key": problem.key,
-        "line": one.line,
-        "problem": problem.what,
-        "hint": problem.hint,
-    }
+    return {"key": problem.key, "line": one.line, "problem": problem.what, "hint": problem.hint}
 
 
 def _named(path: str | None) -> str:

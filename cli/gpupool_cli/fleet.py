@@ -35,8 +35,7 @@ IpOption = Annotated[
     str, typer.Option("--ip", metavar="ADDRESS", help="Address of this node in the fleet.")
 ]
 UrlOption = Annotated[
-    str,
-    typer.Option("--url", metavar="URL", help="Where the entrance reaches this node's daemon."),
+    str, typer.Option("--url", metavar="URL", help="Where the entrance reaches this node's daemon.")
 ]
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Name of a node.")]
 
@@ -290,10 +289,7 @@ def _as_json(found: FleetState) -> dict[str, object]:
             for node in found.table.nodes
         ],
         "models": {
-            name: {
-                "request": spec.request.model_dump(),
-                "least_replicas": spec.least_replicas,
-            }
+            name: {"request": spec.request.model_dump(), "least_replicas": spec.least_replicas}
             for name, spec in found.specs.items()
         },
         "problems": found.problems,

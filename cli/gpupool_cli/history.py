@@ -127,9 +127,7 @@ def switches(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Only switches to this model.",
-            autocompletion=complete_model_name,
+            metavar="NAME", help="Only switches to this model.", autocompletion=complete_model_name
         ),
     ] = None,
     device: Annotated[

@@ -211,8 +211,7 @@ TbtOption = Annotated[
     ),
 ]
 NewNameArgument = Annotated[
-    str,
-    typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for."),
+    str, typer.Argument(metavar="NAME", parser=model_name, help="The name clients will ask for.")
 ]
 BaseOption = Annotated[
     str,

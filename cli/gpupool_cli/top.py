@@ -25,8 +25,7 @@ _WEB_PORT = 8088
 def top(
     ctx: typer.Context,
     once: Annotated[
-        bool,
-        typer.Option("-1", "--once", help="Print one screen as plain text and leave."),
+        bool, typer.Option("-1", "--once", help="Print one screen as plain text and leave.")
     ] = False,
     interval: Annotated[
         float | None,

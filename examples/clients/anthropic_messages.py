@@ -11,9 +11,7 @@ client = Anthropic(
 )
 model = os.environ.get("GPUPOOL_MODEL") or client.models.list().data[0].id
 with client.messages.stream(
-    model=model,
-    messages=[{"role": "user", "content": "Say hello."}],
-    max_tokens=32,
+    model=model, messages=[{"role": "user", "content": "Say hello."}], max_tokens=32
 ) as stream:
     for text in stream.text_stream:
         print(text, end="", flush=True)

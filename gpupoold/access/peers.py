@@ -124,8 +124,7 @@ class AdminGroups:
             what = "may not use the admin socket"
             how = f"{self._join(self.read_only, user)} (read-only access), or {change}"
         return Forbidden(
-            f"the user {user} {what}",
-            f"ask an administrator to run: {how}; then log in again",
+            f"the user {user} {what}", f"ask an administrator to run: {how}; then log in again"
         )
 
     def _join(self, group: str, user: str) -> str:

@@ -482,11 +482,7 @@ def _check_expiry(expires_at: float | None) -> None:
 
 
 async def follow_logs(
-    paths: dict[str, Path],
-    num_lines: int,
-    *,
-    follow: bool,
-    is_gone: Callable[[], Awaitable[bool]],
+    paths: dict[str, Path], num_lines: int, *, follow: bool, is_gone: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[str]:
     """Yield NDJSON of :class:`LogLine`: the last lines of each log, then new lines."""
     with contextlib.ExitStack() as stack:

@@ -16,8 +16,7 @@ SYSTEM_RUNTIME_DIR = Path("/run/gpupool")
 
 
 def default_socket_path(
-    environ: Mapping[str, str] | None = None,
-    system_dir: Path = SYSTEM_RUNTIME_DIR,
+    environ: Mapping[str, str] | None = None, system_dir: Path = SYSTEM_RUNTIME_DIR
 ) -> Path:
     """Return the default path of the admin socket by the first rule that applies.
 

@@ -98,10 +98,7 @@ def with_changes(now: Settings, wanted: Settings, changes: list[KeyChange]) -> S
 
 
 def config_info(
-    settings: Settings,
-    path: Path | None,
-    written: Collection[str],
-    reasons: Mapping[str, str],
+    settings: Settings, path: Path | None, written: Collection[str], reasons: Mapping[str, str]
 ) -> ConfigInfo:
     """Return all keys with values; the ``written`` keys come from the file.
 

@@ -68,20 +68,8 @@ async def build_control_plane(
     policy = make_policy(header.policy, header.options)
     dispatcher = Dispatcher(settings, history, policy, fleet, frontends.send_to, keyring)
     parts = ControlParts(settings, registry, history, fleet, dispatcher, supervisor)
-    snapshots = ModelSnapshots(
-        parts,
-        cache,
-        saved,
-        stored,
-        lambda: _cache_setting(configuration),
-    )
-    lifecycle = ModelLifecycle(
-        parts,
-        frontends,
-        snapshots,
-        cache,
-        Inspector(settings, forks),
-    )
+    snapshots = ModelSnapshots(parts, cache, saved, stored, lambda: _cache_setting(configuration))
+    lifecycle = ModelLifecycle(parts, frontends, snapshots, cache, Inspector(settings, forks))
     dispatcher.listener = lifecycle
     await lifecycle.room.divisions.restore()
     host_budget = snapshots.host_budget

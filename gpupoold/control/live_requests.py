@@ -67,10 +67,7 @@ class Migration:
 
     def without(self, worker: int) -> Migration | None:
         """Return the migration after the death of a worker, None at the end of the migration."""
-        lost = {
-            self.source: MigrationEvent.SOURCE_LOST,
-            self.target: MigrationEvent.TARGET_LOST,
-        }
+        lost = {self.source: MigrationEvent.SOURCE_LOST, self.target: MigrationEvent.TARGET_LOST}
         event = lost.get(worker)
         return self.after(event) if event is not None and self.expects(event) else self
 
@@ -161,9 +158,7 @@ class LiveRequest:
     def order_now(self) -> m.AddRequest:
         """Return the order to start the request, or to continue after the tokens so far."""
         return msgspec.structs.replace(
-            self.order,
-            output_token_ids=list(self.output_token_ids),
-            is_isolated=self.is_isolated,
+            self.order, output_token_ids=list(self.output_token_ids), is_isolated=self.is_isolated
         )
 
     def add_tokens(

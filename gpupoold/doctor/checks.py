@@ -7,13 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from gpupoold.config.budgets import (
-    BYTES_IN_FLIGHT,
-    KV_HOST,
-    MODEL_CACHE,
-    RESERVE,
-    Budgets,
-)
+from gpupoold.config.budgets import BYTES_IN_FLIGHT, KV_HOST, MODEL_CACHE, RESERVE, Budgets
 from gpupoold.config.fitting import fitted
 from gpupoold.config.machine import Machine, MachineError
 from gpupoold.config.schema import Settings
@@ -62,11 +56,7 @@ _LEAST_PROCESSES = 4096
 _LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB}
 _FULL_BYTES = 100 * 2**20
 _IN_MEMORY = {"tmpfs", "ramfs"}
-_FIRST_KERNEL = {
-    "memfd": "3.17",
-    "pidfd": "5.3",
-    "moving pages": "5.13",
-}
+_FIRST_KERNEL = {"memfd": "3.17", "pidfd": "5.3", "moving pages": "5.13"}
 
 
 def check_all(facts: Facts) -> list[Check]:

@@ -78,11 +78,7 @@ def _gpus_of(
 
 
 def _cuda(
-    number: int,
-    device: DeviceSettings,
-    ordinal: int,
-    gpu: GpuFacts,
-    environment: Mapping[str, str],
+    number: int, device: DeviceSettings, ordinal: int, gpu: GpuFacts, environment: Mapping[str, str]
 ) -> DeviceFacts:
     index = index_of(gpu, ordinal, environment)
     if index is None:

@@ -46,12 +46,7 @@ from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import ModelGrammars, keep_grammars_off_the_loop
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.large_answers import make_large_answers_apart
-from gpupoold.frontend.logprobs import (
-    PromptLogprobs,
-    has_logprobs,
-    limit_beams,
-    limit_logprobs,
-)
+from gpupoold.frontend.logprobs import PromptLogprobs, has_logprobs, limit_beams, limit_logprobs
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.model_names import name_as_requested
 from gpupoold.frontend.mounts import AsgiApp

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from gpupoold.domain import ModelState
-from gpupoold.frontend.errors import (
-    NotYet,
-    bad_request,
-    no_such_model,
-    not_ready,
-    starting,
-)
+from gpupoold.frontend.errors import NotYet, bad_request, no_such_model, not_ready, starting
 from gpupoold.frontend.mounts import Mount, Mounts
 from gpupoold.wire.messages import ServedModel
 

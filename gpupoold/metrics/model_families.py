@@ -62,20 +62,14 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
     of_counts = one_each(counter, "model", scrape.counts.items())
     of_meters = one_each(counter, "model", scrape.models())
     yield of_meters(
-        "prompt_tokens",
-        "Prompt tokens of admitted requests.",
-        lambda one: one.prompt_tokens,
+        "prompt_tokens", "Prompt tokens of admitted requests.", lambda one: one.prompt_tokens
     )
     yield of_counts(
         "output_tokens_in_time",
         "Tokens sent by their deadlines, which are fixed at the request's arrival.",
         lambda one: one.tokens_in_time,
     )
-    yield of_counts(
-        "output_tokens",
-        "Tokens sent.",
-        lambda one: one.tokens,
-    )
+    yield of_counts("output_tokens", "Tokens sent.", lambda one: one.tokens)
     yield counter(
         "background_tokens",
         "Tokens made for batches, which no other metric of tokens counts.",
@@ -84,15 +78,9 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
     )
     of_drafts = one_each(counter, "model", scrape.drafts.items())
     yield of_drafts(
-        "drafts",
-        "Drafts verified by speculative decoding.",
-        lambda one: one.num_drafts,
+        "drafts", "Drafts verified by speculative decoding.", lambda one: one.num_drafts
     )
-    yield of_drafts(
-        "draft_tokens",
-        "Tokens in drafts.",
-        lambda one: one.num_draft_tokens,
-    )
+    yield of_drafts("draft_tokens", "Tokens in drafts.", lambda one: one.num_draft_tokens)
     yield of_drafts(
         "accepted_draft_tokens",
         "Tokens in drafts that were accepted, and sent.",

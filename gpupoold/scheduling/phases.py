@@ -33,10 +33,7 @@ class Trigger(Enum):
 # The life of a request; a transition missing here is a bug of the shell or of a policy.
 TRANSITIONS: dict[tuple[RequestPhase, Trigger], RequestPhase] = {
     (RequestPhase.HELD, Trigger.PLACE): RequestPhase.QUEUED,
-    (
-        RequestPhase.QUEUED,
-        Trigger.PLACE,
-    ): RequestPhase.QUEUED,  # reassigned before being sent
+    (RequestPhase.QUEUED, Trigger.PLACE): RequestPhase.QUEUED,  # reassigned before being sent
     (RequestPhase.QUEUED, Trigger.SEND): RequestPhase.SENT,
     (RequestPhase.SENT, Trigger.TOKEN): RequestPhase.DECODING,
     (RequestPhase.DECODING, Trigger.TOKEN): RequestPhase.DECODING,

@@ -116,7 +116,7 @@ class Simulation:
                     kind=device.kind,
                 )
                 for number, device in enumerate(devices)
-            ],
+            ]
         )
 
     def run(

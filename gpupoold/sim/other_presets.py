@@ -21,14 +21,7 @@ from gpupoold.sim.scenario import (
 )
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, model_names, poisson_workload
 
-COMPARED = (
-    "gpupool",
-    "aegaeon",
-    "request-level",
-    "request-level-4",
-    "request-level-sjf",
-    "static",
-)
+COMPARED = ("gpupool", "aegaeon", "request-level", "request-level-4", "request-level-sjf", "static")
 
 
 def other_panels() -> tuple[FigurePanel, ...]:

@@ -17,12 +17,7 @@ from gpupoold.sim.boxes import Box
 from gpupoold.sim.changes import description
 from gpupoold.sim.other_presets import COMPARED, bursts, other_panels
 from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
-from gpupoold.sim.scenario import (
-    FigurePanel,
-    FixedRequests,
-    PoissonArrivals,
-    Workload,
-)
+from gpupoold.sim.scenario import FigurePanel, FixedRequests, PoissonArrivals, Workload
 from gpupoold.sim.workloads import SimRequest
 
 _TEN_MINUTES_S = 600.0
@@ -265,8 +260,7 @@ def _traces() -> tuple[FigurePanel, ...]:
     spread = "given to {} models by a Zipf draw"
     return (
         replace(
-            panel("azure23-conv", f"Azure 2023 chat, {spread.format(60)}", 8, 3, conv),
-            models=(60,),
+            panel("azure23-conv", f"Azure 2023 chat, {spread.format(60)}", 8, 3, conv), models=(60,)
         ),
         replace(
             panel("azure23-code", f"Azure 2023 coding, {spread.format(40)}", 4, 2, code),

@@ -93,12 +93,7 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int, num_gpus: int = 1) -> 
 
 
 def _latency(
-    name: str,
-    config: dict[str, Any],
-    info: CheckpointInfo,
-    dtype: str,
-    gpu: str,
-    num_gpus: int,
+    name: str, config: dict[str, Any], info: CheckpointInfo, dtype: str, gpu: str, num_gpus: int
 ) -> tuple[ModelShape, LatencyModel]:
     try:
         shape = from_hf_config(config, info.num_parameters, dtype)

@@ -131,11 +131,7 @@ class SimServer:
         num_before = len(message.output_token_ids)
         num_left = max(1, min(message.max_tokens or room, room) - num_before)
         request = SimRequest(
-            message.request_id,
-            message.model,
-            message.arrival_s,
-            num_prompt + num_before,
-            num_left,
+            message.request_id, message.model, message.arrival_s, num_prompt + num_before, num_left
         )
         live = SimLive(request, num_before=num_before)
         if message.is_moving:

@@ -160,11 +160,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "vllm.config.ModelConfig",
         "architectures architecture max_model_len dtype runner_type get_vocab_size",
     ),
-    (
-        _ENGINE,
-        "vllm.config.CacheConfig",
-        "num_gpu_blocks block_size kv_cache_memory_bytes",
-    ),
+    (_ENGINE, "vllm.config.CacheConfig", "num_gpu_blocks block_size kv_cache_memory_bytes"),
     (_ENGINE, "vllm.config.SchedulerConfig", "async_scheduling scheduler_cls"),
     (_ENGINE, "vllm.config.CompilationConfig", "static_forward_context"),
     (
@@ -174,11 +170,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "skip_reading_prefix_cache status prompt_token_ids num_output_tokens output_token_ids "
         "structured_output_request",
     ),
-    (
-        _ENGINE,
-        "vllm.v1.request.Request",
-        "num_tokens num_computed_tokens is_finished client_index",
-    ),
+    (_ENGINE, "vllm.v1.request.Request", "num_tokens num_computed_tokens is_finished client_index"),
     (
         _SCHEDULER,
         "vllm.v1.core.sched.output.SchedulerOutput",
@@ -219,11 +211,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_ADAPTER, "vllm.v1.engine.EngineCoreOutput", "prefill_stats"),
     (_ADAPTER, "vllm.v1.metrics.stats.PrefillStats", "num_cached_tokens"),
-    (
-        _ADAPTER,
-        "vllm.sampling_params.SamplingParams",
-        "extra_args stop bad_words max_tokens",
-    ),
+    (_ADAPTER, "vllm.sampling_params.SamplingParams", "extra_args stop bad_words max_tokens"),
     (
         _ADAPTER,
         "vllm.v1.engine.async_llm.AsyncLLM",
@@ -234,11 +222,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "vllm.v1.engine.input_processor.InputProcessor",
         "assign_request_id structured_outputs_config",
     ),
-    (
-        _ADAPTER,
-        "vllm.v1.engine.output_processor.OutputProcessor",
-        "request_states abort_requests",
-    ),
+    (_ADAPTER, "vllm.v1.engine.output_processor.OutputProcessor", "request_states abort_requests"),
     (
         _ADAPTER,
         "vllm.v1.engine.output_processor.RequestState",
@@ -246,11 +230,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_ADAPTER, "vllm.v1.engine.output_processor.RequestOutputCollector", "put"),
     (_ADAPTER, "vllm.v1.engine.parallel_sampling.ParentRequest", "request_id"),
-    (
-        _ADAPTER,
-        "vllm.v1.engine.logprobs.LogprobsProcessor",
-        "num_logprobs num_prompt_logprobs",
-    ),
+    (_ADAPTER, "vllm.v1.engine.logprobs.LogprobsProcessor", "num_logprobs num_prompt_logprobs"),
     (
         _ADAPTER,
         "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses",

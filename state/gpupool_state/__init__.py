@@ -19,12 +19,7 @@ from gpupool_state.history import History, HistoryLimits
 from gpupool_state.lock import StateLock
 from gpupool_state.profiles import ProfilePhase, ProfileRow
 from gpupool_state.registry import ModelRow, Registry, check_names
-from gpupool_state.rows import (
-    DeviceMinuteRow,
-    MinuteRow,
-    RequestRow,
-    UsageRow,
-)
+from gpupool_state.rows import DeviceMinuteRow, MinuteRow, RequestRow, UsageRow
 
 DATABASE_NAME = "gpupool.db"
 

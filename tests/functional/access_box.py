@@ -24,10 +24,7 @@ from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
 from gpupool_cli.main import app
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo
-from tests.functional.daemon_tools import (
-    admin_http,
-    ask,
-)
+from tests.functional.daemon_tools import admin_http, ask
 
 MODELS = ("one", "two")
 MAX_LIVE = 4

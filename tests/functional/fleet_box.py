@@ -55,10 +55,7 @@ async def local_fleet(
     fleet.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = uvicorn.Config(fleet.entrance, log_config=None, lifespan="off")
     server = uvicorn.Server(config)
-    tasks = [
-        asyncio.create_task(fleet.controller.run()),
-        asyncio.create_task(fleet.publish()),
-    ]
+    tasks = [asyncio.create_task(fleet.controller.run()), asyncio.create_task(fleet.publish())]
     serving = asyncio.create_task(server._serve([listener]))
     try:
         yield fleet

@@ -240,10 +240,7 @@ def make_pipe(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("swap", [lose, make_endless, make_pipe])
 async def test_an_adapter_whose_folder_is_swapped_fails_alone(
-    daemon: PrivateDaemon,
-    adapters: Path,
-    alone: dict[str, list[int]],
-    swap: Callable[[Path], None],
+    daemon: PrivateDaemon, adapters: Path, alone: dict[str, list[int]], swap: Callable[[Path], None]
 ) -> None:
     pid = device(daemon).pid
     assert pid is not None

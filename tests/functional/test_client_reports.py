@@ -69,11 +69,7 @@ class TestStreams:
         middle = len(text) // 2
         stop = text[middle : middle + 12]
         parts = chunks(
-            http,
-            "/v1/completions",
-            **asked,
-            stop=[stop],
-            include_stop_str_in_output=is_kept,
+            http, "/v1/completions", **asked, stop=[stop], include_stop_str_in_output=is_kept
         )
         streamed = "".join(part["choices"][0]["text"] for part in parts)
         end = text.index(stop)

@@ -18,14 +18,7 @@ from gpupoold.fleet.entrance import make_relay
 from gpupoold.fleet.relay import Relay
 from gpupoold.fleet.routing import Wanted
 from gpupoold.wire.continuation import CONTINUES_HEADER
-from tests.functional.daemon_tools import (
-    LLAMA,
-    LOAD_OPTIONS,
-    MIXTRAL,
-    emulated_config,
-    ps,
-    until,
-)
+from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, MIXTRAL, emulated_config, ps, until
 
 NUM_TOKENS = 60
 LISTS = ("tokens", "token_logprobs", "text_offset")

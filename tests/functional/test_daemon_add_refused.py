@@ -102,11 +102,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "num_hidden_layers is 40, but the weights have 21 tensors",
         "",
     ),
-    "vocabulary": (
-        config(vocab_size=5000),
-        "vocab_size is 5000, but the weights have at most",
-        "",
-    ),
+    "vocabulary": (config(vocab_size=5000), "vocab_size is 5000, but the weights have at most", ""),
     "width": (config(intermediate_size=5000), "the weights do not match config.json: ", ""),
     "rope": (config(rope_scaling={"rope_type": "magic"}), "'magic'", ""),
     "tokenizer": (

@@ -102,11 +102,7 @@ class TestGeneration:
         parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
         tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
         answer = await api.chat.completions.create(
-            model=QWEN2,
-            messages=GREETING,
-            tools=[tool],
-            tool_choice="auto",
-            max_tokens=8,
+            model=QWEN2, messages=GREETING, tools=[tool], tool_choice="auto", max_tokens=8
         )
         assert answer.choices[0].message.role == "assistant"
 

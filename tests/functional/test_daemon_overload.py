@@ -109,10 +109,7 @@ def test_who_waits_as_long_as_told_is_served(box: PrivateDaemon) -> None:
 
     async def ask(api: AsyncOpenAI) -> str | None:
         answer = await api.completions.create(
-            model=ONE,
-            prompt="to be",
-            max_tokens=NUM_TOKENS,
-            extra_body={"ignore_eos": True},
+            model=ONE, prompt="to be", max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True}
         )
         return answer.choices[0].finish_reason
 

@@ -42,9 +42,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Cell]
 
 
 @pytest.fixture(scope="module")
-def cells_of_group(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, dict[str, Cell]]:
+def cells_of_group(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Cell]]:
     """The results on a group of two GPUs."""
     return check(ON_TWO_GPUS, tmp_path_factory.mktemp("logs"), 2)
 

@@ -224,10 +224,7 @@ async def test_a_change_reaches_all_nodes(
 
 @pytest.mark.slow
 async def test_weights_come_from_the_other_node(
-    tiny_models: dict[str, Path],
-    device_bytes: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_models: dict[str, Path], device_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {path.name: path.read_bytes() for path in tiny_models[LLAMA].iterdir()}
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):

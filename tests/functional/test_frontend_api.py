@@ -17,11 +17,7 @@ import openai
 import pytest
 
 from benchmarks import frontend_peer
-from gpupoold.wire.messages import (
-    RequestsFailed,
-    ServedModel,
-    StopServing,
-)
+from gpupoold.wire.messages import RequestsFailed, ServedModel, StopServing
 from tests.functional.engine_peer import (
     MAX_MODEL_LEN,
     EnginePeer,
@@ -123,15 +119,7 @@ class TestOwnAnswers:
         assert http.get(path).status_code == status
 
     @pytest.mark.parametrize(
-        "path",
-        [
-            "/load",
-            "/ping",
-            "/scale_elastic_ep",
-            "/sleep",
-            "/collective_rpc",
-            "/docs",
-        ],
+        "path", ["/load", "/ping", "/scale_elastic_ep", "/sleep", "/collective_rpc", "/docs"]
     )
     def test_operator_endpoints_are_out_of_reach(self, http: httpx.Client, path: str) -> None:
         assert http.get(path).status_code == 404
@@ -252,10 +240,7 @@ class TestOtherApis:
         answer = api.responses.create(model=LLAMA, input="hello", max_output_tokens=8)
         assert answer.model == LLAMA
         events = api.responses.create(model=LLAMA, input="hello", max_output_tokens=8, stream=True)
-        assert [event.type for event in events][-1] in (
-            "response.completed",
-            "response.incomplete",
-        )
+        assert [event.type for event in events][-1] in ("response.completed", "response.incomplete")
 
     def test_unknown_response_id(self, api: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="resp_1"):

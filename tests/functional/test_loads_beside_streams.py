@@ -68,10 +68,7 @@ def streams(peer: WorkerPeer, alone: dict[str, list[int]]) -> Iterator[list[str]
 
 
 def test_a_model_is_added_beside_streams(
-    peer: WorkerPeer,
-    streams: list[str],
-    alone: dict[str, list[int]],
-    tiny_models: dict[str, Path],
+    peer: WorkerPeer, streams: list[str], alone: dict[str, list[int]], tiny_models: dict[str, Path]
 ) -> None:
     before = num_tokens(peer, streams)
     peer.load("other", tiny_models["tiny-qwen3"], max_model_len=MAX_MODEL_LEN)
@@ -81,10 +78,7 @@ def test_a_model_is_added_beside_streams(
 
 
 def test_a_model_is_replaced_beside_streams(
-    peer: WorkerPeer,
-    streams: list[str],
-    alone: dict[str, list[int]],
-    tiny_models: dict[str, Path],
+    peer: WorkerPeer, streams: list[str], alone: dict[str, list[int]], tiny_models: dict[str, Path]
 ) -> None:
     send_load(peer, "other", tiny_models["tiny-qwen3"], profiling_budget_s=0.5)
     answer = peer.wait(m.ModelLoaded)
@@ -169,10 +163,7 @@ def test_live_requests_survive_a_load_that_takes_their_pages(
 
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_a_load_gets_the_pages_of_models_on_a_small_card(
-    small_card: WorkerPeer,
-    alone: dict[str, list[int]],
-    tiny_models: dict[str, Path],
-    is_idle: bool,
+    small_card: WorkerPeer, alone: dict[str, list[int]], tiny_models: dict[str, Path], is_idle: bool
 ) -> None:
     peer = small_card
     if not is_idle:

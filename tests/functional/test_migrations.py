@@ -107,10 +107,7 @@ async def test_answers_follow_roles_and_drains(daemon: PrivateDaemon, api: Async
         {"temperature": 0, "frequency_penalty": 0.6, "presence_penalty": 0.3},
         {"temperature": 0, "logprobs": 3},
         {"temperature": 0, "stop": ["e"]},
-        {
-            "temperature": 0,
-            "extra_body": {"structured_outputs": {"regex": "(ab?c|d[0-9]){12,40}"}},
-        },
+        {"temperature": 0, "extra_body": {"structured_outputs": {"regex": "(ab?c|d[0-9]){12,40}"}}},
     ],
     ids=["seed", "penalties", "logprobs", "stop", "grammar"],
 )

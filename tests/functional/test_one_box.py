@@ -174,10 +174,7 @@ def schema(api: OpenAI) -> Any:
 
 def reasoning(api: OpenAI) -> Any:
     made = api.chat.completions.create(
-        model=THINKER,
-        messages=QUESTION,
-        temperature=0,
-        max_tokens=24,
+        model=THINKER, messages=QUESTION, temperature=0, max_tokens=24
     )
     message = made.choices[0].message
     thought = getattr(message, "reasoning", None)
@@ -192,10 +189,7 @@ def vision(api: OpenAI) -> Any:
         {"type": "text", "text": "What is it?"},
     ]
     made = api.chat.completions.create(
-        model=VISION,
-        messages=[{"role": "user", "content": parts}],
-        temperature=0,
-        max_tokens=24,
+        model=VISION, messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=24
     )
     return made.choices[0].message.content
 

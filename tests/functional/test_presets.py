@@ -149,10 +149,9 @@ def test_instructions_of_null_are_the_preset_s(
 def test_an_answer_has_the_requested_name(
     http: httpx.Client, capped: str, path: str, is_stream: bool
 ) -> None:
-    content = {
-        "/v1/completions": {"prompt": "x"},
-        "/v1/responses": {"input": "x"},
-    }.get(path, {"messages": USER})
+    content = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(
+        path, {"messages": USER}
+    )
     body = {"model": capped, "stream": is_stream, **content}
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text

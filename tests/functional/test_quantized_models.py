@@ -89,9 +89,7 @@ def rotary_bytes(dtype: str) -> int:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[BOXES[0], pytest.param(BOXES[1], marks=pytest.mark.slow)],
-    ids="-".join,
+    scope="module", params=[BOXES[0], pytest.param(BOXES[1], marks=pytest.mark.slow)], ids="-".join
 )
 def box(
     request: pytest.FixtureRequest,

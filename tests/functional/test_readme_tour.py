@@ -136,11 +136,7 @@ def caller(daemon: PrivateDaemon) -> Callable[..., Result]:
 
 
 def test_the_tour_as_written(
-    box: Box,
-    daemon: PrivateDaemon,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    box: Box, daemon: PrivateDaemon, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUPOOL_CONFIG", str(tmp_path / "gpupool.toml"))
     call = caller(daemon)

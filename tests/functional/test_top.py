@@ -12,15 +12,7 @@ from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import ModelUsage
 from gpupoold.api.schemas_top import Top
 from gpupoold.errors import NoSuchRequest, Refused
-from tests.functional.daemon_tools import (
-    Background,
-    api_client,
-    ask,
-    cli,
-    eventually,
-    until,
-    usage,
-)
+from tests.functional.daemon_tools import Background, api_client, ask, cli, eventually, until, usage
 from tests.functional.terminal import Terminal
 
 MODELS = ("one", "two", "three")

@@ -73,10 +73,7 @@ def daemon(
         started = stack.enter_context(private_daemon(config, folder))
         for name in MODELS:
             started.add_model(
-                name,
-                checkpoints.path(name),
-                dtype=SCALE.dtype,
-                max_model_len=MAX_LEN,
+                name, checkpoints.path(name), dtype=SCALE.dtype, max_model_len=MAX_LEN
             )
         until(lambda: all(one.state == "ready" for one in ps(started).models), BACK_S)
         yield started

@@ -7,11 +7,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.latency.fit import (
-    DecodeSample,
-    PrefillSample,
-    Weighting,
-)
+from gpupoold.latency.fit import DecodeSample, PrefillSample, Weighting
 from gpupoold.latency.models import (
     DecodeBatch,
     DecodeModel,

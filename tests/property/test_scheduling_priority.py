@@ -10,11 +10,7 @@ from gpupoold.scheduling.state import Batch, Model, Request
 
 TTFT_S = 10.0
 MODEL = Model("a", Targets(TTFT_S, 0.1), 1, 1, ModelCosts())
-RANK = {
-    Priority.LOW: 0,
-    Priority.NORMAL: 1,
-    Priority.HIGH: 2,
-}
+RANK = {Priority.LOW: 0, Priority.NORMAL: 1, Priority.HIGH: 2}
 ARRIVALS = st.lists(st.tuples(st.floats(0, 30), st.sampled_from(list(RANK))), max_size=40)
 
 

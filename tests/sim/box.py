@@ -78,8 +78,6 @@ def simulate(
         switch_overhead_s=switch_overhead_s,
     )
     simulation = Simulation(
-        box,
-        make_policy(policy, PolicyOptions(num_prefill)),
-        [device] * num_devices,
+        box, make_policy(policy, PolicyOptions(num_prefill)), [device] * num_devices
     )
     return simulation.run(requests, end_s)

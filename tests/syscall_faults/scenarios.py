@@ -11,9 +11,7 @@ from typing import Any
 
 import psutil
 
-from gpupool_state import (
-    StateLock,
-)
+from gpupool_state import StateLock
 from gpupoold.access.peers import AdminGroups
 from gpupoold.checkpoints import fetcher
 from gpupoold.checkpoints.download import download

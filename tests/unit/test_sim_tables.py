@@ -143,10 +143,7 @@ def test_only_what_is_between_the_marks_changes() -> None:
     [
         ("<!-- bench-sim: losses -->\n", "1 tables begin in the page, 0 of them end"),
         ("<!-- bench-sim: fig99 -->\n<!-- end -->", "no table is named 'fig99'; known: figures"),
-        (
-            "<!-- bench-sim: losses -->\n<!-- bench-sim: fig6 -->\n<!-- end -->",
-            "2 tables begin",
-        ),
+        ("<!-- bench-sim: losses -->\n<!-- bench-sim: fig6 -->\n<!-- end -->", "2 tables begin"),
     ],
 )
 def test_a_page_that_makes_no_sense(page: str, reason: str) -> None:

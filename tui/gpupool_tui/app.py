@@ -59,9 +59,7 @@ class TopApp(LookingApp):
                 name = row.usage.name
                 dialog = self._open(name, details.model_fields(row, None))
                 self._add_later(
-                    dialog,
-                    name,
-                    lambda client: details.model_fields(row, client.model(name)),
+                    dialog, name, lambda client: details.model_fields(row, client.model(name))
                 )
             case Panel.REQUESTS:
                 fields = details.request_fields(row, self.view)

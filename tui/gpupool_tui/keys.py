@@ -65,10 +65,7 @@ KEYS: tuple[tuple[str, tuple[Key, ...]], ...] = (
     ),
     (
         "Other",
-        (
-            Key("question_mark,h", "help", "? h", "this help"),
-            Key("q", "quit", "q ^C", "quit"),
-        ),
+        (Key("question_mark,h", "help", "? h", "this help"), Key("q", "quit", "q ^C", "quit")),
     ),
 )
 

@@ -58,8 +58,7 @@ def simulate(
         bool, typer.Option("--list", help="List the presets with descriptions.")
     ] = False,
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Requests to play: a .csv or .csv.gz file."),
+        Path | None, typer.Option(metavar="FILE", help="Requests to play: a .csv or .csv.gz file.")
     ] = None,
     policies: Annotated[
         str | None, typer.Option("--policy", help="Policies to compare, separated by commas.")

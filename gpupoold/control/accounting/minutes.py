@@ -20,10 +20,7 @@ class Minutes:
     """Closes all models' minutes when the clock's minute ends. ``now``: wall-clock seconds."""
 
     def __init__(
-        self,
-        history: History,
-        stats: dict[str, ModelStats],
-        now: Callable[[], float] = time.time,
+        self, history: History, stats: dict[str, ModelStats], now: Callable[[], float] = time.time
     ) -> None:
         self._history = history
         self._stats = stats

@@ -11,13 +11,7 @@ from operator import add, attrgetter, itemgetter
 from typing import NamedTuple, Self
 
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import (
-    COUNT_NAMES,
-    SWITCH_STAGES,
-    FinishReason,
-    Switch,
-    TimedCounts,
-)
+from gpupoold.domain import COUNT_NAMES, SWITCH_STAGES, FinishReason, Switch, TimedCounts
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import DraftCounts
 

@@ -74,44 +74,19 @@ class ModelLifecycle(ModelPart, RequestListener):
         self._failures = failures = Failures(parts, mounts)
         performer = Performer(parts, snapshots, mounts, facts, room)
         self.controller = controller = ModelController(
-            parts,
-            snapshots,
-            room,
-            mounts,
-            failures,
-            performer,
+            parts, snapshots, room, mounts, failures, performer
         )
         self.mounts = mounts
         self.parking = Parking(parts)
         self.drains = Drains(parts, mounts)
         self.presets = Presets(parts, mounts, inspector)
         self._additions = Additions(
-            parts,
-            snapshots,
-            performer,
-            controller,
-            mounts,
-            divisions,
-            inspector,
+            parts, snapshots, performer, controller, mounts, divisions, inspector
         )
         engines = EngineChanges(parts, snapshots, facts, room, inspector)
-        self._changes = Changes(
-            parts,
-            self.drains,
-            controller,
-            performer,
-            room,
-            mounts,
-            engines,
-        )
+        self._changes = Changes(parts, self.drains, controller, performer, room, mounts, engines)
         self.place = self._changes.place
-        self.adapters = ModelAdapters(
-            parts,
-            mounts,
-            self.drains,
-            self._changes.set,
-            inspector,
-        )
+        self.adapters = ModelAdapters(parts, mounts, self.drains, self._changes.set, inspector)
 
     def request_began(self, model: str) -> None:
         self.controller.began(model)

@@ -26,10 +26,7 @@ _WAIT_S = 1.0
 class Parking(ModelPart):
     """Parks and wakes devices, by hand and after ``idle.park_after``."""
 
-    def __init__(
-        self,
-        parts: ControlParts,
-    ) -> None:
+    def __init__(self, parts: ControlParts) -> None:
         super().__init__(parts)
         self._idle_since_s: dict[int, float] = {}
         self._had: dict[str, int] = {}  # the device that a model had before its device was parked

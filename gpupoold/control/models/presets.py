@@ -32,12 +32,7 @@ _NO_DEFAULTS = frozenset(
 class Presets(ModelPart):
     """Adds presets to models and removes presets; the models serve meanwhile."""
 
-    def __init__(
-        self,
-        parts: ControlParts,
-        mounts: ModelMounts,
-        inspector: Inspector,
-    ) -> None:
+    def __init__(self, parts: ControlParts, mounts: ModelMounts, inspector: Inspector) -> None:
         super().__init__(parts)
         self._mounts = mounts
         self._inspector = inspector

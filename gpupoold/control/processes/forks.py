@@ -51,10 +51,7 @@ class ForkServer:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        environment: Mapping[str, str],
-        preloaded: Sequence[str],
+        self, settings: Settings, environment: Mapping[str, str], preloaded: Sequence[str]
     ) -> None:
         """``environment`` is added to the daemon's before anything is imported; ``preloaded``
         are modules with a ``preload(log_level)``."""

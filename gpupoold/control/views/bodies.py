@@ -227,11 +227,7 @@ def usage(
         "tokens_per_s": stats.tokens_per_s(now_s),
         "drafts": _draft_values(stats.drafts),
         "engines": [
-            {
-                "device": number,
-                "device_bytes": memory.device_bytes,
-                "host_bytes": memory.host_bytes,
-            }
+            {"device": number, "device_bytes": memory.device_bytes, "host_bytes": memory.host_bytes}
             for number, memory in engines_of.get(name, {}).items()
         ],
     }

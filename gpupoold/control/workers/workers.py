@@ -73,13 +73,7 @@ class WorkerSupervisor:
             is_forked = worker.device.kind == "emulated"
             starter = self._forks.fork if is_forked else self._execute
             process = WorkerProcess(
-                worker,
-                self._settings,
-                self._hosts,
-                starter,
-                self.oom_kills,
-                handlers,
-                self._timing,
+                worker, self._settings, self._hosts, starter, self.oom_kills, handlers, self._timing
             )
             worker.process = process
             self.processes.append(process)
@@ -257,13 +251,7 @@ class WorkerSupervisor:
         await self._answer(worker, worker.dropping, name, f"release the snapshot of {name}")
 
     async def call(
-        self,
-        worker: Worker,
-        method: str,
-        /,
-        *,
-        limit_s: float | None = None,
-        **arguments: object,
+        self, worker: Worker, method: str, /, *, limit_s: float | None = None, **arguments: object
     ) -> object:
         """Run a named operation on a worker between two steps.
 
@@ -293,8 +281,7 @@ class WorkerSupervisor:
             return await pending.answer(key, limit_s)
         except TimeoutError:
             raise TimedOut(
-                f"worker {worker.number} did not {what} within {limit_s:g} s",
-                "see `gpupool logs`",
+                f"worker {worker.number} did not {what} within {limit_s:g} s", "see `gpupool logs`"
             ) from None
 
     def reconfigure(self) -> None:

@@ -46,16 +46,8 @@ from gpupoold.scheduling.policies.planned_turns import (
     work_of,
 )
 from gpupoold.scheduling.policies.rebalancing import Rebalancer
-from gpupoold.scheduling.policies.stages import (
-    chunk_tokens,
-    stage,
-    would_delay_answers,
-)
-from gpupoold.scheduling.prefill_order import (
-    is_alone,
-    next_prefills,
-    order_of,
-)
+from gpupoold.scheduling.policies.stages import chunk_tokens, stage, would_delay_answers
+from gpupoold.scheduling.prefill_order import is_alone, next_prefills, order_of
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, PlannedHome, Request, State
@@ -323,10 +315,7 @@ class GpupoolPolicy(SimplePolicy):
             if may_serve_starving and is_starving:
                 # Starving: the longest waiting model first, and never put off.
                 planned_turn = planned_turn._replace(
-                    due_in_s=-waited_s,
-                    tokens_in_time=math.inf,
-                    rule=Rule.STARVING,
-                    is_ahead=False,
+                    due_in_s=-waited_s, tokens_in_time=math.inf, rule=Rule.STARVING, is_ahead=False
                 )
             planned_turns.append(planned_turn)
         return _Plan(works, switching, planned_turns)

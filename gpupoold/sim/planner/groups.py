@@ -179,9 +179,7 @@ def _throughput(model: SimModel, box: Box, degree: int, context_tokens: float) -
 
 
 def _busy_share(
-    groups: Sequence[int],
-    rates: Mapping[str, Mapping[int, float]],
-    needs: Mapping[str, float],
+    groups: Sequence[int], rates: Mapping[str, Mapping[int, float]], needs: Mapping[str, float]
 ) -> float:
     """Return the part of the groups' time that the load takes, without switches.
 

@@ -132,8 +132,7 @@ def test_a_revision_is_no_path(revision: str, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "listing",
-    [b"{", b"[]", b'{"format_version": 1, "files": {"a": 3}}', FORGED_SIZE],
+    "listing", [b"{", b"[]", b'{"format_version": 1, "files": {"a": 3}}', FORGED_SIZE]
 )
 def test_a_forged_listing_is_not_believed(listing: bytes, hub: FakeHub, cache: Path) -> None:
     (tree,) = (cache / FOLDER / "trees").iterdir()

@@ -9,12 +9,7 @@ import pytest
 
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.errors import UsageError
-from tests.support.tiny_pooling import (
-    KINDS,
-    PoolingRecipe,
-    main,
-    make_pooling_checkpoint,
-)
+from tests.support.tiny_pooling import KINDS, PoolingRecipe, main, make_pooling_checkpoint
 
 
 def test_every_kind_passes_the_checks(tiny_pooling_models: dict[str, Path]) -> None:

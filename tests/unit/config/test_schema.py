@@ -329,10 +329,7 @@ class TestWrongFiles:
                 '[server]\nhost = "[::1]"',
                 "server.host: '[::1]': write the address without brackets",
             ),
-            (
-                f'[paths]\nruntime_dir = "/{"r" * 97}"',
-                "a path of 109 bytes, and Linux allows 107",
-            ),
+            (f'[paths]\nruntime_dir = "/{"r" * 97}"', "a path of 109 bytes, and Linux allows 107"),
             ('[[device]]\nkind = "emulated"\nindex = 1', 'index is for kind = "cuda" only'),
             ('[[device]]\nkind = "cuda"\nlink = "2GB/s"', 'link is for kind = "emulated" only'),
             ('[[device]]\nkind = "emulated"\nlink = "2GB"', 'such as "2GB/s"'),

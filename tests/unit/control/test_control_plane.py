@@ -9,9 +9,7 @@ import pytest
 from gpupoold.control.control_plane import tick
 
 
-async def test_one_that_fails_keeps_no_other_from_looking(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_one_that_fails_keeps_no_other_from_looking(caplog: pytest.LogCaptureFixture) -> None:
     checks: list[float] = []
     enough = asyncio.Event()
 

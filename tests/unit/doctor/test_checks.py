@@ -20,15 +20,7 @@ from gpupoold.doctor.facts import (
     NetworkFacts,
     NumaFacts,
 )
-from tests.unit.doctor.samples import (
-    GIB,
-    NO_DAEMON,
-    STATE_DIR,
-    bad,
-    database,
-    healthy,
-    settings,
-)
+from tests.unit.doctor.samples import GIB, NO_DAEMON, STATE_DIR, bad, database, healthy, settings
 
 
 def gpu(**changes: Any) -> GpuFacts:

@@ -61,10 +61,9 @@ CAPS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 def test_a_limit_by_any_name(cap: str, path: str, body: dict[str, Any], read: int | None) -> None:
     """The API reads the client's own limit, or else the preset's."""
     filled = with_defaults(body, {cap: 50}, path)
-    names = {
-        CHAT: ("max_completion_tokens", "max_tokens"),
-        RESPONSES: ("max_output_tokens",),
-    }.get(path.removesuffix("/batch"), ("max_tokens",))
+    names = {CHAT: ("max_completion_tokens", "max_tokens"), RESPONSES: ("max_output_tokens",)}.get(
+        path.removesuffix("/batch"), ("max_tokens",)
+    )
     limits = [filled[name] for name in names if filled.get(name) is not None]
     assert limits == [50 if read is None else read]
 

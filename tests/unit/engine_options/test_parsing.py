@@ -19,10 +19,7 @@ parsing = pytest.importorskip("gpupoold.engine_options.parsing")
         ({"max_num_batched_tokens": "2k"}, {"max_num_batched_tokens": 2000}),
         ({"enforce_eager": "false"}, {"enforce_eager": False}),
         ({"disable_sliding_window": "True"}, {"disable_sliding_window": True}),
-        (
-            {"speculative_config.method": "ngram"},
-            {"speculative_config": {"method": "ngram"}},
-        ),
+        ({"speculative_config.method": "ngram"}, {"speculative_config": {"method": "ngram"}}),
         ({"hf_overrides": '{"a": {"b": 1}}'}, {"hf_overrides": {"a": {"b": 1}}}),
         ({"kv_cache_dtype_skip_layers": '["1", "2"]'}, {"kv_cache_dtype_skip_layers": ["1", "2"]}),
         ({"chat_template": "--{{ x }}\n"}, {"chat_template": "--{{ x }}\n"}),

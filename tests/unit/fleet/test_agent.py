@@ -111,10 +111,7 @@ async def test_growth_of_use_elsewhere_is_charged_once(agent: Agent, daemon: Wri
     await agent.report(Moment(1, 2), {"web": RateUse(6, 500)})  # late
     await agent.report(Moment(1, 4), {"web": RateUse(7, 530), "app": RateUse(1, 0)})
     await agent.report(Moment(2, 1), {"web": RateUse(0, 1)})  # another controller
-    assert daemon.charged == [
-        {"web": RateUse(2, 0), "app": RateUse(1, 0)},
-        {"web": RateUse(0, 30)},
-    ]
+    assert daemon.charged == [{"web": RateUse(2, 0), "app": RateUse(1, 0)}, {"web": RateUse(0, 30)}]
 
 
 async def test_failures_are_told_until_the_next_order(agent: Agent, daemon: WrittenDaemon) -> None:

@@ -419,10 +419,7 @@ async def test_a_list_of_models_leaves_out_nodes_that_list_none(
     monkeypatch.setattr(entrance_module, "_LIST_TIMEOUT_S", 0.5)
     row = {"id": "m", "object": "model"}
     nodes = fleet(
-        a=lists({"data": [row]}),
-        b=lists([]),
-        c=lists({"data": [{"id": []}]}),
-        d=says_nothing,
+        a=lists({"data": [row]}), b=lists([]), c=lists({"data": [{"id": []}]}), d=says_nothing
     )
     async with nodes as (client, _):
         assert (await client.get("/v1/models")).json()["data"] == [row]

@@ -83,9 +83,7 @@ async def test_a_cancelled_wait_keeps_nothing() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("12"), st.booleans()), max_size=60)
 )
 @settings(max_examples=60)
-def test_no_more_places_than_there_are_and_none_lost(
-    steps: list[tuple[str, str, bool]],
-) -> None:
+def test_no_more_places_than_there_are_and_none_lost(steps: list[tuple[str, str, bool]]) -> None:
     asyncio.run(_run(steps))
 
 

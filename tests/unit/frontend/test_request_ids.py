@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.request_ids import (
-    RequestIds,
-    make_engine_id,
-    naming,
-    sending_id,
-    with_id,
-)
+from gpupoold.frontend.request_ids import RequestIds, make_engine_id, naming, sending_id, with_id
 
 
 def test_engine_requests_are_called_by_their_http_request() -> None:

@@ -32,9 +32,7 @@ from gpupoold.api.schemas import (
 )
 from gpupoold.api.schemas_batches import BatchInfo
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
-from gpupoold.api.schemas_config import (
-    ChangeInfo,
-)
+from gpupoold.api.schemas_config import ChangeInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress, SetModelRequest
 from gpupoold.api.schemas_top import TurnInfo

@@ -12,23 +12,13 @@ from pydantic_core import to_json
 
 from gpupoold.api.schemas import LogLine, OperateRequest, Ps, Status
 from gpupoold.api.schemas_batches import BatchInfo
-from gpupoold.api.schemas_config import (
-    ConfigInfo,
-    DiffInfo,
-    DiffRequest,
-    ReloadInfo,
-)
+from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.domain import Event, RequestRecord, Switch
-from gpupoold.errors import (
-    Failed,
-    NoSuchModel,
-    NoSuchRequest,
-    Refused,
-)
+from gpupoold.errors import Failed, NoSuchModel, NoSuchRequest, Refused
 from tests.unit.gpupool_cli import samples
 
 if TYPE_CHECKING:

@@ -41,9 +41,7 @@ def test_a_table(daemon: FakeDaemon, cli: Cli) -> None:
         *("batch_1", "team", "bad,good", "in_progress", "100", "7", "1", *added),
         *("The", "model", "`bad`", "is", "failed:", "no", "weights"),
     ]
-    assert lines[2].split() == [
-        *("batch_2", "-", "-", "validating", "100", "7", "1", *added, "-"),
-    ]
+    assert lines[2].split() == [*("batch_2", "-", "-", "validating", "100", "7", "1", *added, "-")]
     assert daemon.queries == [{"limit": "100", "ended": "false"}]
 
 

@@ -39,8 +39,7 @@ def test_other_shells_are_a_usage_error(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb",
-    ["show", "set", "rm", "run", "cache pin", "cache unpin", "cache drop", "cache warm"],
+    "verb", ["show", "set", "rm", "run", "cache pin", "cache unpin", "cache drop", "cache warm"]
 )
 def test_names_are_completed(daemon: FakeDaemon, process_cli: ProcessCli, verb: str) -> None:
     for name in ("qwen-7b", "qwen-14b", "llama"):

@@ -108,9 +108,7 @@ def test_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0
     assert "gpupool fleet join 10.0.0.1:6379" in done.output
     entrance = EntranceOptions(host="0.0.0.0", port=9000, num_replicas=2, is_everywhere=False)
-    assert asked == [
-        ((SOCKET, "east", "10.0.0.1", "", 6379, entrance), {"ray_address": None}),
-    ]
+    assert asked == [((SOCKET, "east", "10.0.0.1", "", 6379, entrance), {"ray_address": None})]
     for wrong in ("9000", "host:", "host:0", "host:99999", "host:x"):
         assert run("fleet", "up", "--ip", "10.0.0.1", "--listen", wrong).exit_code == 2
 

@@ -9,11 +9,7 @@ import time
 import pytest
 
 from gpupoold.api.schemas import DraftUsage
-from gpupoold.api.schemas_models import (
-    FoundInfo,
-    ModelInfo,
-    SetModelRequest,
-)
+from gpupoold.api.schemas_models import FoundInfo, ModelInfo, SetModelRequest
 from gpupoold.domain import AdapterInfo, Preset
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli

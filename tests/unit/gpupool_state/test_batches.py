@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_state.batches import (
-    BATCHES_NAME,
-    Account,
-    BatchRow,
-    BatchStore,
-    FileRow,
-    ResultRow,
-)
+from gpupool_state.batches import BATCHES_NAME, Account, BatchRow, BatchStore, FileRow, ResultRow
 from gpupool_state.batches_reader import read_batches
 
 pytestmark = pytest.mark.asyncio

@@ -167,9 +167,7 @@ async def test_a_lock_held_by_another_program(db: Database) -> None:
 
 
 async def test_a_full_disk(
-    db: Database,
-    fill_disk: Callable[[], Awaitable[None]],
-    free_disk: Callable[[], Awaitable[None]],
+    db: Database, fill_disk: Callable[[], Awaitable[None]], free_disk: Callable[[], Awaitable[None]]
 ) -> None:
     await fill_disk()
     with pytest.raises(Failed, match="no space left"):

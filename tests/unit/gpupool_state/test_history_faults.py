@@ -98,12 +98,7 @@ async def test_the_task_tries_again_by_itself(db: Database) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"request_id": "\udcff"},
-        {"num_prompt_tokens": 1 << 70},
-        {"total_s": float("nan")},
-    ],
+    "change", [{"request_id": "\udcff"}, {"num_prompt_tokens": 1 << 70}, {"total_s": float("nan")}]
 )
 async def test_a_row_that_cannot_be_kept_costs_only_itself(
     history: History, change: dict[str, object]

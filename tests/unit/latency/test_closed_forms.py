@@ -43,8 +43,7 @@ def test_c14_measured_speed_of_a_naive_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "expected"),
-    [(0.1, 3.0), (0.05, math.sqrt(19)), (0.01, math.sqrt(99)), (0.5, 1.0)],
+    ("tail", "expected"), [(0.1, 3.0), (0.05, math.sqrt(19)), (0.01, math.sqrt(99)), (0.5, 1.0)]
 )
 def test_c19_cantelli_factor(tail: float, expected: float) -> None:
     """Aladdin, appendix G: sqrt((1 - tau) / tau)."""

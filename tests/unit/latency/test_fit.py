@@ -7,12 +7,7 @@ import math
 import pytest
 
 from gpupoold.latency.errors import FitError
-from gpupoold.latency.fit import (
-    DecodeSample,
-    PrefillSample,
-    Weighting,
-    quality_of,
-)
+from gpupoold.latency.fit import DecodeSample, PrefillSample, Weighting, quality_of
 from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel
 from gpupoold.worker.fitting import fit_decode, fit_prefill, solve
 

@@ -110,13 +110,7 @@ def test_multimodal_config_and_given_numbers() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "vocab_size",
-    ],
+    ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"],
 )
 def test_missing_key_is_named(key: str) -> None:
     config = {name: value for name, value in LLAMA_31_8B.items() if name != key}

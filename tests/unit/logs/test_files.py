@@ -11,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.logs.files import (
-    NUM_OLD_FILES,
-    LogPipe,
-    RotatingFile,
-    old_file,
-    rotating_handler,
-)
+from gpupoold.logs.files import NUM_OLD_FILES, LogPipe, RotatingFile, old_file, rotating_handler
 
 FILE_BYTES = 1 << 20
 TIMEOUT_S = 60

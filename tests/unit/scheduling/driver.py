@@ -10,13 +10,7 @@ from gpupoold.scheduling.actions import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.scheduling.policies.base import (
-    Choice,
-    Placement,
-    Policy,
-    SimplePolicy,
-    working,
-)
+from gpupoold.scheduling.policies.base import Choice, Placement, Policy, SimplePolicy, working
 from gpupoold.scheduling.state import DeviceState, State
 
 GB = 10**9

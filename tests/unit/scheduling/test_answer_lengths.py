@@ -90,10 +90,7 @@ class TestWhatIsExpected:
     def test_kv_room_is_kept_for_the_limit_only(self) -> None:
         """19 GB beside the weights are 1,900 tokens: of 384 + 256 + 16 two fit, of 401 four."""
         driver = Driver(
-            weight_bytes=GB,
-            capacity_bytes=20 * GB,
-            kv_bytes_per_token=10**7,
-            kv_host_bytes=0,
+            weight_bytes=GB, capacity_bytes=20 * GB, kv_bytes_per_token=10**7, kv_host_bytes=0
         )
         sent = []
         for number in range(6):

@@ -22,20 +22,8 @@ CLASSES = tuple(
     RequestClass(prompt, output) for prompt in (256, 1024, 8192) for output in (100, 350, 610)
 )
 # Table II, tokens/s of one decoder by class: short, medium, long prompts by output.
-LLAMA = dict(
-    zip(
-        CLASSES,
-        (23535, 8146, 5138, 33106, 9794, 5766, 39551, 11310, 6495),
-        strict=True,
-    )
-)
-QWEN = dict(
-    zip(
-        CLASSES,
-        (17500, 8401, 6667, 24917, 12536, 8812, 24044, 11547, 9128),
-        strict=True,
-    )
-)
+LLAMA = dict(zip(CLASSES, (23535, 8146, 5138, 33106, 9794, 5766, 39551, 11310, 6495), strict=True))
+QWEN = dict(zip(CLASSES, (17500, 8401, 6667, 24917, 12536, 8812, 24044, 11547, 9128), strict=True))
 PREFILL_VELOCITY = 14_000.0  # table I
 TOTAL_RPS = 22.0
 ALL_MEDIUM = {RequestClass(1024, 350): TOTAL_RPS}

@@ -29,17 +29,7 @@ def test_boxes_by_name(text: str, expected: Box) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "0xA10",
-        "4x",
-        "16xTPU",
-        "-1xA10",
-        "9999999999xH800",
-        "2x9xH800",
-        "2x0xH800",
-        "999x8xA10",
-    ],
+    ["", "0xA10", "4x", "16xTPU", "-1xA10", "9999999999xH800", "2x9xH800", "2x0xH800", "999x8xA10"],
 )
 def test_boxes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError):

@@ -96,8 +96,7 @@ SWITCHES_S = (0.0, 0.25, 0.5, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_target", "expected"),
-    [(4, (4.0, 3.76, 3.56, 3.2)), (10, (10.0, 9.41, 8.89, 8.0))],
+    ("tokens_per_target", "expected"), [(4, (4.0, 3.76, 3.56, 3.2)), (10, (10.0, 9.41, 8.89, 8.0))]
 )
 def test_c10_capacity_law(tokens_per_target: int, expected: tuple[float, ...]) -> None:
     batches = [max_equal_batches(tokens_per_target, s, 4.0) for s in SWITCHES_S]

@@ -368,12 +368,7 @@ def test_slices_beside_streams_leave_long_steps_out(
     engine, limit_s = KnownEngine(rig), 0.006
     residency.add(engine)
     slices = profile(
-        engine,
-        residency,
-        3.0,
-        str(checkpoint),
-        lambda: engine.now_s,
-        slice_limit_s=lambda: limit_s,
+        engine, residency, 3.0, str(checkpoint), lambda: engine.now_s, slice_limit_s=lambda: limit_s
     )
     longest_s = 0.0
     while True:

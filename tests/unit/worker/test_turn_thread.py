@@ -110,9 +110,7 @@ def test_a_holder_runs_alone_and_gives_way(
     assert sorted(order) == ["held", "held again", "other"]
 
 
-def test_the_turn_thread_gives_signs_of_life_while_held(
-    beside: Callable[..., Future[Any]],
-) -> None:
+def test_the_turn_thread_gives_signs_of_life_while_held(beside: Callable[..., Future[Any]]) -> None:
     alive = threading.Event()
     turns = TurnThread(keep_alive=alive.set)
 

@@ -75,11 +75,7 @@ def test_a_machine_with_one_gpu_skips_all_of_them_with_the_reason(
 
 @pytest.mark.parametrize(("dry", "num_gpus", "size"), [(None, 4, "4"), ("emulated", 0, "2")])
 def test_a_piece_is_told_the_size_of_its_group(
-    dry: str | None,
-    num_gpus: int,
-    size: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dry: str | None, num_gpus: int, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = runner(tmp_path, monkeypatch, num_gpus, dry)
     made.run([piece(1)], [])

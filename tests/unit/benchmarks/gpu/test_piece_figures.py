@@ -51,11 +51,7 @@ class TestSwitches:
 
 
 def test_kv_is_held_against_plain_copies_and_must_be_the_same_after_it() -> None:
-    swap = {
-        "bytes_per_s": 41e9,
-        "memcpy_bytes_per_s": {"device_copy": 50e9},
-        "is_intact": False,
-    }
+    swap = {"bytes_per_s": 41e9, "memcpy_bytes_per_s": {"device_copy": 50e9}, "is_intact": False}
     found = kv_figures("1B", {"kv_swap": swap, "kv_overlap": {"hidden_share": 0.6}})
     assert reached(found) == {
         "1B_kv_swap_bytes_per_s": True,

@@ -41,12 +41,7 @@ class Ring:
     """A keyring over a database of its own."""
 
     def __init__(
-        self,
-        keyring: Keyring,
-        frontend: Frontend,
-        store: ApiKeys,
-        history: History,
-        clock: Clock,
+        self, keyring: Keyring, frontend: Frontend, store: ApiKeys, history: History, clock: Clock
     ) -> None:
         self.clock = clock
         self.frontend = frontend

@@ -246,22 +246,14 @@ class ModelsBox:
         self.inspector = PlayedInspector(settings)
         policy = make_policy("gpupool")
         self.dispatcher = Dispatcher(
-            settings,
-            history,
-            policy,
-            self.fleet,
-            lambda _, message: self.replies.append(message),
+            settings, history, policy, self.fleet, lambda _, message: self.replies.append(message)
         )
         parts = ControlParts(
             settings, registry, history, self.fleet, self.dispatcher, self.supervisor
         )
         self.snapshots = snapshots = ModelSnapshots(parts, self.cache, self.saved, stored)
         self.lifecycle = ModelLifecycle(
-            parts,
-            cast(Frontends, self.frontends),
-            snapshots,
-            self.cache,
-            self.inspector,
+            parts, cast(Frontends, self.frontends), snapshots, self.cache, self.inspector
         )
         self.dispatcher.listener = self.lifecycle
         self.processes: dict[int, PlayedWorker] = {}

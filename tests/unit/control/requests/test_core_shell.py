@@ -113,9 +113,7 @@ def test_the_time_of_a_step_is_told_once() -> None:
     one = step(m.RequestProgress("a", [1]), m.RequestProgress("c", [1]))
     assert one == [e.Stepped(0, NAME, ("a", "c"), 1, 0.02)]
     several = step(
-        m.RequestProgress("a", [2]),
-        m.RequestProgress("b", [1, 2]),
-        m.RequestProgress("c", [3]),
+        m.RequestProgress("a", [2]), m.RequestProgress("b", [1, 2]), m.RequestProgress("c", [3])
     )
     assert several == [
         e.Stepped(0, NAME, ("a", "c", "b"), 0, 0.02),

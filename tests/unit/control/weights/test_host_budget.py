@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.control.weights.host_budget import (
-    CacheFull,
-    CacheSetting,
-    HostMemoryBudget,
-    Space,
-)
+from gpupoold.control.weights.host_budget import CacheFull, CacheSetting, HostMemoryBudget, Space
 from gpupoold.errors import Refused, TimedOut
 
 MIB = 1 << 20
@@ -105,8 +100,7 @@ async def test_pinned_snapshots_stay(bench: Bench) -> None:
     bench.cache.pinned.add("a")
     assert bench.host_budget.space(C, 3 * MIB) is Space.NEVER
     with pytest.raises(
-        Refused,
-        match=r"c: a snapshot of 3 MiB does not fit .* of 4 MiB, where 2 MiB are pinned",
+        Refused, match=r"c: a snapshot of 3 MiB does not fit .* of 4 MiB, where 2 MiB are pinned"
     ) as caught:
         await bench.bring("c", 3)
     assert caught.value.hint == (

@@ -91,10 +91,7 @@ def test_a_byte_order_mark(tmp_path: Path) -> None:
     assert [line.custom_id for _, line in lines_of(path, CHAT, frozenset())] == ["a", "b"]
     path.write_bytes(text("a").decode().encode("utf-16"))
     [checked] = check_lines(path, CHAT, 100)
-    assert (checked.number, str(checked.problem)) == (
-        1,
-        "the file is in UTF-16: write it in UTF-8",
-    )
+    assert (checked.number, str(checked.problem)) == (1, "the file is in UTF-16: write it in UTF-8")
 
 
 def test_a_line_that_is_cut_off_is_one_line(tmp_path: Path) -> None:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.frontend.batches.work import (
-    GIVE_UP_S,
-    MAX_FAILURES,
-    MAX_REFUSALS,
-    Repeats,
-)
+from gpupoold.frontend.batches.work import GIVE_UP_S, MAX_FAILURES, MAX_REFUSALS, Repeats
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 413, 422])

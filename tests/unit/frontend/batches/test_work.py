@@ -275,13 +275,7 @@ async def test_a_request_that_ends_frontends_is_not_asked_for_ever(rig: Rig) -> 
     workers: list[BatchWorker] = []
     for num in (1, 2, 3, 4):
         work = BatchWorker(
-            rig.store,
-            rig.files,
-            ask,
-            lambda _: rig.caller,
-            Places(9),
-            rig.bounds,
-            lambda *_: None,
+            rig.store, rig.files, ask, lambda _: rig.caller, Places(9), rig.bounds, lambda *_: None
         )
         workers.append(work)
         runner = asyncio.create_task(BatchRunner(rig.store, rig.files, work, 3600.0).run())

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import box_models, parse_box
-from gpupoold.sim.planner.load import (
-    poisson_load,
-)
+from gpupoold.sim.planner.load import poisson_load
 from gpupoold.sim.planner.plan import PlanQuestion
 from gpupoold.sim.workloads import SimRequest
 

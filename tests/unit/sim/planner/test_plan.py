@@ -10,10 +10,7 @@ from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.planner.changes import next_round
-from gpupoold.sim.planner.load import (
-    poisson_load,
-    recorded_load,
-)
+from gpupoold.sim.planner.load import poisson_load, recorded_load
 from gpupoold.sim.planner.models import PlannedModel
 from gpupoold.sim.planner.notes import notes_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion, check_question, make_plan, models_below

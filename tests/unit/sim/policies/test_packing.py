@@ -14,11 +14,7 @@ from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
-from gpupoold.sim.policies.baselines import (
-    BestFitPolicy,
-    PowerOfTwoPolicy,
-    ShortestQueuePolicy,
-)
+from gpupoold.sim.policies.baselines import BestFitPolicy, PowerOfTwoPolicy, ShortestQueuePolicy
 from gpupoold.sim.policies.packing import Constraint, Limits, load_norm, peak_kv_bytes, violated
 from tests.unit.scheduling.driver import Driver
 

@@ -285,10 +285,7 @@ def test_equal_grammars_of_an_owner_are_refused_together(
     ],
 )
 def test_costly_grammars_of_a_key_hinder_that_key_first(
-    keys: list[str],
-    refused: set[str],
-    grammars: EngineGrammars,
-    monkeypatch: pytest.MonkeyPatch,
+    keys: list[str], refused: set[str], grammars: EngineGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And whoever is hindered may try again."""
     monkeypatch.setattr(worker_grammars._calls, "abandoned_keys", lambda: keys)

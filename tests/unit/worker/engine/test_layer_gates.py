@@ -98,10 +98,7 @@ def output(*num_tokens: int) -> Any:
     return SimpleNamespace(num_scheduled_tokens={str(i): n for i, n in enumerate(num_tokens)})
 
 
-@given(
-    numbers=st.lists(st.none() | st.integers(0, 4), max_size=8),
-    num_layers=st.integers(0, 4),
-)
+@given(numbers=st.lists(st.none() | st.integers(0, 4), max_size=8), num_layers=st.integers(0, 4))
 def test_gates_are_there_only_for_all_layers_in_order(
     numbers: list[int | None], num_layers: int
 ) -> None:

@@ -13,14 +13,7 @@ from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from tests.unit.memory.ledger import MemoryLedger
-from tests.unit.memory.rig import (
-    PAGE,
-    Rig,
-    fill_blocks,
-    geometry_of,
-    read,
-    read_block,
-)
+from tests.unit.memory.rig import PAGE, Rig, fill_blocks, geometry_of, read, read_block
 
 WEIGHT_PAGES = 20
 
@@ -87,20 +80,12 @@ class Box:
     """Three models on a device; a has been used most recently, b least."""
 
     def __init__(
-        self,
-        num_pages: int,
-        host_pages: int = 64,
-        clock: Callable[[], float] = time.monotonic,
+        self, num_pages: int, host_pages: int = 64, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.rig = Rig(num_pages, host_pages)
         self.uses: dict[str, Use] = {}
         self.residency = Residency(
-            self.rig.device,
-            self.rig.pool,
-            self.rig.host,
-            1e9,
-            self.uses.__getitem__,
-            clock=clock,
+            self.rig.device, self.rig.pool, self.rig.host, 1e9, self.uses.__getitem__, clock=clock
         )
         self.models: dict[str, Model] = {}
         for number, name in enumerate("abc"):

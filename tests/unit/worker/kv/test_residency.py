@@ -15,10 +15,7 @@ from gpupoold.scheduling import eviction
 from gpupoold.scheduling.eviction import Eviction, PageHolding
 from gpupoold.worker.kv import page_eviction, residency, weight_loads
 from gpupoold.worker.kv.page_eviction import Use
-from tests.unit.memory.rig import (
-    PAGE,
-    GatedCopyStream,
-)
+from tests.unit.memory.rig import PAGE, GatedCopyStream
 from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box, Prefixes
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpupoold.errors import Failed, GpupoolError, UsageError
+from gpupoold.errors import GpupoolError, UsageError
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.wire.messages import Call, CallResult
 from gpupoold.worker.kv.digests import kv_digest, live_blocks, weights_digest
@@ -26,31 +26,18 @@ def answer(loop: TurnLoop, call: Call) -> CallResult | None:
 
 
 def _answer_of(loop: TurnLoop, call: Call, operation: _Operation | None) -> CallResult:
+    is_own = operation is not None
     try:
-        if operation is None:
-            operation = _guarded(_more_operations().get(call.method))
+        operation = operation or _more_operations().get(call.method)
         if operation is None:
             raise UsageError(f"workers have no operation {call.method!r}")
         return CallResult(call.call_id, operation(loop, **call.args))
     except GpupoolError as error:
         return CallResult(call.call_id, None, error.code, error.message, error.hint)
-    except (TypeError, AssertionError, OutOfPages) as error:
-        return CallResult(call.call_id, None, "failed", f"{call.method}: {error!r}")
-
-
-def _guarded(operation: _Operation | None) -> _Operation | None:
-    """Return an operation for developers whose every error is an answer, as of wrong arguments."""
-
-    def guarded(loop: TurnLoop, **arguments: Any) -> Any:
-        assert operation is not None
-        try:
-            return operation(loop, **arguments)
-        except GpupoolError:
+    except Exception as error:  # every error of an operation for developers is an answer
+        if is_own and not isinstance(error, TypeError | AssertionError | OutOfPages):
             raise
-        except Exception as error:
-            raise Failed(f"the operation failed: {error!r}") from error
-
-    return operation and guarded
+        return CallResult(call.call_id, None, "failed", f"{call.method}: {error!r}")
 
 
 def _more_operations() -> Mapping[str, _Operation]:

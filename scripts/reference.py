@@ -14,7 +14,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -94,16 +95,27 @@ def pages() -> dict[str, str]:
 
 
 def commands_page() -> str:
-    """Return the page of all commands with their options."""
+    """Return the page of all commands with their options.
+
+    Commands without options of their own have a row, other commands also a section.
+    """
     root: Any = get_command(app)
-    found = list(_commands(root, ("gpupool",)))
-    rows = [
-        (f"[`{' '.join(words[1:])}`](#{'-'.join(words)})", _summary(command.help))
-        for words, command in found
-    ]
+    found = {" ".join(words): command for words, command in _commands(root, ("gpupool",))}
+    shared = _shared_options(found)
+    rows, sections = [], []
+    for name, command in found.items():
+        usage, texts = _usage(name, command, shared), _blocks(command.help)
+        own = [(f"`{term}`", text) for term, text in _records(command) if shared.get(term) != text]
+        if own:
+            shown = f"[`{name.removeprefix('gpupool ')}`](#{name.replace(' ', '-')})"
+            rows.append((shown, _summary(command.help)))
+            texts += [*_blocks(command.epilog), _table(("option", "meaning"), own)]
+            sections.append("\n\n".join([f"## {name}", f"    {usage}", *texts]))
+        else:
+            rows.append((f"`{usage.removeprefix('gpupool ')}`", " ".join(texts).rstrip(".")))
     parser = argument_parser()
     # argparse has no public list of its options.
-    options = [(", ".join(one.option_strings), one.help or "") for one in parser._actions]
+    options = [(f"`{', '.join(one.option_strings)}`", one.help or "") for one in parser._actions]
     return "\n".join(
         [
             f"# Commands\n\n{_MADE} `gpupool COMMAND --help` and `man gpupool-COMMAND` have the "
@@ -111,9 +123,12 @@ def commands_page() -> str:
             "when to use which.\n",
             f"{root.epilog}\n",
             "Options of `gpupool` itself stand before the command:\n",
-            _table(("option", "meaning"), _options(root, ("gpupool",))),
+            _table(("option", "meaning"), [(f"`{term}`", text) for term, text in _records(root)]),
+            "Arguments and options of several commands. All commands have `--help`:\n",
+            _table(("option", "meaning"), [(f"`{term}`", text) for term, text in shared.items()]),
+            "A command with a link has further arguments or options:\n",
             _table(("command", "purpose"), rows),
-            *(_command(words, command) for words, command in found),
+            *sections,
             f"## gpupoold\n\n{parser.description}\n",
             _table(("option", "meaning"), options),
         ]
@@ -130,20 +145,49 @@ def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str,
             yield (*words, name), inner
 
 
-def _command(words: tuple[str, ...], command: Any) -> str:
-    context = typer.Context(command, info_name=" ".join(words))
-    usage = " ".join([*words, *command.collect_usage_pieces(context)])
-    parts = [f"## {' '.join(words)}\n", f"    {usage}\n", _prose(command.help)]
-    parts += [_prose(command.epilog)] if command.epilog else []
-    if options := _options(command, words):
-        parts.append(_table(("argument or option", "meaning"), options))
-    return "\n".join(parts)
+def _shared_options(found: dict[str, Any]) -> dict[str, str]:
+    """Return the options of three commands, and arguments of two, that mean the same."""
+    counts = Counter(record for command in found.values() for record in _records(command))
+    shared: dict[str, str] = {}
+    # Of two meanings of a term the frequent meaning comes first.
+    for (term, text), count in counts.most_common():
+        if count >= (3 if term.startswith("-") else 2):
+            shared.setdefault(term, text)
+    return shared
 
 
-def _options(command: Any, words: tuple[str, ...]) -> list[tuple[str, str]]:
-    context = typer.Context(command, info_name=" ".join(words))
-    records = [param.get_help_record(context) for param in command.params]
-    return [(f"`{term}`", text) for term, text in filter(None, records)]
+def _usage(name: str, command: Any, shared: dict[str, str]) -> str:
+    """Return a command with its needed and shared options, and its arguments."""
+    needed, others, arguments = [], [], []
+    has_own = False
+    for param in command.params:
+        for term, text in _records_of(command, param):
+            if not term.startswith("-"):
+                arguments.append(term if param.required else f"[{term}]")
+            elif param.required:
+                needed.append(term)
+            elif shared.get(term) == text:
+                others.append(f"[{term}]")
+            else:
+                has_own = True
+    return " ".join([name, *needed, *others, *(["[OPTIONS]"] if has_own else []), *arguments])
+
+
+def _records(command: Any) -> list[tuple[str, str]]:
+    """Return arguments and options of a command with their meanings."""
+    return [record for param in command.params for record in _records_of(command, param)]
+
+
+def _records_of(command: Any, param: Any) -> list[tuple[str, str]]:
+    """Return a parameter without what the usage says: types of arguments, and necessity."""
+    if not (record := param.get_help_record(typer.Context(command))):
+        return []
+    term, text = record
+    if not term.startswith("-"):
+        term = re.sub(r"[][]", "", term.partition(" <")[0])
+    term = re.sub(r"<\w+ range>|<int>", "N", term)
+    term = re.sub(r"--(\w+) <(?:str|float)>", lambda one: f"--{one[1]} {one[1].upper()}", term)
+    return [(term, re.sub(r" \[(?:required|x>=[01](?:; required)?)\]|; x>=[01](?=\])", "", text))]
 
 
 def settings_page() -> str:
@@ -157,18 +201,24 @@ def settings_page() -> str:
     ]
     for name, kind in sections().items():
         title = f"[[{name}]]" if name == "device" else f"[{name}]"
+        fields = kind.model_fields
         rows = [
-            (
-                f"`{field.alias or key}`",
-                _default(kind, field, key),
-                _texts(kind).get(key, ""),
-                _EFFECTS[effect_of(field, kind)],
-            )
-            for key, field in kind.model_fields.items()
+            (f"`{field.alias or key}`", _default(kind, field, key), _texts(kind).get(key, ""))
+            for key, field in fields.items()
         ]
-        head = ("key", "default", "meaning", "takes effect")
-        parts.append(f"## {title}\n\n{_table(head, rows)}")
+        table = _table(("key", "default", "meaning"), rows)
+        parts.append(f"## {title}\n\nTakes effect: {_effects(kind)}.\n\n{table}")
     return "\n".join(parts)
+
+
+def _effects(kind: type[Section]) -> str:
+    """Return the effect of most keys of a section, and other keys by effect."""
+    keys: dict[str, list[str]] = {}
+    for key, field in kind.model_fields.items():
+        keys.setdefault(_EFFECTS[effect_of(field, kind)], []).append(f"`{field.alias or key}`")
+    usual = max(keys, key=lambda effect: len(keys[effect]))
+    others = [f"{effect}: {', '.join(keys[effect])}" for effect in keys if effect != usual]
+    return "; ".join([usual, *others])
 
 
 def _default(kind: type[Section], field: FieldInfo, key: str) -> str:
@@ -206,7 +256,8 @@ def metrics_page() -> str:
     """Return the page of all metrics."""
     parts = [
         f"# Metrics\n\n{_MADE} `/metrics` has the same texts. [Metrics](../metrics.md) says how "
-        "to scrape, what the values of the labels mean, and has useful queries.\n"
+        "to scrape, what the values of the labels mean, and has useful queries.\n\n"
+        "Labels are in braces. Names with `_total` are counters, unmarked names are gauges.\n"
     ]
     nothing: Any = Nothing()
     for title, families in _FAMILIES.items():
@@ -224,17 +275,21 @@ def _without_rows(family: Family) -> Family:
     return replace(family, rows=[])
 
 
-def _metrics(found: Iterable[tuple[Metric, Iterable[str]]]) -> str:
+def _metrics(found: Sequence[tuple[Metric, Sequence[str]]]) -> str:
+    common = set.intersection(*(set(labels) for _, labels in found))
+    said = "".join(f"All have the label `{label}`.\n\n" for label in sorted(common))
     rows = [
-        (
-            f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`",
-            metric.type,
-            ", ".join(f"`{label}`" for label in sorted(labels)),
-            metric.documentation,
-        )
+        (_metric(metric, sorted({*labels} - common)), metric.documentation.rstrip("."))
         for metric, labels in found
     ]
-    return _table(("metric", "type", "labels", "meaning"), rows)
+    return f"{said}{_table(('metric', 'meaning'), rows)}"
+
+
+def _metric(metric: Metric, labels: Sequence[str]) -> str:
+    total = "_total" if metric.type == "counter" else ""
+    braces = f"{{{', '.join(labels)}}}" if labels else ""
+    histogram = " (histogram)" if metric.type == "histogram" else ""
+    return f"`{metric.name}{total}{braces}`{histogram}"
 
 
 def operations_page() -> str:
@@ -245,26 +300,28 @@ def operations_page() -> str:
         for parameter in one.parameters:
             if parameter.name == "body":
                 bodies[parameter.annotation.__name__] = parameter.annotation
-                body = f"[`{parameter.annotation.__name__}`](#{_slug(parameter.annotation)})"
+                body = f"`{parameter.annotation.__name__}`"
             elif parameter.name not in one.path_names:
                 query.append(f"`{parameter.name}`")
         purpose = (getattr(AdminApi, one.name).__doc__ or one.name).split("\n\n")[0]
         answer = f"lines of {_type(one.answer)}" if one.is_stream else _type(one.answer)
-        rows.append((f"`{one.method} {one.path}`", purpose, body, ", ".join(query), answer))
-    head = ("operation", "purpose", "body", "query", "answer")
+        asked = body or (f"?{', '.join(query)}" if query else "")
+        rows.append((f"`{one.method} {one.path}`", purpose.rstrip("."), asked, answer))
+    head = ("operation", "purpose", "body, or ? and query", "answer")
     parts = [
         f"# Operations of the admin API\n\n{_MADE} The daemon answers on its admin socket: "
         "`curl --unix-socket /run/gpupool/admin.sock http://gpupoold/ps`. `gpupool` uses these "
         "operations, and the JSON of its commands has the same names. Times are in seconds, "
         "sizes in bytes; `/openapi.json` describes all answers.\n",
         _table(head, rows),
-        *(_body(name, kind.model_json_schema()) for name, kind in sorted(bodies.items())),
+        "## Bodies\n\nFields without a default are required; `null` leaves the choice to the "
+        "daemon, or a value as it is.\n",
+        _table(
+            ("body", "fields"),
+            [(f"`{name}`", _fields(kind)) for name, kind in sorted(bodies.items())],
+        ),
     ]
     return "\n".join(parts)
-
-
-def _slug(kind: type) -> str:
-    return kind.__name__.lower()
 
 
 def _type(kind: Any) -> str:
@@ -274,22 +331,20 @@ def _type(kind: Any) -> str:
     return "" if name == "NoneType" else f"`{name}`"
 
 
-def _body(name: str, schema: dict[str, Any]) -> str:
+def _fields(kind: Any) -> str:
+    """Return the fields of a body with types and defaults."""
+    schema = kind.model_json_schema()
     needed = schema.get("required", ())
-    rows = [
-        (
-            f"`{key}`",
-            _type_of(field),
-            "required" if key in needed else f"`{_json(field.get('default'))}`",
-        )
+    return "; ".join(
+        f"`{key}` {_type_of(field)}"
+        + ("" if key in needed else f" = `{json.dumps(field.get('default'))}`")
         for key, field in schema.get("properties", {}).items()
-    ]
-    return f"## {name}\n\n{_table(('field', 'type', 'default'), rows)}"
+    )
 
 
 def _type_of(field: dict[str, Any]) -> str:
     if "anyOf" in field:
-        return " or ".join(_type_of(one) for one in field["anyOf"])
+        return " or ".join(_type_of(one) for one in field["anyOf"] if one != {"type": "null"})
     if "enum" in field:
         return ", ".join(f"`{one}`" for one in field["enum"])
     if "items" in field:
@@ -297,12 +352,8 @@ def _type_of(field: dict[str, Any]) -> str:
     return str(field.get("type") or field.get("$ref", "").rpartition("/")[2] or "any")
 
 
-def _json(value: object) -> str:
-    return json.dumps(value)
-
-
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
+    lines = [head, ("-",) * len(head), *rows]
     return "".join(f"| {' | '.join(_cell(one) for one in line)} |\n" for line in lines)
 
 
@@ -310,9 +361,10 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.replace("``", "`").split()))
 
 
-def _prose(text: str | None) -> str:
+def _blocks(text: str | None) -> list[str]:
+    """Return the paragraphs of a text, each on a line."""
     blocks = inspect.cleandoc(text or "").split("\n\n")
-    return "".join(f"{' '.join(block.split())}\n\n" for block in blocks)[:-1]
+    return [" ".join(block.replace("``", "`").split()) for block in blocks if block]
 
 
 def _summary(text: str | None) -> str:

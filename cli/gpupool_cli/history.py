@@ -72,16 +72,16 @@ def history(
         typer.Option(
             "--id",
             metavar="REQUEST",
-            help="Only requests with this id, or a part of it, of any age: as shown here, or as a "
-            "client saw it (x-request-id, or the id of the answer). Implies --requests.",
+            help="Only requests of any age with this id or part of an id: as shown here, or the "
+            "client's x-request-id or id of the answer. Implies --requests.",
         ),
     ] = None,
     breakdown: Annotated[
         bool,
         typer.Option(
             "--breakdown",
-            help="Mean time of a request by stage and model: to the first token, between tokens; "
-            "and use of the host KV caches.",
+            help="Mean time by stage and model, to the first token and between tokens; use of the "
+            "host KV caches.",
         ),
     ] = False,
     limit: Annotated[

@@ -89,8 +89,8 @@ def set_model(
 ) -> None:
     """Change a model's targets, pace, aliases and options at once.
 
-    For other options of the engine, another engine is built beside the present engine, and answers
-    in progress go on in the new engine.
+    For other options of the engine, a new engine is built beside the present engine and takes over
+    the answers in progress.
     """
     options: dict[str, str | None] = {**read_options(engine or ())}
     request = SetModelRequest(
@@ -342,8 +342,7 @@ def cancel(
         str,
         typer.Argument(
             metavar="REQUEST",
-            help="The request's id, as `gpupool top` shows it or as its client saw it: "
-            "x-request-id, or the id of the answer.",
+            help="The id in `gpupool top`, or the client's x-request-id or id of the answer.",
         ),
     ],
 ) -> None:

@@ -33,8 +33,8 @@ def why(
         typer.Argument(
             metavar="MODEL|REQUEST",
             parser=model_name,
-            help="A model by name or alias, or a request by its id, as `gpupool ps` shows it or as "
-            "a client saw it (x-request-id, or the id of the answer), or by part of its id.",
+            help="A model by name or alias, or a request by its id or a part of the id: of "
+            "`gpupool ps`, or the client's x-request-id or id of the answer.",
             autocompletion=complete_model_name,
         ),
     ],

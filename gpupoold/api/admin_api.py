@@ -180,7 +180,8 @@ class AdminApi:
         """Return the daemon's status."""
 
     @_operation("GET", "/models")
-    def models(self) -> list[ModelInfo]: ...
+    def models(self) -> list[ModelInfo]:
+        """Return the registered models."""
 
     @_operation("GET", "/models/{name}")
     def model(self, name: str) -> ModelInfo:

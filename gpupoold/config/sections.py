@@ -64,9 +64,7 @@ class ServerSettings(Section):
     )
     """Largest request body; larger bodies are answered with 413."""
     frontends: int = Field(default=2, ge=1, le=64)
-    """Number of processes that accept connections, 1 to 64. When a frontend dies, streams of other
-    frontends continue.
-    """
+    """Number of processes that accept connections, 1 to 64."""
     wait_comments_s: Annotated[DurationOrZero, Effect.LIVE] = Field(
         default=2.0, alias="wait_comments"
     )
@@ -100,15 +98,12 @@ class PathSettings(Section):
     log_dir: AbsolutePath
     """Logs of all processes, at most 64 MiB each; by default `logs` in `state_dir`."""
     download_dir: AbsolutePath
-    """Checkpoints from the Hugging Face hub; by default `models` in `state_dir`. As a service,
-    other disks must be named to systemd.
-    """
+    """Checkpoints from the Hugging Face hub; by default `models` in `state_dir`."""
     hf_cache: Annotated[tuple[AbsolutePath, ...] | None, BeforeValidator(as_tuple), Effect.LIVE] = (
         None
     )
-    """List of Hugging Face caches of other programs, such as `["/home/me/.cache/huggingface/hub"]`;
-    a complete snapshot there is used in place. By default the cache of the daemon's user
-    (`HF_HUB_CACHE`, `HF_HOME`); `[]` for no cache.
+    """Hugging Face caches of other programs, whose complete snapshots are used in place. By default
+    the cache of the daemon's user (`HF_HUB_CACHE`, `HF_HOME`); `[]`: none.
     """
     workloads_dir: Annotated[AbsolutePath | None, Effect.LIVE] = None
     """Recorded workloads for the presets of `gpupool simulate`; not read by the daemon."""
@@ -121,38 +116,32 @@ class DeviceSettings(Section):
     """
 
     kind: Literal["emulated", "cuda", "sim"]
-    """`"cuda"` for a GPU; `"emulated"` for a small device in host memory; or `"sim"` for a
-    simulated device without an engine.
+    """`"cuda"`: a GPU; `"emulated"`: a small device in host memory; `"sim"`: simulated, no engine.
     """
     memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
-    """Size of an emulated device; for other kinds the maximum of memory to use, by default all
-    memory. For a group of GPUs: of each GPU.
+    """Size of an emulated device; for other kinds the maximum to use, by default all. For a group:
+    of each GPU.
     """
     index: int | None = Field(default=None, ge=0)
-    """CUDA ordinal, for CUDA devices only; by default the lowest unused ordinal. Devices with the
-    same ordinal share a GPU with one worker each; each such device must set `memory`, and
-    `memory.reserve` is subtracted for each.
+    """CUDA ordinal; by default the lowest unused. Devices with the same ordinal share a GPU with
+    one worker each: each must set `memory`, and `memory.reserve` is subtracted for each.
     """
     gpus_as_written: Annotated[tuple[int, ...] | int | None, BeforeValidator(group_value)] = Field(
         default=None, alias="gpus"
     )
-    """A group of GPUs: on CUDA devices the list of ordinals, such as `[0, 1, 2, 3]`; on other
-    devices the number of GPUs, such as `2`. At most 8. By default a single GPU.
+    """A group of at most 8 GPUs: on CUDA the list of ordinals, such as `[0, 1, 2, 3]`; on other
+    devices the number of GPUs, such as `2`. By default a single GPU.
     """
     gpu: str | None = None
-    """GPU simulated by a `"sim"` device, a name of `hardware.toml` such as `"H800"`. Required for
-    this kind, not allowed for others.
-    """
+    """GPU that a `"sim"` device must name, a name of `hardware.toml` such as `"H800"`."""
     page_bytes: PositiveSize | None = None
-    """Size of a page of device memory, a multiple of 2 MiB on CUDA and of 4 KiB on emulated
-    devices; by default chosen by the worker, 8 MiB on CUDA. Larger pages are mapped faster but
-    enlarge KV extents. Not for `"sim"` devices.
+    """Size of a page of device memory, a multiple of 2 MiB on CUDA (by default 8 MiB) and of 4 KiB
+    on emulated devices. Larger pages are mapped faster but enlarge KV extents.
     """
     link_bytes_per_s: LinkRate | None = Field(default=None, alias="link")
     """Bandwidth of a modelled link between host memory and an emulated device, in each direction,
-    from `"1MB/s"` to `"1TB/s"`, such as `"2GB/s"`. Copies then take as long as over such a link and
-    leave the cores to the engines, as copies to a GPU do. By default the host's cores copy as fast
-    as they can. For `"emulated"` devices only.
+    from `"1MB/s"` to `"1TB/s"`; copies then leave the cores to the engines, as on a GPU. By default
+    the host's cores copy as fast as they can.
     """
 
     @model_validator(mode="before")
@@ -201,23 +190,23 @@ class MemorySettings(Section):
     """
 
     model_cache_or_auto: Annotated[AutoSize, Effect.LIVE] = Field(default=None, alias="model_cache")
-    """Host memory for weights snapshots. A model with a snapshot is switched in without reading the
-    disk; without a snapshot, the model's next request restores the snapshot. Snapshots of idle
-    models are evicted, least recently used first.
+    """Host memory for weights snapshots, with which models are switched in without reading the
+    disk. Snapshots of idle models are evicted, least recently used first; the next request restores
+    them.
     """
     snapshot_files_bytes: Annotated[Size, Effect.LIVE] = Field(default=0, alias="snapshot_files")
-    """Disk space for snapshot files, in `state_dir/snapshots`; a restarted daemon loads models from
-    snapshot files instead of checkpoints. 0: none.
+    """Disk space for snapshot files, in `state_dir/snapshots`, from which a restarted daemon loads
+    models. 0: none.
     """
     kv_host_or_auto: AutoSize = Field(default=None, alias="kv_host")
     """Host memory for offloaded KV and KV transfers, for each GPU."""
     prefix_cache_bytes: Size | None = Field(default=None, alias="prefix_cache")
     """Limit for the part of `kv_host` with KV of ended requests; by default all that paused
-    requests leave. 0: no KV of ended requests is kept in host memory.
+    requests leave. 0: none.
     """
     kv_files_bytes: Size = Field(default=0, alias="kv_files")
-    """Disk space for files with KV of ended requests, in `state_dir/kv`, on a local disk of a few
-    GB/s; conversations then find their KV after restarts too. Not encrypted. 0: none.
+    """Disk space for KV of ended requests, in `state_dir/kv` on a local disk of a few GB/s, also
+    for after a restart. Not encrypted. 0: none.
     """
     reserve_or_auto: AutoSize = Field(default=None, alias="reserve")
     """Free memory on each GPU for the driver, libraries and activations. The memory that each
@@ -225,13 +214,11 @@ class MemorySettings(Section):
     """
     engines_bytes: Annotated[Size | None, Effect.LIVE] = Field(default=None, alias="engines")
     """Limit for the memory of engines outside the pages of each GPU, measured at their loads; by
-    default three quarters of the reserve that is free at the worker's start on CUDA, and no limit
-    elsewhere. A smaller limit evicts nothing by itself: the next loads do.
+    default on CUDA three quarters of the reserve that is free at the worker's start, elsewhere
+    none. A smaller limit evicts only at the next loads.
     """
     self_check_interval: Annotated[int, Effect.LIVE] = Field(default=1000, ge=0)
-    """Number of times a model's weights are brought onto a device between two self-checks; 0: no
-    repeated self-checks.
-    """
+    """Times that a model's weights are brought onto a device between two self-checks; 0: none."""
 
     @property
     def model_cache_bytes(self) -> int:
@@ -269,8 +256,8 @@ class SimulatedHostSettings(Section):
     """``[simulated_host]``: the host memory of a box with simulated devices only."""
 
     memory_bytes: PositiveSize | None = Field(default=None, alias="memory")
-    """Host memory from which the budgets are worked out, instead of this machine's. Models that
-    exceed the model cache are refused. By default simulated devices have no budgets of host memory.
+    """Host memory for the budgets, instead of this machine's; models that exceed the model cache
+    are refused. By default simulated devices have no budgets of host memory.
     """
     numa_nodes: int = Field(default=1, ge=1, le=64)
     """NUMA nodes, 1 to 64, that share the memory and the devices equally."""
@@ -293,13 +280,12 @@ class SchedulingSettings(Section):
         ],
         Effect.RESTART,
     ] = "gpupool"
-    """Scheduling policy: `gpupool`, `aegaeon`, `request-level`, `request-level-4`, `static`,
-    `prefill-first` or `decode-first`.
+    """`gpupool`, `aegaeon`, `request-level`, `request-level-4`, `static`, `prefill-first` or
+    `decode-first`.
     """
     roles: Annotated[Literal["auto"] | tuple[RoleName, ...], BeforeValidator(_roles)] = "auto"
-    """Role of each device, as a list in the order of the devices: `prefill` (prompts), `decode`
-    (answers), `mixed` (both) or `auto` (chosen by the policy, and may change); the string `"auto"`
-    means `auto` for all devices. `gpupool role set` changes roles at run time.
+    """`"auto"`, or a list with a role of each device: `prefill` (prompts), `decode` (answers),
+    `mixed` or `auto` (by the policy). `gpupool role set` changes roles at run time.
     """
     quota_max_s: Duration = Field(default=4.0, alias="quota_max")
     """Maximum length of a turn while another model waits (policies `gpupool` and `aegaeon`)."""
@@ -311,25 +297,20 @@ class SecuritySettings(Section):
     effect: ClassVar[Effect] = Effect.LOADS
 
     allow_remote_code: bool = False
-    """Load checkpoints whose configuration names Python code in the checkpoint (`auto_map`): lets
-    the author of a checkpoint run code on this machine.
+    """Load checkpoints with Python code (`auto_map`): their authors can run code on this machine.
     """
     allow_pickle: bool = False
-    """Load weights in pickle files (`*.bin`, `*.pt`, `*.pth`) of checkpoints without safetensors:
-    lets the author of a checkpoint run code on this machine.
+    """Load pickle files (`*.bin`, `*.pt`, `*.pth`) of checkpoints without safetensors: the same
+    risk.
     """
     media_hosts: HostNames = ()
-    """Hosts from which images of requests are fetched; with an empty list, images must be part of
-    the request, as `data:` URLs. A host may be asked on every port.
-    """
+    """Hosts, with all ports, from which images of requests are fetched; `data:` URLs need none."""
     vllm_variables: Annotated[
         tuple[Annotated[str, Field(pattern=r"^VLLM_[A-Z0-9_]+$")], ...],
         BeforeValidator(as_tuple),
         Effect.RESTART,
     ] = ()
-    """Names of `VLLM_*` environment variables that workers and frontends get besides the harmless
-    variables.
-    """
+    """`VLLM_*` variables that workers and frontends get besides the harmless variables."""
 
 
 class HistorySettings(Section):
@@ -344,9 +325,7 @@ class HistorySettings(Section):
     max_events: Count = 10_000
     """Events."""
     max_minutes: Count = 200_000
-    """Minutes of a model: requests, tokens, attainment, latencies; minutes without requests are not
-    recorded.
-    """
+    """Minutes of a model with requests: tokens, attainment, latencies."""
     max_usage_hours: Count = 200_000
     """Hours of a model and API key: requests, tokens, GPU seconds, energy."""
     max_device_minutes: Count = 400_000
@@ -359,49 +338,39 @@ class LimitSettings(Section):
     effect: ClassVar[Effect] = Effect.LIVE
 
     max_live_requests_per_model: Count = 1024
-    """Live requests of one model; each sample of `n` counts. Further requests are answered with 429
-    and `Retry-After`.
-    """
+    """Live requests of one model, counting samples of `n`; further requests get 429."""
     max_live_requests: Count = 4096
     """Live requests of all models."""
     max_bytes_in_flight_or_auto: AutoPositiveSize = Field(default=None, alias="max_bytes_in_flight")
     """Bytes of requests being read, waiting or running: HTTP bodies in the frontends, in equal
-    shares, and encoded requests in the daemon. One API key may use half. Further requests are
-    answered with 429 and `Retry-After`.
+    shares, and encoded requests in the daemon. One API key may use half; further requests get 429.
     """
     max_images: Annotated[Count, Effect.LOADS] = 16
-    """Images of one prompt; a request with more gets 400. A model's engine option
-    `limit_mm_per_prompt` takes precedence.
-    """
+    """Images of one prompt, else 400; a model's option `limit_mm_per_prompt` takes precedence."""
     max_image_pixels: Annotated[Count, Effect.LOADS] = 32_000_000
-    """Pixels of all images of one HTTP request, before the model's own reduction; a request with
-    more gets 400. A frontend needs about 14 bytes per pixel to prepare images, for two requests at
-    once.
+    """Pixels of all images of one HTTP request, else 400. A frontend needs about 14 bytes per pixel
+    to prepare images, for two requests at once.
     """
     drop_late: bool = False
-    """Refuse a request with 429 and `Retry-After` if its first token cannot meet the model's TTFT
-    target, and end a request with an error if it has not begun by then; by default such requests
-    are served late.
+    """Refuse a request with 429 if its first token cannot meet the TTFT target, and end a request
+    that has not begun by then; by default such requests are served late.
     """
     load_timeout_s: Duration = Field(default=600.0, alias="load_timeout")
-    """Time to load a model, after which the model is marked failed; time to start a worker, after
-    which the worker is replaced; time to restore a snapshot, after which the waiting requests end
-    with an error.
+    """Time to load a model, then marked failed; to start a worker, then replaced; to restore a
+    snapshot, whose waiting requests then end with an error.
     """
     drain_timeout_s: Duration = Field(default=600.0, alias="drain_timeout")
     """Time that draining or removing a model or a device waits for requests."""
     stop_grace_s: Duration = Field(default=10.0, alias="stop_grace")
-    """Time that the frontends, and then the workers, may take to stop before the processes are
-    killed. Open streams may finish until two seconds before the end.
+    """Time for frontends, then workers, to stop before they are killed; open streams may finish
+    until two seconds before the end.
     """
     hang_timeout_s: Duration = Field(default=60.0, alias="hang_timeout")
-    """Time without a sign of life, or with a turn but without a step, after which a worker is
-    killed and replaced; loading a model does not count.
+    """Time without a sign of life, or in a turn without a step, after which a worker is replaced;
+    loads do not count.
     """
     token_timeout_s: Duration = Field(default=600.0, alias="token_timeout")
-    """Time without a token after which a request ends with an error that names the cause of the
-    wait.
-    """
+    """Time without a token after which a request ends with an error that names the cause."""
 
     @property
     def max_bytes_in_flight(self) -> int:
@@ -422,17 +391,14 @@ class AccessSettings(Section):
     """``[access]``: the need for API keys, and the groups that may use the admin socket."""
 
     require_keys: Literal["auto", "always"] = "auto"
-    """`"auto"`: API keys are required unless only this machine can connect; `"always"`: API keys
-    are always required, for example behind a proxy on the same machine.
+    """`"auto"`: API keys are required unless only this machine can connect; `"always"`: also then,
+    for example behind a proxy on the same machine.
     """
     host_names: HostNames = ()
-    """Names, besides those of the loopback address, under which clients without a key may call the
-    API.
-    """
+    """Names, besides loopback names, under which clients without a key may call the API."""
     allowed_origins: Origins = ()
-    """Origins of other sites whose pages may call the API, as browsers send them, such as
-    `["https://app.example", "http://localhost:3000"]`; `["*"]` allows all origins and needs
-    `require_keys = "always"`.
+    """Origins of other sites whose pages may call the API, such as `["https://app.example"]`;
+    `["*"]` allows all and needs `require_keys = "always"`.
     """
     share_prefixes: bool = False
     """Whether requests use cached KV of requests of other keys."""
@@ -488,9 +454,8 @@ class BatchSettings(Section):
     max_requests: Count = 50_000
     """Requests of one batch."""
     max_live: int = Field(default=64, ge=1, le=1024)
-    """Requests of batches that run, or wait for a device with time to spare, at once. Of these one
-    batch has at most three quarters and one API key seven eighths, less with others; a free place
-    goes to the key with the fewest.
+    """Requests of batches that run, or wait for spare time, at once: of one batch at most three
+    quarters, of one API key seven eighths; a free place goes to the key with the fewest.
     """
     keep_s: Duration = Field(default=30 * 86_400.0, alias="keep")
     """Time after which files and ended batches are removed."""

@@ -76,7 +76,7 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     )
     yield gauge_of(
         "device_waiting_for_kv_requests",
-        "Requests that are not sent to the device for lack of KV memory.",
+        "Requests not sent to the device for lack of KV memory.",
         lambda one: dispatcher.state.num_waiting_for_kv(one.number),
     )
     yield counter_of(
@@ -102,22 +102,22 @@ def _gpu(scrape: Scrape) -> Iterator[Family]:
     counter_of = one_each(counter, "device", scrape.devices())
     yield gauge_of(
         "device_utilisation_ratio",
-        "Share of time in which kernels ran, from NVML; absent without a reading.",
+        "Share of time in which kernels ran; absent without a reading.",
         lambda one: one.reading.utilisation,
     )
     yield gauge_of(
         "device_temperature_celsius",
-        "The GPU's temperature, from NVML; absent without a reading.",
+        "The GPU's temperature; absent without a reading.",
         lambda one: one.reading.temperature_c,
     )
     yield gauge_of(
         "device_power_watts",
-        "The GPU's power, from NVML; absent without a reading.",
+        "The GPU's power; absent without a reading.",
         lambda one: one.reading.power_w,
     )
     yield counter_of(
         "device_energy_joules",
-        "The GPU's energy since the driver was loaded, from NVML; absent without a reading.",
+        "The GPU's energy since the driver was loaded; absent without a reading.",
         lambda one: one.reading.energy_j,
     )
 
@@ -134,7 +134,7 @@ def _group_gpus(scrape: Scrape) -> Iterator[Family]:
     for name, text, value in _GPU_READINGS:
         yield gauge(
             name,
-            f"{text}, of each GPU of a group, from NVML; absent without a reading.",
+            f"{text}, of each GPU of a group; absent without a reading.",
             ("device", "gpu"),
             (
                 ((number, str(gpu.ordinal)), reading)

@@ -52,7 +52,7 @@ NO_SAMPLES = {
     "gpupool_accepted_draft_tokens_total",
     "gpupool_paced_gap_seconds",
 }
-DOCUMENTED = re.compile(r"^\| `([\w:]+)` \| (\w+) \|([^|]*)\| ", re.MULTILINE)
+DOCUMENTED = re.compile(r"^\| `([\w:]+?)(_total)?(?:{(.*)})?`(?: \((\w+)\))? \| ", re.MULTILINE)
 EXAMPLES = ROOT / "examples"
 
 
@@ -141,8 +141,14 @@ class TestScrape:
 
     def test_it_and_its_documentation_agree(self, box: PrivateDaemon) -> None:
         text = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-        rows = DOCUMENTED.findall(text)
-        documented = {name: (kind, labels_of(cell)) for name, kind, cell in rows}
+        rows = [
+            (f"{name}{total}", kind or ("counter" if total else "gauge"), section, labels)
+            for section in text.split("\n## ")
+            for name, total, labels, kind in DOCUMENTED.findall(section)
+        ]
+        documented = {
+            name: (kind, labels_of(section, labels)) for name, kind, section, labels in rows
+        }
         assert len(documented) == len(rows), "a metric is there twice"
         scraped = scrape(box)
         assert documented.keys() == scraped.keys()
@@ -167,8 +173,10 @@ class TestScrape:
         assert used <= known
 
 
-def labels_of(cell: str) -> set[str]:
-    return set(re.findall(r"`(\w+)`", cell))
+def labels_of(section: str, labels: str) -> set[str]:
+    """The labels in a metric's braces, and of all metrics of the section."""
+    common = re.findall(r"^All have the label `(\w+)`", section, re.MULTILINE)
+    return {*re.findall(r"\w+", labels), *common}
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def plan(
         typer.Option(
             metavar="GROUPS|auto",
             help="Groups of GPUs that run each model together: 2x4 for two groups of four, "
-            "1x4+4x1 for a group and four single GPUs, or `auto` for the best grouping.",
+            "1x4+4x1 for one and four single GPUs, `auto` for the best grouping.",
         ),
     ] = None,
     duration: Annotated[

@@ -6,9 +6,14 @@ PYTHON_SOURCES := gpupoold cli state scripts tests $(if $(wildcard tui/gpupool_t
 # Where `make install` puts things; DESTDIR is a staging folder in front of it.
 export PREFIX SYSCONFDIR DESTDIR VENV DIST
 
-# Processes that run tests, and the part of the slow tests that `make test-slow` runs.
+# Without compiled modules each process that a test starts compiles the project.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Processes that run tests, and the part of the slow tests that `make test-slow` runs: another one
+# with each commit.
 JOBS ?= 2
-SHARD ?= 1/6
+SHARDS := 6
+SHARD ?= $(shell echo $$(($$(git rev-list --count HEAD) % $(SHARDS) + 1)))/$(SHARDS)
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -42,7 +47,7 @@ pictures: venv ## docs/demo.svg and docs/top.svg anew, from real runs (on an idl
 test: venv ## the test suite without its slow tables (ARGS='-k name' for some of it, JOBS=1)
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: venv ## one of six parts of the slow tests (SHARD=2/6)
+test-slow: venv ## one of six parts of the slow tests, by the commit or SHARD=2/6
 	@$(PYTEST) --shard $(SHARD) $(ARGS)
 
 test-all: venv ## the whole test suite

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +45,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if mark is None or (on_emulated and mark.kwargs.get("emulated")) or has_nvidia_gpu():
             continue
         item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and this machine has none"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would only pass over modules and tests again
+    and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure() -> None:

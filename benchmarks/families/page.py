@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from benchmarks.families.cells import COLUMNS, Cell, Outcome, Row
@@ -11,35 +12,34 @@ from benchmarks.families.transformers_backend import TRANSFORMERS_BACKEND
 _HEAD = """\
 # Families of models
 
-`make models-table` checks every family below and generates this page from \
-[families.json](../benchmarks/results/models/families.json). `python -m benchmarks.models --only \
-FAMILY` checks some families.
+The families below answer in gpupool as in vLLM alone, token by token. `make models-table` checks \
+all and generates this page from [families.json](../benchmarks/results/models/families.json), \
+which has the figures; `python -m benchmarks.models --only FAMILY` checks some. Other families are \
+not excluded: see [what is refused](adding-models.md#what-is-refused).
 
 Each family has a tiny checkpoint with random weights and the structure of the family. Two real \
-workers on emulated devices, in the middle of their work, are compared with vLLM alone token by \
-token, in float32 unless another dtype is named. Families share one device that is too small for \
-all. A cell without "no" or "cannot" is equal, and has a figure of the check.
+workers on emulated devices, too small for all families, are compared with vLLM alone, in float32 \
+unless another dtype is named. *Equal* are all of these checks, unless the cell says otherwise:
 
-| column | what is compared with vLLM alone |
-| --- | --- |
+| check | what is compared with vLLM alone |
+| - | - |
 | serve | three prompts of 20 to 150 tokens, alone; another worker loads from the snapshot |
 | switch | all prompts of all families at once, while weights and KV leave the device and return |
 | KV | an answer whose KV and state move to the host and back; the bytes are equal too |
-| migrate | an answer that moves to the other worker, with blocks of KV or "computed anew" |
+| migrate | an answer that moves to the other worker |
 | resume | an answer that continues on the other worker after `kill -9` of the first |
-| parsers | the parsers that gpupool finds in the family's real chat template in `tests/templates` |
 
-- Pooling models return numbers, which may differ by 0.00001, and have no KV between requests.
-- Two of the three prompts of a vision model have an image, which the answer depends on.
+- *Parsers* are found in the family's real chat template (`tests/templates`), if at hand.
+- Pooling models return numbers, which may differ by 0.00001, and are checked without KV and \
+migrate. Two of the three prompts of a vision model have an image.
 - Both sides use the adaptations of vLLM's CPU build in `gpupoold/worker/engine/cpu_build.py`, \
 which GPUs do not need. Without the corrected rotary embedding, MLA models, LFM2 and LFM2-MoE \
 answer wrongly in vLLM 0.32 alone.
 - "One request at a time": tokens depend on other requests of a step in vLLM alone. "vLLM alone \
 without prefix cache": the prefill fails in vLLM's CPU build with the prefix cache, and not in \
 gpupool.
-- vLLM runs {backend} with the modules of Transformers, with the numbers of heads from \
-config.json. A model whose projections make other numbers is refused in its self-check; in vLLM \
-alone the surplus keys are written to the KV of other tokens.
+- "Transformers": vLLM runs the family with the modules of Transformers, with the numbers of heads \
+from config.json. A model whose projections make other numbers is refused in its self-check.
 """
 _GROUPS = """\
 Both workers are [groups](internals/groups.md) of {num_gpus} emulated GPUs, and vLLM alone has a \
@@ -47,7 +47,7 @@ tensor parallelism of {num_gpus} (`python -m benchmarks.models --gpus {num_gpus}
 [groups-{num_gpus}.json](../benchmarks/results/models/groups-{num_gpus}.json)). "Resume" kills \
 the process of the last rank. Equal in all columns: {equal}."""
 _TITLES = {"kv": "KV"}
-_SIGNS = {Outcome.YES: "yes", Outcome.NO: "**no**", Outcome.VLLM_CANNOT: "vLLM cannot"}
+_SIGNS = {Outcome.NO: "**no**", Outcome.VLLM_CANNOT: "vLLM cannot"}
 
 
 def page_text(
@@ -57,8 +57,7 @@ def page_text(
 
     ``of_groups`` has the rows of groups by the number of GPUs.
     """
-    backend = " and ".join(", ".join(one.title for one in TRANSFORMERS_BACKEND).rsplit(", ", 1))
-    lines = [_HEAD.format(backend=backend), *_table(families, rows)]
+    lines = [_HEAD, *_table(families, rows)]
     lines += _reasons("Not right yet", families, rows, Outcome.NO)
     lines += _reasons("What vLLM cannot", families, rows, Outcome.VLLM_CANNOT)
     for num_gpus, found in of_groups.items():
@@ -78,23 +77,37 @@ def _is_equal(row: Row | None) -> bool:
 
 
 def _table(families: Sequence[Family], rows: Mapping[str, Row]) -> list[str]:
-    titles = ["family", "mechanism", *(_TITLES.get(column, column) for column in COLUMNS)]
-    lines = [_line(titles), _line(["---"] * len(titles))]
+    lines = [_line(["family", "mechanism", "equal", "parsers"]), _line(["-"] * 4)]
     for family in families:
         if family.name in rows:
             cells = rows[family.name].cells
-            shown = [_shown(cells.get(column)) for column in COLUMNS]
             name = family.title + (f" ({family.dtype})" if family.dtype != "float32" else "")
-            lines.append(_line([name, family.mechanism, *shown]))
+            backend = ", Transformers" if family in TRANSFORMERS_BACKEND else ""
+            parsers = _parsers(cells.get("parsers"))
+            lines.append(_line([name, f"{family.mechanism}{backend}", _equal(cells), parsers]))
     return lines
 
 
-def _shown(cell: Cell | None) -> str:
+def _equal(cells: Mapping[str, Cell]) -> str:
+    """Return "all", notes of checks that are equal, or the checks that are not."""
+    checks = {name: cells[name] for name in COLUMNS if name in cells and name != "parsers"}
+    for outcome, sign in _SIGNS.items():
+        if failed := [_title(name) for name, cell in checks.items() if cell.outcome is outcome]:
+            return f"{sign}: {', '.join(failed)}"
+    # Figures of the checks, such as "6 blocks", are in the results.
+    equal = [cell for cell in checks.values() if cell.outcome is Outcome.YES]
+    notes = dict.fromkeys(one.text for one in equal if not re.search(r"\d", one.text))
+    return "; ".join(filter(None, notes)) or "all"
+
+
+def _parsers(cell: Cell | None) -> str:
     if cell is None or cell.outcome is Outcome.UNTRIED:
-        return (cell and cell.text) or "-"
-    if cell.outcome is not Outcome.YES:
-        return _SIGNS[cell.outcome]
-    return cell.text or _SIGNS[cell.outcome]
+        return ""
+    return cell.text if cell.outcome is Outcome.YES else _SIGNS[cell.outcome]
+
+
+def _title(column: str) -> str:
+    return _TITLES.get(column, column)
 
 
 def _reasons(
@@ -109,7 +122,7 @@ def _reasons(
         for column in COLUMNS:
             cell = rows[family.name].cells.get(column)
             if cell is not None and cell.outcome is outcome:
-                reasons.setdefault(cell.text, []).append(_TITLES.get(column, column))
+                reasons.setdefault(cell.text, []).append(_title(column))
         for text, columns in reasons.items():
             lines.append(f"- {family.title}, {', '.join(columns)}: {_plain(text)}")
     return ["", f"## {title}", "", *lines] if lines else []

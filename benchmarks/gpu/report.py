@@ -125,7 +125,7 @@ def page(found: Mapping[str, Any]) -> str:
     if not found:
         return "\n".join([*parts, f"{_NOTHING}\n"])
     parts.append("\n".join(_machines(found)))
-    left = {name: _figures(one) for name, one in found.items()}
+    left = {number: _figures(one) for number, one in enumerate(found.values(), 1)}
     for title, pattern, text in _SECTIONS:
         rows = list(_rows(left, pattern))
         if rows:
@@ -141,20 +141,20 @@ def _figures(one: Mapping[str, Any]) -> dict[str, Any]:
     return {**results.figures_of(one), **one["derived"]}
 
 
-def _rows(left: Mapping[str, dict[str, Any]], pattern: str) -> Iterator[Sequence[str]]:
+def _rows(left: Mapping[int, dict[str, Any]], pattern: str) -> Iterator[Sequence[str]]:
     """Yield the rows of a section, and remove their figures from ``left``."""
-    for file, figures in left.items():
+    for number, figures in left.items():
         for name in [name for name in figures if re.search(pattern, name)]:
             figure = figures.pop(name)
             limit = "" if figure["limit"] is None else value_text(name, figure["limit"])
             reached = {None: "", True: "yes", False: "**no**"}[figure["reached"]]
-            yield f"`{name}`", value_text(name, figure["measured"]), limit, reached, _name(file)
+            yield f"`{name}`", value_text(name, figure["measured"]), limit, reached, str(number)
 
 
 def _machines(found: Mapping[str, Any]) -> Iterator[str]:
     yield "## Machines\n"
     files: dict[tuple[str, ...], list[str]] = {}
-    for file, one in found.items():
+    for number, (file, one) in enumerate(found.items(), 1):
         hardware, versions = one["hardware"], one["versions"]
         gpu = hardware["gpu"]
         link = [f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"]
@@ -166,7 +166,7 @@ def _machines(found: Mapping[str, Any]) -> Iterator[str]:
             f"driver {gpu['driver']}, torch {versions['torch']}, vLLM {versions['vllm']}",
             one["started_at"][:10],
         )
-        files.setdefault((*machine, str(one["commit"])), []).append(_link(file))
+        files.setdefault((*machine, str(one["commit"])), []).append(f"{number}: {_link(file)}")
     rows = [(", ".join(links), *machine) for machine, links in files.items()]
     yield from _table(("files", "GPU", "host", "versions", "date", "commit"), rows)
 
@@ -175,8 +175,8 @@ def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the pieces that did not end, or did not begin for lack of time."""
     outcomes = (results.FAILED, results.TIMED_OUT, results.NO_TIME)
     rows = [
-        (name, piece["outcome"], _name(file))
-        for file, one in found.items()
+        (name, piece["outcome"], str(number))
+        for number, one in enumerate(found.values(), 1)
         for name, piece in one["pieces"].items()
         if piece["outcome"] in outcomes
     ]
@@ -187,17 +187,13 @@ def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for row in (titles, ["---"] * len(titles), *rows):
+    for row in (titles, ["-"] * len(titles), *rows):
         yield f"| {' | '.join(row)} |"
     yield ""
 
 
-def _name(file: str) -> str:
-    return file.removesuffix(".json")
-
-
 def _link(file: str) -> str:
-    return f"[{_name(file)}](../benchmarks/results/{file})"
+    return f"[{file.removesuffix('.json')}](../benchmarks/results/{file})"
 
 
 def main() -> int:

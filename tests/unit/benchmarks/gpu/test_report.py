@@ -56,10 +56,10 @@ def test_without_a_file_the_page_says_that_nothing_was_measured() -> None:
 class TestPage:
     def test_every_figure_stands_beside_its_file(self) -> None:
         lines = report.page({"a.json": measured()}).splitlines()
-        assert "| [a](../benchmarks/results/a.json) | NVIDIA H200" in "".join(lines)
-        assert "| `8B_host_cached_switch_p50_s` | 375ms | 500ms | yes | a |" in lines
-        assert "| `pinned_in_bytes_per_s` | 50 GiB/s |  |  | a |" in lines
-        assert "| `nobody_knows_this` | 3 | 2 | **no** | a |" in lines
+        assert "| 1: [a](../benchmarks/results/a.json) | NVIDIA H200" in "".join(lines)
+        assert "| `8B_host_cached_switch_p50_s` | 375ms | 500ms | yes | 1 |" in lines
+        assert "| `pinned_in_bytes_per_s` | 50 GiB/s |  |  | 1 |" in lines
+        assert "| `nobody_knows_this` | 3 | 2 | **no** | 1 |" in lines
 
     def test_every_figure_of_every_file_is_there_once(self) -> None:
         page = report.page({"a.json": measured(), "b.json": measured()})
@@ -73,7 +73,7 @@ class TestPage:
         unknown = {**FACTS["hardware"]["gpu"], "pcie_generation": None, "pcie_width": None}
         page = report.page({"a.json": measured(hardware={**FACTS["hardware"], "gpu": unknown})})
         assert "NVIDIA H200, 141 GiB |" in page
-        assert "| overhead | no time left | a |" in page
+        assert "| overhead | no time left | 1 |" in page
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from benchmarks.bench.overhead import vllm_serve
 from benchmarks.bench.rig import emulated_config, weight_bytes
 from benchmarks.private_daemon import private_daemon
 from gpupoold.errors import Failed
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 KINDS = ("whole", "streamed")
 """Kinds of requests with a limit."""

@@ -27,7 +27,7 @@ from benchmarks.top_cost import run_top
 from gpupoold.domain import Targets
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 BOX, NUM_MODELS, REQUESTS_PER_S = "16xH800", 100, 50.0
 TARGETS = Targets(10.0, 0.1)

@@ -27,7 +27,7 @@ from benchmarks.bench.overhead import EMULATED_OPTIONS, vllm_serve
 from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from benchmarks.private_daemon import private_daemon
 from benchmarks.report import at_least, at_most, finish
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 ARCHITECTURES = ["llama", "mixtral", "qwen2", "qwen3"]
 MODEL_BYTES = 20_000_000

@@ -41,7 +41,7 @@ from gpupoold.fleet.nodes import FleetSpec
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 STREAMED = "streamed"
 _MAX_MODEL_LEN = 8192

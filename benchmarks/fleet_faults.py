@@ -15,7 +15,7 @@ import aiohttp
 from benchmarks.fleet_box import Fleet
 from benchmarks.sim_devices import send_all
 from gpupoold.sim.workloads import SimRequest
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 STREAM_TOKENS = 600
 PARTED_S = 60.0

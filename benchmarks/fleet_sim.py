@@ -26,8 +26,8 @@ from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.domain import Targets
 from gpupoold.fleet.nodes import FleetSpec, Node
 from gpupoold.fleet.placement import changes
-from gpupoold.scheduling.policies.homes import expected_work
 from gpupoold.scheduling.policies.planned_turns import Tuning
+from gpupoold.scheduling.policies.rebalancing import expected_work
 from gpupoold.scheduling.pressure import ModelDemand
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
 from gpupoold.sim.device import BoxDevice

@@ -33,7 +33,7 @@ from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import module_of, processes
 from benchmarks.report import Figure, at_most, finish
 from gpupoold.api.schemas_access import AddKeyRequest
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 MODEL = "llama"
 NUM_STREAMS = 100

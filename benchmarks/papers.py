@@ -29,7 +29,7 @@ from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import preset_panels
 from gpupoold.sim.run import RunRow, run_points
 from gpupoold.sim.scenario import Draw, Overrides, Point, build_scenario
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 PAPERS = ("Aegaeon", "Prism", "TokenScale", "Aladdin")
 

@@ -23,7 +23,7 @@ from benchmarks.load import Ask, ask_all, client_of
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.report import at_most, finish
 from gpupoold.errors import Refused
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 ARCHITECTURES = ["llama", "qwen2"]
 MODEL_BYTES = 20_000_000

@@ -35,7 +35,7 @@ from gpupoold.sim.presets import preset_panels
 from gpupoold.sim.run import RunRow, run_point, run_points, sweep_goodput
 from gpupoold.sim.scenario import FigurePanel, Overrides, Point
 from gpupoold.sim.workloads import equal_rates, poisson_workload
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 FIGURES = (
     "aegaeon-fig4",

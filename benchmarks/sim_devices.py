@@ -38,7 +38,7 @@ from gpupoold.sim.metrics import summarise
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 MAX_MODEL_LEN = 8192
 _TOKEN_IDS = range(300, 2000)

@@ -19,7 +19,7 @@ from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
 from benchmarks.load import Ask, ask_all, client_of
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.report import at_least, at_most, finish
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 MODEL_BYTES = 20_000_000

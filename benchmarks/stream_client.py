@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _TIMEOUT_S = 300.0

@@ -26,7 +26,7 @@ from gpupoold.sim.host_defaults import host_memory
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.scenario import Overrides, Scenario, build_scenario
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 # Box, models, requests/s of each model, bound of live requests: from light load to overload.
 LOADS = (

@@ -206,7 +206,7 @@ class ModelSpec:
     ``max_model_len`` None means the checkpoint's own limit. ``engine`` has vLLM's options by name,
     with values as on vLLM's command line. ``devices`` are the devices chosen by hand for its
     engines; empty leaves the choice to the scheduling core. ``pace`` is the pace of streams, see
-    :mod:`gpupoold.pace`, empty for none.
+    :mod:`gpupoold.units`, empty for none.
     """
 
     name: ModelName

@@ -25,10 +25,10 @@ from gpupoold.config.file import check_gpus_found, read_config_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import ServerSettings
-from gpupoold.control.accounting.limits import history_limits
 from gpupoold.control.build import build_control_plane
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
+from gpupoold.control.reload import history_limits
 from gpupoold.control.weights import fd_store as snapshot_store
 from gpupoold.doctor.machine import find_machine
 from gpupoold.engine_versions import drop_unlisted, set_platform

@@ -1,7 +1,8 @@
-"""Durations and sizes as text: ``500ms``, ``2s``, ``5m``; ``24GiB``, ``1.5GB``."""
+"""Durations, sizes and paces as text: ``500ms``, ``2s``, ``5m``; ``24GiB``, ``1.5GB``."""
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
@@ -17,6 +18,10 @@ _SIZE_NAMES = {"": 1} | {
     for power, letter in enumerate("KMGT" if base == 1024 else "kMGT", start=1)
 }
 _NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+
+OFF, STEADY = "off", "steady"
+_LEAST_GAP_S = 0.001
+_MAX_CHARS = 32
 
 
 def parse_duration_s(text: str) -> float:
@@ -111,3 +116,44 @@ def _split(text: str, wanted: str) -> tuple[float, str]:
     if match is None:
         raise ValueError(f"{text!r} is not {wanted}")
     return float(match[1]), match[2]
+
+
+def gap_s_of(text: str) -> float | None:
+    """Return the gap between two tokens in seconds, None for ``off``.
+
+    The gap is infinite for ``steady``, which stands for the model's TBT target.
+
+    Raises:
+        ValueError: the text is no pace; the message says what is.
+    """
+    wanted = text.strip().lower()
+    if wanted == OFF:
+        return None
+    if wanted == STEADY:
+        return math.inf
+    gap_s = _gap_s(wanted) if len(wanted) <= _MAX_CHARS else 0.0
+    if gap_s < _LEAST_GAP_S:
+        raise ValueError(
+            f"{text[:_MAX_CHARS]!r} is no pace: write `{STEADY}`, `{OFF}` or a duration of at "
+            "least 1 ms, such as `50ms`"
+        )
+    return gap_s
+
+
+def _gap_s(text: str) -> float:
+    """Return the gap in seconds, 0 for a text that is no duration."""
+    try:
+        return parse_duration_s(text)
+    except ValueError:
+        return 0.0
+
+
+def checked_pace(text: str) -> str:
+    """Return the text of a pace in lower case, without spaces around; empty stays empty.
+
+    Raises:
+        ValueError: see :func:`gap_s_of`.
+    """
+    if text:
+        gap_s_of(text)
+    return text.strip().lower()

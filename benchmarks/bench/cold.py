@@ -16,7 +16,7 @@ import httpx
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import Failed, TimedOut
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 _SAVE_TIMEOUT_S = 120.0
 _REQUEST_TIMEOUT_S = 120.0

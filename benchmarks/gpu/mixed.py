@@ -31,7 +31,7 @@ from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.traces import fold_models, trace_requests
 from gpupoold.sim.workloads import SimRequest, model_names
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 POLICIES = ("gpupool", "request-level")
 _TRACE = Path(__file__).with_name("arena27_first5min.csv.gz")

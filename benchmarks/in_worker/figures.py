@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 RESIDENT_P99_S = 0.002
 PREFETCHED_P50_S = 0.005

@@ -18,8 +18,7 @@ from fastapi.responses import Response
 from pydantic import TypeAdapter
 
 from gpupool_state import KeyRow, ModelRow, RequestRow
-from gpupool_state.batches import BatchRow
-from gpupool_state.batches_reader import read_batches
+from gpupool_state.batches import BatchRow, read_batches
 from gpupoold.access.fleet import is_secret
 from gpupoold.admin import top_view
 from gpupoold.api.admin_api import SwitchOrder

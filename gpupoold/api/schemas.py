@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gpupoold.domain import MemoryUse
-from gpupoold.pace import checked_pace
+from gpupoold.units import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
 MAX_DEVICES = 1024

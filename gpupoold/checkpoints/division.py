@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpupoold.latency.division import why_undivided
+from gpupoold.latency.shape import why_undivided
 
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")

@@ -8,12 +8,11 @@ from gpupool_state import Database, History, Registry
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.access.membership import FleetMembership
-from gpupoold.control.accounting.minutes import Minutes
+from gpupoold.control.accounting.model_stats import Minutes
 from gpupoold.control.configuration import Configuration
-from gpupoold.control.control_plane import ControlPlane
+from gpupoold.control.control_plane import ControlPlane, Health
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
-from gpupoold.control.health import Health
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
@@ -31,7 +30,7 @@ from gpupoold.control.weights.host_budget import CacheSetting
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.worker_operations import WorkerOperations
-from gpupoold.control.workers.launch import engine_environment
+from gpupoold.control.workers.process import engine_environment
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.replay.log_file import Header
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy

@@ -20,22 +20,18 @@ from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.access.membership import FleetMembership
-from gpupoold.control.accounting.minutes import Minutes
+from gpupoold.control.accounting.model_stats import Minutes
 from gpupoold.control.accounting.usage import DeviceSample
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.frontends.frontend import Frontend
-from gpupoold.control.frontends.frontends import Frontends
-from gpupoold.control.health import Health
+from gpupoold.control.frontends.frontends import Frontend, Frontends
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.info import chat_fields, model_info
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import ProcessHandlers
-from gpupoold.control.processes.supervised import Supervised
-from gpupoold.control.processes.watchdog import Watchdog
+from gpupoold.control.processes.supervised import ProcessHandlers, Supervised, Watchdog
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.requests.replies import WaitReports
@@ -60,6 +56,55 @@ _CHECK_INTERVAL_S = 5.0
 _OPERATION_TIMEOUT_S = 3600.0
 
 ControlPlaneState = Literal["starting", "ready", "stopping"]
+
+# A round of checks is due every second; a busy machine may delay some.
+_ROUND_TIMEOUT_S = 10.0
+# The rounds also end requests without tokens; this is the time allowed for a late round.
+_OVERDUE_S = 30.0
+
+
+class Health:
+    """Records each round of the periodic checks."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        supervisor: WorkerSupervisor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._round_s = clock()
+
+    def check(self, now_s: float) -> None:
+        """Record a round; to be called at its end."""
+        self._round_s = now_s
+
+    def failure_reason(self, now_s: float) -> str:
+        """Return why the control plane makes no progress, empty without a problem.
+
+        A hung worker is no reason here: the watchdog ends hung workers.
+        """
+        late_s = now_s - self._round_s
+        if late_s > _ROUND_TIMEOUT_S:
+            return f"workers and requests have not been checked for {late_s:.0f} s"
+        limit_s = self._dispatcher.token_timeout_s + _OVERDUE_S
+        stuck = self._dispatcher.live.silent_since(now_s - limit_s)
+        if stuck:
+            first = stuck[0]
+            return f"{first.request_id} of {first.model} has waited too long for a token"
+        return ""
+
+    def summary(self) -> str:
+        """Devices, models and requests, for ``systemctl status``."""
+        workers = self._supervisor.workers
+        num_ready = sum(worker.is_ready for worker in workers)
+        return (
+            f"{num_ready} of {len(workers)} devices ready, "
+            f"{self._fleet.num_served()} models served, {len(self._dispatcher.live)} live requests"
+        )
 
 
 @dataclass(slots=True)

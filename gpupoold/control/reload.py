@@ -13,12 +13,12 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from gpupool_state import History
+from gpupool_state import History, HistoryLimits
 from gpupoold.api.schemas_config import ReloadInfo
 from gpupoold.config.keys import KeyChange, change_info
 from gpupoold.config.schema import Settings
+from gpupoold.config.sections import HistorySettings
 from gpupoold.config.values import Effect
-from gpupoold.control.accounting.limits import history_limits
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.cache_control import CacheControl
@@ -153,3 +153,15 @@ def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
     if waiting:
         parts.append(f"after a restart {', '.join(one.key for one in waiting)}")
     return "; ".join(parts) or "no changes"
+
+
+def history_limits(settings: HistorySettings) -> HistoryLimits:
+    """Return the maximum numbers of rows."""
+    return HistoryLimits(
+        num_requests=settings.max_requests,
+        num_switches=settings.max_switches,
+        num_events=settings.max_events,
+        num_minutes=settings.max_minutes,
+        num_usage_hours=settings.max_usage_hours,
+        num_device_minutes=settings.max_device_minutes,
+    )

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.mounts import Scope
-from gpupoold.pace import OFF, gap_s_of
 from gpupoold.stats.histogram import Histogram
+from gpupoold.units import OFF, gap_s_of
 
 _HEADER = b"x-gpupool-pace"
 _current: ContextVar[float | None] = ContextVar("pace", default=None)

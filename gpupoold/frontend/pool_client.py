@@ -21,7 +21,7 @@ from gpupoold.frontend.pacing import Pacer
 from gpupoold.frontend.request_ids import sample_number
 from gpupoold.frontend.vocabulary import counts_prompt, drop_beyond, take_rows
 from gpupoold.stats.histogram import Histogram
-from gpupoold.wire.codec import MAX_FRAME_BYTES
+from gpupoold.wire.channel import MAX_FRAME_BYTES
 from gpupoold.wire.continuation import OutputSoFar
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 

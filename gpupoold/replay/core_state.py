@@ -23,12 +23,10 @@ from typing import Any
 from gpupoold import domain
 from gpupoold.scheduling import (
     actions,
-    arrivals,
-    cached_prompts,
     core,
     costs,
     demand,
-    output_length,
+    observed,
     phases,
     roles,
     rules,
@@ -37,7 +35,6 @@ from gpupoold.scheduling import (
 from gpupoold.scheduling.policies import (
     aegaeon,
     gpupool,
-    homes,
     planned_turns,
     rebalancing,
     request_level,
@@ -47,19 +44,17 @@ from gpupoold.scheduling.policies import (
 
 _SCHEDULING = (
     actions,
-    arrivals,
-    cached_prompts,
     core,
     costs,
     demand,
-    output_length,
+    observed,
     phases,
     roles,
     rules,
     state,
 )
 _POLICIES = (
-    *(aegaeon, gpupool, homes, planned_turns),
+    *(aegaeon, gpupool, planned_turns),
     *(rebalancing, request_level, static, unified),
 )
 _CLASSES: dict[str, type] = {

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpupoold.scheduling.arrivals import LASTING_S
 from gpupoold.scheduling.events import Hostable
+from gpupoold.scheduling.observed import LASTING_S
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 

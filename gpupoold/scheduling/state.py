@@ -9,10 +9,13 @@ from dataclasses import InitVar, dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.arrivals import Arrivals
-from gpupoold.scheduling.cached_prompts import CachedPrompts
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengthPredictor
+from gpupoold.scheduling.observed import (
+    DEFAULT_OUTPUT_TOKENS,
+    Arrivals,
+    CachedPrompts,
+    OutputLengthPredictor,
+)
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.rules import Rule
 

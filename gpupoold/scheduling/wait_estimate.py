@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.scheduling.background import is_background_turn
 from gpupoold.scheduling.kv_admission import admits, num_ahead
 from gpupoold.scheduling.phases import RequestPhase
-from gpupoold.scheduling.policies.placement import place
+from gpupoold.scheduling.policies.placement import place, stage
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     BatchWork,
@@ -29,7 +30,6 @@ from gpupoold.scheduling.policies.planned_turns import (
     switching_of,
     work_of,
 )
-from gpupoold.scheduling.policies.stages import stage
 from gpupoold.scheduling.prefill_order import is_alone, prefill_order, time_factor
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
@@ -400,3 +400,55 @@ def _room_after_s(device: DeviceState, num_ended: int, now_s: float) -> float:
     ]
     drain = _drain(begun, state, now_s, _unbounded)
     return drain.seconds_until(num_ended) or 0.0
+
+
+class Wait(NamedTuple):
+    """A request's place by arrival among those waiting for a first token on its device, from 1.
+
+    Requests without a device have places of their own. ``first_token_in_s`` is None if unknown.
+
+    An estimate takes half a millisecond of a busy box, so only the first and the last request of a
+    *line*, the waiting requests of a model on a device, are estimated. The others are interpolated.
+    """
+
+    place: int
+    first_token_in_s: float | None
+
+
+class Line(NamedTuple):
+    """The waiting requests of a model on a device, by arrival, and the places of these requests."""
+
+    requests: Sequence[Request]
+    places: Sequence[int]
+
+
+def lines_of(state: State, request_ids: Collection[str]) -> list[Line]:
+    """Return the lines that contain some of these requests."""
+    num_on_device: defaultdict[int | None, int] = defaultdict(int)
+    lines: defaultdict[tuple[int | None, str], list[tuple[Request, int]]] = defaultdict(list)
+    waiting = (one for one in state.requests.values() if not one.num_tokens)
+    for request in sorted(waiting, key=lambda one: one.arrival_s):
+        num_on_device[request.device] += 1
+        place = num_on_device[request.device]
+        lines[request.device, request.model.name].append((request, place))
+    return [
+        Line([one for one, _ in line], [place for _, place in line])
+        for line in lines.values()
+        if any(one.id in request_ids for one, _ in line)
+    ]
+
+
+def waits_of(state: State, line: Line, now_s: float) -> Iterator[tuple[str, Wait]]:
+    """Yield the id and the wait of each request of a line that still waits."""
+    pairs = zip(line.requests, line.places, strict=True)
+    still = [(one, at) for one, at in pairs if state.requests.get(one.id) is one]
+    still = [(one, at) for one, at in still if not one.num_tokens]
+    if not still:
+        return
+    first_s = next_token_in_s(state, still[0][0], now_s)
+    last_s = next_token_in_s(state, still[-1][0], now_s) if len(still) > 1 else first_s
+    for index, (request, ahead) in enumerate(still):
+        in_s = None
+        if first_s is not None and last_s is not None:
+            in_s = first_s + (last_s - first_s) * index / max(1, len(still) - 1)
+        yield request.id, Wait(ahead, in_s)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from gpupoold.domain import Targets
 from gpupoold.sim.workloads import SimRequest
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 GOODPUT_ATTAINMENT = 0.9
 # Allowance for the rounding error of a difference between two large times.

@@ -20,7 +20,7 @@ from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.roles_text import roles_text
 from gpupoold.sim.scenario import Axis, Point, Scenario, build_scenario
 from gpupoold.sim.workloads import SimRequest
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 # Called with the virtual time and the duration of the workload, in seconds.
 OnProgress = Callable[[float, float], None]

@@ -1,4 +1,4 @@
-"""Histograms of durations in bounded memory. Pure, standard library only.
+"""Histograms of durations in bounded memory, and percentiles. Pure, standard library only.
 
 Default bounds differ by a fixed factor (as in HdrHistogram and DDSketch), so a percentile is within
 half of the factor of the exact value: ``10**(1/64)``, 3.7 %. The bounds exported to Prometheus are
@@ -10,14 +10,14 @@ Prometheus client's histogram, because the client's histogram locks.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Self
-
-from gpupoold.stats.percentile import nearest_rank
 
 # Bounds for times that users wait: 1 ms to 5 minutes, closest where targets usually are.
 LATENCY_BOUNDS_S = (
@@ -170,3 +170,24 @@ class Histogram:
             return self._bounds_s[-1]
         lower_s, upper_s = self._bounds_s[bucket - 1 : bucket + 1]
         return lower_s * math.pow(upper_s / lower_s, share)
+
+
+def percentile(values: Iterable[float], fraction: float) -> float | None:
+    """Return a nearest-rank percentile (``fraction`` 0.99 for p99), None without values."""
+    ordered = sorted(values)
+    return ordered[nearest_rank(fraction, len(ordered)) - 1] if ordered else None
+
+
+def nearest_rank(fraction: float, num_values: int) -> int:
+    """Return the rank of a percentile among ``num_values`` ordered values; the lowest rank is 1."""
+    numerator, denominator = _exact(fraction)
+    return max(1, -(-num_values * numerator // denominator))
+
+
+@functools.cache
+def _exact(fraction: float) -> tuple[int, int]:
+    """Return numerator and denominator of the number's decimal notation.
+
+    Floating point is not exact enough: 0.07 * 100 is above 7.
+    """
+    return Fraction(str(fraction)).as_integer_ratio()

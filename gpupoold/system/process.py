@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gpupoold.logs.limits import LogLimit
+from gpupoold.logs.files import LogLimit
 from gpupoold.printable import LineFormatter
 
 OUT_OF_MEMORY_STATUS = 71

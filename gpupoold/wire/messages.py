@@ -1,7 +1,7 @@
 """All messages between processes, as tagged msgspec structs.
 
 The daemon talks to workers, frontends and the fork server over unix stream sockets with the framing
-of :mod:`gpupoold.wire.codec`. A field named ``frames`` holds buffers in the encoding of vLLM's
+of :mod:`gpupoold.wire.channel`. A field named ``frames`` holds buffers in the encoding of vLLM's
 serialiser; the daemon forwards the buffers unread. Instants that end in ``_s`` are
 ``time.monotonic()`` of this machine, common to all processes.
 """

@@ -125,7 +125,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestWait(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The wait of a request without a first token, see :class:`gpupoold.scheduling.waits.Wait`."""
+    """The wait of a request without a first token (``scheduling.wait_estimate.Wait``)."""
 
     request_id: str
     place: int

@@ -11,7 +11,7 @@ import torch
 from vllm.platforms import current_platform
 
 from gpupoold.errors import Failed
-from gpupoold.latency.division import group_name
+from gpupoold.latency.shape import group_name
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from gpupool_state.db import Database
-from gpupool_state.lock import turn
+from gpupool_state.db import Database, turn
 from gpupool_state.migrations import BATCH_MIGRATIONS
-from gpupool_state.writer import Source, Transaction
+from gpupool_state.writer import Source, Transaction, explained
 
 BATCHES_NAME = "batches.db"
 _NOT_EXPIRED = "(expires_at IS NULL OR expires_at > CAST(strftime('%s', 'now') AS INTEGER))"
@@ -394,3 +394,27 @@ def batch_of(row: sqlite3.Row) -> BatchRow:
     values = {name: row[name] for name in _BATCH_COLUMNS if name in row.keys()}  # noqa: SIM118
     parsed = {name: json.loads(values[name]) for name in _JSON_COLUMNS if name in values}
     return BatchRow(**values | parsed)
+
+
+def read_batches(folder: Path, limit: int, *, with_ended: bool) -> list[BatchRow]:
+    """Return batches of all owners, the latest first, without metadata and errors; blocking.
+
+    Nothing is created or changed.
+    """
+    path = folder / BATCHES_NAME
+    if not path.exists():
+        return []
+    with explained(path), closing(_open_reader(path)) as connection:
+        rows = connection.execute(
+            f"SELECT {', '.join(WORK_COLUMNS)} FROM batches WHERE ?1 OR ended_at IS NULL "
+            "ORDER BY created_at DESC, id DESC LIMIT ?2",
+            (with_ended, limit),
+        )
+        return [batch_of(row) for row in rows]
+
+
+def _open_reader(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA query_only = ON")
+    return connection

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpupool_state.faults import emptied, explain
 from gpupool_state.schema import BATCHES_SCHEMA, STATE_SCHEMA
-from gpupool_state.writer import Source, Writer
+from gpupool_state.writer import Source, Writer, emptied, explain
 from gpupoold import __version__
 from gpupoold.errors import Failed, Refused
 from gpupoold.system import durable

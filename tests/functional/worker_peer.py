@@ -22,9 +22,9 @@ from gpupoold.control.requests.core_shell import (
     device_up,
     memory_changed,
     model_added,
+    run_turn,
     stepped,
 )
-from gpupoold.control.requests.orders import run_turn
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, Send, StartTurn
@@ -293,7 +293,7 @@ class WorkerPeer:
 
 
 def _as_of_daemon() -> dict[str, str]:
-    """The environment with which a daemon starts a worker with one thread; see ``launch.py``."""
+    """The environment with which a daemon starts a worker with one thread."""
     return daemon_environment() | {"OMP_NUM_THREADS": "1"}
 
 

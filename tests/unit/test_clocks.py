@@ -56,10 +56,10 @@ def test_no_test_patches_a_clock() -> None:
     [
         'monkeypatch.setattr(time, "monotonic", lambda: 1.0)',
         'monkeypatch.setattr(residency, "time", clock)',
-        'monkeypatch.setattr("gpupoold.logs.limits.time", clock)',
+        'monkeypatch.setattr("gpupoold.logs.files.time", clock)',
         'monkeypatch.setattr("time.sleep", lambda _: None)',
         'setattr(module, "perf_counter", clock)',
-        'with mock.patch("gpupoold.logs.limits.time.monotonic"): pass',
+        'with mock.patch("gpupoold.logs.files.time.monotonic"): pass',
         '@patch.object(time, "time_ns")\ndef test(): pass',
         "module.time = clock",
     ],

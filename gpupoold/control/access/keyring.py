@@ -14,7 +14,7 @@ from gpupoold.access.bucket import Bucket
 from gpupoold.access.rate_use import RateUse
 from gpupoold.access.secret import make_key
 from gpupoold.config.sections import AccessSettings
-from gpupoold.control.accounting.refusals import RefusalEvents
+from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.domain import KeyEvent, KeyPowers, Priority
 from gpupoold.errors import Failed, NoSuchModel
 from gpupoold.wire import messages as m

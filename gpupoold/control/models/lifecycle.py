@@ -33,7 +33,7 @@ from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.requests.listener import RequestListener
+from gpupoold.control.requests.replies import RequestListener
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, Preset, RemoveMode

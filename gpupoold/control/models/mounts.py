@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from gpupool_state import ModelRow
-from gpupoold.control.frontends.frontend import Frontend, NotMounted
-from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.frontends.frontends import Frontend, Frontends, NotMounted
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.specs import to_load

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Child, Launch
-from gpupoold.control.processes.pending import Calls
+from gpupoold.control.processes.supervised import Calls
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed, DescriptorsLost
 

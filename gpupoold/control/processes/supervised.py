@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Child
 from gpupoold.control.processes.crash_attribution import Death, death_of
-from gpupoold.control.processes.restarts import MAX_S, Backoff, Timing, keep_running
-from gpupoold.control.processes.watchdog import Watch
+from gpupoold.errors import error_from_code
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
+from gpupoold.wire.messages import CallResult
 
 M = TypeVar("M")
 
 _logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+FIRST_S = 1.0
+MAX_S = 60.0
+STABLE_AFTER_S = 60.0
+
+# On a busy machine, the time between two checks is often up to this long.
+_SLEPT_S = 2.0
+
+P = TypeVar("P")
 
 
 class Supervised(ABC, Generic[M]):
@@ -189,3 +204,268 @@ def reconfigure(settings: Settings) -> m.Reconfigure:
         limits.max_bytes_in_flight // settings.server.frontends,
         settings.server.wait_comments_s,
     )
+
+
+class Pending(Generic[K, V]):
+    """Futures by key, at most one per key; unexpected answers are ignored."""
+
+    def __init__(self) -> None:
+        self._futures: dict[K, asyncio.Future[V]] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._futures
+
+    def expect(self, key: K) -> asyncio.Future[V]:
+        """Return the future for an answer about to be requested."""
+        future: asyncio.Future[V] = asyncio.get_running_loop().create_future()
+        self._futures[key] = future
+        return future
+
+    async def answer(self, key: K, limit_s: float) -> V:
+        """Return the answer to a request; to be called immediately after sending the request.
+
+        Raises:
+            TimeoutError: no answer came within ``limit_s`` seconds.
+        """
+        future = self.expect(key)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        finally:
+            self.forget(key)
+
+    @property
+    def oldest(self) -> K | None:
+        """The key with the longest wait, None if no answer is awaited."""
+        return next(iter(self._futures), None)
+
+    def forget(self, key: K) -> None:
+        """Stop waiting for a key, including callers of :meth:`settled`."""
+        future = self._futures.pop(key, None)
+        if future is not None:
+            future.cancel()
+
+    async def settled(self, key: K) -> None:
+        """Return when no caller waits for the answer."""
+        future = self._futures.get(key)
+        if future is not None:
+            await asyncio.wait({future})
+
+    def resolve(self, key: K, value: V) -> bool:
+        """Pass an answer to the waiting caller; return False if no answer is awaited."""
+        future = self._futures.get(key)
+        if future is None or future.done():
+            return False
+        future.set_result(value)
+        return True
+
+    def reject(self, key: K, error: Exception) -> None:
+        """Raise ``error`` in the waiting caller."""
+        future = self._futures.get(key)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def resolve_all(self, value: V) -> None:
+        for key in self._futures:
+            self.resolve(key, value)
+
+    def reject_all(self, error: Exception) -> None:
+        """Raise ``error`` in all waiting callers."""
+        for key in self._futures:
+            self.reject(key, error)
+
+
+class Calls(Pending[int, V]):
+    """Answers to numbered calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(1)
+
+    def next_id(self) -> int:
+        """Return the number of a new call."""
+        return next(self._numbers)
+
+    def answered(self, result: CallResult, value: V) -> None:
+        """Resolve the call with ``value``, or reject the call with the error in ``result``."""
+        if result.error_code:
+            error = error_from_code(result.error_code, result.error_message, result.error_hint)
+            self.reject(result.call_id, error)
+        else:
+            self.resolve(result.call_id, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The monotonic clock in seconds, and the wait for a number of seconds."""
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+REAL_TIME = Timing()
+
+
+class Backoff:
+    """The backoff of one process. Pure.
+
+    A process that ran for ``STABLE_AFTER_S`` restarts at once; repeated short runs double the wait
+    up to ``max_s``.
+    """
+
+    def __init__(self, max_s: float = MAX_S) -> None:
+        self._max_s = max_s
+        self._next_s = 0.0
+
+    def after(self, ran_s: float, *, is_excused: bool = False) -> float:
+        """Return the seconds to wait after a run of ``ran_s``.
+
+        After an excused end no wait is needed.
+        """
+        if is_excused:
+            return 0.0
+        if ran_s >= STABLE_AFTER_S:
+            self._next_s = 0.0
+        wait_s = self._next_s
+        self._next_s = min(max(FIRST_S, 2 * wait_s), self._max_s)
+        return wait_s
+
+
+async def keep_running(
+    name: str, run_once: Callable[[], Awaitable[bool]], backoff: Backoff, timing: Timing
+) -> None:
+    """Call ``run_once`` repeatedly, with the waits of ``backoff``; never returns.
+
+    ``run_once`` returns after the process's end, with True if the end is excused, see
+    :meth:`Backoff.after`. ``run_once`` raises OSError if the process could not be started.
+    """
+    while True:
+        started_s = timing.clock()
+        is_excused = False
+        try:
+            is_excused = await run_once()
+        except OSError as error:
+            _logger.error("%s could not be started: %s", name, error)
+        except Exception:
+            _logger.exception("the supervision of %s failed", name)
+        wait_s = backoff.after(timing.clock() - started_s, is_excused=is_excused)
+        _logger.info("%s restarts in %g s", name, wait_s)
+        await timing.sleep(wait_s)
+
+
+class Watch:
+    """Observations of one run of a worker; instants of one monotonic clock.
+
+    A worker reports its number of steps several times a second. A hung worker stops reporting. A
+    livelocked worker has a turn and requests, but its step counter does not advance. Loads run
+    beside the steps: a load without an end is a reason of its own.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._started_s = self._seen_s = self._moved_s = now_s
+        self._is_up = False
+        self._num_steps = -1
+        self._load: tuple[str, float] | None = None  # the model, and the start of the load
+
+    def came_up(self, now_s: float) -> None:
+        """Record that the process is ready for work."""
+        self._is_up = True
+        self.excuse(now_s)
+
+    def seen(self, now_s: float) -> None:
+        self._seen_s = now_s
+
+    def stepped(self, now_s: float, num_steps: int, *, has_work: bool) -> None:
+        """Record the number of steps, which need not grow without work."""
+        self._seen_s = now_s
+        if num_steps != self._num_steps or not has_work:
+            self._num_steps, self._moved_s = num_steps, now_s
+
+    def loads(self, model: str, began_s: float) -> None:
+        """Record the present load of a model; an empty ``model`` means no load."""
+        self._load = (model, began_s) if model else None
+
+    def excuse(self, now_s: float) -> None:
+        """Excuse the silence of the process until now."""
+        self._seen_s = self._moved_s = now_s
+
+    def failure_reason(self, now_s: float, hang_timeout_s: float, start_timeout_s: float) -> str:
+        """Return why the process must end, empty for a healthy process."""
+        if not self._is_up:
+            is_late = now_s - self._started_s > start_timeout_s
+            return f"not ready within {start_timeout_s:g} s" if is_late else ""
+        if now_s - self._seen_s > hang_timeout_s:
+            return f"hung: no message for {hang_timeout_s:g} s"
+        if now_s - self._moved_s > hang_timeout_s:
+            return f"hung: no step in the present turn for {hang_timeout_s:g} s"
+        # After the daemon has given up, the worker has time to cancel the load.
+        if self._load is not None and now_s - self._load[1] > start_timeout_s + hang_timeout_s:
+            return f"hung: the load of {self._load[0]} does not end"
+        return ""
+
+
+class Watched(Protocol):
+    """A supervised process for the watchdog."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """Observations of the present run, if there is one."""
+
+    @property
+    def is_excused(self) -> bool:
+        """True during work with a separate time limit, such as a benchmark."""
+
+
+W = TypeVar("W", bound=Watched)
+
+
+class Watchdog(Generic[W]):
+    """Ends hung processes by ``end``, which takes the process and the reason.
+
+    ``limits_s`` returns the longest silence, and the longest time of a start or load, read at each
+    check.
+    """
+
+    def __init__(
+        self,
+        watched: Iterable[W],
+        end: Callable[[W, str], None],
+        limits_s: Callable[[], tuple[float, float]],
+    ) -> None:
+        self._watched = tuple(watched)
+        self._end = end
+        self._limits_s = limits_s
+        self._checked_s: float | None = None
+
+    def check(self, now_s: float) -> None:
+        """End hung processes; to be called every second.
+
+        If this call itself is late, the daemon was asleep, and the silence of the processes proves
+        nothing.
+        """
+        hang_timeout_s, start_timeout_s = self._limits_s()
+        slept_s = 0.0 if self._checked_s is None else now_s - self._checked_s
+        was_asleep = slept_s > hang_timeout_s / 2 and slept_s > _SLEPT_S
+        self._checked_s = now_s
+        for one in self._watched:
+            if one.watch is None:
+                continue
+            if was_asleep or one.is_excused:
+                one.watch.excuse(now_s)
+            reason = one.watch.failure_reason(now_s, hang_timeout_s, start_timeout_s)
+            if reason:
+                self._end(one, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessHandlers(Generic[P, M]):
+    """Handlers for processes ``P`` that send messages ``M``.
+
+    ``on_message`` gets the messages that do not concern the process itself. ``on_up`` sets a new
+    process up for its work; if ``on_up`` raises, the process is killed. ``on_down`` is called after
+    the end of each process, also if ``on_up`` has not returned.
+    """
+
+    on_message: Callable[[P, M], None]
+    on_up: Callable[[P], Awaitable[None]]
+    on_down: Callable[[P, Death], Awaitable[None]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from gpupool_state import History
 from gpupoold.control.access.keyring import Keyring
@@ -13,9 +15,8 @@ from gpupoold.control.accounting.turns import TurnLog
 from gpupoold.control.accounting.usage import UsageMeter
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.rows import request_row
-from gpupoold.control.requests.tokens import TokenCounter
-from gpupoold.domain import FinishReason
-from gpupoold.scheduling.state import State
+from gpupoold.domain import FinishReason, Lateness, RequestStages
+from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire import messages as m
 
@@ -130,3 +131,151 @@ class Accounts:
         """Record the end of a worker and of the present turn."""
         self.meters.device(number).worker_ended()
         self.turns.worker_down(number)
+
+
+class TurnStart(NamedTuple):
+    """The beginning of a model's present turn on a device, in monotonic seconds.
+
+    The turn began at ``began_s``, and its switch lasted from ``switch_began_s`` to
+    ``switch_ended_s``; ``kv_share`` is the share of the switch that brought KV in.
+    """
+
+    began_s: float = -math.inf
+    switch_began_s: float = -math.inf
+    switch_ended_s: float = -math.inf
+    kv_share: float = 0.0
+
+    @classmethod
+    def of(cls, model: str, device: DeviceState | None, switch: m.SwitchRecord | None) -> TurnStart:
+        """Return the beginning from a device's turn and latest switch, each if of the model."""
+        turn = None if device is None else device.turn
+        began_s = -math.inf
+        if device is not None and turn is not None and turn.model == model:
+            began_s = device.turn_began_s
+        if switch is None or switch.model != model:
+            return cls(began_s)
+        kv_share = switch.kv_s / switch.total_s if switch.total_s else 0.0
+        return cls(began_s, switch.at_s, switch.at_s + switch.total_s, min(kv_share, 1.0))
+
+    @property
+    def only_steps_since_s(self) -> float:
+        """Time after which the model has only computed."""
+        return max(self.began_s, self.switch_ended_s)
+
+    def divide(
+        self, since_s: float, at_s: float, warmed_s: float | None, attached_s: float | None
+    ) -> RequestStages:
+        """Divide the time of a request from ``since_s`` to its token at ``at_s`` by stage.
+
+        ``warmed_s`` is the time when the model was in host memory, ``attached_s`` the time when the
+        device had the request's KV from another device, each None if the request did not wait. The
+        sum of the stages is ``at_s - since_s``.
+        """
+        warm_s = min(max(warmed_s or since_s, since_s), at_s)
+        began_s = min(max(self.began_s, warm_s), at_s)
+        switch_ended_s = min(max(self.switch_ended_s, began_s), at_s)
+        switch_s = max(switch_ended_s - max(self.switch_began_s, began_s), 0.0)
+        transfer_s = max(min(attached_s or switch_ended_s, at_s) - switch_ended_s, 0.0)
+        kv_s = switch_s * self.kv_share
+        return RequestStages(
+            warm_s - since_s,
+            began_s - warm_s,
+            switch_s - kv_s,
+            kv_s + transfer_s,
+            at_s - began_s - switch_s - transfer_s,
+        )
+
+
+class TokenCounter:
+    """Adds the tokens of steps to requests and to models' counts.
+
+    ``charge`` takes the id of a request's key and a number of tokens.
+    """
+
+    def __init__(
+        self,
+        live: LiveRequests,
+        stats: dict[str, ModelStats],
+        state: State,
+        charge: Callable[[str, int], None],
+    ) -> None:
+        self._live = live
+        self._stats = stats
+        self._state = state
+        self._charge = charge
+        self._switches: dict[int, m.SwitchRecord] = {}
+
+    def switched(self, switch: m.SwitchRecord) -> None:
+        """Record a switch as a stage of the coming tokens."""
+        self._switches[switch.device] = switch
+
+    def first_tokens(self, number: int, message: m.StepOutputs) -> list[LiveRequest]:
+        """Return the requests whose first token is in a step that has not been counted."""
+        device = self._state.devices.get(number)
+        batch = None if device is None else device.working.get(message.model)
+        if batch is None or not batch.num_waiting:
+            return []
+        found = (self._live.get(item.request_id) for item in message.progress)
+        return [one for one in found if one is not None and not one.token_times_s]
+
+    def stages_of(self, request: LiveRequest, number: int, at_s: float) -> RequestStages:
+        """Return the stages of the time from a request's arrival to a token now at ``at_s``."""
+        start = self._turn_start(number, request.model)
+        return start.divide(request.arrival_s, at_s, request.warmed_s, request.attached_s)
+
+    def only_steps_since_s(self, number: int, model: str) -> float:
+        """Return the time after which a device has only computed in its turn of a model."""
+        return self._turn_start(number, model).only_steps_since_s
+
+    def _turn_start(self, number: int, model: str) -> TurnStart:
+        device, switch = self._state.devices.get(number), self._switches.get(number)
+        return TurnStart.of(model, device, switch)
+
+    def stepped(self, number: int, message: m.StepOutputs) -> None:
+        """Count the tokens of a step, before the core counts the tokens."""
+        if message.drafts is not None and message.model in self._stats:
+            stats = self._stats[message.model]
+            stats.drafts = stats.drafts.plus(message.drafts)
+        start = self._turn_start(number, message.model)
+        only_steps_since_s, at_s = start.only_steps_since_s, message.at_s
+        for item in message.progress:
+            request = self._live.get(item.request_id)
+            if request is None:
+                continue
+            if request.is_background:
+                ids, has_result = item.new_token_ids, item.has_result
+                request.add_tokens(ids, at_s, has_result=has_result)
+                self._stats[request.counted_name].background_tokens += len(ids) + has_result
+                continue
+            if request.key_id:
+                self._charge(request.key_id, len(item.new_token_ids))
+            stats, times_s = self._stats[request.counted_name], request.token_times_s
+            num_before = len(times_s)
+            lost_s = stats.add_tokens(request, item.new_token_ids, at_s, has_result=item.has_result)
+            if len(times_s) == num_before:
+                continue
+            since_s = times_s[num_before - 1] if num_before else request.arrival_s
+            now = stats.now
+            sums = now.between_tokens if num_before else now.first_token
+            warmed_s, attached_s = request.warmed_s, request.attached_s
+            if (
+                since_s < only_steps_since_s
+                or (warmed_s is not None and since_s < warmed_s)
+                or (attached_s is not None and since_s < attached_s)
+            ):
+                stages = start.divide(since_s, at_s, warmed_s, attached_s)
+                sums.add(stages)
+                if lost_s > 0:
+                    _add_lateness(now.lateness, lost_s, stages, at_s - since_s)
+            else:
+                sums.computing_s += at_s - since_s
+                now.lateness.computing_s += lost_s
+
+
+def _add_lateness(lateness: Lateness, lost_s: float, stages: RequestStages, time_s: float) -> None:
+    """Divide ``lost_s`` seconds of lateness as ``stages`` divide ``time_s``."""
+    share = lost_s / max(time_s, 1e-9)
+    lateness.loading_s += share * stages.loading_s
+    lateness.queueing_s += share * stages.queueing_s
+    lateness.switching_s += share * (stages.switching_s + stages.kv_s)
+    lateness.computing_s += share * stages.computing_s

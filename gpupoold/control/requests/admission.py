@@ -10,8 +10,8 @@ from typing import Literal, Protocol, get_args
 
 from gpupool_state import History
 from gpupoold.config.sections import LimitSettings
+from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.control.live_requests import LiveRequest, LiveRequests, num_bytes_of
 from gpupoold.domain import KEY_BYTES_SHARE, Priority
 from gpupoold.scheduling.state import State

@@ -20,6 +20,7 @@ from gpupoold.control.requests.accounts import Accounts
 from gpupoold.control.requests.admission import Overload
 from gpupoold.control.requests.core_shell import (
     CoreShell,
+    WorkerOrders,
     arrived,
     bandwidth_measured,
     cut_short,
@@ -28,13 +29,11 @@ from gpupoold.control.requests.core_shell import (
     model_added,
     stepped,
 )
-from gpupoold.control.requests.isolation import Isolation
 from gpupoold.control.requests.kv_peers import KvPeers
-from gpupoold.control.requests.listener import RequestListener
 from gpupoold.control.requests.migrations import Migrations, is_leaving
-from gpupoold.control.requests.orders import WorkerOrders
-from gpupoold.control.requests.replies import Replies, waits_for
+from gpupoold.control.requests.replies import Replies, RequestListener, waits_for
 from gpupoold.control.requests.rows import finish_reason
+from gpupoold.control.requests.suspects import Isolation
 from gpupoold.control.workers.roles import Roles, configured_roles
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpupool_state import RequestRow
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import DeviceId, FinishReason, ModelName
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 
 def finish_reason(text: str) -> FinishReason:

@@ -1,19 +1,24 @@
-"""Trials of requests that may have crashed a worker, one at a time. Pure.
+"""Trials of requests that may have crashed a worker, one at a time.
 
 A crash makes *suspects* of all candidate requests. A suspect is held back until a trial without
 other requests in the steps. A suspect beyond the point of the crash is cleared. A trial that
 crashes the worker, with no other candidate, convicts the suspect, which ends with an error. A
 request under suspicion a second time runs alone to the end: no combination of requests can crash
-workers without end.
+workers without end. ``Suspects`` is pure; ``Isolation`` holds and retries requests by the verdicts.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpupoold.control.live_requests import LiveRequest, Suspect
+from gpupool_state import History
+from gpupoold.control.live_requests import LiveRequest, LiveRequests, Suspect
 from gpupoold.control.processes.crash_attribution import Candidates
+from gpupoold.control.requests.core_shell import WorkerOrders
+from gpupoold.wire import messages as m
 
 PASSED_TOKENS = 4
 """Tokens after the crash that clear a suspect: more than the steps under way at once."""
@@ -21,6 +26,8 @@ _MAX_UNCLEAR_TRIALS = 3
 _MAX_CASES = 31
 # After this time without an outcome the next trial begins beside the present trial.
 _TRIAL_S = 10.0
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -126,3 +133,59 @@ def _convicts(request: LiveRequest, candidates: Candidates) -> bool:
         return True
     suspect.num_unclear_trials += suspect.tried_since_s is not None
     return suspect.num_unclear_trials >= _MAX_UNCLEAR_TRIALS
+
+
+class Isolation:
+    """Suspects of one daemon; records events and returns verdicts, but starts no request."""
+
+    def __init__(self, live: LiveRequests, history: History, orders: WorkerOrders) -> None:
+        self._live = live
+        self._history = history
+        self._orders = orders
+        self._suspects = Suspects()
+
+    def worker_down(self, lost: Sequence[LiveRequest], candidates: Candidates) -> list[LiveRequest]:
+        """Hold the suspects among the requests ``lost`` with a worker; return the convicted."""
+        convicted = self._suspects.crashed(candidates, lost)
+        held = [one for one in lost if one.is_held]
+        for request in held:
+            request.device = None
+        for model, num in sorted(Counter(one.model for one in held).items()):
+            text = f"{num} request{'s' * (num != 1)} may have crashed the worker: retried alone"
+            self._history.record_event("warning", "requests_suspected", model, text)
+        return convicted
+
+    def convicted(self, request: LiveRequest) -> None:
+        """Record a convicted request that has been ended."""
+        text = f"request {request.request_id} crashed a worker when retried alone"
+        self._history.record_event("error", "request_convicted", request.model, text)
+
+    def next_trial(self, now_s: float) -> LiveRequest | None:
+        """Return the suspect to start now, None during a trial or without held suspects."""
+        request = self._suspects.next_trial(now_s) if len(self._suspects) else None
+        if request is not None:
+            _logger.info("request %s of %s is retried alone", request.request_id, request.model)
+        return request
+
+    def progressed(self, outputs: m.StepOutputs) -> list[LiveRequest]:
+        """Record tokens; return the suspects beyond the point of the crash: they share steps
+        again.
+        """
+        cleared: list[LiveRequest] = []
+        for item in outputs.progress if len(self._suspects) else ():
+            request = self._live.get(item.request_id)
+            if request is not None and self._suspects.progressed(request):
+                _logger.info("request %s of %s is cleared", request.request_id, request.model)
+                self._orders.end_isolation(request)
+                cleared.append(request)
+        return cleared
+
+    def ended(self, request: LiveRequest, *, is_whole: bool) -> None:
+        """Record the end of a request, of its own accord if ``is_whole``."""
+        if is_whole:
+            self._suspects.clear(request)
+        self._suspects.ended(request)
+
+    def take_attributed(self) -> list[str]:
+        """Return the models to which crashes are attributed now, as all suspects are cleared."""
+        return self._suspects.take_attributed()

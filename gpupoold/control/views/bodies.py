@@ -14,7 +14,7 @@ from gpupoold.api.schemas import DeviceInfo, FrontendInfo, GpuInfo, LoadingInfo,
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.hosts import Engines
-from gpupoold.control.frontends.frontend import Frontend
+from gpupoold.control.frontends.frontends import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache

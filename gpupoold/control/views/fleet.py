@@ -10,8 +10,8 @@ from gpupool_state import ModelRow
 from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.scheduling.policies.homes import expected_work
 from gpupoold.scheduling.policies.planned_turns import Tuning
+from gpupoold.scheduling.policies.rebalancing import expected_work
 from gpupoold.scheduling.state import Model, State
 from gpupoold.scheduling.velocity import RequestClass
 from gpupoold.scheduling.wait_estimate import first_token_in_s

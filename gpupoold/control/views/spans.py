@@ -7,8 +7,7 @@ from typing import Any
 
 from gpupool_state import MinuteRow
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
-from gpupoold.control.accounting.minutes import MINUTE_S, counts_of
-from gpupoold.control.accounting.model_stats import Counts
+from gpupoold.control.accounting.model_stats import MINUTE_S, Counts, counts_of
 
 # Maximum number of spans in an answer.
 _MAX_SPANS = 60

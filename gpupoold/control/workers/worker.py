@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from gpupoold.config.sections import DeviceSettings
-from gpupoold.control.processes.pending import Calls, Pending
-from gpupoold.control.processes.supervised import Supervised
+from gpupoold.control.processes.supervised import Calls, Pending, Supervised
 from gpupoold.errors import Failed
 from gpupoold.system.nvml import NO_READING, Reading
 from gpupoold.wire import messages as m

@@ -11,11 +11,9 @@ from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.hosts import Hosts
 from gpupoold.control.fleet.transitions import HostEvent, HostPhase
 from gpupoold.control.processes.child import Starter, execute
+from gpupoold.control.processes.crash_attribution import OomKills
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import ProcessHandlers
-from gpupoold.control.processes.oom_kills import OomKills
-from gpupoold.control.processes.pending import Pending
-from gpupoold.control.processes.restarts import REAL_TIME, Timing
+from gpupoold.control.processes.supervised import REAL_TIME, Pending, ProcessHandlers, Timing
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.process import WorkerProcess
 from gpupoold.control.workers.worker import Worker, WorkerIsDown

@@ -25,8 +25,15 @@ from gpupoold.scheduling.policies.base import (
     SimplePolicy,
     waiting_for_kv,
 )
-from gpupoold.scheduling.policies.homes import HomePlanner
-from gpupoold.scheduling.policies.placement import able_devices, choose, is_worth_a_copy, place
+from gpupoold.scheduling.policies.placement import (
+    able_devices,
+    choose,
+    chunk_tokens,
+    is_worth_a_copy,
+    place,
+    stage,
+    would_delay_answers,
+)
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     LEAST_GAIN_SHARE,
@@ -45,8 +52,7 @@ from gpupoold.scheduling.policies.planned_turns import (
     switching_of,
     work_of,
 )
-from gpupoold.scheduling.policies.rebalancing import Rebalancer
-from gpupoold.scheduling.policies.stages import chunk_tokens, stage, would_delay_answers
+from gpupoold.scheduling.policies.rebalancing import HomePlanner, Rebalancer
 from gpupoold.scheduling.prefill_order import is_alone, next_prefills, order_of
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpupoold.errors import UsageError
-from gpupoold.latency.division import MAX_GROUP_GPUS
 from gpupoold.latency.models import LatencyModel
 from gpupoold.latency.profiles import measured_profiles
+from gpupoold.latency.shape import MAX_GROUP_GPUS
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.models import PlannedModel, measured_degrees, place, place_on

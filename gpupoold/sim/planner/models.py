@@ -13,12 +13,11 @@ from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.fit import estimate_weight_bytes
 from gpupoold.domain import Targets
 from gpupoold.errors import Refused, UsageError
-from gpupoold.latency.division import MAX_GROUP_GPUS, parse_group_name
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.models import LatencyModel
 from gpupoold.latency.profiles import latency_for
-from gpupoold.latency.shape import ModelShape, from_hf_config
+from gpupoold.latency.shape import MAX_GROUP_GPUS, ModelShape, from_hf_config, parse_group_name
 from gpupoold.latency.stored import StoredLatency
 from gpupoold.sim.boxes import USABLE_SHARE, Box
 from gpupoold.sim.model import SimModel

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from gpupoold.latency.errors import LatencyError
-from gpupoold.scheduling.output_length import OutputLengthPredictor
+from gpupoold.scheduling.observed import OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
 

@@ -20,7 +20,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.worker import workspace
 
 from gpupoold.system.activity import WORKER
-from gpupoold.wire.codec import MAX_FRAME_BYTES
+from gpupoold.wire.channel import MAX_FRAME_BYTES
 from gpupoold.wire.messages import DraftCounts, RequestProgress
 from gpupoold.worker.engine.grammars import GrammarRefusal
 

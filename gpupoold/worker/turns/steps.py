@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from gpupoold.domain import FinalFailure
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
-from gpupoold.wire.codec import FrameTooLong
+from gpupoold.wire.channel import FrameTooLong
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns.ledger import RequestLedger

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from gpupoold.control.control_plane import Health
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.health import Health
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from tests.unit.control.fleet_box import FleetBox
 from tests.unit.control.live import live_request

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from gpupool_state.batches import BATCHES_NAME, Account, BatchRow, BatchStore, FileRow, ResultRow
-from gpupool_state.batches_reader import read_batches
+from gpupool_state.batches import (
+    BATCHES_NAME,
+    Account,
+    BatchRow,
+    BatchStore,
+    FileRow,
+    ResultRow,
+    read_batches,
+)
 
 pytestmark = pytest.mark.asyncio
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.latency.division import held_kv_heads, why_undivided
+from gpupoold.latency.shape import held_kv_heads, why_undivided
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.logs.journal import JournalHandler, encode, is_journal
+from gpupoold.logs.setup import JournalHandler, encode, is_journal
 from tests.unit.descriptors import open_descriptors, opened_since
 
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from gpupoold.logs.limits import MAX_RECORDS, MAX_TEXT_CHARS, MAX_TRACEBACKS, WINDOW_S, LogLimit
+from gpupoold.logs.files import MAX_RECORDS, MAX_TEXT_CHARS, MAX_TRACEBACKS, WINDOW_S, LogLimit
 
 
 class Log:

@@ -11,9 +11,8 @@ import pytest
 
 from gpupoold.config.schema import parse_settings
 from gpupoold.errors import Failed
-from gpupoold.logs.journal import JournalHandler
-from gpupoold.logs.limits import MAX_RECORDS, MAX_TEXT_CHARS
-from gpupoold.logs.setup import shown_handler, start_logging
+from gpupoold.logs.files import MAX_RECORDS, MAX_TEXT_CHARS
+from gpupoold.logs.setup import JournalHandler, shown_handler, start_logging
 
 
 def test_the_journal_gets_fields_and_a_terminal_text(tmp_path: Path) -> None:

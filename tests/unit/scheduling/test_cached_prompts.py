@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupoold.scheduling.cached_prompts import CachedPrompts
+from gpupoold.scheduling.observed import CachedPrompts
 
 
 def learnt(*prompts: tuple[int, int], model: str = "m") -> CachedPrompts:

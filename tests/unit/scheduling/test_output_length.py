@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from gpupoold.scheduling.output_length import (
+from gpupoold.scheduling.observed import (
     NUM_PROMPT_CLASSES,
     Accuracy,
     OutputLengthPredictor,

@@ -10,7 +10,7 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.policies.stages import (
+from gpupoold.scheduling.policies.placement import (
     best_converted,
     best_prefiller,
     chunk_tokens,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Priority, Targets
-from gpupoold.scheduling.wait_estimate import next_token_in_s
-from gpupoold.scheduling.waits import lines_of, waits_of
+from gpupoold.scheduling.wait_estimate import lines_of, next_token_in_s, waits_of
 from tests.property.core_box import Box
 
 

@@ -9,8 +9,13 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.stats.histogram import BOUNDS_S, LATENCY_BOUNDS_S, WORK_BOUNDS_S, Histogram
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import (
+    BOUNDS_S,
+    LATENCY_BOUNDS_S,
+    WORK_BOUNDS_S,
+    Histogram,
+    percentile,
+)
 
 
 def histogram(*durations_s: float) -> Histogram:

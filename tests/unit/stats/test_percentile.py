@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from gpupoold.stats.percentile import percentile
+from gpupoold.stats.histogram import percentile
 
 
 def test_percentile_is_the_nearest_rank() -> None:

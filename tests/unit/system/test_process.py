@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.logs.limits import MAX_TRACEBACKS
+from gpupoold.logs.files import MAX_TRACEBACKS
 from gpupoold.system.process import as_words, importing, raise_oom_score
 
 ROOT = Path(__file__).parents[3]

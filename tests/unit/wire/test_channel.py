@@ -18,8 +18,13 @@ from typing import TypeVar
 import pytest
 
 from gpupoold.wire import messages as m
-from gpupoold.wire.channel import AsyncChannel, BlockingChannel, ChannelClosed, DescriptorsLost
-from gpupoold.wire.codec import encode_frame
+from gpupoold.wire.channel import (
+    AsyncChannel,
+    BlockingChannel,
+    ChannelClosed,
+    DescriptorsLost,
+    encode_frame,
+)
 from tests.unit.descriptors import open_descriptors, opened_since
 from tests.unit.wire.samples import LOADED, MESSAGES, MODEL
 

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from gpupoold.wire import codec, messages as m
-from gpupoold.wire.codec import (
+from gpupoold.wire import channel, messages as m
+from gpupoold.wire.channel import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     FrameDecoder,
@@ -98,7 +98,7 @@ def test_an_oversized_frame_is_refused_by_its_header() -> None:
 
 
 def test_a_message_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr(channel, "MAX_FRAME_BYTES", 1000)
     assert len(encode_frame(m.UnloadModel("x" * 900))) > 900
     with pytest.raises(FrameTooLong, match=r"UnloadModel of 10.. bytes is over the limit of 1000"):
         encode_frame(m.UnloadModel("x" * 1000))

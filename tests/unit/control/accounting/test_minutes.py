@@ -9,8 +9,7 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state import DATABASE_NAME, Database, History
-from gpupoold.control.accounting.minutes import Minutes, minutes_of
-from gpupoold.control.accounting.model_stats import ModelStats
+from gpupoold.control.accounting.model_stats import Minutes, ModelStats, minutes_of
 from gpupoold.domain import FinishReason, Lateness, RequestStages
 from tests.unit.control.live import live_request
 

@@ -23,7 +23,7 @@ from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.child import Launch, execute
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import ProcessHandlers
+from gpupoold.control.processes.supervised import ProcessHandlers
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.fd_store import StoredSnapshots

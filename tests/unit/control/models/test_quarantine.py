@@ -17,7 +17,7 @@ from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.requests.listener import RequestListener
+from gpupoold.control.requests.replies import RequestListener
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelState
 from gpupoold.errors import Failed

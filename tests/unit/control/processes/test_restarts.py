@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 
-from gpupoold.control.processes.restarts import MAX_S, STABLE_AFTER_S, Backoff, Timing, keep_running
+from gpupoold.control.processes.supervised import (
+    MAX_S,
+    STABLE_AFTER_S,
+    Backoff,
+    Timing,
+    keep_running,
+)
 
 
 def test_the_first_restart_is_immediate_and_later_ones_wait_longer() -> None:

@@ -13,9 +13,7 @@ import pytest
 from gpupoold.config.schema import RunningSettings, Settings
 from gpupoold.control.processes.child import Child
 from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.processes.restarts import Timing
-from gpupoold.control.processes.supervised import Supervised
-from gpupoold.control.processes.watchdog import Watch
+from gpupoold.control.processes.supervised import Supervised, Timing, Watch
 from gpupoold.wire import messages as m
 
 TIMEOUT_S = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpupoold.control.processes.watchdog import Watch, Watchdog
+from gpupoold.control.processes.supervised import Watch, Watchdog
 
 HANG_S = 60.0
 START_S = 600.0

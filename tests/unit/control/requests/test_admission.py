@@ -8,8 +8,8 @@ import pytest
 
 from gpupool_state import History
 from gpupoold.config.sections import LimitSettings
+from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.control.accounting.model_stats import ModelStats
-from gpupoold.control.accounting.refusals import RefusalEvents
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.requests.admission import Overload, bound_for
 from gpupoold.domain import Priority, Targets

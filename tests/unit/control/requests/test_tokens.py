@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.live_requests import LiveRequests
-from gpupoold.control.requests.tokens import TokenCounter
+from gpupoold.control.requests.accounts import TokenCounter
 from gpupoold.domain import RequestStages, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.state import DeviceState, State

@@ -18,7 +18,7 @@ from gpupoold.control.fleet.transitions import HostEvent
 from gpupoold.control.processes.child import Launch
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.handlers import ProcessHandlers
+from gpupoold.control.processes.supervised import ProcessHandlers
 from gpupoold.control.workers.process import WorkerProcess
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor

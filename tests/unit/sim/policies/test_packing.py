@@ -9,7 +9,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.output_length import OutputLengthPredictor
+from gpupoold.scheduling.observed import OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule

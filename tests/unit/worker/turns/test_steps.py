@@ -19,7 +19,7 @@ from gpupoold.system.activity import (
     read_page,
 )
 from gpupoold.wire import messages as m
-from gpupoold.wire.codec import FrameTooLong
+from gpupoold.wire.channel import FrameTooLong
 from gpupoold.worker.engine.grammars import GrammarRefusal
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.turns import steps as turn_steps

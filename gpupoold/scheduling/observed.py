@@ -1,5 +1,6 @@
-"""Prediction of output lengths by the mean of similar requests (Aladdin, section 2, appendix D).
+"""What was observed of requests: output lengths, arrivals, and tokens found in the prefix cache.
 
+Output lengths are predicted by the mean of similar requests (Aladdin, section 2, appendix D).
 Similar means the same model and a similar prompt length. The mean is crude for one request but
 unbiased, so that errors cancel within a batch. Memory is bounded: a window of recent lengths per
 class of each recently used model.
@@ -9,8 +10,11 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from gpupoold.scheduling.velocity import RequestClass
 
 WINDOW = 256  # latest requests that count, per class
 MAX_MODELS = 1024
@@ -21,6 +25,18 @@ DEFAULT_OUTPUT_TOKENS = 256.0
 # single running mean, on ShareGPT and on six recorded workloads; with 0, classes with few answers
 # cost 8 % on ShareGPT.
 PRIOR_REQUESTS = 8
+
+RECENT_S = 30.0
+# Long enough for sixty arrivals of a model with a request in ten seconds.
+LASTING_S = 600.0
+# A window moves by a sixtieth of the length, so the memory does not grow with the rate.
+_NUM_BUCKETS = 60
+
+# The weight of an earlier request falls to a half within so many requests of its class.
+_HALF_LIFE_REQUESTS = 32
+_DECAY = 0.5 ** (1 / _HALF_LIFE_REQUESTS)
+# Until a class has seen some requests, so many without any cached token are counted with them.
+_PRIOR_REQUESTS = 4
 
 
 def prompt_class(num_prompt_tokens: int) -> int:
@@ -228,6 +244,160 @@ class OutputLengthPredictor:
         history = self._models.get(model)
         errors = history.errors if history is not None else RunningMoments()
         return Accuracy(errors.num_values, errors.mean, errors.deviation)
+
+    def forget(self, model: str) -> None:
+        """Drop the record of a model."""
+        self._models.pop(model, None)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over requests of one model and class."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.num_requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+
+    def subtract(self, other: _Sums) -> None:
+        self.num_requests -= other.num_requests
+        self.prompt_tokens -= other.prompt_tokens
+        self.output_tokens -= other.output_tokens
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Arrivals of a sixtieth of the window, by model and class."""
+
+    number: int
+    sums: dict[tuple[str, int], _Sums] = field(default_factory=dict)
+
+
+class ArrivalWindow:
+    """The requests of about the last ``window_s``, with their expected lengths.
+
+    Sums are updated as requests enter and leave the window, so that reading is cheap.
+    """
+
+    def __init__(self, window_s: float = RECENT_S) -> None:
+        self._window_s = window_s
+        self._bucket_s = window_s / _NUM_BUCKETS
+        self._buckets: deque[_Bucket] = deque()
+        self._sums: dict[str, dict[int, _Sums]] = {}
+        self._first_s: float | None = None
+
+    def add(self, model: str, at_s: float, prompt_tokens: int, output_tokens: int) -> None:
+        """Count a request with its expected length; ``at_s`` never decreases."""
+        if self._first_s is None:
+            self._first_s = at_s
+        number = int(at_s / self._bucket_s)
+        if not self._buckets or self._buckets[-1].number != number:
+            self._forget(at_s)  # the window is a whole number of buckets
+            self._buckets.append(_Bucket(number))
+        length_class = prompt_class(prompt_tokens)
+        output_tokens = max(1, output_tokens)
+        in_bucket, classes = self._buckets[-1].sums, self._sums.setdefault(model, {})
+        if (model, length_class) not in in_bucket:  # quicker than setdefault(..., _Sums())
+            in_bucket[model, length_class] = _Sums()
+        if length_class not in classes:
+            classes[length_class] = _Sums()
+        in_bucket[model, length_class].add(prompt_tokens, output_tokens)
+        classes[length_class].add(prompt_tokens, output_tokens)
+
+    def seen_s(self, now_s: float) -> float:
+        """Return the seconds of recorded arrivals, at most the window."""
+        return 0.0 if self._first_s is None else min(now_s - self._first_s, self._window_s)
+
+    def models(self, now_s: float) -> list[str]:
+        """Return the models with arrivals."""
+        self._forget(now_s)
+        return list(self._sums)
+
+    def rates_rps(self, now_s: float) -> dict[str, dict[RequestClass, float]]:
+        """Return requests per second by model and class; a class has its requests' mean lengths."""
+        begin_s = (self._forget(now_s) + 1) * self._bucket_s
+        counted_s = max(min(self.seen_s(now_s), now_s - begin_s), 1.0)
+        rates: dict[str, dict[RequestClass, float]] = {}
+        for name, classes in self._sums.items():
+            by_class = rates[name] = {}
+            for sums in classes.values():
+                num = sums.num_requests
+                prompt_tokens = max(1, round(sums.prompt_tokens / num))
+                kind = RequestClass(prompt_tokens, max(1, round(sums.output_tokens / num)))
+                by_class[kind] = by_class.get(kind, 0.0) + num / counted_s
+        return rates
+
+    def _forget(self, now_s: float) -> int:
+        """Drop the buckets that began before the window; return the number of the last one."""
+        last = math.floor((now_s - self._window_s) / self._bucket_s)
+        while self._buckets and self._buckets[0].number <= last:
+            for (model, length_class), gone in self._buckets.popleft().sums.items():
+                classes = self._sums[model]
+                classes[length_class].subtract(gone)
+                if not classes[length_class].num_requests:
+                    del classes[length_class]
+                    if not classes:
+                        del self._sums[model]
+        return last
+
+
+class Arrivals:
+    """All arrivals: the ``recent`` ones for roles, the ``lasting`` ones for homes."""
+
+    def __init__(self) -> None:
+        self.recent = ArrivalWindow(RECENT_S)
+        self.lasting = ArrivalWindow(LASTING_S)
+
+    def add(self, model: str, at_s: float, prompt_tokens: int, output_tokens: int) -> None:
+        """Count a request that arrived or has to be prefilled again."""
+        for window in (self.recent, self.lasting):
+            window.add(model, at_s, prompt_tokens, output_tokens)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Tokens of recent prompts of a class, and those of them that were cached.
+
+    The share of similar requests is a prediction that is wrong for most single requests, whose
+    prompt is either new or mostly known, but right in the sum over the prompts that wait for a
+    device. As for lengths of answers, similar means the same model and a similar prompt length:
+    later turns are longer.
+    """
+
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    num_requests: float = 0.0
+
+
+class CachedPrompts:
+    """Predicts cached tokens from the prompts of earlier requests."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, dict[int, _Seen]] = {}  # least recently observed first
+
+    def predict(self, model: str, prompt_tokens: int) -> int:
+        """Return the expected number of cached tokens of a prompt."""
+        seen = self._models.get(model, {}).get(prompt_class(prompt_tokens))
+        if seen is None or not seen.cached_tokens:
+            return 0
+        unseen = 1 + _PRIOR_REQUESTS / seen.num_requests
+        share = seen.cached_tokens / (seen.prompt_tokens * unseen)
+        return min(int(share * prompt_tokens), max(prompt_tokens - 1, 0))
+
+    def observe(self, model: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """Record a prompt, of which ``cached_tokens`` were not computed."""
+        classes = self._models.pop(model, {})
+        self._models[model] = classes
+        if len(self._models) > MAX_MODELS:
+            del self._models[next(iter(self._models))]
+        seen = classes.setdefault(prompt_class(prompt_tokens), _Seen())
+        seen.num_requests = _DECAY * seen.num_requests + 1
+        seen.prompt_tokens = _DECAY * seen.prompt_tokens + prompt_tokens
+        seen.cached_tokens = _DECAY * seen.cached_tokens + min(cached_tokens, prompt_tokens)
 
     def forget(self, model: str) -> None:
         """Drop the record of a model."""

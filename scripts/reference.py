@@ -196,8 +196,8 @@ def settings_page() -> str:
         f"# Settings\n\n{_MADE} Keys of the configuration file, with defaults. "
         "[Configuration](../configuration.md) says how to write and change the file, and what "
         "the sizes and durations look like.\n\n"
-        "*Takes effect*: `at once` by `gpupool reload`; `next loads` for models loaded after "
-        "the reload; `restart` after a restart of gpupoold.\n"
+        "A change takes effect after a restart of gpupoold, unless the section says `at once` (by "
+        "`gpupool reload`) or `next loads` (models loaded after the reload).\n"
     ]
     for name, kind in sections().items():
         title = f"[[{name}]]" if name == "device" else f"[{name}]"
@@ -207,18 +207,19 @@ def settings_page() -> str:
             for key, field in fields.items()
         ]
         table = _table(("key", "default", "meaning"), rows)
-        parts.append(f"## {title}\n\nTakes effect: {_effects(kind)}.\n\n{table}")
+        parts.append(f"## {title}\n\n{_effects(kind)}{table}")
     return "\n".join(parts)
 
 
 def _effects(kind: type[Section]) -> str:
-    """Return the effect of most keys of a section, and other keys by effect."""
+    """Return the effect of most keys of a section and other keys by effect, if not a restart."""
     keys: dict[str, list[str]] = {}
     for key, field in kind.model_fields.items():
         keys.setdefault(_EFFECTS[effect_of(field, kind)], []).append(f"`{field.alias or key}`")
     usual = max(keys, key=lambda effect: len(keys[effect]))
     others = [f"{effect}: {', '.join(keys[effect])}" for effect in keys if effect != usual]
-    return "; ".join([usual, *others])
+    said = "; ".join(others if usual == "restart" else [usual, *others])
+    return f"{said[0].upper()}{said[1:]}.\n\n" if said else ""
 
 
 def _default(kind: type[Section], field: FieldInfo, key: str) -> str:

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ import psutil
 from openai import AsyncOpenAI, AsyncStream
 from openai.types import Completion
 
+from benchmarks import private_daemon as daemons
 from benchmarks.bench.rig import emulated_config as emulated_config, weight_bytes as weight_bytes
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants, module_of
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.conftest import PYTHON_PATH
+from tests.functional.known_latency import prepare_state
 from tests.support.command_server import run_command
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
@@ -35,6 +38,20 @@ MAX_LEN = 1024
 LONG = 900
 SIM_SHAPE = "Qwen2.5-7B"
 LOAD_OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_LEN}
+
+
+@contextlib.contextmanager
+def private_daemon(
+    config: str, folder: Path | None = None, *, server: str = ""
+) -> Iterator[PrivateDaemon]:
+    """A daemon as ``benchmarks.private_daemon`` has, which does not profile models on emulated
+    devices."""
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpupool-")))
+        if "emulated" in config:
+            prepare_state(folder / "state")
+        yield stack.enter_context(daemons.private_daemon(config, folder, server=server))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.domain import RemoveMode
@@ -34,6 +34,7 @@ from tests.functional.daemon_tools import (
     device,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     until,
     usage,

@@ -16,8 +16,8 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
-from tests.functional.daemon_tools import QWEN2, QWEN3, api_client, ask, sim_daemon
+from benchmarks.private_daemon import PrivateDaemon
+from tests.functional.daemon_tools import QWEN2, QWEN3, api_client, ask, private_daemon, sim_daemon
 
 _CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 

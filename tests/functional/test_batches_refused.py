@@ -11,9 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional import poison
-from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, QWEN2, cli, emulated_config, until
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    QWEN2,
+    cli,
+    emulated_config,
+    private_daemon,
+    until,
+)
 
 _PATH = "/v1/completions"
 _TIMEOUT_S = 120.0

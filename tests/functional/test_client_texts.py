@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
-from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config
+from benchmarks.private_daemon import PrivateDaemon
+from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config, private_daemon
 
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ import pytest
 from openai import DefaultHttpxClient, OpenAI
 
 from benchmarks.bench.rig import emulated_config
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.certificates import make_certificate
 from tests.conftest import ROOT
 from tests.functional.daemon_tools import (
@@ -34,6 +34,7 @@ from tests.functional.daemon_tools import (
     QWEN3,
     emulated_config as functional_config,
     free_port,
+    private_daemon,
     usage,
 )
 

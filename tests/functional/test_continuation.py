@@ -12,13 +12,21 @@ import httpx
 import msgspec
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.access.fleet import HEADER, make_secret, sign
 from gpupoold.fleet.entrance import make_relay
 from gpupoold.fleet.relay import Relay
 from gpupoold.fleet.routing import Wanted
 from gpupoold.wire.continuation import CONTINUES_HEADER
-from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, MIXTRAL, emulated_config, ps, until
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    MIXTRAL,
+    emulated_config,
+    private_daemon,
+    ps,
+    until,
+)
 
 NUM_TOKENS = 60
 LISTS = ("tokens", "token_logprobs", "text_offset")

@@ -11,9 +11,17 @@ import httpx
 import pytest
 
 from benchmarks.bench.rig import emulated_config
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_access import AddKeyRequest
-from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, ps, until, usage, weight_bytes
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    private_daemon,
+    ps,
+    until,
+    usage,
+    weight_bytes,
+)
 
 _PROMPT_TOKENS, _MAX_TOKENS = 150, 8
 _BLOCK_TOKENS = 16

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_cache import CachedModel, CacheInfo
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
@@ -31,6 +31,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     usage,
     weight_bytes,

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional import poison
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -26,6 +26,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     undisturbed,
 )

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from benchmarks.bench.in_daemon import leftovers
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import DeviceInfo
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
@@ -34,6 +34,7 @@ from tests.functional.daemon_tools import (
     eventually,
     frontend,
     only_frontend,
+    private_daemon,
     ps,
     sim_daemon,
     until,

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 from huggingface_hub import snapshot_download
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo
 from gpupoold.errors import Refused
-from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config, weight_bytes
+from tests.functional.daemon_tools import (
+    LLAMA,
+    LOAD_OPTIONS,
+    emulated_config,
+    private_daemon,
+    weight_bytes,
+)
 from tests.unit.checkpoints.fake_hub import FakeHub, run_hub
 
 _ENDPOINT = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.replay.log_file import open_log, replay_file, write
 from gpupoold.scheduling.actions import Send, StartTurn
 from gpupoold.scheduling.core import Core
@@ -23,6 +23,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     open_stream,
+    private_daemon,
     ps,
     until,
     weight_bytes,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -20,6 +20,7 @@ from tests.functional.daemon_tools import (
     check,
     cli,
     emulated_config,
+    private_daemon,
     ps,
     until,
     weight_bytes,

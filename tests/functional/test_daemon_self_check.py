@@ -9,7 +9,6 @@ from pathlib import Path
 import openai
 import pytest
 
-from benchmarks.private_daemon import private_daemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -18,6 +17,7 @@ from tests.functional.daemon_tools import (
     ask,
     check,
     emulated_config,
+    private_daemon,
     until,
     weight_bytes,
 )

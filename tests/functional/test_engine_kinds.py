@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     Background,
     api_client,
@@ -21,6 +21,7 @@ from tests.functional.daemon_tools import (
     check_all,
     cli,
     emulated_config,
+    private_daemon,
     ps,
     undisturbed,
     until,

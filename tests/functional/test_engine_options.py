@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import FoundInfo, ModelInfo, SetModelRequest
 from gpupoold.errors import GpupoolError
 from tests.functional.daemon_tools import (
@@ -22,6 +22,7 @@ from tests.functional.daemon_tools import (
     ask,
     check,
     emulated_config,
+    private_daemon,
     ps,
     until,
     usage,

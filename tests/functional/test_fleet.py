@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
 from gpupoold.access.secret import make_key
 from gpupoold.api.schemas_access import AddKeyRequest
@@ -28,6 +28,7 @@ from tests.functional.daemon_tools import (
     api_client,
     emulated_config,
     eventually,
+    private_daemon,
     weight_bytes,
 )
 from tests.functional.fleet_box import LocalFleet, local_fleet

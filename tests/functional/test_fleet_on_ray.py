@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.fleet import cluster
 from tests.conftest import PYTHON_PATH
-from tests.functional.daemon_tools import SIM_SHAPE, free_port, until
+from tests.functional.daemon_tools import SIM_SHAPE, free_port, private_daemon, until
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -30,6 +30,7 @@ from tests.functional.daemon_tools import (
     frontend,
     frontend_pids,
     only_frontend,
+    private_daemon,
     ps,
     until,
 )

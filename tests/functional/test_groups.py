@@ -18,7 +18,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from benchmarks.bench.rig import weight_bytes
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import AddAdapterRequest
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -31,6 +31,7 @@ from tests.functional.daemon_tools import (
     check_all,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     undisturbed,
     until,

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import ConfigError, GpupoolError, Refused
 from tests.functional.daemon_tools import (
@@ -27,6 +27,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     frontend_pids,
+    private_daemon,
     ps,
 )
 from tests.functional.images import MAX_LEN, messages

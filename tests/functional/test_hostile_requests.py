@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
 from tests.functional.daemon_tools import (
     Background,
@@ -24,6 +24,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     until,
 )

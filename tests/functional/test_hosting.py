@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -21,6 +21,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     sim_daemon,
     until,

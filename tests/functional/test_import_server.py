@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.private_daemon import private_daemon
-from tests.functional.daemon_tools import child, emulated_config, until
+from tests.functional.daemon_tools import child, emulated_config, private_daemon, until
 from tests.functional.worker_peer import WorkerPeer
 
 FORKED = "forked by the tests' import server"

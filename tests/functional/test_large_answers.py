@@ -11,8 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
-from tests.functional.daemon_tools import LLAMA, Background, api_client, ask, emulated_config
+from benchmarks.private_daemon import PrivateDaemon
+from tests.functional.daemon_tools import (
+    LLAMA,
+    Background,
+    api_client,
+    ask,
+    emulated_config,
+    private_daemon,
+)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDER = "tiny-bert-embed"

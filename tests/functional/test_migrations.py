@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -25,6 +25,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     set_roles,
     undisturbed,

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import AddAdapterRequest, AddPresetRequest
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -25,6 +25,7 @@ from tests.functional.daemon_tools import (
     QWEN3,
     check,
     emulated_config,
+    private_daemon,
     ps,
     until,
     weight_bytes,

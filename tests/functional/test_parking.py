@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.bench.rig import emulated_config
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
 from gpupoold.errors import Refused, UsageError
 from tests.functional.daemon_tools import (
@@ -27,6 +27,7 @@ from tests.functional.daemon_tools import (
     cli,
     eventually,
     open_stream,
+    private_daemon,
     ps,
     until,
     weight_bytes,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -28,6 +28,7 @@ from tests.functional.daemon_tools import (
     cli,
     emulated_config,
     eventually,
+    private_daemon,
     ps,
     until,
     usage,

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import AddPresetRequest, SetModelRequest
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 from tests.functional.daemon_tools import (
@@ -17,6 +17,7 @@ from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     check,
     emulated_config,
+    private_daemon,
     ps,
     until,
     weight_bytes,

@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupool_cli.main import app
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.units import parse_size_bytes
 from tests.conftest import ROOT
-from tests.functional.daemon_tools import child_env, ps
+from tests.functional.daemon_tools import child_env, private_daemon, ps
 
 GIB = 2**30
 # What README's short name and paths stand for: folders without weights.

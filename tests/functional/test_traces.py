@@ -14,9 +14,9 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
-from tests.functional.daemon_tools import until
+from tests.functional.daemon_tools import private_daemon, until
 
 MODEL = "traced"
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

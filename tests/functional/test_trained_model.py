@@ -12,7 +12,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from scripts.tiny_trained import NAME
 from scripts.trained_chats import (
     GET_WEATHER,
@@ -27,7 +27,7 @@ from scripts.trained_chats import (
     result,
     said,
 )
-from tests.functional.daemon_tools import emulated_config
+from tests.functional.daemon_tools import emulated_config, private_daemon
 
 _DEVICE_BYTES = 64 << 20
 _ASKED = said("What is the weather in Paris?")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.private_daemon import PrivateDaemon
 from tests.functional import images
 from tests.functional.daemon_tools import (
     api_client,
@@ -20,6 +20,7 @@ from tests.functional.daemon_tools import (
     eventually,
     frontend_pids,
     only_frontend,
+    private_daemon,
     ps,
     until,
     usage,

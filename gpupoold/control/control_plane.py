@@ -148,6 +148,7 @@ class ControlPlane:
         """
         of_worker, models = self.dispatcher.from_worker, self.lifecycle
         worker_up, worker_down = models.controller.worker_up, models.worker_down
+        models.controller.start()
         self.supervisor.start(ProcessHandlers(of_worker, worker_up, worker_down))
         of_frontend = ProcessHandlers(self._from_frontend, self._set_up, self._frontend_down)
         self.frontends.start(of_frontend, metrics_text)

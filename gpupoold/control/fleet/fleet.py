@@ -5,6 +5,7 @@ Pure bookkeeping: the parts that load, mount and withdraw models report each ste
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -109,6 +110,20 @@ class Fleet:
         self._draining_devices: set[int] = set()
         self._records: dict[str, _Record] = {}
         self._locks: defaultdict[str, SharedLock] = defaultdict(SharedLock)
+        self._woken: set[str] = set()
+        self._is_woken = asyncio.Event()
+
+    def wake(self, *models: str) -> None:
+        """Let the controller decide anew on models and publish their states, soon."""
+        self._woken.update(models)
+        self._is_woken.set()
+
+    async def woken(self) -> set[str]:
+        """Return the models that were woken since the last call, when ``wake`` has been called."""
+        await self._is_woken.wait()
+        self._is_woken.clear()
+        woken, self._woken = self._woken, set()
+        return woken
 
     def availability(self, model: str) -> Availability:
         record = self._records.get(model)
@@ -241,6 +256,7 @@ class Fleet:
     def changed(self, spec: ModelSpec) -> None:
         """Record other targets, presets or adapters of a registered model."""
         self._records[spec.name].spec = spec
+        self.wake(spec.name)
 
     # Loads and devices.
 
@@ -293,6 +309,7 @@ class Fleet:
         """Remove a device of all models."""
         for model in self._records:
             self.unhost(model, number)
+        self.wake(*self._records)
 
     def drain_device(self, number: int, *, is_draining: bool) -> None:
         """Stop or resume new requests for a device."""
@@ -365,6 +382,7 @@ class Fleet:
         if record.life.phase is not ModelPhase.DRAINING:
             is_shut_out = self.breakers.is_shut_out(model)
             record.life.move(ModelEvent.QUARANTINE if is_shut_out else ModelEvent.FAIL)
+        self.wake(model)
 
     def is_draining(self, model: str) -> bool:
         """Return whether the model takes no requests because of a removal or an unload."""
@@ -378,12 +396,14 @@ class Fleet:
         if not record.num_drains:
             record.life.move(ModelEvent.DRAIN)
         record.num_drains += 1
+        self.wake(model)
         try:
             yield
         finally:
             record.num_drains -= 1
             if not record.num_drains and record.life.phase is ModelPhase.DRAINING:
                 self._resume(model, record)
+            self.wake(model)
 
     def _record(self, names: Sequence[str]) -> _Record:
         life = Life(names[0], ModelPhase.REMOVED, MODEL_TRANSITIONS)

@@ -128,17 +128,13 @@ class ModelAdapters(ModelPart):
         row = await find_model(self._registry, name)
         if not isinstance(row.spec.further_named(name), Adapter):
             raise NoSuchModel(f"no adapter is named {name!r}", "see `gpupool list`")
+        if mode == "refuse":
+            self._drains.check_idle(name)
         with self._mounts.hiding(name):
-            if mode == "refuse":
-                self._drains.check_idle(name)
-            await self._mounts.publish()
-            try:
-                if mode == "drain":
-                    await self._drains.wait_idle(name)
-                async with self._fleet.lock(row.spec.name).alone():
-                    return await self._forget(name)
-            finally:
-                await self._mounts.publish()
+            if mode == "drain":
+                await self._drains.wait_idle(name)
+            async with self._fleet.lock(row.spec.name).alone():
+                return await self._forget(name)
 
     async def stop(self) -> None:
         """Undo unfinished additions; the workers have stopped before."""

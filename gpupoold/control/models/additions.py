@@ -127,7 +127,6 @@ class Additions(ModelPart):
                 await self._divisions.keep(spec)
                 self._fleet.loading(spec.name)
                 await self._registry.set_state(spec.name, ModelState.LOADING)
-                await self._mounts.publish()
                 await self._controller.load_first(spec.name, weight_bytes)
                 self._dispatcher.check_servable()
                 row = await self._mounts.open(spec)

@@ -109,7 +109,6 @@ class Changes(ModelPart):
         where = ", ".join(map(str, row.spec.devices))
         text = f"on devices {where}, by hand" if devices else "as the scheduler chooses"
         self._history.record_event("info", "model_placed", model, text)
-        self._controller.wake(model)
         if devices:
             self._fleet.check_quarantine(model)
             errors = await self._controller.settle(model)
@@ -136,7 +135,6 @@ class Changes(ModelPart):
                         _check_without_adapters(row.spec)
                         self._drains.check_idle(model)
                     drain.enter_context(self._fleet.draining(model))
-                    await self._mounts.publish()
                 if mode == "drain":
                     await self._drains.wait_idle(model)  # other models can be changed meanwhile
                 async with self._fleet.lock(model).alone():

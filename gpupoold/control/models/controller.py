@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
@@ -89,7 +89,7 @@ class _Lane:
 
 
 class ModelController(ModelPart):
-    """Keeps models where the scheduling core wants them; ``clock`` returns monotonic seconds."""
+    """Keeps models where the scheduling core wants them, and publishes their states."""
 
     def __init__(
         self,
@@ -99,7 +99,6 @@ class ModelController(ModelPart):
         mounts: ModelMounts,
         failures: Failures,
         performer: Performer,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(parts)
         self._snapshots = snapshots
@@ -107,25 +106,17 @@ class ModelController(ModelPart):
         self._mounts = mounts
         self._failures = failures
         self._performer = performer
-        self._clock = clock
         self._lanes: dict[str, _Lane] = {}
         self._order: dict[str, int] = {}
         self._new: set[int] = set()  # workers that load the models of their start
-        self._woken: set[str] = set()
-        self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_running = False
         self._next_hostable_s = -math.inf
         self._counted: list[HostingDevice] | None = None  # in a round of decisions
-        snapshots.host_budget.on_change = self._wake_waiting
 
-    def wake(self, *models: str) -> None:
-        """Decide anew on models, soon."""
-        self._woken.update(models)
-        self._wake.set()
-        if not self._is_running:
-            self._is_running = True
-            self._keep(self._run())
+    def start(self) -> None:
+        """Begin to decide on woken models."""
+        self._keep(self._run())
+        self._keep(self._follow_memory())
 
     def check(self, now_s: float) -> None:
         """Decide anew on all models; to be called every second."""
@@ -135,7 +126,8 @@ class ModelController(ModelPart):
         if now_s >= self._next_hostable_s:
             self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
             self._keep(self._plan_homes())
-        self.wake(*self._fleet.names(), *self._lanes)  # lanes of removed models are forgotten
+        # Lanes of removed models are forgotten.
+        self._fleet.wake(*self._fleet.names(), *self._lanes)
 
     async def worker_up(self, worker: Worker) -> None:
         """Let a new worker load the registered models that it should host."""
@@ -151,8 +143,7 @@ class ModelController(ModelPart):
         for lane in self._lanes.values():
             lane.waits.pop(ModelStep(StepKind.LOAD, worker.number).key, None)
         self._new.add(worker.number)
-        self.wake(*self._order)
-        await self._mounts.publish()
+        self._fleet.wake(*self._order)
 
     async def load_first(self, name: str, expected_bytes: int) -> None:
         """Return when a device has loaded a model that a client adds, and who opens the model.
@@ -170,7 +161,7 @@ class ModelController(ModelPart):
     def end_addition(self, name: str) -> None:
         """Treat the model like all others from now on."""
         self._lane(name).is_added, self._lane(name).expected_bytes = False, 0
-        self.wake(name)
+        self._fleet.wake(name)
 
     async def warm(self, name: str) -> None:
         """Return when the model is open and warm; a model without a device is loaded.
@@ -236,7 +227,7 @@ class ModelController(ModelPart):
         waits = self._lane(model).waits
         for key in [one for one in waits if not one.startswith(StepKind.LOAD)]:
             del waits[key]
-        self.wake(model)
+        self._fleet.wake(model)
 
     def damaged(self, message: m.WrongAnswer) -> None:
         """Renew the snapshot from the checkpoint."""
@@ -248,13 +239,13 @@ class ModelController(ModelPart):
             model, f"the weights of {model} were damaged; the model is reloaded"
         )
         self._fleet.set_damaged(model, is_damaged=True)
-        self.wake(model)
+        self._fleet.wake(model)
 
     def began(self, model: str) -> None:
         """Record a use; resting devices may serve again."""
         self._snapshots.touch(model)
         if self._fleet.snapshots.resting(model):
-            self.wake(model)
+            self._fleet.wake(model)
 
     def ended(self, model: str, device: int | None) -> None:
         """Record the end of a request, which other models may have waited for."""
@@ -270,12 +261,18 @@ class ModelController(ModelPart):
             and (lane.added or lane.warm or self._dispatcher.live.num_of(name))
         ]
         if waiting:
-            self.wake(*waiting)
+            self._fleet.wake(*waiting)
+
+    async def _follow_memory(self) -> None:
+        """Wake the waiting models when memory of the host may have become free."""
+        while True:
+            await self._snapshots.host_budget.change.wait()
+            self._wake_waiting()
 
     async def _wait(self, name: str, waiters: list[asyncio.Future[None]]) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters.append(waiter)
-        self.wake(name)
+        self._fleet.wake(name)
         try:
             await waiter
         finally:
@@ -284,20 +281,19 @@ class ModelController(ModelPart):
 
     async def _run(self) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            woken, self._woken, new = self._woken, set(), frozenset(self._new)
+            woken, new = await self._fleet.woken(), frozenset(self._new)
             try:
                 self._decide(await self._registry.list(), woken)
                 for number in new:
                     self._note_loaded(number)
+                await self._mounts.publish()
             except Exception:
                 _logger.exception("no steps are begun now")
 
     def _decide(self, rows: Sequence[ModelRow], woken: set[str]) -> None:
         """Begin the due steps of the models ``woken``, in the order of the start."""
         self._counted = None
-        now_s, known = self._clock(), {str(row.spec.name): row for row in rows}
+        now_s, known = time.monotonic(), {str(row.spec.name): row for row in rows}
         for name in woken - known.keys():
             self._forget(name)
         last = len(self._order)
@@ -335,7 +331,7 @@ class ModelController(ModelPart):
                 pass
         finally:
             lane.is_watched = False
-        self.wake(name)
+        self._fleet.wake(name)
 
     def _note_wait(self, name: str, lane: _Lane, decision: Decision, now_s: float) -> None:
         is_trying = any(one.kind in (StepKind.LOAD, StepKind.BRING) for one in lane.steps)
@@ -437,12 +433,12 @@ class ModelController(ModelPart):
                 worker.num_loads -= 1
             del lane.steps[step]
             if not task.cancelled() and (error := task.exception()) is not None:
-                lane.postpone(step, self._clock(), is_short=False)
+                lane.postpone(step, time.monotonic(), is_short=False)
                 _logger.error("%s of %s failed", step.key, name, exc_info=error)
                 self._dispatcher.fail_waiting(name, f"{name} could not be warmed")
                 self._raise(lane, Failed(f"{name}: internal error"))
             others = [one for one, other in self._lanes.items() if other.blocked]
-            self.wake(name, *others)
+            self._fleet.wake(name, *others)
 
         task.add_done_callback(ended)
 
@@ -467,7 +463,6 @@ class ModelController(ModelPart):
                 lane.waits.pop(step.key, None)
                 if step.kind is StepKind.LOAD:
                     lane.waits.pop(ModelStep(StepKind.OPEN).key, None)
-                    await self._mounts.publish()  # a mounted model is ready again
                 elif step.kind is StepKind.RENEW:
                     self._fleet.set_damaged(name, is_damaged=False)
         if self._fleet.is_warm(name):
@@ -477,7 +472,7 @@ class ModelController(ModelPart):
         self, row: ModelRow, lane: _Lane, step: ModelStep, error: GpupoolError
     ) -> None:
         """Record a failed step as its verdict says."""
-        name, now_s = row.spec.name, self._clock()
+        name, now_s = row.spec.name, time.monotonic()
         state = self._state(row, lane, now_s)
         is_full = isinstance(error, CacheFull | EnginesFull)
         is_short = is_full and not state.devices
@@ -498,7 +493,7 @@ class ModelController(ModelPart):
                 if step.kind is not StepKind.OPEN:  # another load may serve a client
                     return lane.note(error)
             case FailureVerdict.POSTPONED:
-                await self._failures.postpone(name, now_s)
+                self._fleet.breakers.postpone(name, now_s)
             case FailureVerdict.FAILED_AGAIN:
                 await self._failures.failed_again(name, error, now_s)
             case FailureVerdict.NOT_WARMED:
@@ -547,13 +542,9 @@ class ModelController(ModelPart):
         is_due = worker.num_loads or any(number in one.blocked for one in self._lanes.values())
         if worker.is_ready and not is_due:
             worker.has_loaded = True
-            self._keep(self._tidy())
+            self._keep(self._snapshots.tidy(self._registry))
         if worker.has_loaded or not worker.is_ready:
             self._new.discard(number)
-
-    async def _tidy(self) -> None:
-        await self._mounts.publish()
-        await self._snapshots.tidy(self._registry)
 
     async def _plan_homes(self) -> None:
         """Tell the scheduling core which devices could host which models."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
-from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.errors import Refused, TimedOut
 
@@ -16,13 +15,12 @@ _DRAIN_POLL_S = 0.05
 class Drains(ModelPart):
     """Drains models before an unload or a removal."""
 
-    def __init__(self, parts: ControlParts, mounts: ModelMounts) -> None:
+    def __init__(self, parts: ControlParts) -> None:
         super().__init__(parts)
         self._live = parts.dispatcher.live
-        self._mounts = mounts
 
-    @contextlib.asynccontextmanager
-    async def closed(self, model: str) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def closed(self, model: str) -> Iterator[None]:
         """Refuse new requests of a model inside the context; other models can change meanwhile.
 
         Raises:
@@ -33,12 +31,8 @@ class Drains(ModelPart):
                 f"{model} is being unloaded or removed",
                 "wait until the unload or removal has ended",
             )
-        try:
-            with self._fleet.draining(model):
-                await self._mounts.publish()
-                yield
-        finally:
-            await self._mounts.publish()
+        with self._fleet.draining(model):
+            yield
 
     def check_idle(self, model: str) -> None:
         """Raise Refused if the model or adapter has live requests."""

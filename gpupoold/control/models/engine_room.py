@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpupool_state import ModelRow
@@ -26,22 +26,12 @@ from gpupoold.wire.messages import EngineMemory
 
 
 class EngineRoom(ModelPart):
-    """Counts the memory of engines, and evicts idle engines for others.
+    """Counts the memory of engines, and evicts idle engines for others."""
 
-    ``wall_clock`` returns seconds.
-    """
-
-    def __init__(
-        self,
-        parts: ControlParts,
-        cache: SnapshotCache,
-        divisions: Divisions,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, parts: ControlParts, cache: SnapshotCache, divisions: Divisions) -> None:
         super().__init__(parts)
         self._cache = cache
         self.divisions = divisions
-        self._wall_clock = wall_clock
 
     def limit_bytes(self, worker: Worker) -> int | None:
         """Return the limit of a device's engines outside the pages, None for no limit."""
@@ -173,7 +163,7 @@ class EngineRoom(ModelPart):
             is_only=is_only,
             is_fixed=number in self._fleet.fixed_devices(name),
             is_home=self._home(name) == number,
-            idle_s=self._wall_clock() - (self._cache.last_used_at(name) or 0.0),
+            idle_s=time.time() - (self._cache.last_used_at(name) or 0.0),
             freed_bytes=freed_bytes,
         )
 

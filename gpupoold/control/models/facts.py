@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from gpupool_state import History, Registry
@@ -25,14 +24,11 @@ _PROFILING_BUDGET_S = {"cuda": 3.0, "emulated": 1.0, "sim": 1.0}
 
 
 class LoadFacts:
-    """Stores the facts of loads; ``wall_clock`` returns seconds."""
+    """Stores the facts of loads."""
 
-    def __init__(
-        self, registry: Registry, history: History, wall_clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, registry: Registry, history: History) -> None:
         self._registry = registry
         self._history = history
-        self._wall_clock = wall_clock
 
     async def profiling_budget_s(self, name: str, worker: Worker) -> float:
         """Return the time for profiling: models are profiled once per kind of device."""
@@ -66,7 +62,7 @@ class LoadFacts:
         problem = loaded.profile.problem
         try:
             rows = profile_rows(
-                loaded.profile, loaded.model, spec.revision, worker.ready, self._wall_clock()
+                loaded.profile, loaded.model, spec.revision, worker.ready, time.time()
             )
             await self._registry.set_profiles(spec.name, rows)
         except GpupoolError as error:  # a model without a profile can serve too

@@ -7,10 +7,8 @@ quarantine: the controller takes the model off the workers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import datetime
 
-from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.processes.crash_attribution import Candidates, Death, candidates_of
 from gpupoold.control.workers.worker import Worker
@@ -21,22 +19,10 @@ _UNKNOWN = Death("an earlier crash without a clear cause", is_at_fault=True)
 
 
 class Failures(ModelPart):
-    """Records failures of models and crashes of workers, and the times of the next tries.
+    """Records failures of models and crashes of workers, and the times of the next tries."""
 
-    ``clock`` and ``wall_clock`` return seconds.
-    """
-
-    def __init__(
-        self,
-        parts: ControlParts,
-        mounts: ModelMounts,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, parts: ControlParts) -> None:
         super().__init__(parts)
-        self._mounts = mounts
-        self._clock = clock
-        self._wall_clock = wall_clock
         self._unclear: dict[str, tuple[int, Death]] = {}  # the latest crash of each model
 
     async def not_loaded(self, model: str, error: GpupoolError) -> None:
@@ -47,11 +33,10 @@ class Failures(ModelPart):
             return  # removed meanwhile
         self._history.record_event("error", "model_failed", model, str(error))
         if self._fleet.availability(model).devices:
-            await self._mounts.publish()
             return
         self._dispatcher.fail_model(model, f"{model} could not be loaded: {error}")
         if self._fleet.breakers.retry_at_s(model) is None:
-            self._fleet.breakers.open(model, str(error), self._clock(), is_blocking=False)
+            self._fleet.breakers.open(model, str(error), time.monotonic(), is_blocking=False)
         await self.record(model, str(error))
 
     async def failed_again(self, model: str, error: GpupoolError, began_s: float) -> None:
@@ -60,18 +45,12 @@ class Failures(ModelPart):
         self._history.record_event("error", "model_failed", model, str(error))
         await self.record(model, str(error))
 
-    async def postpone(self, model: str, now_s: float) -> None:
-        """Delay the next try after an inconclusive try; no effect on a ready model."""
-        self._fleet.breakers.postpone(model, now_s)
-        await self._mounts.publish()
-
     async def record(self, model: str, reason: str) -> None:
-        """Record that a model cannot serve, and publish the reason."""
+        """Record that a model cannot serve, with the reason."""
         text = self._with_time(model, reason)
         self._fleet.fail(model, text)
         if await self._registry.get(model) is not None:
             await self._registry.set_state(model, ModelState.FAILED, text)
-        await self._mounts.publish()
 
     def crashed(self, device: int, death: Death) -> Candidates:
         """Record the death and the activity of a worker; return the possible causes."""
@@ -87,17 +66,16 @@ class Failures(ModelPart):
             self._unclear |= dict.fromkeys(candidates.models, (device, death))
         return candidates
 
-    async def worker_down(self, worker: Worker, death: Death) -> None:
+    def worker_down(self, worker: Worker, death: Death) -> None:
         """Attribute the end of a worker, and requeue the requests there."""
         candidates = self.crashed(worker.number, death)
         reason = f"the worker of device {worker.number} ended: {death.reason}"
         self._dispatcher.worker_down(worker, reason, candidates)
         if death.is_at_fault and not worker.has_come_up:  # the worker may never become ready
             self._dispatcher.fail_unhosted(f"{reason}, before the worker was ready")
-        await self._mounts.publish()
 
     def convicted(self, model: str, request_id: str) -> None:
-        reason = self._fleet.breakers.record_convicted(model, request_id, self._clock())
+        reason = self._fleet.breakers.record_convicted(model, request_id, time.monotonic())
         if reason is not None:
             self._shut_out(model, reason)
 
@@ -105,7 +83,7 @@ class Failures(ModelPart):
         self._record_crash(model, *self._unclear.pop(model, (0, _UNKNOWN)))
 
     def _record_crash(self, model: str, device: int, death: Death) -> None:
-        reason = self._fleet.breakers.record_crash(model, device, death, self._clock())
+        reason = self._fleet.breakers.record_crash(model, device, death, time.monotonic())
         if reason is not None:
             self._shut_out(model, reason)
 
@@ -123,5 +101,5 @@ class Failures(ModelPart):
         retry_at_s = self._fleet.breakers.retry_at_s(model)
         if retry_at_s is None:
             return reason
-        at = datetime.fromtimestamp(self._wall_clock() + retry_at_s - self._clock()).astimezone()
+        at = datetime.fromtimestamp(time.time() + retry_at_s - time.monotonic()).astimezone()
         return f"{reason}; next try at {at:%H:%M:%S}"

@@ -71,14 +71,14 @@ class ModelLifecycle(ModelPart, RequestListener):
         facts = LoadFacts(parts.registry, parts.history)
         divisions = Divisions(parts.settings, inspector, parts.registry.divisions)
         self.room = room = EngineRoom(parts, cache, divisions)
-        self._failures = failures = Failures(parts, mounts)
+        self._failures = failures = Failures(parts)
         performer = Performer(parts, snapshots, mounts, facts, room)
         self.controller = controller = ModelController(
             parts, snapshots, room, mounts, failures, performer
         )
         self.mounts = mounts
         self.parking = Parking(parts)
-        self.drains = Drains(parts, mounts)
+        self.drains = Drains(parts)
         self.presets = Presets(parts, mounts, inspector)
         self._additions = Additions(
             parts, snapshots, performer, controller, mounts, divisions, inspector
@@ -109,16 +109,13 @@ class ModelLifecycle(ModelPart, RequestListener):
 
     def convicted(self, model: str, request_id: str) -> None:
         self._failures.convicted(model, request_id)
-        self.controller.wake(model)
 
     def acquitted(self, model: str) -> None:
         self._failures.acquitted(model)
-        self.controller.wake(model)
 
     async def worker_down(self, worker: Worker, death: Death) -> None:
-        """Attribute the end of a worker, requeue the requests there, and load models elsewhere."""
-        await self._failures.worker_down(worker, death)
-        self.controller.wake(*self._fleet.names())
+        """Attribute the end of a worker, and requeue the requests there."""
+        self._failures.worker_down(worker, death)
 
     async def stop(self) -> None:
         """Undo unfinished additions, and end all other work; the workers have stopped before."""

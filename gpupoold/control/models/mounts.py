@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from gpupool_state import ModelRow
 from gpupoold.control.frontends.frontends import Frontend, Frontends, NotMounted
@@ -18,44 +18,42 @@ from gpupoold.wire import messages as m
 
 
 class ModelMounts(ModelPart):
-    """Publishes the models with their states, and mounts the APIs of loaded models.
+    """Publishes the models with their states, and mounts the APIs of loaded models."""
 
-    ``clock`` returns seconds of the monotonic clock.
-    """
-
-    def __init__(
-        self,
-        parts: ControlParts,
-        frontends: Frontends,
-        inspector: Inspector,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, parts: ControlParts, frontends: Frontends, inspector: Inspector) -> None:
         super().__init__(parts)
         self._frontends = frontends
         self._inspector = inspector
-        self._clock = clock
         self._hidden: set[str] = set()
         self._opening: set[str] = set()
         # Models that some frontend did not mount in time: a new frontend would not either.
         self._stuck: set[str] = set()
         self._publishing = asyncio.Lock()
+        self._published = m.ModelList([], ready=False)
         self._in_turn = asyncio.Lock()  # frontends mount one model at a time anyway
 
     @contextlib.contextmanager
     def hiding(self, adapter: str) -> Iterator[None]:
         """Leave an adapter out of the published list inside the context."""
         self._hidden.add(adapter)
+        self._fleet.wake()
         try:
             yield
         finally:
             self._hidden.discard(adapter)
+            self._fleet.wake()
 
     async def publish(self) -> None:
-        """Send the models and states to the frontends; a model that is being opened is ready."""
+        """Send the models and states to the frontends, unless they are as sent before.
+
+        The controller publishes after each change; a user's change waits for the new list.
+        """
         async with self._publishing:  # a list read before a change must not be sent after it
             rows = await self._registry.list()
-            served = [self._served(row, is_open=row.spec.name in self._opening) for row in rows]
-            self._frontends.send(m.ModelList(served, self._supervisor.any_in_service))
+            now = m.ModelList([self._served(row) for row in rows], self._supervisor.any_in_service)
+            if now != self._published:
+                self._published = now
+                self._frontends.send(now)
 
     async def remount(self, spec: ModelSpec) -> None:
         """Apply the changed names of a model: to the fleet, the mounted API and the list.
@@ -81,7 +79,7 @@ class ModelMounts(ModelPart):
             return await self._open(spec)
 
     async def _open(self, spec: ModelSpec) -> ModelRow:
-        if self._fleet.breakers.close(spec.name, self._clock()):
+        if self._fleet.breakers.close(spec.name, time.monotonic()):
             text = "loaded, and ready again"
             self._history.record_event("info", "model_recovered", spec.name, text)
         self._opening.add(spec.name)
@@ -92,9 +90,7 @@ class ModelMounts(ModelPart):
             self._fleet.opened(spec.name)
         finally:
             self._opening.discard(spec.name)
-        row = await self._registry.set_state(spec.name, ModelState.READY)
-        await self.publish()
-        return row
+        return await self._registry.set_state(spec.name, ModelState.READY)
 
     async def mount(self, spec: ModelSpec) -> None:
         """Mount or remount the API of a loaded model on all frontends.
@@ -115,6 +111,7 @@ class ModelMounts(ModelPart):
     async def mount_all(self, frontend: Frontend) -> None:
         """Mount every loaded model on a new frontend."""
         await self.publish()
+        frontend.send(self._published)
         for row in await self._registry.list():
             name, loaded = row.spec.name, self._fleet.loaded(row.spec.name)
             if loaded is None or name in self._stuck:
@@ -136,8 +133,9 @@ class ModelMounts(ModelPart):
         self._fleet.unmounted(model)
         self._frontends.send(m.StopServing(model))
 
-    def _served(self, row: ModelRow, *, is_open: bool) -> m.ServedModel:
-        now = self._fleet.availability(row.spec.name)
+    def _served(self, row: ModelRow) -> m.ServedModel:
+        """Return a model as clients see it; a model that is being opened is ready."""
+        now, is_open = self._fleet.availability(row.spec.name), row.spec.name in self._opening
         return m.ServedModel(
             name=row.spec.name,
             aliases=row.spec.aliases,

@@ -36,7 +36,7 @@ _MIGRATIONS_S = 10.0
 class Performer(ModelPart):
     """Carries out one step at a time for each device of a model, and unloads models.
 
-    A loaded model accepts requests on the device. ``clock`` returns seconds.
+    A loaded model accepts requests on the device.
     """
 
     def __init__(
@@ -46,14 +46,12 @@ class Performer(ModelPart):
         mounts: ModelMounts,
         facts: LoadFacts,
         room: EngineRoom,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(parts)
         self._snapshots = snapshots
         self._mounts = mounts
         self._facts = facts
         self._room = room
-        self._clock = clock
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def perform(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
@@ -196,13 +194,13 @@ class Performer(ModelPart):
 
     async def _warm(self, row: ModelRow, work: Callable[[], Awaitable[None]]) -> None:
         """Do ``work`` on the model's snapshots, which stay meanwhile."""
-        model, began_s = row.spec.name, self._clock()
+        model, began_s = row.spec.name, time.monotonic()
         was_cached = self._snapshots.has_any(model)
         with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(model)):
             await work()
         if not was_cached:
             self._dispatcher.accounts.meters.warmed(model, self._fleet.devices_with_snapshot(model))
-        _logger.info("%s is warm after %.2f s", model, self._clock() - began_s)
+        _logger.info("%s is warm after %.2f s", model, time.monotonic() - began_s)
 
     async def _bring(self, row: ModelRow, degree: int) -> None:
         """Attach the snapshot of a degree to all workers with the model.
@@ -276,14 +274,14 @@ class Performer(ModelPart):
 
     async def _leave(self, name: str, worker: Worker) -> None:
         """Unload a model from a worker; its requests continue on other workers."""
-        deadline_s = self._clock() + _MIGRATIONS_S
+        deadline_s = time.monotonic() + _MIGRATIONS_S
         async with worker.load_lock:
             while True:
                 try:
                     requests = self._dispatcher.withdraw(name, worker)
                     break
                 except Refused:
-                    if self._clock() >= deadline_s:
+                    if time.monotonic() >= deadline_s:
                         raise
                 await asyncio.sleep(_POLL_S)
             try:

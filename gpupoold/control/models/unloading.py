@@ -54,7 +54,7 @@ class ModelUnloader(ModelPart):
             )
         if mode == "refuse":
             self._drains.check_idle(model)
-        async with self._drains.closed(model):
+        with self._drains.closed(model):
             if mode == "force":
                 self._dispatcher.fail_model(model, f"{model} is being unloaded")
             await self._drains.wait_idle(model)

@@ -52,7 +52,8 @@ class HostMemoryBudget:
 
     A snapshot stays while its model is pinned, while the snapshot ``is_in_use``, or while held.
     ``release`` takes a snapshot out of use at once, and returns an awaitable of the moment when no
-    worker maps the snapshot. ``on_change`` is called when a snapshot may have become evictable.
+    worker maps the snapshot. ``change`` is set, and replaced, when a snapshot may have become
+    evictable.
     """
 
     def __init__(
@@ -70,8 +71,7 @@ class HostMemoryBudget:
         # One eviction at a time, because two would evict snapshots for the same bytes.
         self._evicting = asyncio.Lock()
         self._leaving: dict[SnapshotId, asyncio.Task[None]] = {}
-        self._change = asyncio.Event()
-        self.on_change: Callable[[], None] = lambda: None
+        self.change = asyncio.Event()
         self._shrinking: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -90,9 +90,8 @@ class HostMemoryBudget:
 
     def changed(self) -> None:
         """Record that a snapshot may have become evictable."""
-        self._change.set()
-        self._change = asyncio.Event()
-        self.on_change()
+        self.change.set()
+        self.change = asyncio.Event()
 
     def space(self, of: SnapshotId, num_bytes: int) -> Space:
         """Return whether a snapshot of ``num_bytes`` fits."""
@@ -172,7 +171,7 @@ class HostMemoryBudget:
 
     async def _shrink(self) -> None:
         while True:
-            change = self._change
+            change = self.change
             async with self._evicting:
                 short_bytes = self._cache.short_bytes(None, 0)
                 if not short_bytes:

@@ -294,6 +294,7 @@ class ModelsBox:
 
     async def start(self) -> None:
         """Start the workers; return when they have loaded what they can."""
+        self.lifecycle.controller.start()
         on_up = self.lifecycle.controller.worker_up
         on_down = self.lifecycle.worker_down
         self.supervisor.start(ProcessHandlers(self.dispatcher.from_worker, on_up, on_down))

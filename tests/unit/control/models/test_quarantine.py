@@ -12,9 +12,7 @@ from gpupool_state import History, Registry
 from gpupoold.config.schema import parse_settings
 from gpupoold.control.fleet.circuit_breaker import MAX_CONVICTED
 from gpupoold.control.fleet.transitions import ModelPhase
-from gpupoold.control.frontends import frontends as frontends_module
 from gpupoold.control.models.failures import Failures
-from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.requests.replies import RequestListener
@@ -24,18 +22,7 @@ from gpupoold.errors import Failed
 from gpupoold.system.activity import Activity, ThreadPhase, digest
 from gpupoold.wire import messages as m
 from tests.unit.control.fleet_box import spec_of
-from tests.unit.control.models.models_box import PlayedInspector
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench
-
-
-class Frontends:
-    """Takes whatever it is sent."""
-
-    def send(self, message: m.Message) -> None:
-        pass
-
-    async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
-        pass
 
 
 class Verdicts(RequestListener):
@@ -65,10 +52,8 @@ class Rig:
             WorkerSupervisor, SimpleNamespace(any_in_service=True, workers=[self.bench.worker])
         )
         settings = parse_settings({"devices": ["cuda:0"]}, "test")
-        frontends = cast(frontends_module.Frontends, Frontends())
-        inspector = PlayedInspector(settings)
         parts = ControlParts(settings, registry, history, self.fleet, dispatcher, supervisor)
-        self.failures = Failures(parts, ModelMounts(parts, frontends, inspector))
+        self.failures = Failures(parts)
         self.bench.dispatcher.listener = Verdicts(self)
         self.bench.cold.warm.add(NAME)
 

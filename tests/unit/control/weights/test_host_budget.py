@@ -161,16 +161,16 @@ async def test_without_patience_busy_snapshots_are_in_the_way(bench: Bench) -> N
 
 
 def test_space_is_fact_until_it_changes(bench: Bench) -> None:
-    changes: list[str] = []
-    bench.host_budget.on_change = lambda: changes.append("changed")
+    change = bench.host_budget.change
     assert bench.host_budget.space(C, 2 * MIB) is Space.FITS
     bench.put("a", 3)
     assert bench.host_budget.space(C, 2 * MIB) is Space.EVICTS
     bench.in_use.add(A)
     assert bench.host_budget.space(C, 2 * MIB) is Space.LATER
     assert bench.host_budget.space(C, MIB) is Space.FITS
+    assert not change.is_set()
     bench.end("a")
-    assert changes == ["changed"]
+    assert change.is_set()
     assert bench.host_budget.space(C, 2 * MIB) is Space.EVICTS
     bench.cache.pinned.add("a")
     assert bench.host_budget.space(C, 2 * MIB) is Space.NEVER

@@ -22,7 +22,7 @@ from benchmarks.in_worker.copies import plain_copies
 from gpupoold.memory.bandwidth import Scratch, scratch_memory
 from gpupoold.memory.contracts import Copy, Device, Direction, PageRun
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.cuda.driver import BindingsDriver, CudaDriver
+from gpupoold.memory.cuda.driver import CudaDriver
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import TransferQueue
@@ -59,7 +59,7 @@ def opened(
     setting: Setting,
     device_bytes: int,
     page_bytes: int | None,
-    make_driver: Callable[[], CudaDriver] = BindingsDriver,
+    make_driver: Callable[[], CudaDriver] = CudaDriver,
 ) -> Iterator[tuple[Device, TimedDriver | None]]:
     """The first GPU, and its driver; or an emulated device, which has none."""
     device: Device

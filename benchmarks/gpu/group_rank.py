@@ -157,10 +157,10 @@ def follow(rank: Rank, device: Device, work: RankWork) -> NoReturn:
     [links] = rank.links
     work.memory = memory = FollowerMemory(device, rank.rank, done)
     links.orders.send(device.num_pages)
-    files = (links.files, (memory, work), done)
+    files = (links.files, (memory, memory.regions, work), done)
     threading.Thread(target=_until_lost, args=files, daemon=True).start()
     try:
-        run_orders(links.orders, (memory, work), done)
+        run_orders(links.orders, (memory, memory.regions, work), done)
     except RankLost:
         os._exit(0)
     raise AssertionError("orders have no end")

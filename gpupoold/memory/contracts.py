@@ -80,8 +80,11 @@ class CopyStream(Protocol):
         """Close the copy stream, on which no copy may start any more; callable by any thread."""
 
 
-class Fence(Protocol):
-    """A moment of the engines' work: the kernels launched before ``record``."""
+class Fence:
+    """A moment of the engines' work: the kernels launched before ``record``.
+
+    This class is the fence of a device whose kernels are synchronous: no method has work to do.
+    """
 
     def record(self) -> None:
         """Take the present moment instead of the former one."""
@@ -91,19 +94,6 @@ class Fence(Protocol):
 
     def close(self) -> None:
         """Free the fence's resources."""
-
-
-class _PassedFence:
-    """A fence of a device whose kernels are synchronous."""
-
-    def record(self) -> None:
-        """Do nothing: no kernel is running."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def close(self) -> None:
-        """Do nothing: the fence has no resources."""
 
 
 class Device(ABC):
@@ -160,10 +150,11 @@ class Device(ABC):
         After an exception nothing is mapped.
         """
 
-    @abstractmethod
     def unmap(self, address: int, runs: list[PageRun]) -> None:
         """Undo a ``map`` of the same runs at ``address``; the range stays reserved."""
+        self.unmap_each([(address, runs)])
 
+    @abstractmethod
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
@@ -171,12 +162,10 @@ class Device(ABC):
 
         No kernel launched after ``last_use`` uses the pages; None means that any kernel may.
         """
-        for address, runs in mappings:
-            self.unmap(address, runs)
 
     def open_fence(self) -> Fence:
         """Return a fence without a moment."""
-        return _PassedFence()
+        return Fence()
 
     @abstractmethod
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
@@ -209,19 +198,17 @@ class Device(ABC):
         """Open as many copy streams as fill the link."""
         return [self.open_copy_stream(direction)]
 
-    @abstractmethod
     def free_bytes(self) -> int | None:
         """Return the free bytes of device memory outside of the pages; None without such memory."""
+        return None
 
-    @abstractmethod
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027
         """Return when all copies started earlier have finished."""
 
     def wait_for_ranks(self) -> None:  # noqa: B027
         """Return when all ranks have made the copies and mappings of the calls above."""
 
-    @abstractmethod
-    def pin(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int) -> None:  # noqa: B027
         """Pin host memory for full-speed copies.
 
         Slow on a GPU (0.1 s per GB), so never called in a switch.
@@ -229,16 +216,13 @@ class Device(ABC):
         After an exception nothing is pinned.
         """
 
-    @abstractmethod
-    def unpin(self, address: int, num_bytes: int) -> None:
+    def unpin(self, address: int, num_bytes: int) -> None:  # noqa: B027
         """Undo a ``pin`` of the same range, before the range is unmapped."""
 
-    @abstractmethod
-    def release_memory(self, runs: list[PageRun]) -> None:
+    def release_memory(self, runs: list[PageRun]) -> None:  # noqa: B027
         """Release the memory of unmapped pages to other users of the device until ``reclaim``."""
 
-    @abstractmethod
-    def reclaim(self, runs: list[PageRun]) -> None:
+    def reclaim(self, runs: list[PageRun]) -> None:  # noqa: B027
         """Reclaim runs of ``release_memory``; the other users must have freed the memory."""
 
     @abstractmethod

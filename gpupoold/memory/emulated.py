@@ -11,15 +11,18 @@ time.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, PageRun
+from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, Fence, PageRun
 from gpupoold.memory.memfd import create_memfd
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
@@ -41,30 +44,13 @@ def default_page_bytes(device_bytes: int) -> int:
     return page_bytes
 
 
-class _MemcpyCopyStream:
-    """A copy stream whose ``begin`` makes the copies in the calling thread."""
-
-    def fence(self) -> int:
-        """Return at once: kernels on the CPU are synchronous."""
-        return 0
-
-    def begin(self, copies: Sequence[Copy], after: int) -> int:
-        for target, source, num_bytes in copies:
-            libc.memcpy(target, source, num_bytes)
-        return 0
-
-    def wait(self, batch: int) -> None:
-        """Return at once: ``begin`` has finished the copies."""
-
-    def close(self) -> None:
-        """Do nothing: a CPU copy stream has no resources."""
-
-
 class EmulatedDevice(Device):
     """A device with ``device_bytes`` (rounded down to pages) of memory in a memfd.
 
     Copies to and from the host, in each direction, take as long as over a link of
-    ``link_bytes_per_s``; without a link (0), as long as the host's cores take.
+    ``link_bytes_per_s``; without a link (0), as long as the host's cores take. Kernels and copies
+    are synchronous, copies are equally fast from all host memory, and torch uses host memory, so
+    that fences, pinning and the release of memory need no work.
 
     Raises:
         OSError: the machine has too little free memory, or a kernel before 5.13, which cannot move
@@ -78,7 +64,7 @@ class EmulatedDevice(Device):
     ) -> None:
         super().__init__()
         self.has_link = link_bytes_per_s > 0
-        self._links = {one: ModelledLink(link_bytes_per_s) for one in Direction if self.has_link}
+        self._links = {one: ModelledLink(link_bytes_per_s or math.inf) for one in Direction}
         self.page_bytes = page_bytes or default_page_bytes(device_bytes)
         self.num_pages = device_bytes // self.page_bytes
         if _TABLE_BYTES % self.page_bytes == 0:
@@ -119,15 +105,18 @@ class EmulatedDevice(Device):
                 raise
             at += num_bytes
 
-    def unmap(self, address: int, runs: list[PageRun]) -> None:
-        start = address
-        for run in runs:
-            num_bytes = run.num_pages * self.page_bytes
-            libc.move_pages(address, self._home + run.first * self.page_bytes, num_bytes)
-            address += num_bytes
-        # The remaining mapping would silently map the old pages again when touched.
-        fixed = _UNMAPPED | libc.MAP_FIXED
-        libc.mmap(start, address - start, libc.PROT_NONE, fixed, -1, 0)
+    def unmap_each(
+        self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
+    ) -> None:
+        for start, runs in mappings:
+            address = start
+            for run in runs:
+                num_bytes = run.num_pages * self.page_bytes
+                libc.move_pages(address, self._home + run.first * self.page_bytes, num_bytes)
+                address += num_bytes
+            # The remaining mapping would silently map the old pages again when touched.
+            fixed = _UNMAPPED | libc.MAP_FIXED
+            libc.mmap(start, address - start, libc.PROT_NONE, fixed, -1, 0)
 
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
         started_s = time.perf_counter()
@@ -151,30 +140,11 @@ class EmulatedDevice(Device):
         self._copy(target, address, num_bytes, Direction.OUT)
 
     def open_copy_stream(self, direction: Direction) -> CopyStream:
-        return LinkCopyStream(self._links[direction]) if self.has_link else _MemcpyCopyStream()
+        return LinkCopyStream(self._links[direction])
 
     def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
         num_streams = 1 if self.has_link else _num_copiers()
         return [self.open_copy_stream(direction) for _ in range(num_streams)]
-
-    def free_bytes(self) -> int | None:
-        """Return None: torch uses the host's memory."""
-        return None
-
-    def synchronize(self) -> None:
-        """Do nothing: copies are synchronous."""
-
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Do nothing: copies are equally fast from all memory."""
-
-    def unpin(self, address: int, num_bytes: int) -> None:
-        """Do nothing: no memory is pinned."""
-
-    def release_memory(self, runs: list[PageRun]) -> None:
-        """Do nothing: torch uses the host's memory."""
-
-    def reclaim(self, runs: list[PageRun]) -> None:
-        """Do nothing: no memory was released."""
 
     def close(self) -> None:
         self._copier.shutdown()
@@ -202,6 +172,7 @@ def _num_copiers() -> int:
     return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
 
+@dataclass(eq=False, slots=True)
 class ModelledLink:
     """One direction of a link between host and device, shared by all threads.
 
@@ -209,45 +180,39 @@ class ModelledLink:
     transferred these and all earlier bytes.
     """
 
-    def __init__(
-        self,
-        bytes_per_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
-        self._lock = threading.Lock()
-        self._free_at_s = 0.0
+    bytes_per_s: float
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _free_at_s: float = field(default=0.0, init=False)
 
     def begin(self, copies: Sequence[Copy]) -> float:
         """Make the copies; return the time of their arrival."""
-        began_s = self._clock()
+        began_s = self.clock()
         for target, source, num_bytes in copies:
             libc.memcpy(target, source, num_bytes)
         num_bytes = sum(copy.num_bytes for copy in copies)
         with self._lock:
-            self._free_at_s = max(self._free_at_s, began_s) + num_bytes / self._bytes_per_s
+            self._free_at_s = max(self._free_at_s, began_s) + num_bytes / self.bytes_per_s
             return self._free_at_s
 
     def wait_until(self, arrival_s: float) -> None:
         """Return at the time of an arrival."""
-        while (left_s := arrival_s - self._clock()) > 0:
-            self._sleep(left_s)
+        while (left_s := arrival_s - self.clock()) > 0:
+            self.sleep(left_s)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """Copy, and return at the time of the arrival."""
         self.wait_until(self.begin([Copy(target, source, num_bytes)]))
 
 
+@dataclass(eq=False, slots=True)
 class LinkCopyStream:
     """A copy stream over a :class:`ModelledLink`."""
 
-    def __init__(self, link: ModelledLink) -> None:
-        self._link = link
-        self._numbers = count(1)
-        self._arrivals_s: dict[int, float] = {}
+    link: ModelledLink
+    _numbers: Iterator[int] = field(default_factory=partial(count, 1), init=False)
+    _arrivals_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def fence(self) -> int:
         """Return at once: kernels on the CPU are synchronous."""
@@ -255,12 +220,12 @@ class LinkCopyStream:
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         number = next(self._numbers)
-        self._arrivals_s[number] = self._link.begin(copies)
+        self._arrivals_s[number] = self.link.begin(copies)
         return number
 
     def wait(self, batch: int) -> None:
         arrived = [number for number in self._arrivals_s if number <= batch]
-        self._link.wait_until(max((self._arrivals_s.pop(one) for one in arrived), default=0.0))
+        self.link.wait_until(max((self._arrivals_s.pop(one) for one in arrived), default=0.0))
 
     def close(self) -> None:
         """Return when all copies have arrived."""

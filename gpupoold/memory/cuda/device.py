@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
 from gpupoold.memory.cuda.copy_stream import CudaCopyStream
-from gpupoold.memory.cuda.driver import BindingsDriver, CudaDriver, CudaError
+from gpupoold.memory.cuda.driver import CudaDriver, CudaError
 from gpupoold.memory.numa import node_of, prefer_node
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
@@ -89,7 +89,7 @@ class CudaDevice(Device):
         compute_streams: Callable[[], Iterable[int]] = _legacy_stream,
     ) -> None:
         super().__init__()
-        self._driver: CudaDriver = BindingsDriver() if driver is None else driver
+        self._driver = CudaDriver() if driver is None else driver
         self._compute_streams = compute_streams
         self._handles: list[int | None] = []  # by page; None while the page is released
         self._pinned = PinnedMemory(self._driver)
@@ -143,14 +143,11 @@ class CudaDevice(Device):
                 self._driver.unmap(address, at - address)
             raise
 
-    def unmap(self, address: int, runs: list[PageRun]) -> None:
-        """Unmap runs after waiting for kernels and copies that may use the pages."""
-        self.unmap_each([(address, runs)])
-
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
-        """Unmap mappings; those of a paused model later, beside other work.
+        """Unmap after waiting for the pages' users; mappings of a paused model later, beside other
+        work.
 
         A wait for the running model's step would end its overlap.
         """
@@ -393,7 +390,7 @@ class PinnedMemory:
         self._bounds = sorted({*self._ends, *self._ends.values()})
 
 
-class CudaFence:
+class CudaFence(Fence):
     """Events on all compute streams; every method raises ``CudaError``. For one thread."""
 
     def __init__(self, driver: CudaDriver, compute_streams: Callable[[], Iterable[int]]) -> None:

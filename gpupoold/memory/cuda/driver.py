@@ -1,14 +1,13 @@
 """The CUDA driver's calls for device memory; no other module makes such calls.
 
-``CudaDriver`` is the interface for :class:`gpupoold.memory.cuda.device.CudaDevice`: plain integers
-in and out, an exception instead of an error code. ``BindingsDriver`` implements the interface with
-``cuda-bindings``, imported on first use.
+Plain integers in and out, an exception instead of an error code. ``cuda-bindings`` is imported on
+first use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gpupoold.errors import Failed
 
@@ -47,115 +46,11 @@ class CudaError(RuntimeError):
         self.code = code
 
 
-class CudaDriver(Protocol):
-    """Driver calls on one device's primary context; handles, addresses and streams are ints.
+class CudaDriver:
+    """Driver calls on one device's primary context, by NVIDIA's ``cuda-bindings``.
 
-    Every method raises :class:`CudaError`. Copies and fills are asynchronous.
-    """
-
-    def open(self, device_index: int) -> None:
-        """Retain the device's primary context, which torch uses, and make it current in this
-        thread.
-        """
-
-    def bind_thread(self) -> None:
-        """Make the context current in the calling thread, which must not capture graphs.
-
-        The thread's calls are then permitted while another thread captures a graph, and do not
-        break the capture.
-        """
-
-    def close(self) -> None:
-        """Release the primary context."""
-
-    def pci_bus_id(self) -> str:
-        """Return the device's PCI address as ``domain:bus:device.function``."""
-
-    def memory_info(self) -> tuple[int, int]:
-        """Return the free and the total bytes of the device."""
-
-    def granularity(self) -> int:
-        """Return the granularity of sizes and addresses of mappings in bytes."""
-
-    def create(self, num_bytes: int) -> int:
-        """Create physical memory; return the handle."""
-
-    def release(self, handle: int) -> None:
-        """Free physical memory without mappings."""
-
-    def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
-        """Reserve addresses without memory; return the first address."""
-
-    def free_addresses(self, address: int, num_bytes: int) -> None:
-        """Free reserved addresses."""
-
-    def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """Map physical memory at an address; inaccessible until ``allow_access``."""
-
-    def allow_access(self, address: int, num_bytes: int) -> None:
-        """Let the device read and write a fully mapped range."""
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        """Undo all mappings of a range."""
-
-    def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Copy from host to device, in stream order."""
-
-    def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Copy from device to host, in stream order."""
-
-    def can_copy_batches(self) -> bool:
-        """Return whether ``copy_batch`` works with this driver."""
-
-    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Copy ``(target, source, num_bytes)`` in stream order, in any order within the batch.
-
-        The stream must not be the legacy default stream, and no copy empty. One bad copy fails the
-        whole call.
-        """
-
-    def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
-        """Set bytes to ``value``, in stream order."""
-
-    def create_stream(self) -> int:
-        """Create a stream without implicit order to other streams."""
-
-    def destroy_stream(self, stream: int) -> None:
-        """Destroy a stream."""
-
-    def synchronize_stream(self, stream: int) -> None:
-        """Return when all work of a stream has ended; 0 is the legacy default stream."""
-
-    def create_event(self) -> int:
-        """Create an event for which streams can wait."""
-
-    def create_host_event(self) -> int:
-        """Create an event for which threads wait asleep, without spinning."""
-
-    def destroy_event(self, event: int) -> None:
-        """Destroy an event."""
-
-    def record_event(self, event: int, stream: int) -> None:
-        """Record the stream's present work in the event.
-
-        Earlier waiters are not affected, so an event can be reused.
-        """
-
-    def synchronize_event(self, event: int) -> None:
-        """Return when the work recorded in the event has finished."""
-
-    def wait_event(self, stream: int, event: int) -> None:
-        """Make later work of the stream wait for the work now recorded in the event."""
-
-    def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin host memory."""
-
-    def unregister_host(self, address: int) -> None:
-        """Undo ``register_host`` of the same address."""
-
-
-class BindingsDriver:
-    """:class:`CudaDriver` by NVIDIA's ``cuda-bindings``.
+    Handles, addresses and streams are ints. Every method raises :class:`CudaError`. Copies and
+    fills are asynchronous.
 
     Raises:
         Failed: the package is not installed.
@@ -176,6 +71,9 @@ class BindingsDriver:
         self._attributes: Any = None
 
     def open(self, device_index: int) -> None:
+        """Retain the device's primary context, which torch uses, and make it current in this
+        thread.
+        """
         cuda = self._driver
         try:
             self._call("cuInit", 0)
@@ -198,56 +96,80 @@ class BindingsDriver:
         self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(_STREAM_ORDER)
 
     def bind_thread(self) -> None:
+        """Make the context current in the calling thread, which must not capture graphs.
+
+        The thread's calls are then permitted while another thread captures a graph, and do not
+        break the capture.
+        """
         self._call("cuCtxSetCurrent", self._context)
         mode = self._driver.CUstreamCaptureMode(_OWN_CAPTURES)
         self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def close(self) -> None:
+        """Release the primary context."""
         self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def pci_bus_id(self) -> str:
+        """Return the device's PCI address as ``domain:bus:device.function``."""
         found: bytes = self._call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, self._device)
         return found.partition(b"\0")[0].decode()  # padding follows
 
     def memory_info(self) -> tuple[int, int]:
+        """Return the free and the total bytes of the device."""
         free, total = self._call("cuMemGetInfo")
         return int(free), int(total)
 
     def granularity(self) -> int:
+        """Return the granularity of sizes and addresses of mappings in bytes."""
         minimum = self._driver.CUmemAllocationGranularity_flags(0)
         return int(self._call("cuMemGetAllocationGranularity", self._allocation, minimum))
 
     def create(self, num_bytes: int) -> int:
+        """Create physical memory; return the handle."""
         return int(self._call("cuMemCreate", num_bytes, self._allocation, 0))
 
     def release(self, handle: int) -> None:
+        """Free physical memory without mappings."""
         self._call("cuMemRelease", handle)
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
+        """Reserve addresses without memory; return the first address."""
         return int(self._call("cuMemAddressReserve", num_bytes, alignment, 0, 0))
 
     def free_addresses(self, address: int, num_bytes: int) -> None:
+        """Free reserved addresses."""
         self._call("cuMemAddressFree", address, num_bytes)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """Map physical memory at an address; inaccessible until ``allow_access``."""
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def allow_access(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write a fully mapped range."""
         self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
+        """Undo all mappings of a range."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Copy from host to device, in stream order."""
         self._call("cuMemcpyHtoDAsync", target, source, num_bytes, stream)
 
     def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Copy from device to host, in stream order."""
         self._call("cuMemcpyDtoHAsync", target, source, num_bytes, stream)
 
     def can_copy_batches(self) -> bool:
+        """Return whether ``copy_batch`` works with this driver."""
         return int(self._call("cuDriverGetVersion")) >= _BATCH_COPY_VERSION
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Copy ``(target, source, num_bytes)`` in stream order, in any order within the batch.
+
+        The stream must not be the legacy default stream, and no copy empty. One bad copy fails the
+        whole call.
+        """
         pointer = self._driver.CUdeviceptr
         targets = [pointer(target) for target, _, _ in copies]
         sources = [pointer(source) for _, source, _ in copies]
@@ -261,39 +183,54 @@ class BindingsDriver:
         )
 
     def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
+        """Set bytes to ``value``, in stream order."""
         self._call("cuMemsetD8Async", address, value, num_bytes, stream)
 
     def create_stream(self) -> int:
+        """Create a stream without implicit order to other streams."""
         return int(self._call("cuStreamCreate", _NON_BLOCKING))
 
     def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
     def synchronize_stream(self, stream: int) -> None:
+        """Return when all work of a stream has ended; 0 is the legacy default stream."""
         self._call("cuStreamSynchronize", stream)
 
     def create_event(self) -> int:
+        """Create an event for which streams can wait."""
         return int(self._call("cuEventCreate", _NO_TIMING))
 
     def create_host_event(self) -> int:
+        """Create an event for which threads wait asleep, without spinning."""
         return int(self._call("cuEventCreate", _NO_TIMING | _SLEEPS))
 
     def destroy_event(self, event: int) -> None:
+        """Destroy an event."""
         self._call("cuEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
+        """Record the stream's present work in the event.
+
+        Earlier waiters are not affected, so an event can be reused.
+        """
         self._call("cuEventRecord", event, stream)
 
     def synchronize_event(self, event: int) -> None:
+        """Return when the work recorded in the event has finished."""
         self._call("cuEventSynchronize", event)
 
     def wait_event(self, stream: int, event: int) -> None:
+        """Make later work of the stream wait for the work now recorded in the event."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def register_host(self, address: int, num_bytes: int) -> None:
+        """Pin host memory."""
         self._call("cuMemHostRegister", address, num_bytes, 0)
 
     def unregister_host(self, address: int) -> None:
+        """Undo ``register_host`` of the same address."""
         self._call("cuMemHostUnregister", address)
 
     def _call(self, name: str, *arguments: Any) -> Any:

@@ -6,6 +6,7 @@ import select
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpupoold.errors import Failed
@@ -62,6 +63,7 @@ class Fences:
         return self.get(number).own if number else 0
 
 
+@dataclass(eq=False, slots=True)
 class LeaderCopyStream:
     """The leader's end: each batch goes to the followers' copy streams and to the leader's own.
 
@@ -70,40 +72,31 @@ class LeaderCopyStream:
     later ones: the batch may arrive during a step that was ordered after the fence.
     """
 
-    def __init__(
-        self,
-        number: int,
-        own: CopyStream,
-        links: Sequence[Link],
-        orders: OrderBook,
-        regions: LeaderRegions,
-        fences: Fences,
-        next_fence: Callable[[], int],
-    ) -> None:
-        self._number = number
-        self._own = own
-        self._links = links
-        self._orders = orders
-        self._regions = regions
-        self._next_fence = next_fence
-        self._fences = fences
-        self._begun: deque[tuple[int, int, bool]] = deque()  # number, own number, with followers
-        self._num_begun = 0
+    number: int
+    own: CopyStream
+    links: Sequence[Link]
+    orders: OrderBook
+    regions: LeaderRegions
+    fences: Fences
+    next_fence: Callable[[], int]
+    # Number, own number, with followers.
+    _begun: deque[tuple[int, int, bool]] = field(default_factory=deque, init=False)
+    _num_begun: int = field(default=0, init=False)
 
     def fence(self) -> int:
-        number, own = self._next_fence(), self._own.fence()
-        num_orders = self._orders.send("record_copy_fence", self._number, number)
-        self._fences.add(number, RankFence(own, num_orders))
+        number, own = self.next_fence(), self.own.fence()
+        num_orders = self.orders.send("record_copy_fence", self.number, number)
+        self.fences.add(number, RankFence(own, num_orders))
         return number
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
         placed = self._placed(copies)
         # Looked up before the followers begin, which record the same fences.
-        fence = self._fences.get(after) if after else RankFence(0, self._orders.num_sent)
+        fence = self.fences.get(after) if after else RankFence(0, self.orders.num_sent)
         if placed:
-            for link in self._links:
+            for link in self.links:
                 link.send((fence.num_orders, placed, after))
-        own = self._own.begin(copies, fence.own)
+        own = self.own.begin(copies, fence.own)
         self._num_begun += 1
         self._begun.append((self._num_begun, own, bool(placed)))
         return self._num_begun
@@ -111,21 +104,21 @@ class LeaderCopyStream:
     def wait(self, batch: int) -> None:
         while self._begun and self._begun[0][0] <= batch:
             _, own, is_everywhere = self._begun.popleft()
-            self._own.wait(own)
+            self.own.wait(own)
             if is_everywhere:
-                for link in self._links:
+                for link in self.links:
                     link.receive()
 
     def close(self) -> None:
-        for link in self._links:
+        for link in self.links:
             link.close()  # ends the followers' threads
-        self._orders.send("forget_copy_stream", self._number)
-        self._own.close()
+        self.orders.send("forget_copy_stream", self.number)
+        self.own.close()
 
     def _placed(self, copies: Sequence[Copy]) -> list[PlacedCopy]:
         placed: list[PlacedCopy] = []
         for target, source, num_bytes in copies:
-            to, from_ = self._regions.place(target), self._regions.place(source)
+            to, from_ = self.regions.place(target), self.regions.place(source)
             assert (to is None) == (from_ is None), "the ranks share one address of a copy only"
             if to is None or from_ is None:
                 return []
@@ -133,47 +126,37 @@ class LeaderCopyStream:
         return placed
 
 
+@dataclass(eq=False, slots=True)
 class FollowerCopyStream:
     """A follower's end, with a thread that makes the batches and acknowledges each."""
 
-    def __init__(
-        self,
-        link: Link,
-        own: CopyStream,
-        regions: FollowerRegions,
-        fences: Fences,
-        done: OrderCount,
-    ) -> None:
-        self._link = link
-        self._own = own
-        self._regions = regions
-        self._done = done
-        self._fences = fences
+    link: Link
+    own: CopyStream
+    regions: FollowerRegions
+    fences: Fences
+    done: OrderCount
 
     def record_fence(self, number: int) -> None:
         """Record a fence after all kernels launched so far, for the thread of orders."""
-        self._fences.add(number, RankFence(self._own.fence()))
+        self.fences.add(number, RankFence(self.own.fence()))
 
     def run(self) -> None:
         """Make copies until the leader closes the copy stream."""
         under_way: deque[int] = deque()
         try:
             while True:
-                if len(under_way) == _MAX_UNDER_WAY or (under_way and not _is_readable(self._link)):
-                    self._own.wait(under_way.popleft())
-                    self._link.send(None)
+                is_full = len(under_way) == _MAX_UNDER_WAY
+                if is_full or (under_way and not select.select([self.link], [], [], 0)[0]):
+                    self.own.wait(under_way.popleft())
+                    self.link.send(None)
                     continue
-                (num_orders, placed, after), _ = self._link.receive()
-                self._done.wait_for(num_orders)
+                (num_orders, placed, after), _ = self.link.receive()
+                self.done.wait_for(num_orders)
                 copies = [
-                    Copy(self._regions.address(to), self._regions.address(from_), num_bytes)
+                    Copy(self.regions.address(to), self.regions.address(from_), num_bytes)
                     for to, from_, num_bytes in placed
                 ]
-                under_way.append(self._own.begin(copies, self._fences.own(after)))
+                under_way.append(self.own.begin(copies, self.fences.own(after)))
         except RankLost:
-            self._own.close()
-            self._link.close()
-
-
-def _is_readable(link: Link) -> bool:
-    return bool(select.select([link], [], [], 0)[0])
+            self.own.close()
+            self.link.close()

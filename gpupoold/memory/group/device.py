@@ -6,18 +6,34 @@ rank. So the leader's accounts of pages, extents and host slots hold for all ran
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import CopyStream, Device, Direction, Fence, PageRun
 from gpupoold.memory.group.copy_stream import Fences, LeaderCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderBook
-from gpupoold.memory.group.regions import CopyMethod, LeaderRegions, PlacedMapping
+from gpupoold.memory.group.regions import LeaderRegions, PlacedMapping
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+# Parameters of a device's methods that are addresses.
+_ADDRESSES = ("address", "source", "target")
+
+
+def _on_all_ranks(method: _Method) -> _Method:
+    """Return a method of :class:`GroupDevice` that calls ``method`` of all ranks' devices."""
+    names = list(signature(method).parameters)[1:]
+
+    def call(self: GroupDevice, *arguments: Any, **options: Any) -> None:
+        self._everywhere(method.__name__, dict(zip(names, arguments, strict=False)) | options)
+
+    return cast(_Method, call)
 
 
 class GroupDevice(Device):
@@ -35,7 +51,7 @@ class GroupDevice(Device):
         """
         super().__init__()
         self._own = own
-        self._orders = orders
+        self.orders = orders
         self._files = files
         self.regions = LeaderRegions()
         self._sending, self._calling = threading.Lock(), threading.Lock()
@@ -52,7 +68,16 @@ class GroupDevice(Device):
         self.table_pages = own.table_pages
         self.copy_batch_bytes = own.copy_batch_bytes
         self.numa_node = own.numa_node
-        self.num_ranks = orders.num_followers + 1
+        self.num_ranks = len(orders.links) + 1
+
+    map = _on_all_ranks(Device.map)
+    map_and_fill = _on_all_ranks(Device.map_and_fill)
+    zero = _on_all_ranks(Device.zero)
+    copy_in = _on_all_ranks(Device.copy_in)
+    copy_out = _on_all_ranks(Device.copy_out)
+    copy_in_host = _on_all_ranks(Device.copy_in_host)
+    release_memory = _on_all_ranks(Device.release_memory)
+    reclaim = _on_all_ranks(Device.reclaim)
 
     def share_host(self, address: int, num_bytes: int, fd: int) -> None:
         number = self.regions.new_number()
@@ -77,50 +102,21 @@ class GroupDevice(Device):
     def release(self, address: int, num_pages: int) -> None:
         number = self.regions.pop(address)
         if number is not None:
-            self._orders.send("close_region", number)
+            self.orders.send("close_region", number)
         self._own.release(address, num_pages)
-
-    def map(self, address: int, runs: list[PageRun]) -> None:
-        with self._everywhere("map", address, runs):
-            self._own.map(address, runs)
-
-    def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
-        at = None if source is None else self.regions.place(source)
-        with self._everywhere("map_and_fill", address, runs, at):
-            self._own.map_and_fill(address, runs, source)
-
-    def unmap(self, address: int, runs: list[PageRun]) -> None:
-        self.unmap_each([(address, runs)])
 
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
         assert last_use is None or isinstance(last_use, _GroupFence)
-        placed = [self._place(address, runs) for address, runs in mappings]
-        found = [mapping for mapping in placed if mapping is not None]
+        placed = [(self.regions.place(address), runs) for address, runs in mappings]
+        found: list[PlacedMapping] = [(at, runs) for at, runs in placed if at is not None]
         if found:
-            self._orders.send("unmap", found, last_use.number if last_use is not None else 0)
+            self.orders.send("unmap", found, last_use.number if last_use is not None else 0)
         self._own.unmap_each(mappings, last_use.own if last_use is not None else None)
 
     def open_fence(self) -> Fence:
-        return _GroupFence(self._own.open_fence(), next(self._fences), self._orders)
-
-    def zero(self, address: int, num_bytes: int) -> None:
-        if (place := self.regions.place(address)) is not None:
-            self._orders.send("zero", place, num_bytes)
-        self._own.zero(address, num_bytes)
-
-    def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        self._copied("copy_in", address, source, num_bytes)
-        self._own.copy_in(address, source, num_bytes)
-
-    def copy_out(self, target: int, address: int, num_bytes: int) -> None:
-        self._copied("copy_out", target, address, num_bytes)
-        self._own.copy_out(target, address, num_bytes)
-
-    def copy_in_host(self, target: int, source: int, num_bytes: int) -> None:
-        self._copied("copy_in_host", target, source, num_bytes)
-        self._own.copy_in_host(target, source, num_bytes)
+        return _GroupFence(self._own.open_fence(), next(self._fences), self.orders)
 
     def open_copy_stream(self, direction: Direction) -> CopyStream:
         return self._open(direction, self._own.open_copy_stream(direction))
@@ -136,8 +132,8 @@ class GroupDevice(Device):
         self._own.synchronize()
 
     def wait_for_ranks(self) -> None:
-        self._orders.send("synchronize")
-        self._orders.wait()
+        self.orders.send("on_device", "synchronize", {})
+        self.orders.wait()
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin the leader's memory; followers pin their own in ``map_host`` and in a load."""
@@ -149,73 +145,56 @@ class GroupDevice(Device):
             self._send_files("close_region", number)
         self._own.unpin(address, num_bytes)
 
-    def release_memory(self, runs: list[PageRun]) -> None:
-        self._orders.send("release_memory", runs)
-        self._own.release_memory(runs)
-
-    def reclaim(self, runs: list[PageRun]) -> None:
-        self._orders.send("reclaim", runs)
-        self._own.reclaim(runs)
-
     def close(self) -> None:
         self._own.close()
 
-    @contextlib.contextmanager
-    def _everywhere(
-        self, method: str, address: int, runs: list[PageRun], *more: Any
-    ) -> Iterator[None]:
-        """Order a mapping; the context makes the leader's at the same time.
+    def _everywhere(self, method: str, arguments: dict[str, Any]) -> None:
+        """Call a method on all ranks, or on the leader if the addresses are in no region.
 
-        The order is undone after an error of the context.
+        An ordered mapping is undone after an error of the leader.
         """
-        placed = self._place(address, runs)
-        if placed is not None:
-            self._orders.send(method, placed, *more)
+        addresses = {n: arguments[n] for n in _ADDRESSES if arguments.get(n) is not None}
+        found = {name: self.regions.place(address) for name, address in addresses.items()}
+        places = {name: place for name, place in found.items() if place is not None}
+        assert not places or len(places) == len(found), "the ranks share one address of a call only"
+        is_ordered = len(places) == len(found)
+        if is_ordered:
+            self.orders.send("on_device", method, arguments | places)
         try:
-            yield
+            getattr(self._own, method)(**arguments)
         except BaseException:
-            if placed is not None:
-                self._orders.send("unmap", [placed], 0)
+            if is_ordered and "runs" in arguments and places:
+                self.orders.send("unmap", [(places["address"], arguments["runs"])], 0)
             raise
 
     def _send_files(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
         with self._sending:
             for link in self._files:
-                link.send((self._orders.num_sent, method, arguments), fds)
-
-    def _place(self, address: int, runs: list[PageRun]) -> PlacedMapping | None:
-        place = self.regions.place(address)
-        return None if place is None else (place, runs)
-
-    def _copied(self, method: CopyMethod, target: int, source: int, num_bytes: int) -> None:
-        to, from_ = self.regions.place(target), self.regions.place(source)
-        assert (to is None) == (from_ is None), "the ranks share one address of a copy only"
-        if to is not None and from_ is not None:
-            self._orders.send("copy", method, to, from_, num_bytes)
+                link.send((self.orders.num_sent, method, arguments), fds)
 
     def _open(self, direction: Direction, own: CopyStream) -> CopyStream:
         number = next(self._streams)
         ends = [Link.pair() for _ in self._files]
         fds = [theirs.fileno() for _, theirs in ends]
-        self._orders.send_each("open_copy_stream", fds, number, direction)
+        self.orders.send_each("open_copy_stream", fds, number, direction)
         for _, theirs in ends:
             theirs.close()
         links = [ours for ours, _ in ends]
         return LeaderCopyStream(
-            number, own, links, self._orders, self.regions, self._copy_fences, self._fences.__next__
+            number, own, links, self.orders, self.regions, self._copy_fences, self._fences.__next__
         )
 
 
-class _GroupFence:
+@dataclass(frozen=True, slots=True)
+class _GroupFence(Fence):
     """A fence on all ranks."""
 
-    def __init__(self, own: Fence, number: int, orders: OrderBook) -> None:
-        self.own = own
-        self.number = number
-        self._orders = orders
+    own: Fence
+    number: int
+    orders: OrderBook
 
     def record(self) -> None:
-        self._orders.send("record_fence", self.number)
+        self.orders.send("record_fence", self.number)
         self.own.record()
 
     def wait(self) -> None:
@@ -223,5 +202,5 @@ class _GroupFence:
         self.own.wait()
 
     def close(self) -> None:
-        self._orders.send("close_fence", self.number)
+        self.orders.send("close_fence", self.number)
         self.own.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
-from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
+from gpupoold.memory.contracts import Device, Direction, Fence
 from gpupoold.memory.group.copy_stream import Fences, FollowerCopyStream
 from gpupoold.memory.group.link import Link
 from gpupoold.memory.group.orders import OrderCount
-from gpupoold.memory.group.regions import CopyMethod, FollowerRegions, PlacedMapping, RegionPlace
+from gpupoold.memory.group.regions import FollowerRegions, PlacedMapping, RegionPlace
 from gpupoold.memory.host import HostBuffer
 
 
@@ -26,14 +27,12 @@ class FollowerMemory:
         self._copy_streams: dict[int, FollowerCopyStream] = {}
         self.regions = FollowerRegions()
 
-    def map(self, placed: PlacedMapping) -> None:
-        place, runs = placed
-        self._device.map(self.regions.address(place), runs)
-
-    def map_and_fill(self, placed: PlacedMapping, source: RegionPlace | None) -> None:
-        at = None if source is None else self.regions.address(source)
-        place, runs = placed
-        self._device.map_and_fill(self.regions.address(place), runs, at)
+    def on_device(self, method: str, arguments: dict[str, Any]) -> None:
+        """Call a method of the device, with addresses for places."""
+        for name, value in arguments.items():
+            if isinstance(value, RegionPlace):
+                arguments[name] = self.regions.address(value)
+        getattr(self._device, method)(**arguments)
 
     def unmap(self, mappings: Sequence[PlacedMapping], fence: int) -> None:
         last_use = self._fences.get(fence)
@@ -49,27 +48,6 @@ class FollowerMemory:
         fence = self._fences.pop(number, None)
         if fence is not None:
             fence.close()
-
-    def zero(self, place: RegionPlace, num_bytes: int) -> None:
-        self._device.zero(self.regions.address(place), num_bytes)
-
-    def copy(
-        self, method: CopyMethod, target: RegionPlace, source: RegionPlace, num_bytes: int
-    ) -> None:
-        addresses = self.regions.address(target), self.regions.address(source)
-        getattr(self._device, method)(*addresses, num_bytes)
-
-    def synchronize(self) -> None:
-        self._device.synchronize()
-
-    def release_memory(self, runs: list[PageRun]) -> None:
-        self._device.release_memory(runs)
-
-    def reclaim(self, runs: list[PageRun]) -> None:
-        self._device.reclaim(runs)
-
-    def close_region(self, number: int) -> None:
-        self.regions.close(number)
 
     def open_copy_stream(self, number: int, direction: Direction, fd: int) -> None:
         own = self._device.open_copy_stream(direction)

@@ -12,6 +12,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpupoold.memory.group.link import Link
@@ -23,22 +24,14 @@ _CONFIRM = "confirm"
 _UNANSWERED = frozenset({"close_region"})
 
 
+@dataclass(eq=False, slots=True)
 class OrderBook:
     """The leader's end of the links for orders; callable by all threads."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
-        self._links = links
-        self._lock = threading.Lock()
-        self._num_sent = 0
-
-    @property
-    def num_followers(self) -> int:
-        return len(self._links)
-
-    @property
-    def num_sent(self) -> int:
-        """Number of orders so far, which side messages carry."""
-        return self._num_sent
+    links: Sequence[Link]
+    num_sent: int = field(default=0, init=False)
+    """Number of orders so far, which side messages carry."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def send(self, method: str, *arguments: Any) -> int:
         """Order all followers to call a method; return the number of orders with this one.
@@ -48,7 +41,7 @@ class OrderBook:
         """
         with self._lock:
             self._send(method, arguments)
-            return self._num_sent
+            return self.num_sent
 
     def send_each(self, method: str, fds: Sequence[int], *arguments: Any) -> None:
         """Order each follower to call a method, with a descriptor of its own."""
@@ -59,7 +52,7 @@ class OrderBook:
         """Return when all followers have carried out the orders sent before."""
         with self._lock:
             self._send(_CONFIRM)
-            for link in self._links:
+            for link in self.links:
                 link.receive()
 
     def _send(
@@ -67,8 +60,8 @@ class OrderBook:
     ) -> None:
         """Send and count an order, with the descriptors in ``fds`` for each follower, if any."""
         pickled = pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL)
-        self._num_sent += 1
-        for link, own in zip(self._links, fds or [()] * len(self._links), strict=True):
+        self.num_sent += 1
+        for link, own in zip(self.links, fds or [()] * len(self.links), strict=True):
             link.send_bytes(pickled, own)
 
 

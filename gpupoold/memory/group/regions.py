@@ -10,7 +10,7 @@ import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gpupoold.memory.contracts import PageRun
 
@@ -24,9 +24,6 @@ class RegionPlace(NamedTuple):
 
 PlacedMapping = tuple[RegionPlace, list[PageRun]]
 """The place from which runs are mapped one after the other."""
-
-CopyMethod = Literal["copy_in", "copy_out", "copy_in_host"]
-"""The methods of a device that copy between an address of the device and host memory."""
 
 
 class LeaderRegions:
@@ -86,7 +83,7 @@ class FollowerRegions:
         """Return the follower's address of a place."""
         return self._regions[place.region].address + place.offset
 
-    def close(self, number: int) -> None:
+    def close_region(self, number: int) -> None:
         """Free a region, unless another thread has done so or the region is unknown."""
         region = self._regions.pop(number, None)
         if region is not None:

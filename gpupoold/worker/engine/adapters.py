@@ -8,8 +8,9 @@ copy of the slots is made equal, so that a switch moves the slots like weights.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.ops.triton_ops import fused_moe_lora_op, utils
@@ -19,6 +20,7 @@ from vllm.v1.engine import EngineCoreRequest
 from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.domain import Adapter
 from gpupoold.errors import Refused
+from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.weights import WeightMemory
 
 # Tables of slot addresses and shapes, by addresses; one per process, for CUDA kernels.
@@ -37,17 +39,24 @@ class ReadAdapter(NamedTuple):
     loaded: LoRAModel
 
 
-class OtherRanks(Protocol):
-    """The adapters of the same engine on the other ranks of a group."""
+@dataclass(frozen=True, slots=True)
+class RankAdapters:
+    """The adapters of the same engine, of number ``engine``, on the other ranks of a group."""
+
+    engine: int
+    device: GroupDevice
 
     def read(self, number: int, name: str, path: str) -> None:
         """Read an adapter as :meth:`EngineAdapters.read` does."""
+        self.device.call_files("on_shard", self.engine, "read_adapter", number, name, path)
 
     def add(self, number: int) -> None:
         """Make an adapter that was read usable."""
+        self.device.orders.send("on_shard", self.engine, "add_adapter", number)
 
     def remove(self, number: int) -> None:
         """Forget an adapter without requests."""
+        self.device.orders.send("on_shard", self.engine, "remove_adapter", number)
 
 
 class EngineAdapters:
@@ -57,7 +66,11 @@ class EngineAdapters:
     """
 
     def __init__(
-        self, model: str, runner: Any, weights: WeightMemory | None, ranks: OtherRanks | None = None
+        self,
+        model: str,
+        runner: Any,
+        weights: WeightMemory | None,
+        ranks: RankAdapters | None = None,
     ) -> None:
         self._model = model
         self._weights = weights

@@ -24,13 +24,12 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
-from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
-from gpupoold.worker.engine.adapters import EngineAdapters
+from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger
 from gpupoold.worker.engine.computed_kv import ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
@@ -46,6 +45,7 @@ from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader, tensors
 from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.rank_loads import LeaderLoad
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -102,8 +102,9 @@ class ModelEngine:
             )
             self._scheduler.prefixes = self.prefixes
         self.steps = EngineSteps(core, info.name)
-        executor = self._core.model_executor
-        ranks = executor.adapters(load.device) if isinstance(load.device, GroupDevice) else None
+        ranks = None
+        if isinstance(load, LeaderLoad):
+            ranks = RankAdapters(load.engine, load.group)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder_outputs = EncoderOutputs(core)

@@ -10,31 +10,12 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.group.orders import OrderBook
 from gpupoold.worker.engine.process_groups import distributed_init_method, seed_sampling
 from gpupoold.worker.weights.loading import current_load
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 
 _SEED_BITS = 62
-
-
-class FollowerAdapters:
-    """The adapters of an engine on the followers; implements ``OtherRanks``."""
-
-    def __init__(self, engine: int, device: GroupDevice, orders: OrderBook) -> None:
-        self._engine = engine
-        self._device = device
-        self._orders = orders
-
-    def read(self, number: int, name: str, path: str) -> None:
-        self._device.call_files("read_adapter", self._engine, number, name, path)
-
-    def add(self, number: int) -> None:
-        self._orders.send("add_adapter", self._engine, number)
-
-    def remove(self, number: int) -> None:
-        self._orders.send("remove_adapter", self._engine, number)
 
 
 class RankExecutor(UniProcExecutor):
@@ -62,10 +43,6 @@ class RankExecutor(UniProcExecutor):
         super().initialize_from_config(kv_cache_configs)
         self._load.share_kv()
 
-    def adapters(self, device: GroupDevice) -> FollowerAdapters:
-        """Return the engine's adapters on the followers of ``device``."""
-        return FollowerAdapters(self._engine, device, self._orders)
-
     def overwrite(self, span: range) -> None:
         """Order the followers to overwrite bytes of their weights, as ``tensors.spoil`` does."""
         self._orders.send("overwrite", self._engine, span)
@@ -92,7 +69,7 @@ class RankExecutor(UniProcExecutor):
             elif method == "sample_tokens":
                 self._order_sampling(args[0])
             else:
-                self._orders.send("call", *call)
+                self._orders.send("on_shard", self._engine, "call", *call[1:])
             return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
         self._load.links.send("call", *call)
         [own] = super().collective_rpc(method, timeout, args, kwargs)

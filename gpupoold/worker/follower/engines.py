@@ -98,6 +98,10 @@ class Shard:
         if (adapter := self._read.pop(number)) is not None:
             self.adapters.add(adapter)
 
+    def remove_adapter(self, number: int) -> None:
+        """Forget an adapter."""
+        self.adapters.remove(number)
+
     def close(self) -> None:
         """Free the shard; its regions are closed by orders."""
         if self._runner is not None:
@@ -128,9 +132,9 @@ class FollowerEngines:
         self._undo = contextlib.ExitStack()
         self._turns = FollowerTurns()
 
-    def call(self, engine: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call a method of an engine's worker, for the thread of orders."""
-        self._shards[engine].call(method, args, kwargs)
+    def on_shard(self, engine: int, method: str, *arguments: Any) -> None:
+        """Call a method of a shard, for the threads of orders and of files."""
+        getattr(self._shards[engine], method)(*arguments)
 
     def step(self, engine: int, output: SchedulerOutput, seed: int | None) -> None:
         """Run a step, and sample if there is a seed; for the thread of orders."""
@@ -174,18 +178,6 @@ class FollowerEngines:
         if (end := self._ends.pop(engine, None)) is not None:
             end.cancel()
         self._shards.pop(engine).close()
-
-    def read_adapter(self, engine: int, number: int, name: str, path: str) -> None:
-        """Read an adapter, for the thread of files."""
-        self._shards[engine].read_adapter(number, name, path)
-
-    def add_adapter(self, engine: int, number: int) -> None:
-        """Make an adapter usable, for the thread of orders."""
-        self._shards[engine].add_adapter(number)
-
-    def remove_adapter(self, engine: int, number: int) -> None:
-        """Forget an adapter, for the thread of orders."""
-        self._shards[engine].adapters.remove(number)
 
     def run_loads(self) -> None:
         """Carry out the leader's messages about loads until the leader ends.

@@ -29,10 +29,11 @@ def follow(rank: Rank, device: Device) -> None:
     [links] = rank.links
     memory = FollowerMemory(device, rank.rank, done)
     engines = FollowerEngines(device, memory, links.loads, rank.rank, done)
+    receivers = (memory, memory.regions, engines)
     links.orders.send(device.num_pages)
-    for run in (engines.run_loads, lambda: run_files(links.files, (memory, engines), done)):
+    for run in (engines.run_loads, lambda: run_files(links.files, receivers, done)):
         threading.Thread(target=_until_lost, args=(run,), daemon=True).start()
-    run_orders(links.orders, (memory, engines), done)
+    run_orders(links.orders, receivers, done)
 
 
 def _until_lost(run: Callable[[], Any]) -> None:

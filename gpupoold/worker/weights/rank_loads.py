@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
@@ -81,13 +81,13 @@ class RegionNumbers(NamedTuple):
     kv: int
 
 
+@dataclass(eq=False, slots=True)
 class LoadLinks:
     """The leader's links to the followers' threads of loads, for the leader's thread of loads."""
 
-    def __init__(self, links: Sequence[Link], orders: OrderBook) -> None:
-        self._links = links
-        self.orders = orders
-        self._num_engines = 0
+    links: Sequence[Link]
+    orders: OrderBook
+    _num_engines: int = field(default=0, init=False)
 
     def new_engine(self) -> int:
         """Return a number for an engine."""
@@ -96,7 +96,7 @@ class LoadLinks:
 
     def send(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
         """Call a method on all followers, or send what a called method waits for."""
-        for link in self._links:
+        for link in self.links:
             link.send((self.orders.num_sent, method, arguments), fds)
 
     def receive(self) -> list[Any]:
@@ -105,7 +105,7 @@ class LoadLinks:
         Raises:
             RankFailed: a follower answered with an error.
         """
-        received = [link.receive()[0] for link in self._links]
+        received = [link.receive()[0] for link in self.links]
         failed = [
             f"rank {rank}: {answer.value}"
             for rank, answer in enumerate(received, 1)
@@ -118,7 +118,7 @@ class LoadLinks:
     def end_load(self, engine: int, *, is_loaded: bool) -> None:
         """End a load on all followers; after a failure, skip answers to earlier calls."""
         self.send("end_load", engine, is_loaded)
-        for link in self._links:
+        for link in self.links:
             while link.receive()[0].kind is not AnswerKind.ENDED:
                 pass
 
@@ -184,18 +184,19 @@ class LeaderLoad(ModelLoad):
     def __init__(self, *arguments: Any, links: LoadLinks, **options: Any) -> None:
         super().__init__(*arguments, **options)
         assert isinstance(self.device, GroupDevice)
-        self._group: GroupDevice = self.device
+        self.group: GroupDevice = self.device
         self.turns = LeaderTurns(self.turns, links.orders)
         self.links = links
         self.engine = links.new_engine()
-        new_number = self._group.regions.new_number
+        new_number = self.group.regions.new_number
         self._numbers = RegionNumbers(new_number(), new_number(), new_number(), new_number())
-        self._is_begun = False
+        self.is_under_way = False
+        """True until all ranks have ended the load."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         self.links.send("begin_load", self.engine, self.name, self.skips_checkpoint)
-        self._is_begun = True
+        self.is_under_way = True
         try:
             with super().active():
                 yield
@@ -203,11 +204,6 @@ class LeaderLoad(ModelLoad):
             self._end(is_loaded=False)
             raise
         self._end(is_loaded=True)
-
-    @property
-    def is_under_way(self) -> bool:
-        """True until all ranks have ended the load."""
-        return self._is_begun
 
     def bring_weights(self) -> None:
         super().bring_weights()
@@ -224,7 +220,7 @@ class LeaderLoad(ModelLoad):
         """Let orders about the KV range reach the followers, whose ranges exist."""
         if self.kv_address_range is not None:
             num_bytes = self.kv_address_range.num_pages * self.device.page_bytes
-            self._group.regions.add(self._numbers.kv, self.kv_address_range.address, num_bytes)
+            self.group.regions.add(self._numbers.kv, self.kv_address_range.address, num_bytes)
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
         shapes = [ShardShape.of(layout, slots), *self.links.receive()]
@@ -257,7 +253,7 @@ class LeaderLoad(ModelLoad):
     def _placed(self) -> None:
         self.links.receive()
         assert self.weights is not None
-        regions, numbers = self._group.regions, self._numbers
+        regions, numbers = self.group.regions, self._numbers
         regions.add(numbers.weights, self.weights.address, self.weights.num_bytes)
         snapshot, own = self.weights.snapshot, self.weights.own
         regions.add(numbers.snapshot, snapshot.address, snapshot.num_bytes)
@@ -273,8 +269,8 @@ class LeaderLoad(ModelLoad):
         super()._reclaim(failure)
 
     def _end(self, *, is_loaded: bool) -> None:
-        if self._is_begun:
-            self._is_begun = False
+        if self.is_under_way:
+            self.is_under_way = False
             self.links.end_load(self.engine, is_loaded=is_loaded)
 
     def _let_go(self) -> None:
@@ -345,7 +341,7 @@ class FollowerLoad(ModelLoad):
 
     def _give_back(self) -> None:
         for number in self._numbers or ():
-            self._memory.regions.close(number)
+            self._memory.regions.close_region(number)
         super()._give_back()
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:

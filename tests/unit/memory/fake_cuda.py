@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from gpupoold.memory.cuda.driver import CudaError
+from gpupoold.memory.cuda.driver import CudaDriver, CudaError
 from tests.unit.memory.fake_page_tables import PageTables, require
 
 _MAX_REGISTRATION_BYTES = 64 << 30
@@ -57,8 +57,8 @@ class Event:
     work: list[Work] = field(default_factory=list)
 
 
-class FakeCuda:
-    """Implements ``CudaDriver`` on ``total_bytes`` of which ``taken_bytes`` are others'."""
+class FakeCuda(CudaDriver):
+    """A driver on ``total_bytes`` of which ``taken_bytes`` are others'."""
 
     def __init__(
         self,
@@ -146,17 +146,17 @@ class FakeCuda:
         assert not self.is_open
         self._owner = threading.get_ident()
         self.is_open, self.threads = True, {self._owner}
-        with self._call("open", device_index):
+        with self._called("open", device_index):
             pass
 
     def bind_thread(self) -> None:
         self.threads.add(threading.get_ident())
         self._ignoring_captures.add(threading.get_ident())
-        with self._call("bind_thread"):
+        with self._called("bind_thread"):
             pass
 
     def close(self) -> None:
-        with self._call("close"):
+        with self._called("close"):
             self.is_open = False
 
     def pci_bus_id(self) -> str:
@@ -169,52 +169,52 @@ class FakeCuda:
         return self._tables.granularity
 
     def create(self, num_bytes: int) -> int:
-        with self._call("create", 0, num_bytes):
+        with self._called("create", 0, num_bytes):
             if num_bytes > self.free_bytes:
                 raise CudaError("create", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
             self._tables.create(handle := self._new(), num_bytes)
             return handle
 
     def release(self, handle: int) -> None:
-        with self._call("release", handle):
+        with self._called("release", handle):
             self._tables.release(handle)
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
-        with self._call("reserve_addresses", 0, num_bytes):
+        with self._called("reserve_addresses", 0, num_bytes):
             return self._tables.reserve(num_bytes, alignment)
 
     def free_addresses(self, address: int, num_bytes: int) -> None:
-        with self._call("free_addresses", address, num_bytes):
+        with self._called("free_addresses", address, num_bytes):
             self._tables.free(address, num_bytes)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        with self._call("map", address, num_bytes):
+        with self._called("map", address, num_bytes):
             self._tables.map(address, num_bytes, handle)
 
     def allow_access(self, address: int, num_bytes: int) -> None:
-        with self._call("allow_access", address, num_bytes):
+        with self._called("allow_access", address, num_bytes):
             self._tables.allow_access(address, num_bytes)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        with self._call("unmap", address, num_bytes):
+        with self._called("unmap", address, num_bytes):
             for work in self._undone():
                 overlaps = work.start < address + num_bytes and address < work.end
                 require(not overlaps, "unmap", "a kernel or copy is running there")
             self._tables.unmap(address, num_bytes)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        with self._call("copy_in", target, num_bytes):
+        with self._called("copy_in", target, num_bytes):
             self._copy("copy_in", target, source, num_bytes, stream)
 
     def copy_out(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        with self._call("copy_out", source, num_bytes):
+        with self._called("copy_out", source, num_bytes):
             self._copy("copy_out", target, source, num_bytes, stream)
 
     def can_copy_batches(self) -> bool:
         return self._can_batch
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        with self._call("copy_batch", len(copies), stream):
+        with self._called("copy_batch", len(copies), stream):
             require(self._can_batch, "copy_batch", "this driver has no such call")
             require(stream != 0, "copy_batch", "the legacy default stream")
             require(0 < len(copies) <= _MAX_COPIES_PER_BATCH, "copy_batch", "number of copies")
@@ -226,24 +226,24 @@ class FakeCuda:
                 self._copy("copy_batch", target, source, num_bytes, stream)
 
     def fill(self, address: int, value: int, num_bytes: int, stream: int) -> None:
-        with self._call("fill", address, num_bytes):
+        with self._called("fill", address, num_bytes):
             require(num_bytes > 0, "fill", "no bytes")
             self._tables.check("fill", address, num_bytes)
             write = partial(self._tables.write, address, bytes([value]) * num_bytes)
             self._streams[stream].append(Work(write, address, address + num_bytes))
 
     def create_stream(self) -> int:
-        with self._call("create_stream"):
+        with self._called("create_stream"):
             self._streams[stream := self._new()] = []
             return stream
 
     def destroy_stream(self, stream: int) -> None:
-        with self._call("destroy_stream", stream):
+        with self._called("destroy_stream", stream):
             require(stream not in self.busy_streams, "destroy_stream", "it has work left")
             del self._streams[stream]
 
     def synchronize_stream(self, stream: int) -> None:
-        with self._call("synchronize_stream", stream):
+        with self._called("synchronize_stream", stream):
             self._finish(self._streams[stream])
             self._streams[stream] = []
 
@@ -254,32 +254,32 @@ class FakeCuda:
         return self._create_event("host")
 
     def destroy_event(self, event: int) -> None:
-        with self._call("destroy_event", event):
+        with self._called("destroy_event", event):
             del self._events[event]
 
     def record_event(self, event: int, stream: int) -> None:
-        with self._call("record_event", event, stream):
+        with self._called("record_event", event, stream):
             # What is done need not be waited for, and streams nobody synchronises stay short.
             self._streams[stream] = [w for w in self._streams[stream] if not w.is_done]
             self._events[event].work = [*self._streams[stream]]
 
     def synchronize_event(self, event: int) -> None:
-        with self._call("synchronize_event", event):
+        with self._called("synchronize_event", event):
             require(self._events[event].kind == "host", "synchronize_event", "would spin")
             self._finish(self._events[event].work)
 
     def wait_event(self, stream: int, event: int) -> None:
-        with self._call("wait_event", stream, event):
+        with self._called("wait_event", stream, event):
             self._streams[stream] += self._events[event].work
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        with self._call("register_host", address, num_bytes):
+        with self._called("register_host", address, num_bytes):
             require(num_bytes <= _MAX_REGISTRATION_BYTES, "register_host", "too large")
             require(not self._touched(address, num_bytes), "register_host", "registered already")
             self._registered[address] = num_bytes
 
     def unregister_host(self, address: int) -> None:
-        with self._call("unregister_host", address):
+        with self._called("unregister_host", address):
             require(address in self._registered, "unregister_host", "not registered")
             end = address + self._registered[address]
             for work in self._undone():
@@ -290,7 +290,7 @@ class FakeCuda:
     # Below
 
     @contextmanager
-    def _call(self, call: str, first: int = 0, second: int = 0) -> Iterator[None]:
+    def _called(self, call: str, first: int = 0, second: int = 0) -> Iterator[None]:
         with self._lock:
             thread = threading.get_ident()
             require(self.is_open, call, "no context")
@@ -338,7 +338,7 @@ class FakeCuda:
         ]
 
     def _create_event(self, kind: str) -> int:
-        with self._call("create_event"):
+        with self._called("create_event"):
             self._events[event := self._new()] = Event(kind)
             return event
 

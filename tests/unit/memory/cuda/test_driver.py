@@ -1,4 +1,4 @@
-"""``BindingsDriver`` as far as it goes without a GPU; ``tests/gpu`` has the rest."""
+"""``CudaDriver`` as far as it goes without a GPU; ``tests/gpu`` has the rest."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from gpupoold.memory.cuda import driver as cuda_driver
-from gpupoold.memory.cuda.driver import BindingsDriver, CudaError
+from gpupoold.memory.cuda.driver import CudaDriver, CudaError
 from tests.conftest import has_nvidia_gpu
 from tests.unit.memory.fake_cuda import FakeCuda
 
 
 def test_the_fake_has_the_drivers_methods() -> None:
-    for name, method in inspect.getmembers(BindingsDriver, inspect.isfunction):
+    for name, method in inspect.getmembers(CudaDriver, inspect.isfunction):
         if not name.startswith("_"):
-            fake = getattr(FakeCuda, name)
+            fake = vars(FakeCuda)[name]
             assert inspect.signature(fake) == inspect.signature(method), name
 
 
@@ -30,14 +30,14 @@ class TestBindings:
         if has_nvidia_gpu():
             pytest.skip("this machine has a GPU")
         with pytest.raises(CudaError, match=r"^cuInit failed: ") as caught:
-            BindingsDriver().open(0)
+            CudaDriver().open(0)
         assert "gpupool doctor" in caught.value.__notes__[0]
 
     @pytest.mark.parametrize("name", cuda_driver.INIT_REMEDIES)
     def test_a_driver_that_does_not_begin_names_the_remedy(self, name: str) -> None:
         from cuda.bindings import driver
 
-        bindings = BindingsDriver()
+        bindings = CudaDriver()
         bindings._driver = SimpleNamespace(
             cuInit=lambda flags: (getattr(driver.CUresult, name),),
             cuGetErrorString=lambda status: (0, b"no"),

@@ -68,7 +68,7 @@ class Pair:
 
 def _until_closed(run: object, link: Link, pair: Pair) -> None:
     with suppress(RankLost):
-        run(link, [pair.memory], pair.done)  # type: ignore[operator]
+        run(link, [pair.memory, pair.memory.regions], pair.done)  # type: ignore[operator]
     link.close()
 
 

@@ -106,7 +106,7 @@ def measure(num_models: int, num_extents: int) -> dict[str, float]:
     residency, models = make(num_models, num_extents)
     first = models[0]
     residency.switch_in(first.name)
-    eviction = residency._eviction
+    eviction = residency.eviction
     times = {
         "resident_switch_us": microseconds(lambda: residency.switch_in(first.name)),
         "between_steps_us": microseconds(lambda: _between_steps(residency, first.name)),

@@ -47,7 +47,7 @@ def bench_device(loop: TurnLoop, rounds: int) -> dict[str, Any]:
         Refused: the device is busy or too small to measure on.
     """
     empty_device(loop)
-    device, pool = loop.device, loop.residency.pool
+    device, pool = loop.own.device, loop.residency.pool
     num_bytes = min(_COPY_BYTES, pool.num_free // 2 * device.page_bytes)
     if num_bytes < _MIN_BYTES:
         raise Refused("the device has too few free pages to measure on", "use a larger device")

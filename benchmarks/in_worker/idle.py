@@ -42,7 +42,8 @@ def crowded(loop: TurnLoop, incoming: ModelEngine) -> Iterator[None]:
     first = kv.geometry.extent_pages  # with the null block
     wanted = weights.num_missing_pages + kv.num_returning_pages + first
     held = sum(one.weights.num_mapped_pages for one in loop.engines.values())
-    held += sum(one.kv.resident_bytes for one in loop.engines.values()) // loop.device.page_bytes
+    kv_bytes = sum(one.kv.resident_bytes for one in loop.engines.values())
+    held += kv_bytes // loop.own.device.page_bytes
     runs = pool.allocate(max(0, pool.num_free - max(0, wanted - held)))
     try:
         yield
@@ -70,9 +71,9 @@ def leftovers(loop: TurnLoop) -> dict[str, Any]:
     return {
         "pages": pool.num_pages,
         "free_pages": pool.num_free,
-        "page_bytes": loop.device.page_bytes,
-        "kv_host_bytes": loop.host.used_bytes - loop.host.prefix_bytes,
-        "device_free_bytes": loop.device.free_bytes(),
+        "page_bytes": loop.own.device.page_bytes,
+        "kv_host_bytes": loop.own.host.used_bytes - loop.own.host.prefix_bytes,
+        "device_free_bytes": loop.own.device.free_bytes(),
         **memory,
     }
 

@@ -39,7 +39,7 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
     moved, other = (loop.engine(name) for name in models)
     empty_device(loop)
     with contextlib.ExitStack() as undo:
-        queue = TransferQueue.open(loop.device, Direction.OUT, "bench-out")
+        queue = TransferQueue.open(loop.own.device, Direction.OUT, "bench-out")
         undo.callback(queue.close)
         lives = [
             BenchmarkRequests(moved, loop.residency, kv_bytes),
@@ -50,11 +50,11 @@ def bench_kv(loop: TurnLoop, models: list[str], rounds: int, kv_bytes: int) -> d
             live.start()
         loop.residency.switch_in(moved.name)
         bench = _SwapBench(loop, lives[0], lives[1], queue)
-        before = kv_digest(loop.device, moved)
-        with scratch_memory(loop.device, loop.residency.pool, bench.num_bytes) as scratch:
-            swap = bench.swap(rounds, scratch, plain_copies(loop.device, scratch))
+        before = kv_digest(loop.own.device, moved)
+        with scratch_memory(loop.own.device, loop.residency.pool, bench.num_bytes) as scratch:
+            swap = bench.swap(rounds, scratch, plain_copies(loop.own.device, scratch))
         overlap = bench.overlap(rounds, swap["out_p50_s"] + swap["in_p50_s"])
-        is_intact = kv_digest(loop.device, moved) == before
+        is_intact = kv_digest(loop.own.device, moved) == before
     return {"kv_swap": swap | {"is_intact": is_intact}, "kv_overlap": overlap}
 
 

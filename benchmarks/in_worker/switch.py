@@ -115,7 +115,7 @@ class _SwitchBench:
         Raises:
             Refused: the models do not fit.
         """
-        page_bytes, num_pages = self._loop.device.page_bytes, self._residency.pool.num_pages
+        page_bytes, num_pages = self._loop.own.device.page_bytes, self._residency.pool.num_pages
         wanted = sum(e.weights.num_pages + -(-kv_bytes // page_bytes) for e in self._engines)
         if wanted > num_pages and set(modes) & {"resident", "prefetched"}:
             raise Refused(
@@ -224,7 +224,7 @@ class _SwitchBench:
 
     def _copy_plainly(self, engine: ModelEngine) -> None:
         """Copy the snapshot into its mapped address range in each way, and record the times."""
-        weights, device = engine.weights, self._loop.device
+        weights, device = engine.weights, self._loop.own.device
         started_s = time.perf_counter()
         device.copy_in(weights.address, weights.snapshot.address, weights.num_bytes)
         device.synchronize()

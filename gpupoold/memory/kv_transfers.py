@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device
@@ -140,24 +141,22 @@ class PeerCache:
             libc.munmap(self._address, self._num_bytes)
 
 
+@dataclass(eq=False, slots=True)
 class PeerSlot:
     """The place of some blocks' KV in another worker's host cache."""
 
-    def __init__(
-        self, cache: PeerCache, pieces: list[tuple[int, int]], on_free: Callable[[], None]
-    ) -> None:
-        self._cache = cache
-        self._pieces = pieces
-        self._on_free = on_free
+    cache: PeerCache
+    pieces: list[tuple[int, int]]
+    on_free: Callable[[], None]
 
     @property
     def num_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self._pieces)
+        return sum(num_bytes for _, num_bytes in self.pieces)
 
     def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        return lay(extents, self._pieces)
+        return lay(extents, self.pieces)
 
     def free(self) -> None:
         """Report that this worker no longer needs the slot."""
-        self._cache.leave()
-        self._on_free()
+        self.cache.leave()
+        self.on_free()

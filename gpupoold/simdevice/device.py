@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Turn
@@ -228,15 +228,13 @@ class _Steps:
     step_s: float | None
 
 
+@dataclass(eq=False, slots=True)
 class StepReports:
     """Collects steps and reports them when the batch changes, or at ``close``."""
 
-    def __init__(
-        self, send: Callable[[m.Message], None], vocabularies: Mapping[str, Vocabulary]
-    ) -> None:
-        self._send = send
-        self._vocabularies = vocabularies
-        self._steps: _Steps | None = None
+    send: Callable[[m.Message], None]
+    vocabularies: Mapping[str, Vocabulary]
+    _steps: _Steps | None = field(default=None, init=False)
 
     def note(self, model: str, batch: list[SimLive], step_s: float | None, now_s: float) -> None:
         """Add a step with a token for each request; ``step_s`` is None for a prefill."""
@@ -259,7 +257,7 @@ class StepReports:
         steps, self._steps = self._steps, None
         if steps is None:
             return
-        vocabulary, num_steps = self._vocabularies[steps.model], steps.num_steps
+        vocabulary, num_steps = self.vocabularies[steps.model], steps.num_steps
         progress = [
             m.RequestProgress(
                 one.request.id,
@@ -268,4 +266,4 @@ class StepReports:
             )
             for one, start in zip(steps.batch, steps.starts, strict=True)
         ]
-        self._send(m.StepOutputs(steps.model, now_s, [], progress, steps.step_s))
+        self.send(m.StepOutputs(steps.model, now_s, [], progress, steps.step_s))

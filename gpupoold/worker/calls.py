@@ -59,7 +59,7 @@ def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
     mismatch.
     """
     num_owned = loop.residency.check_integrity(
-        loop.migrations.sent_bytes, is_loading=loop.is_loading
+        loop.migrations.sent_bytes, is_loading=loop.loads.is_busy
     )
     for engine in loop.engines.values():
         engine.check_encoder_outputs()
@@ -78,8 +78,8 @@ def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
     loop.residency.save_prefixes(model)
     engine.kv.finish_exports()  # blocks of ended requests live until they are copied
     return {
-        "weights": weights_digest(loop.device, engine),
-        "kv": kv_digest(loop.device, engine),
+        "weights": weights_digest(loop.own.device, engine),
+        "kv": kv_digest(loop.own.device, engine),
         "num_live_blocks": len(live_blocks(engine)),
     }
 

@@ -133,58 +133,54 @@ def profile(
     return measured
 
 
+@dataclass(eq=False)
 class _ProfilingRun:
     """The synthetic requests of one profiling run, and the times of their steps.
 
     The run's time does not pass between two slices.
     """
 
-    def __init__(
-        self,
-        engine: ProfiledModel,
-        pages: Pages,
-        budget_s: float,
-        clock: Callable[[], float],
-        slice_limit_s: Callable[[], float],
-    ) -> None:
-        self._engine = engine
-        self._pages = pages
-        self._budget_s = budget_s
-        self._clock = clock
-        self._slice_limit_s = slice_limit_s
-        self._began_s = clock()
-        self._num_requests = 0
-        self._generated: dict[str, int] = {}
-        self._warm_up_s = 0.0  # the first step of the last prefill point
-        self.num_left_out = 0
-        self.timed = TimedPoints()
+    engine: ProfiledModel
+    pages: Pages
+    budget_s: float
+    clock: Callable[[], float]
+    slice_limit_s: Callable[[], float]
+    num_left_out: int = field(default=0, init=False)
+    timed: TimedPoints = field(default_factory=lambda: TimedPoints(), init=False)
+    _num_requests: int = field(default=0, init=False)
+    _generated: dict[str, int] = field(default_factory=dict, init=False)
+    _warm_up_s: float = field(default=0.0, init=False)
+    """The first step of the last prefill point."""
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
 
     @property
     def spent_s(self) -> float:
         """Seconds in slices so far."""
-        return self._clock() - self._began_s
+        return self.clock() - self._began_s
 
     def measure(self, prefill_s: float) -> Slices:
         yield from self._new_slice()
         kv_tokens = self._kv_tokens()
-        step_tokens = min(kv_tokens, self._engine.max_batched_tokens)
-        longest = self._engine.info.max_model_len - 1
-        for batch in _SMALL_PREFILLS if math.isfinite(self._slice_limit_s()) else _PREFILLS:
+        step_tokens = min(kv_tokens, self.engine.max_batched_tokens)
+        longest = self.engine.info.max_model_len - 1
+        for batch in _SMALL_PREFILLS if math.isfinite(self.slice_limit_s()) else _PREFILLS:
             if max(batch) > longest or sum(batch) > step_tokens:
                 continue
             if not (yield from self._measure_prefill(batch, prefill_s)):
                 break
-        if not self._engine.info.generates:
+        if not self.engine.info.generates:
             return
-        contexts = _contexts(self._engine) if self.timed.prefills else []
+        contexts = _contexts(self.engine) if self.timed.prefills else []
         for index, context in enumerate(contexts):
-            share_s = (self._budget_s - self.spent_s) / (len(contexts) - index)
+            share_s = (self.budget_s - self.spent_s) / (len(contexts) - index)
             yield from self._measure_decodes(context, kv_tokens, self.spent_s + share_s)
 
     def leave(self) -> None:
         """End all requests and free their KV and cached prefixes."""
         self._clear()
-        self._engine.kv.unmap(self._engine.kv.free_extents())
+        self.engine.kv.unmap(self.engine.kv.free_extents())
 
     def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> Generator[None, None, bool]:
         """Measure one point of the prefill series; return False without time or memory."""
@@ -193,7 +189,7 @@ class _ProfilingRun:
             last = self.timed.prefills[-1]
             growth = max(1.0, sum(batch) / sum(last.batch))
             expected_s = _MARGIN * self._warm_up_s * growth
-            if self._next_prefill_s(sum(batch)) > self._slice_limit_s():
+            if self._next_prefill_s(sum(batch)) > self.slice_limit_s():
                 self.num_left_out += 1
                 return False
         times_s: list[float] = []
@@ -209,7 +205,7 @@ class _ProfilingRun:
             self._generated.clear()
             times_s.append(duration_s)
             # The first step of a size takes longer, and any step may be disturbed.
-            if min(times_s) > (1 if len(times_s) > 2 else _TOLERANCE) * self._slice_limit_s():
+            if min(times_s) > (1 if len(times_s) > 2 else _TOLERANCE) * self.slice_limit_s():
                 self.num_left_out += 1
                 return False
             expected_s = duration_s
@@ -229,10 +225,10 @@ class _ProfilingRun:
 
     def _measure_decodes(self, context: int, kv_tokens: int, end_s: float) -> Slices:
         """Measure points of one context length: the batch grows until time or memory runs out."""
-        max_tokens = _room(self._engine)
+        max_tokens = _room(self.engine)
         for batch_size in _BATCH_SIZES:
             num_new = batch_size - len(self._generated)
-            if batch_size > self._engine.max_sequences:
+            if batch_size > self.engine.max_sequences:
                 break
             if batch_size * (context + max_tokens) > kv_tokens and batch_size > 1:
                 break
@@ -246,7 +242,7 @@ class _ProfilingRun:
                 break
             self.timed.decodes.append(sample)
             self.timed.decode_contexts.add(context)
-            if _MARGIN * sample.duration_s > self._slice_limit_s():
+            if _MARGIN * sample.duration_s > self.slice_limit_s():
                 self.num_left_out += 1
                 break
         self._clear()
@@ -264,7 +260,7 @@ class _ProfilingRun:
     def _start_all(self, num_prompt_tokens: int) -> Generator[None, None, bool]:
         """Step until every request has its first token; return False if some cannot start."""
         chunk_tokens = self._chunk_tokens()
-        step_tokens = min(self._engine.max_batched_tokens, chunk_tokens or math.inf)
+        step_tokens = min(self.engine.max_batched_tokens, chunk_tokens or math.inf)
         max_steps = 2 + len(self._generated) + int(2 * num_prompt_tokens / step_tokens)
         for _ in range(max_steps):
             if all(self._generated.values()):
@@ -274,7 +270,7 @@ class _ProfilingRun:
 
     def _chunk_tokens(self) -> int | None:
         """Return the tokens of a step that takes ``slice_limit_s``; None without a limit."""
-        limit_s, last = self._slice_limit_s(), self.timed.prefills[-1]
+        limit_s, last = self.slice_limit_s(), self.timed.prefills[-1]
         if not math.isfinite(limit_s):
             return None
         num_tokens = int(sum(last.batch) * limit_s / last.duration_s)
@@ -286,16 +282,16 @@ class _ProfilingRun:
         Steps overlap as in a turn: on a GPU the host prepares a step while the device computes the
         step before. Beside streams every step has a slice of its own, so steps do not overlap.
         """
-        overlaps = math.isinf(self._slice_limit_s())
+        overlaps = math.isinf(self.slice_limit_s())
         if overlaps:
             yield from self._new_slice()
         best: DecodeSample | None = None
-        ended_s, num_ended = self._clock(), 0
+        ended_s, num_ended = self.clock(), 0
         for index in range(3 + _DECODE_REPETITIONS):
             batch, is_last = self._decode_batch(context), index == 2 + _DECODE_REPETITIONS
             if overlaps:
                 progressed = self._overlapped_step(is_last=is_last)
-                duration_s, ended_s = self._clock() - ended_s, self._clock()
+                duration_s, ended_s = self.clock() - ended_s, self.clock()
             elif index <= _DECODE_REPETITIONS:
                 duration_s, progressed = yield from self._step()
             else:
@@ -303,7 +299,7 @@ class _ProfilingRun:
             if not progressed:  # the first of overlapping steps
                 continue
             if progressed != set(self._generated):
-                self._engine.end_steps()
+                self.engine.end_steps()
                 return None
             num_ended += 1
             if is_last or num_ended == 1:  # the host prepares no step beside the last one
@@ -315,9 +311,9 @@ class _ProfilingRun:
     def _overlapped_step(self, *, is_last: bool) -> set[str]:
         """Begin a step or end the last one; return the requests of the step that has ended."""
         if is_last:
-            return self._gained(self._engine.end_steps())
-        self._pages.ensure_kv(self._engine.name)
-        return self._gained(self._engine.begin_step())
+            return self._gained(self.engine.end_steps())
+        self.pages.ensure_kv(self.engine.name)
+        return self._gained(self.engine.begin_step())
 
     def _decode_batch(self, context: int) -> DecodeBatch:
         num = len(self._generated)
@@ -328,7 +324,7 @@ class _ProfilingRun:
         for length in lengths:
             self._num_requests += 1
             request_id = f"profiling-{self._num_requests}"
-            self._engine.add_synthetic(request_id, length, max_tokens)
+            self.engine.add_synthetic(request_id, length, max_tokens)
             self._generated[request_id] = 0
             added.add(request_id)
         return added
@@ -338,10 +334,10 @@ class _ProfilingRun:
     ) -> Generator[None, None, tuple[float, set[str]]]:
         """Return the seconds of one step in a new slice, and the requests that gained a token."""
         yield from self._new_slice()
-        self._pages.ensure_kv(self._engine.name)
-        started_s = self._clock()
-        progress = self._engine.step(chunk_tokens)
-        return self._clock() - started_s, self._gained(progress)
+        self.pages.ensure_kv(self.engine.name)
+        started_s = self.clock()
+        progress = self.engine.step(chunk_tokens)
+        return self.clock() - started_s, self._gained(progress)
 
     def _gained(self, progress: Sequence[RequestProgress]) -> set[str]:
         """Count the tokens of a step; return the requests that gained some."""
@@ -352,28 +348,28 @@ class _ProfilingRun:
 
     def _new_slice(self) -> Slices:
         """End the slice; other models may be on the device until the next."""
-        left_s = self._clock()
+        left_s = self.clock()
         yield
-        self._began_s += self._clock() - left_s
-        self._pages.make_resident(self._engine.name)
+        self._began_s += self.clock() - left_s
+        self.pages.make_resident(self.engine.name)
 
     def _clear(self) -> None:
-        self._engine.abort(list(self._generated))
+        self.engine.abort(list(self._generated))
         self._generated.clear()
         for _ in range(_MAX_CLEARING_STEPS):  # the engine cleans ended requests up in a step
-            if not self._engine.has_requests():
+            if not self.engine.has_requests():
                 return
-            self._engine.step()
-        raise Failed(f"{self._engine.info.name}: ended synthetic requests are still in the engine")
+            self.engine.step()
+        raise Failed(f"{self.engine.info.name}: ended synthetic requests are still in the engine")
 
     def _kv_tokens(self) -> int:
         """Return the number of tokens whose KV fits into free pages, within the limits."""
-        if not self._engine.info.kv_bytes_per_token:
+        if not self.engine.info.kv_bytes_per_token:
             return _MAX_KV_TOKENS
-        geometry = self._engine.kv.geometry
+        geometry = self.engine.kv.geometry
         pages_per_extent = max(1, sum(len(span) for span in geometry.pages(0)))
-        blocks = self._pages.pool.num_free // pages_per_extent * geometry.blocks_per_extent
-        free_tokens = blocks * self._engine.info.block_size
+        blocks = self.pages.pool.num_free // pages_per_extent * geometry.blocks_per_extent
+        free_tokens = blocks * self.engine.info.block_size
         return min(_MAX_KV_TOKENS, max(_MIN_KV_TOKENS, free_tokens))
 
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from gpupoold.system.activity import WORKER, ThreadPhase
@@ -149,19 +150,14 @@ class TurnThread:
         return job
 
 
+@dataclass(eq=False, slots=True)
 class _TurnJob:
     """Slices with their result."""
 
-    def __init__(
-        self,
-        slices: Generator[None, None, Any],
-        phase: ThreadPhase = ThreadPhase.IDLE,
-        model: str = "",
-    ) -> None:
-        self._slices = slices
-        self._phase = phase
-        self._model = model
-        self._result: Future[Any] = Future()
+    slices: Generator[None, None, Any]
+    phase: ThreadPhase = ThreadPhase.IDLE
+    model: str = ""
+    _result: Future[Any] = field(default_factory=Future, init=False)
 
     def result(self) -> Any:
         """Wait for the result."""
@@ -171,9 +167,9 @@ class _TurnJob:
         """Run the next slice; return whether it was the last."""
         before = WORKER.main.phase
         try:
-            if self._phase is not ThreadPhase.IDLE:
-                WORKER.main.set(self._phase, self._model)
-            next(self._slices)
+            if self.phase is not ThreadPhase.IDLE:
+                WORKER.main.set(self.phase, self.model)
+            next(self.slices)
         except StopIteration as end:
             self._result.set_result(end.value)
             return True
@@ -181,7 +177,7 @@ class _TurnJob:
             self._result.set_exception(error)
             return True
         finally:
-            if self._phase is not ThreadPhase.IDLE and before == ThreadPhase.IDLE:
+            if self.phase is not ThreadPhase.IDLE and before == ThreadPhase.IDLE:
                 WORKER.main.clear()
         return False
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -77,30 +78,25 @@ def recorded_calls(compilation: CompilationConfig) -> Iterator[list[str]]:
         yield names
 
 
+@dataclass(eq=False)
 class LayerGates:
     """The gates of a model, closed while the model's weights arrive."""
 
-    def __init__(
-        self,
-        model: str,
-        gates: tuple[LayerGate, ...],
-        weights: WeightMemory,
-        compilation: CompilationConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.gates = gates
-        self._model = model
-        self._weights = weights
-        self._compilation = compilation
-        self._clock = clock
-        self._arrival: ArrivingWeights = weights
-        self._num_passed = 0
-        self._waited_s = 0.0
+    model: str
+    gates: tuple[LayerGate, ...]
+    weights: WeightMemory
+    compilation: CompilationConfig
+    clock: Callable[[], float] = time.monotonic
+    _num_passed: int = field(default=0, init=False)
+    _waited_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._arrival: ArrivingWeights = self.weights
 
     @property
     def are_open(self) -> bool:
         """True if all weights are present, so that steps need no gates."""
-        return self._weights.is_resident and self._arrival is self._weights
+        return self.weights.is_resident and self._arrival is self.weights
 
     def take_waited_s(self) -> float:
         """Return the seconds that steps have waited at gates since the last call."""
@@ -114,7 +110,7 @@ class LayerGates:
         try:
             yield
         finally:
-            self._arrival = self._weights
+            self._arrival = self.weights
 
     @contextlib.contextmanager
     def closed(self, output: SchedulerOutput) -> Iterator[None]:
@@ -125,18 +121,18 @@ class LayerGates:
             Exception: a copy of weights failed.
         """
         if not self._has_gates(output):
-            self._wait_for(self._weights.num_bytes)
+            self._wait_for(self.weights.num_bytes)
             yield
             return
         self._num_passed = 0
-        with _looked_up(self._compilation, self._pass):
+        with _looked_up(self.compilation, self._pass):
             yield
         if self._num_passed < len(self.gates):
-            raise WrongOrder(f"{self._model}: a step passed {self._num_passed} of its gates")
+            raise WrongOrder(f"{self.model}: a step passed {self._num_passed} of its gates")
 
     def _has_gates(self, output: SchedulerOutput) -> bool:
         """Return whether attention runs in Python in this step."""
-        mode = self._compilation.cudagraph_mode or CUDAGraphMode.NONE
+        mode = self.compilation.cudagraph_mode or CUDAGraphMode.NONE
         if mode.mixed_mode() is CUDAGraphMode.FULL:
             return False
         if mode.decode_mode() is not CUDAGraphMode.FULL:
@@ -148,21 +144,21 @@ class LayerGates:
         if position and self.gates[position - 1].name == name:
             return  # a layer is looked up for its KV, and again for attention
         if position == len(self.gates) or self.gates[position].name != name:
-            raise WrongOrder(f"{self._model}: {name} is not the attention layer {position}")
+            raise WrongOrder(f"{self.model}: {name} is not the attention layer {position}")
         self._wait_for(self.gates[position].num_bytes)
         self._num_passed += 1
 
     def _wait_for(self, num_bytes: int) -> None:
-        began_s = self._clock()
+        began_s = self.clock()
         try:
             self._arrival.wait_for(num_bytes)
         except (
             BaseException
         ):  # ends the worker, as a failed switch, for which no request is to blame
             WORKER.end_steps()
-            WORKER.main.set(ThreadPhase.SWITCH, self._model)
+            WORKER.main.set(ThreadPhase.SWITCH, self.model)
             raise
-        self._waited_s += self._clock() - began_s
+        self._waited_s += self.clock() - began_s
 
 
 class _Layers(dict[str, Any]):

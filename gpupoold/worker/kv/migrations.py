@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpupoold.memory.contracts import Device
@@ -44,26 +44,23 @@ class _Coming:
     arrival: Arrival
 
 
+@dataclass(eq=False)
 class KvMigrations:
     """KV transfers from this worker to other workers, and from other workers to this worker."""
 
-    def __init__(
-        self,
-        device_number: int,
-        device: Device,
-        host: KvHostCache,
-        send: Callable[[m.Message, tuple[int, ...]], None],
-    ) -> None:
-        self._worker = device_number
-        self._device = device
-        self._host = host
-        self._send = send
-        self._thread = DeviceThread(device, "peers")
-        self._peers: dict[int, PeerCache] = {}
-        self._sent: dict[str, _Sent] = {}
-        self._doomed: list[_Sent] = []  # not needed, but a copy is running
-        self._coming: dict[str, _Coming] = {}
-        self._numbers = itertools.count()
+    device_number: int
+    device: Device
+    host: KvHostCache
+    send: Callable[[m.Message, tuple[int, ...]], None]
+    _peers: dict[int, PeerCache] = field(default_factory=dict, init=False)
+    _sent: dict[str, _Sent] = field(default_factory=dict, init=False)
+    _doomed: list[_Sent] = field(default_factory=list, init=False)
+    """Not needed, but a copy is running."""
+    _coming: dict[str, _Coming] = field(default_factory=dict, init=False)
+    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = DeviceThread(self.device, "peers")
 
     @property
     def wake_fds(self) -> list[int]:
@@ -79,7 +76,7 @@ class KvMigrations:
         """End a request here, start to copy its KV for another device, and send ``Migrated``."""
         computed = engine.computed_kv(request_id)
         if computed is None:
-            self._send(m.Migrated(engine.name, request_id, is_known=False), ())
+            self.send(m.Migrated(engine.name, request_id, is_known=False), ())
             return
         arrival = Arrival()
         copied = None
@@ -88,16 +85,16 @@ class KvMigrations:
         engine.abort([request_id])
         if copied is None:
             arrival.close()
-            self._send(m.Migrated(engine.name, request_id), ())
+            self.send(m.Migrated(engine.name, request_id), ())
             return
         slot, transfer = copied
         transfer_id = f"{os.getpid()}-{next(self._numbers)}"
         self._sent[transfer_id] = _Sent(slot, transfer, arrival)
-        offsets, num_blocks = self._host.offsets(slot), len(computed.blocks)
+        offsets, num_blocks = self.host.offsets(slot), len(computed.blocks)
         kv_transfer = m.KvTransfer(
-            transfer_id, self._worker, num_blocks, offsets, computed.num_tokens
+            transfer_id, self.device_number, num_blocks, offsets, computed.num_tokens
         )
-        self._send(m.Migrated(engine.name, request_id, kv_transfer=kv_transfer), (arrival.fd,))
+        self.send(m.Migrated(engine.name, request_id, kv_transfer=kv_transfer), (arrival.fd,))
 
     def free(self, transfer_id: str) -> None:
         """Free a KV transfer that no worker reads any more; ignore an unknown id."""
@@ -115,7 +112,7 @@ class KvMigrations:
         """Map another worker's host cache, replacing the mapping of its previous process."""
         self.peer_down(device_number)
         try:
-            self._peers[device_number] = PeerCache(fd, num_bytes, self._device, self._thread)
+            self._peers[device_number] = PeerCache(fd, num_bytes, self.device, self._thread)
         except OSError as error:  # the peer's requests recompute KV
             _logger.error("the host cache of worker %d cannot be mapped: %s", device_number, error)
 
@@ -180,4 +177,4 @@ class KvMigrations:
         self._thread.close()
 
     def _used(self, kv_transfer: m.KvTransfer) -> None:
-        self._send(m.KvTransferUsed(kv_transfer.transfer_id, kv_transfer.source), ())
+        self.send(m.KvTransferUsed(kv_transfer.transfer_id, kv_transfer.source), ())

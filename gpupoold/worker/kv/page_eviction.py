@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -78,28 +77,21 @@ class Use:
     next_deadline_s: float
 
 
+@dataclass(eq=False, slots=True)
 class PageEviction:
     """Evicts pages of a device's models; ``out`` copies KV to the host while engines compute."""
 
-    def __init__(
-        self,
-        device: Device,
-        pool: PagePool,
-        host: KvHostCache,
-        out: TransferQueue,
-        use_of: Callable[[str], Use],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self.pool = pool
-        self.models: dict[str, PooledModel] = {}
-        self._busy: dict[KvMemory, None] = {}  # with copies in progress
-        self._fruitless: tuple[set[str], int, int] | None = None
-        self.num_recomputed = 0
-        self._page_bytes = device.page_bytes
-        self._host = host
-        self._out = out
-        self._use_of = use_of
+    device: Device
+    pool: PagePool
+    host: KvHostCache
+    out: TransferQueue
+    use_of: Callable[[str], Use]
+    clock: Callable[[], float]
+    models: dict[str, PooledModel] = field(default_factory=dict, init=False)
+    num_recomputed: int = field(default=0, init=False)
+    _busy: dict[KvMemory, None] = field(default_factory=dict, init=False)
+    """With copies in progress."""
+    _fruitless: tuple[set[str], int, int] | None = field(default=None, init=False)
 
     def add(self, model: PooledModel) -> None:
         """Add a model whose pages may be evicted."""
@@ -200,7 +192,7 @@ class PageEviction:
         """Return the number of pages that are free or of other models."""
         others = (model for name, model in self.models.items() if name not in names)
         held_bytes = sum(other.weights.mapped_bytes + other.kv.resident_bytes for other in others)
-        return self.pool.num_free + held_bytes // self._page_bytes
+        return self.pool.num_free + held_bytes // self.device.page_bytes
 
     def recompute_later(self, model: PooledModel) -> None:
         """Drop the KV of a model's requests; the KV is recomputed from the requests' tokens."""
@@ -220,14 +212,14 @@ class PageEviction:
             model.kv.discard_dead()
 
     def _holding(self, name: str, is_host_full: bool) -> PageHolding:
-        model, use = self.models[name], self._use_of(name)
+        model, use = self.models[name], self.use_of(name)
         kv = model.kv
         free = kv.num_idle_pages
-        live = kv.resident_bytes // self._page_bytes - kv.num_leaving_pages - free
+        live = kv.resident_bytes // self.device.page_bytes - kv.num_leaving_pages - free
         return PageHolding(
             model=name,
             num_live=use.num_live,
-            idle_s=self._clock() - use.last_used_s,
+            idle_s=self.clock() - use.last_used_s,
             ttft_s=use.ttft_s,
             next_deadline_s=use.next_deadline_s,
             weight_pages=model.weights.num_mapped_pages,
@@ -239,7 +231,7 @@ class PageEviction:
     def _num_movable(self, kv: KvMemory, live_pages: int) -> int:
         """Return the number of live KV pages whose blocks fit into the host cache now."""
         live_blocks = kv.num_live_blocks
-        room = self._host.num_free_blocks(kv.geometry.block_bytes)
+        room = self.host.num_free_blocks(kv.geometry.block_bytes)
         return live_pages if room >= live_blocks else live_pages * room // live_blocks
 
     def _evict(self, eviction: Eviction, short: int) -> int:
@@ -274,7 +266,7 @@ class PageEviction:
             leaving = _enough(model.kv, group, short)
             # Too few where extents share pages: then ``make`` plans again.
             short -= model.kv.num_resident_pages(leaving)
-            if model.kv.begin_page_out(leaving, self._out) < len(leaving) or short <= 0:
+            if model.kv.begin_page_out(leaving, self.out) < len(leaving) or short <= 0:
                 break  # the host cache is full, or enough pages become free
         return model.kv.host_bytes - before
 

@@ -52,23 +52,13 @@ class Residency:
         self._host = host
         self._in = TransferQueue.open(device, Direction.IN, "copy-in")
         self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
-        self._eviction = PageEviction(device, pool, host, self._out, use_of, clock)
-        self._models = self._eviction.models
-        self._backing = KvBacking(self._eviction)
+        self.eviction = PageEviction(device, pool, host, self._out, use_of, clock)
+        self._models = self.eviction.models
+        self._backing = KvBacking(self.eviction)
         self._next: str | None = None  # being prefetched
         self._last_uses = LastUses(device)
         self._had_before_bytes = 0  # weights mapped before
-        self._loads = WeightLoads(device, self._eviction, self._in, bandwidth_bytes_per_s, clock)
-
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """Bandwidth of switches including mapping: measured at the start, then by each switch."""
-        return self._loads.bandwidth_bytes_per_s
-
-    @property
-    def num_recomputed(self) -> int:
-        """Number of times a model's KV was dropped because host memory was full."""
-        return self._eviction.num_recomputed
+        self.loads = WeightLoads(device, self.eviction, self._in, bandwidth_bytes_per_s, clock)
 
     @property
     def prefetched_bytes(self) -> int:
@@ -79,7 +69,7 @@ class Residency:
 
     def add(self, model: PooledModel) -> None:
         """Add a model, whose pages this object then manages."""
-        self._eviction.add(model)
+        self.eviction.add(model)
         self._last_uses.add(model)
 
     def remove(self, name: str) -> None:
@@ -87,7 +77,7 @@ class Residency:
         if self._next == name:
             self.stop_prefetch()
         self._last_uses.remove(self._models[name])
-        self._eviction.remove(name)
+        self.eviction.remove(name)
 
     def close(self) -> None:
         """End the copying threads; other objects free the models' memory."""
@@ -137,14 +127,14 @@ class Residency:
             return replace(record, late_weight_bytes=model.weights.arriving_bytes)
         arrived_bytes = model.kv.arrived_bytes
         started_s = self._clock()
-        moved = self._eviction.free_pages(self._num_wanted_pages(model), {name})
+        moved = self.eviction.free_pages(self._num_wanted_pages(model), {name})
         record = replace(record, evict_s=self._clock() - started_s, kv_out_bytes=moved)
         starts_early = model.kv.is_whole and model.weights.start_bytes < model.weights.num_bytes
-        bring = self._loads.begin if starts_early else self._loads.load
+        bring = self.loads.begin if starts_early else self.loads.load
         record = bring(model, record)
         started_s = self._clock()
         if first:
-            if not self._eviction.wait_for(model.kv.num_missing_pages(first)):
+            if not self.eviction.wait_for(model.kv.num_missing_pages(first)):
                 raise OutOfPages(f"{model.name} has no page for its first block")
             model.kv.map(first)
         self.wait_ready(name)
@@ -170,7 +160,7 @@ class Residency:
         model = self._models[name]
         first = model.kv.num_missing_pages(self._first_extent(model))
         needed = model.weights.num_missing_pages + first
-        return needed <= self._eviction.num_pages_besides({name})
+        return needed <= self.eviction.num_pages_besides({name})
 
     def can_step(self, name: str) -> bool:
         """Return whether a model could step now, if some of its KV were on the device."""
@@ -182,14 +172,14 @@ class Residency:
 
         KV of requests that have ended begins to be saved for later requests.
         """
-        self._eviction.settle()
+        self.eviction.settle()
         model = self._models[name]
         self.save_prefixes(name)
         self._find_prefixes(model)
         if model.kv.missing_bytes:
             self._bring(model)
             if not self._is_coming(model):
-                self._eviction.give_up(model)  # no KV can arrive any more
+                self.eviction.give_up(model)  # no KV can arrive any more
         elif self._next is not None:
             self._go_on_prefetching(self._next, name)
 
@@ -199,7 +189,7 @@ class Residency:
         self._bring(model)
         while not model.kv.is_whole and not model.is_ready():
             if not self._wait_arrival(model):
-                self._eviction.give_up(model)  # no KV can arrive any more
+                self.eviction.give_up(model)  # no KV can arrive any more
             self._bring(model)
 
     def bring_all(self, name: str) -> None:
@@ -228,9 +218,9 @@ class Residency:
         if wanted:
             growth = self._growth_pages(self._models[current].kv)
             keep = {name}
-            if wanted + growth <= self._eviction.num_pages_besides({name, current}):
+            if wanted + growth <= self.eviction.num_pages_besides({name, current}):
                 keep.add(current)
-            self._eviction.free_pages(wanted + growth, keep, untouched=current)
+            self.eviction.free_pages(wanted + growth, keep, untouched=current)
             self._go_on_prefetching(name, current)
 
     def stop_prefetch(self) -> None:
@@ -240,22 +230,22 @@ class Residency:
         model, self._next = self._models[self._next], None
         model.weights.stop()
         model.kv.stop_arriving()
-        self._eviction.stop_leaving()
+        self.eviction.stop_leaving()
 
     def load_piece(self, name: str, current: str | None) -> bool:
         """Load a piece of weights, without pages of ``current``; return whether more can follow."""
         weights = self._models[name].weights
         missing = weights.num_missing_pages
-        if (wanted := min(missing, self._loads.pages_per_load)) > self.pool.num_free:
-            self._eviction.free_pages(wanted, {name}, untouched=current)
-            self._eviction.wait_for(wanted)
+        if (wanted := min(missing, self.loads.pages_per_load)) > self.pool.num_free:
+            self.eviction.free_pages(wanted, {name}, untouched=current)
+            self.eviction.wait_for(wanted)
         weights.load(min(wanted, self.pool.num_free))
         return 0 < weights.num_missing_pages < missing
 
     def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""
-        self._eviction.free_pages(num_pages, set())
-        self._eviction.wait_for(num_pages)
+        self.eviction.free_pages(num_pages, set())
+        self.eviction.wait_for(num_pages)
 
     def page_out(self, name: str) -> int:
         """Evict all of a model from the device; return the bytes of KV copied to the host."""
@@ -298,7 +288,7 @@ class Residency:
 
     def settle_exports(self) -> None:
         """Free exports of all models whose copies have ended."""
-        self._eviction.settle_exports()
+        self.eviction.settle_exports()
 
     def check_integrity(self, sent_bytes: int = 0, *, is_loading: bool = False) -> int:
         """Raise AssertionError when pool, page tables, extents and host slots disagree.
@@ -339,7 +329,7 @@ class Residency:
             num_pages += model.kv.num_missing_pages(group)
             if num_pages > self.pool.num_free and keep_free is None:
                 model.kv.unmap(spare_extents(model.kv))
-                self._eviction.free_pages(num_pages, {model.name})
+                self.eviction.free_pages(num_pages, {model.name})
             if num_pages + (keep_free or 0) > self.pool.num_free or room_bytes <= 0:
                 break
             ready.append(group[0])
@@ -351,17 +341,17 @@ class Residency:
 
     def _is_coming(self, model: PooledModel) -> bool:
         """Return whether running copies will bring a model's KV, or free pages for the KV."""
-        leaving = self._eviction.oldest_leaving()
+        leaving = self.eviction.oldest_leaving()
         arriving = model.kv.oldest_transfer(Place.ARRIVING)
         return bool(arriving or leaving) or not self._in.has_room
 
     def _wait_arrival(self, model: PooledModel) -> bool:
         """Wait for a copy of a model's KV, or for pages; return False if no copy is running."""
-        transfer = model.kv.oldest_transfer(Place.ARRIVING) or self._eviction.oldest_leaving()
+        transfer = model.kv.oldest_transfer(Place.ARRIVING) or self.eviction.oldest_leaving()
         if transfer is None:
             return False
         transfer.wait()
-        self._eviction.settle()
+        self.eviction.settle()
         return True
 
     def _go_on_prefetching(self, name: str, current: str) -> None:
@@ -377,10 +367,10 @@ class Residency:
         model.weights.settle()
         if model.weights.num_arriving == _MAX_PREFETCH_PIECES:
             return
-        count = min(missing, self.pool.num_free - keep_free, self._loads.pages_per_piece)
+        count = min(missing, self.pool.num_free - keep_free, self.loads.pages_per_piece)
         # A piece is one transfer, so pieces are small only if no more pages become free.
-        is_enough = count >= min(missing, self._loads.pages_per_load)
-        if count > 0 and (is_enough or self._eviction.oldest_leaving() is None):
+        is_enough = count >= min(missing, self.loads.pages_per_load)
+        if count > 0 and (is_enough or self.eviction.oldest_leaving() is None):
             model.weights.begin_load(self._in, count)
 
     def _first_extent(self, model: PooledModel) -> list[int]:
@@ -450,7 +440,7 @@ class KvBacking:
     """Maps KV extents; evicts other models only for what the next step may need."""
 
     def __init__(self, eviction: PageEviction) -> None:
-        self._eviction = eviction
+        self.eviction = eviction
         self._pool = eviction.pool
 
     def ensure(self, model: PooledModel, *, may_map_ahead: bool) -> None:
@@ -466,7 +456,7 @@ class KvBacking:
         # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
         reserved = kv.num_returning_pages
         count = -(-missing // kv.geometry.blocks_per_extent)
-        if missing and self._eviction.is_exhausted({model.name}):
+        if missing and self.eviction.is_exhausted({model.name}):
             count = min(count, self._pool.num_free)  # an extent takes a page or more
             if not count:
                 _make_way(model)
@@ -475,7 +465,7 @@ class KvBacking:
         unmapped = kv.first_extents(Place.UNMAPPED, count + num_ahead)
         wanted = kv.num_missing_pages(unmapped[:count]) + reserved
         if missing and wanted > self._pool.num_free:
-            self._eviction.try_to_free(wanted, {model.name})
+            self.eviction.try_to_free(wanted, {model.name})
             unmapped = unmapped[:count]
         if fitting := _fitting(kv, unmapped, self._pool.num_free - reserved):
             kv.map(fitting)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
@@ -18,33 +17,26 @@ _BANDWIDTH_SMOOTHING = 0.2
 _PIECE_BYTES = 256 << 20
 
 
+@dataclass(eq=False, slots=True)
 class WeightLoads:
     """Brings in the missing weights of a model, in as many pieces as pages become free."""
 
-    def __init__(
-        self,
-        device: Device,
-        eviction: PageEviction,
-        copies_in: TransferQueue,
-        bandwidth_bytes_per_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._device = device
-        self._eviction = eviction
-        self._in = copies_in
-        self._clock = clock
-        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        """Bandwidth of switches including mapping: as measured before, then by each switch."""
+    device: Device
+    eviction: PageEviction
+    copies_in: TransferQueue
+    bandwidth_bytes_per_s: float
+    """Bandwidth of switches including mapping: as measured before, then by each switch."""
+    clock: Callable[[], float]
 
     @property
     def pages_per_load(self) -> int:
         """The fewest pages that are loaded at a time, unless fewer are missing."""
-        return max(1, BATCH_BYTES // self._device.page_bytes)
+        return max(1, BATCH_BYTES // self.device.page_bytes)
 
     @property
     def pages_per_piece(self) -> int:
         """The most pages that are mapped at a time beside copies or steps."""
-        return max(1, _PIECE_BYTES // self._device.page_bytes)
+        return max(1, _PIECE_BYTES // self.device.page_bytes)
 
     def load(self, model: PooledModel, record: SwitchRecord) -> SwitchRecord:
         """Return when all weights are present, with the times and bytes added to ``record``.
@@ -52,20 +44,20 @@ class WeightLoads:
         Raises:
             OutOfPages: no page can become free.
         """
-        started_s = self._clock()
+        started_s = self.clock()
         model.weights.wait()
-        waited_s = self._clock() - started_s  # for copies started earlier
+        waited_s = self.clock() - started_s  # for copies started earlier
         weights_s, evict_s, map_s = waited_s, record.evict_s, 0.0
         num_bytes = 0
         while model.weights.num_missing_pages:
-            waited_from_s = self._clock()
+            waited_from_s = self.clock()
             num_pages = self._wait_for_pages(model)
-            before, started_s = replace(self._device.spent), self._clock()
+            before, started_s = replace(self.device.spent), self.clock()
             num_bytes += model.weights.load(num_pages)
             if not model.weights.num_missing_pages:
-                self._device.wait_for_ranks()
-            took_s = self._clock() - started_s
-            mapping_s = took_s * self._device.spent.map_share_since(before)
+                self.device.wait_for_ranks()
+            took_s = self.clock() - started_s
+            mapping_s = took_s * self.device.spent.map_share_since(before)
             evict_s += started_s - waited_from_s
             weights_s += took_s - mapping_s
             map_s += mapping_s
@@ -84,17 +76,17 @@ class WeightLoads:
         """
         weights, evict_s, map_s = model.weights, record.evict_s, 0.0
         num_bytes, present_bytes = weights.missing_bytes, weights.present_bytes
-        has_waited = weights.num_missing_pages > self._eviction.pool.num_free
+        has_waited = weights.num_missing_pages > self.eviction.pool.num_free
         while weights.num_missing_pages:
-            waited_from_s = self._clock()
+            waited_from_s = self.clock()
             num_pages = min(self._wait_for_pages(model), self.pages_per_piece)
-            started_s = self._clock()
-            weights.begin_load(self._in, num_pages)
+            started_s = self.clock()
+            weights.begin_load(self.copies_in, num_pages)
             evict_s += started_s - waited_from_s
-            map_s += self._clock() - started_s
-        started_s = self._clock()
+            map_s += self.clock() - started_s
+        started_s = self.clock()
         weights.wait_for(weights.start_bytes)
-        weights_s = self._clock() - started_s
+        weights_s = self.clock() - started_s
         if not has_waited:  # else copies have overlapped the waiting
             self._learn_bandwidth(weights.present_bytes - present_bytes, map_s + weights_s)
         return replace(
@@ -103,8 +95,8 @@ class WeightLoads:
 
     def _wait_for_pages(self, model: PooledModel) -> int:
         """Wait for pages for the next weights; return how many pages the weights can have."""
-        missing, pool = model.weights.num_missing_pages, self._eviction.pool
-        if not self._eviction.wait_for(min(missing, self.pages_per_load)):
+        missing, pool = model.weights.num_missing_pages, self.eviction.pool
+        if not self.eviction.wait_for(min(missing, self.pages_per_load)):
             short = f"{model.name} needs {missing} more pages, {pool.num_free} are free"
             raise OutOfPages(short)
         return min(missing, pool.num_free)
@@ -113,5 +105,5 @@ class WeightLoads:
         if not num_bytes or seconds <= 0:
             return
         change = num_bytes / seconds - self.bandwidth_bytes_per_s
-        size = min(1.0, num_bytes / (2 * self._device.piece_bytes))
+        size = min(1.0, num_bytes / (2 * self.device.piece_bytes))
         self.bandwidth_bytes_per_s += _BANDWIDTH_SMOOTHING * size * change

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ def _allow_early_start(
 ) -> Generator[None, None, None]:
     """Let turns of a model start early, if the model answers right with gates."""
     engine.worker.gates = gates
-    limit_bytes = max(1, int(residency.bandwidth_bytes_per_s * _COPY_S))
+    limit_bytes = max(1, int(residency.loads.bandwidth_bytes_per_s * _COPY_S))
     ends = [gate.num_bytes for gate in gates.gates]
     stream = device.open_copy_stream(Direction.IN)
     overwrite = partial(engine.overwrite_weights, device)
@@ -123,42 +124,37 @@ def _all_meet(engine: ModelEngine, called: Sequence[str]) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class MissingWeights:
     """Weights whose bytes are overwritten, and restored from the snapshot when waited for."""
 
-    def __init__(
-        self,
-        weights: WeightMemory,
-        stream: CopyStream,
-        overwrite: Callable[[range], None],
-        span: range,
-    ) -> None:
-        self._weights = weights
-        self._stream = stream
-        self._overwrite = overwrite
-        self._span = span
-        self._next = span.stop
-        self._after = 0
+    weights: WeightMemory
+    stream: CopyStream
+    overwrite: Callable[[range], None]
+    span: range
+
+    def __post_init__(self) -> None:
+        self._next, self._after = self.span.stop, 0
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[None]:
         """Overwrite the bytes on all ranks; all are restored at the end of the context."""
-        self._overwrite(self._span)
-        self._after = self._stream.fence()
-        self._next = self._span.start
+        self.overwrite(self.span)
+        self._after = self.stream.fence()
+        self._next = self.span.start
         try:
             yield
         finally:
-            self.wait_for(self._span.stop)
+            self.wait_for(self.span.stop)
 
     def wait_for(self, num_bytes: int) -> None:
         """Restore the bytes before ``num_bytes``."""
-        count = min(num_bytes, self._span.stop) - self._next
+        count = min(num_bytes, self.span.stop) - self._next
         if count > 0:
-            weights, first = self._weights, self._next
+            weights, first = self.weights, self._next
             copy = Copy(weights.address + first, weights.snapshot.address + first, count)
             # After the fence only, because the step is under way on the other ranks.
-            self._stream.wait(self._stream.begin([copy], self._after))
+            self.stream.wait(self.stream.begin([copy], self._after))
             self._next += count
 
 

@@ -60,6 +60,7 @@ class LoadOrder:
         return None if fd < 0 else HostBuffer(fd, os.fstat(fd).st_size // num_ranks)
 
 
+@dataclass(eq=False)
 class LoadQueue:
     """The orders to load, in order of arrival; the turn thread calls all methods.
 
@@ -67,25 +68,17 @@ class LoadQueue:
     on the turn thread between two steps.
     """
 
-    def __init__(
-        self,
-        loader: EngineLoader,
-        turns: TurnThread,
-        device: Device,
-        driver_memory: DriverMemory,
-        begin: Callable[[LoadOrder], str],
-        end: Callable[[LoadOrder, LoadEnd], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._loader = loader
-        self._turns = turns
-        self._num_ranks = device.num_ranks
-        self._driver_memory = driver_memory
-        self._begin = begin
-        self._end = end
-        self._clock = clock
-        self._orders: list[LoadOrder] = []  # the first is being carried out
-        self._thread = DeviceThread(device, "loads")
+    loader: EngineLoader
+    turns: TurnThread
+    device: Device
+    driver_memory: DriverMemory
+    begin: Callable[[LoadOrder], str]
+    end: Callable[[LoadOrder, LoadEnd], None]
+    _orders: list[LoadOrder] = field(default_factory=list, init=False)
+    """The first is being carried out."""
+
+    def __post_init__(self) -> None:
+        self._thread = DeviceThread(self.device, "loads")
 
     @property
     def is_busy(self) -> bool:
@@ -116,7 +109,7 @@ class LoadQueue:
         if not self._orders or self._orders[0].began_s is None:
             return None
         order, num_waiting = self._orders[0], len(self._orders) - 1
-        stage, is_held = self._loader.stage.value, self._turns.is_held or is_waited_for
+        stage, is_held = self.loader.stage.value, self.turns.is_held or is_waited_for
         return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting, is_held)
 
     def _run(self, order: LoadOrder) -> None:
@@ -126,19 +119,22 @@ class LoadQueue:
                 end = self._load(order)
             except BaseException as error:
                 _logger.exception("loading %s failed", order.model)
-                self._turns.fail(error)
+                self.turns.fail(error)
                 threading.Event().wait()  # the process ends, while the activity page names the load
                 raise
-        self._turns.call(self._finish, order, end)
+        self.turns.call(self._finish, order, end)
 
     def _load(self, order: LoadOrder) -> LoadEnd:
         try:
-            self._turns.call(self._start, order)
-            before = self._driver_memory.outside_pages()
-            loaded = self._loader.load(
-                order.message, order.take_snapshot(self._num_ranks), order.engine_name, order.check
+            self.turns.call(self._start, order)
+            before = self.driver_memory.outside_pages()
+            loaded = self.loader.load(
+                order.message,
+                order.take_snapshot(self.device.num_ranks),
+                order.engine_name,
+                order.check,
             )
-            order.memory = self._driver_memory.taken_since(before)
+            order.memory = self.driver_memory.taken_since(before)
             return loaded
         except (GpupoolError, OSError) as error:
             if not order.is_cancelled:
@@ -146,14 +142,14 @@ class LoadQueue:
             return error
 
     def _start(self, order: LoadOrder) -> None:
-        order.began_s = self._clock()
+        order.began_s = time.monotonic()
         order.check()
-        order.engine_name = self._begin(order)
+        order.engine_name = self.begin(order)
 
     def _finish(self, order: LoadOrder, end: LoadEnd) -> None:
         self._orders.remove(order)
         if order.snapshot_fd >= 0:
             os.close(order.snapshot_fd)
-        self._end(order, end)
+        self.end(order, end)
         for then in order.on_end:
             then()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from gpupoold.domain import Targets
 from gpupoold.errors import NoSuchModel
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.host import KvHostCache, Slot
+from gpupoold.memory.host import Slot
 from gpupoold.memory.kv_transfers import Arrival
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
@@ -57,20 +57,16 @@ class TurnLoop:
         channel: BlockingChannel[m.ToWorker],
         answer_call: Callable[[TurnLoop, m.Call], m.CallResult | None],
         self_check_interval: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self.device_number = own.number
-        self.device = device = own.device
-        self.host = host = own.host
+        self.own = own
+        device, host = own.device, own.host
         self.ledger = RequestLedger(self._num_tokens)
-        self.steps = TurnSteps(self.ledger, channel.send, clock)
+        self.steps = TurnSteps(self.ledger, channel.send)
         self.residency = Residency(
             device, own.pool, host, own.bandwidth_bytes_per_s, self._use, own.number
         )
         self.engines: dict[str, ModelEngine] = {}
         self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
-        self._prefixes = own.prefixes
         loader = EngineLoader(
             device,
             host,
@@ -90,7 +86,7 @@ class TurnLoop:
             self.migrations,
             self.residency,
             channel.send,
-            lambda: bool(self._loads.is_busy),
+            lambda: bool(self.loads.is_busy),
         )
         self._models = DeviceModels(
             own,
@@ -102,22 +98,17 @@ class TurnLoop:
             self._requests.abort,
         )
         self.driver_memory = DriverMemory(device, has_gpu_alone=own.has_gpu_alone)
-        self._loads = LoadQueue(
+        self.loads = LoadQueue(
             loader, self.turns, device, self.driver_memory, self._begin_load, self._end_load
         )
         self._channel = channel
         self._answer_call = answer_call
         self.orders = Orders()
-        self._missing = MissingBytes(self.residency, self.engines)
+        self._missing_bytes: dict[str, int] = {}  # as last reported to the daemon
         self.previous: str | None = None
         self._prefetching_for: str | None = None
         self._status_at_s = self._last_jobs_s = 0.0
         self._interrupted = self._stopping = self._waits_for_load = False
-
-    @property
-    def is_loading(self) -> bool:
-        """True if a load is under way or waits."""
-        return self._loads.is_busy
 
     def run(self) -> None:
         """Serve until ``Shutdown`` arrives.
@@ -134,7 +125,7 @@ class TurnLoop:
                 self.residency.settle_exports()  # during turns, `advance` does
                 is_idle = self.ledger.is_idle()
                 self.turns.run(_JOBS_ALONE_S if is_idle else _JOBS_S)
-                HEAP.collect_if_idle(self._clock(), is_idle=is_idle and not self._loads.is_busy)
+                HEAP.collect_if_idle(time.monotonic(), is_idle=is_idle and not self.loads.is_busy)
 
     def switch_to(self, name: str) -> m.SwitchRecord | None:
         """Make a model resident and report the switch, unless the model is resident."""
@@ -145,11 +136,11 @@ class TurnLoop:
             record = self.residency.switch_in(name, self.previous)
         # No switch if the same model continues while the last KV arrives.
         if record is not None and (name != self.previous or record.moved_bytes):
-            self._channel.send(m.Switched(record, self.residency.bandwidth_bytes_per_s))
+            self._channel.send(m.Switched(record, self.residency.loads.bandwidth_bytes_per_s))
             if record.weight_bytes or record.prefetched_bytes:
                 self._self_checks.moved(name)
         self.previous = name
-        self._models.last_used_s[name] = self._clock()
+        self._models.last_used_s[name] = time.monotonic()
         return record
 
     def engine(self, name: str) -> ModelEngine:
@@ -159,7 +150,7 @@ class TurnLoop:
             NoSuchModel: the model is not loaded here.
         """
         if name not in self.engines:
-            raise NoSuchModel(f"{name} is not loaded on worker {self.device_number}")
+            raise NoSuchModel(f"{name} is not loaded on worker {self.own.number}")
         return self.engines[name]
 
     def run_beside(self, answer: Callable[[], m.CallResult]) -> None:
@@ -184,7 +175,7 @@ class TurnLoop:
                 return
             self.switch_to(model)
         except OutOfPages as error:
-            if self._loads.is_busy:
+            if self.loads.is_busy:
                 self._wait_for_load(turn_id)
                 return
             self._requests.fail_all(model, f"{model} does not fit on the device: {error}")
@@ -193,7 +184,7 @@ class TurnLoop:
         if self._self_checks.is_due(model) and not self._is_right(engine):
             self._end_turn()
             return
-        self.orders.began(self._clock())
+        self.orders.began(time.monotonic())
         self._prefetching_for = None
         self._report_memory()
         is_over = self._run_steps(turn_id, engine)
@@ -202,7 +193,7 @@ class TurnLoop:
             self.residency.save_prefixes(model)
         if not is_over:
             return
-        self._models.last_used_s[model] = self._clock()
+        self._models.last_used_s[model] = time.monotonic()
         if self.orders.turn is not None and self.orders.turn.turn_id == turn_id:
             self._end_turn()
 
@@ -224,13 +215,13 @@ class TurnLoop:
                 break
             if self._stopping or self._interrupted or not self._can_run(engine.name):
                 return False
-            if self.orders.is_quota_used(self._clock()):
+            if self.orders.is_quota_used(time.monotonic()):
                 break
         return True
 
     def _has_room(self, model: str) -> bool:
         """Return whether a model fits on the device beside the pages of a load."""
-        return not self._loads.is_busy or self.residency.has_room(model)
+        return not self.loads.is_busy or self.residency.has_room(model)
 
     def _wait_for_load(self, turn_id: int) -> None:
         """Wait for a load that has the pages of the present turn's model.
@@ -251,7 +242,7 @@ class TurnLoop:
         """Run jobs of other threads between two steps of a model, for a limited time."""
         if not self.turns.has_jobs:
             return
-        now_s = self._clock()
+        now_s = time.monotonic()
         slack_s = self.ledger.next_deadline_of_all_s() - now_s
         if slack_s < _SLICE_LIMIT_S and now_s - self._last_jobs_s < _MAX_PUT_OFF_S:
             return
@@ -260,7 +251,7 @@ class TurnLoop:
         if model not in self.engines or not self.residency.can_step(model):
             self.turns.run(_JOBS_ALONE_S)  # further slices need no further eviction
             self.interrupt_turn()
-        self._last_jobs_s = self._clock()
+        self._last_jobs_s = time.monotonic()
 
     def _slice_limit_s(self) -> float:
         """Return the longest time that other models may be kept from their steps, in seconds."""
@@ -279,7 +270,7 @@ class TurnLoop:
             return True
         text = "%s: the self-check returned %s instead of %s"
         _logger.error(text, engine.name, wrong.answered, wrong.expected)
-        self._prefixes.forget(engine.info.name)  # the KV may be wrong too
+        self.own.prefixes.forget(engine.info.name)  # the KV may be wrong too
         if engine.prefixes is not None:
             engine.prefixes.close()
         self._requests.fail_all(
@@ -305,7 +296,9 @@ class TurnLoop:
         assert self.orders.turn is not None
         model, began_s = self.orders.turn.model, self.orders.began_s
         turn_id, then = self.orders.end()
-        ended = m.TurnReport(turn_id, model, began_s, self._clock(), self._missing.changed())
+        ended = m.TurnReport(
+            turn_id, model, began_s, time.monotonic(), self._changed_missing_bytes()
+        )
         self._channel.send(ended)
         if then is None or not self._can_run_now(then):
             return
@@ -328,7 +321,7 @@ class TurnLoop:
         """Handle all available messages; wait up to ``wait_s`` for a message or a job."""
         WORKER.main.clear()  # an earlier error has been handled
         self._maybe_report()
-        for report in self._models.finished():
+        for report in self._models.snapshots.finished():
             self._channel.send(report)
         message = self._wait_for_message(wait_s) if wait_s else self._channel.receive(0.0)
         while message is not None and not self._stopping:
@@ -346,11 +339,11 @@ class TurnLoop:
             self._add_request(arrived, slot)
 
     def _wait_for_message(self, wait_s: float) -> m.ToWorker | None:
-        if self._models.is_mapping:
+        if self._models.snapshots.is_busy:
             wait_s = _SNAPSHOTS_POLL_S
-        fds = (*self.migrations.wake_fds, *self._prefixes.wake_fds, self.turns.wake_fd)
+        fds = (*self.migrations.wake_fds, *self.own.prefixes.wake_fds, self.turns.wake_fd)
         message = self._channel.receive(wait_s, fds)
-        self._prefixes.clear()
+        self.own.prefixes.clear()
         return message
 
     def _handle(self, message: m.ToWorker) -> None:
@@ -371,14 +364,14 @@ class TurnLoop:
                 self._requests.abort(message.model, message.request_ids)
             case m.LoadModel():
                 fd = self._channel.take_fd() if message.has_snapshot else -1
-                self._loads.add(message, fd)
+                self.loads.add(message, fd)
             case m.UnloadModel():
                 before = self.driver_memory.outside_pages()
                 self._models.close(message.name)
                 if self.ledger.is_idle():  # else at the next idle moment: streams would stop
                     HEAP.collect()
                 ended = m.ModelUnloaded(message.name, self.driver_memory.freed_since(before))
-                self._loads.cancel(message.name, lambda: self._channel.send(ended))
+                self.loads.cancel(message.name, lambda: self._channel.send(ended))
             case m.DropSnapshot():
                 if message.model == self._prefetching_for:
                     self.residency.stop_prefetch()
@@ -398,9 +391,9 @@ class TurnLoop:
                 if message.model in self.engines:
                     self.engines[message.model].end_isolation(message.request_id)
             case m.ForgetPrefixes():
-                self._prefixes.forget(message.model)
+                self.own.prefixes.forget(message.model)
             case m.PrefixPeer():
-                self._prefixes.peer_up(message.device, self._channel.take_fd())
+                self.own.prefixes.peer_up(message.device, self._channel.take_fd())
             case m.Reconfigure():
                 set_log_level(message.log_level)
                 self._self_checks.interval = message.self_check_interval
@@ -417,7 +410,7 @@ class TurnLoop:
 
     def _begin_load(self, order: LoadOrder) -> str:
         self._status_at_s = 0.0  # the next status shows the load
-        return self._models.begin_load(order, self._clock())
+        return self._models.begin_load(order, time.monotonic())
 
     def _end_load(self, order: LoadOrder, end: LoadEnd) -> None:
         self._models.end_load(order, end)
@@ -443,92 +436,52 @@ class TurnLoop:
         return self.engines[name].num_output_tokens(request_id)
 
     def _report_memory(self) -> None:
-        changed = self._missing.changed()
-        if changed:
+        if changed := self._changed_missing_bytes():
             self._channel.send(m.MemoryReport(changed))
 
+    def _changed_missing_bytes(self) -> dict[str, int]:
+        """Return the bytes that models lack on the device to run, where changed since last time."""
+        now = {name: self.residency.missing_bytes(name) for name in self.engines}
+        reported, self._missing_bytes = self._missing_bytes, now
+        return {name: missing for name, missing in now.items() if reported.get(name) != missing}
+
     def _maybe_report(self) -> None:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_INTERVAL_S
-            self._prefixes.poll()
-            report = status(
-                self.device_number,
-                self.orders,
-                self.residency,
-                self.host,
-                self.engines.values(),
-                self.ledger,
+            self.own.prefixes.poll()
+            turn, host = self.orders.turn, self.own.host
+            report = m.WorkerStatus(
+                device=self.own.number,
+                at_s=now_s,
+                on_turn=turn.model if turn else None,
+                quota_s=turn.quota_s if turn else 0.0,
                 num_steps=self.steps.num_begun,
-                free_bytes=self.residency.pool.num_free * self.device.page_bytes,
-                now_s=now_s,
-                loading=self._loads.progress(is_waited_for=self._waits_for_load),
+                free_bytes=self.own.pool.num_free * self.own.device.page_bytes,
+                kv_host_bytes=host.used_bytes - host.prefix_bytes,
+                prefix_bytes=host.prefix_bytes,
+                kv_host_slab_bytes=host.reserved_bytes,
+                models=[self._memory_of(engine) for engine in self.engines.values()],
+                num_recomputed=self.residency.eviction.num_recomputed,
+                turn_began_s=self.orders.began_s,
+                prefetched_bytes=self.residency.prefetched_bytes,
+                loading=self.loads.progress(is_waited_for=self._waits_for_load),
             )
             self._channel.send(report)
 
-
-def status(
-    device_number: int,
-    orders: Orders,
-    residency: Residency,
-    host: KvHostCache,
-    engines: Iterable[ModelEngine],
-    ledger: RequestLedger,
-    *,
-    num_steps: int,
-    free_bytes: int,
-    now_s: float,
-    loading: m.LoadProgress | None,
-) -> m.WorkerStatus:
-    """Return the worker's status, which also shows the daemon that the worker is alive."""
-    turn = orders.turn
-    return m.WorkerStatus(
-        device=device_number,
-        at_s=now_s,
-        on_turn=turn.model if turn else None,
-        quota_s=turn.quota_s if turn else 0.0,
-        num_steps=num_steps,
-        free_bytes=free_bytes,
-        kv_host_bytes=host.used_bytes - host.prefix_bytes,
-        prefix_bytes=host.prefix_bytes,
-        kv_host_slab_bytes=host.reserved_bytes,
-        models=[_memory_of(engine, ledger) for engine in engines],
-        num_recomputed=residency.num_recomputed,
-        turn_began_s=orders.began_s,
-        prefetched_bytes=residency.prefetched_bytes,
-        loading=loading,
-    )
-
-
-class MissingBytes:
-    """The bytes that models lack on the device to run, as last reported to the daemon."""
-
-    def __init__(self, residency: Residency, engines: Mapping[str, ModelEngine]) -> None:
-        self._residency = residency
-        self._engines = engines
-        self._reported: dict[str, int] = {}
-
-    def changed(self) -> dict[str, int]:
-        """Return each model's missing bytes, if changed since the last call."""
-        now = {name: self._residency.missing_bytes(name) for name in self._engines}
-        reported, self._reported = self._reported, now
-        return {name: missing for name, missing in now.items() if reported.get(name) != missing}
-
-
-def _memory_of(engine: ModelEngine, ledger: RequestLedger) -> m.ModelMemory:
-    weights = engine.weights
-    prefixes = engine.prefixes
-    return m.ModelMemory(
-        model=engine.name,
-        weights_resident_bytes=weights.mapped_bytes,
-        weights_total_bytes=weights.num_bytes,
-        kv_resident_bytes=engine.kv.resident_bytes,
-        kv_host_bytes=engine.kv.host_bytes,
-        prefix_hit_bytes=0 if prefixes is None else prefixes.hit_bytes,
-        prefix_saved_bytes=0 if prefixes is None else prefixes.saved_bytes,
-        prefix_peer_bytes=0 if prefixes is None else prefixes.fetched_bytes["peer"],
-        prefix_file_bytes=0 if prefixes is None else prefixes.fetched_bytes["file"],
-        encoder_bytes=engine.encoder_bytes,
-        num_live=ledger.num_live(engine.name),
-        num_waiting=ledger.num_waiting(engine.name),
-    )
+    def _memory_of(self, engine: ModelEngine) -> m.ModelMemory:
+        weights, prefixes = engine.weights, engine.prefixes
+        return m.ModelMemory(
+            model=engine.name,
+            weights_resident_bytes=weights.mapped_bytes,
+            weights_total_bytes=weights.num_bytes,
+            kv_resident_bytes=engine.kv.resident_bytes,
+            kv_host_bytes=engine.kv.host_bytes,
+            prefix_hit_bytes=0 if prefixes is None else prefixes.hit_bytes,
+            prefix_saved_bytes=0 if prefixes is None else prefixes.saved_bytes,
+            prefix_peer_bytes=0 if prefixes is None else prefixes.fetched_bytes["peer"],
+            prefix_file_bytes=0 if prefixes is None else prefixes.fetched_bytes["file"],
+            encoder_bytes=engine.encoder_bytes,
+            num_live=self.ledger.num_live(engine.name),
+            num_waiting=self.ledger.num_waiting(engine.name),
+        )

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
@@ -50,36 +51,25 @@ class Loaded(NamedTuple):
     profile: Profile | None = None
 
 
+@dataclass(eq=False)
 class EngineLoader:
     """Loads models onto one device, for one thread.
 
     ``turns`` is the thread that steps the device's engines. ``current`` returns the model of the
-    present turn, if any, whose pages are left alone where possible.
+    present turn, if any, whose pages are left alone where possible. ``links`` lead to the other
+    ranks of the device's group; ``prefixes`` keeps KV.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        host: KvHostCache,
-        residency: Residency,
-        turns: TurnThread,
-        current: Callable[[], str | None] = lambda: None,
-        links: LoadLinks | None = None,
-        prefixes: PrefixFetcher | None = None,
-    ) -> None:
-        """``links`` lead to the other ranks of the device's group; ``prefixes`` keeps KV."""
-        self._prefixes = prefixes
-        self._device = device
-        self._host = host
-        self._residency = residency
-        self._turns = turns
-        self._current = current
-        self._new_load: Callable[..., ModelLoad] = ModelLoad
-        if links is not None:
-            self._new_load = functools.partial(LeaderLoad, links=links)
-        self._check: Callable[[], None] = lambda: None
-        self.stage = LoadStage.BUILD
-        """The stage of the present load."""
+    device: Device
+    host: KvHostCache
+    residency: Residency
+    turns: TurnThread
+    current: Callable[[], str | None] = lambda: None
+    links: LoadLinks | None = None
+    prefixes: PrefixFetcher | None = None
+    stage: LoadStage = field(default=LoadStage.BUILD, init=False)
+    """The stage of the present load."""
+    _check: Callable[[], None] = field(default=lambda: None, init=False)
 
     def load(
         self,
@@ -106,10 +96,10 @@ class EngineLoader:
         self.stage = LoadStage.PROFILE
         run = profile(
             engine,
-            self._residency,
+            self.residency,
             budget_s,
             message.model.path,
-            slice_limit_s=self._turns.slice_limit_s,
+            slice_limit_s=self.turns.slice_limit_s,
         )
         try:
             measured = self._in_slices(run, ThreadPhase.PROFILE, engine)
@@ -161,33 +151,36 @@ class EngineLoader:
         self.stage = LoadStage.BUILD
         try:
             snapshot_bytes = snapshot.num_bytes if snapshot and skips_checkpoint else 0
-            num_released = pages_for_torch(model, self._device, snapshot_bytes)
-            if not self._device.is_host_addressable:
-                self._turns.call(HEAP.collect)  # closed engines may hold torch's memory
+            num_released = pages_for_torch(model, self.device, snapshot_bytes)
+            if not self.device.is_host_addressable:
+                self.turns.call(HEAP.collect)  # closed engines may hold torch's memory
         except BaseException:
             if snapshot is not None:
                 snapshot.close()
             raise
-        load = self._new_load(
+        new_load: Callable[..., ModelLoad] = ModelLoad
+        if self.links is not None:
+            new_load = functools.partial(LeaderLoad, links=self.links)
+        load = new_load(
             model.name,
-            self._device,
-            self._residency.pool,
+            self.device,
+            self.residency.pool,
             WeightSource(snapshot, message.layout_digest, skips_checkpoint),
             num_released,
-            make_room=self._residency.free_pages,
-            turns=self._turns,
+            make_room=self.residency.free_pages,
+            turns=self.turns,
         )
         engine = load_engine(
             model,
             load,
-            self._device,
-            self._host,
+            self.device,
+            self.host,
             name,
-            self._prefixes,
+            self.prefixes,
             # A snapshot that could not be used may be of other files than the checkpoint's.
             message.kv_identity if snapshot is None or skips_checkpoint else "",
         )
-        self._turns.call(self._residency.add, engine)
+        self.turns.call(self.residency.add, engine)
         return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
@@ -203,9 +196,9 @@ class EngineLoader:
 
     def _checked(self, engine: ModelEngine) -> Generator[None, None, tuple[int, ...]]:
         """Bring the weights onto the device beside the turns, then run the self-check."""
-        while self._residency.load_piece(engine.name, self._current()):
+        while self.residency.load_piece(engine.name, self.current()):
             yield
-        self_check = yield from first_self_check(engine, self._residency, self._device)
+        self_check = yield from first_self_check(engine, self.residency, self.device)
         engine.kv.unmap(engine.kv.free_extents())
         return self_check
 
@@ -222,11 +215,11 @@ class EngineLoader:
                     return result
                 yield
 
-        return self._turns.run_slices(checked(), phase, engine.info.name)
+        return self.turns.run_slices(checked(), phase, engine.info.name)
 
     def _give_up(self, engine: ModelEngine) -> None:
-        self._turns.call(self._close, engine)
+        self.turns.call(self._close, engine)
 
     def _close(self, engine: ModelEngine) -> None:
-        self._residency.remove(engine.name)
+        self.residency.remove(engine.name)
         engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
@@ -45,62 +45,50 @@ class WorkerDevice:
     links: LoadLinks | None = None
 
 
+@dataclass(eq=False)
 class DeviceModels:
     """The engines that serve, by model, and the accounts of engines that are being loaded.
 
     ``abort`` ends requests of a model; ``last_used_s`` has the end of each engine's last turn.
     """
 
-    def __init__(
-        self,
-        own: WorkerDevice,
-        engines: dict[str, ModelEngine],
-        ledger: RequestLedger,
-        residency: Residency,
-        self_checks: SelfChecks,
-        send: Send,
-        abort: Callable[[str, list[str]], None],
-    ) -> None:
-        self._device_number = own.number
-        self._engines = engines
-        self._ledger = ledger
-        self._residency = residency
-        self._self_checks = self_checks
-        self._send = send
-        self._abort = abort
-        self.last_used_s: dict[str, float] = {}
-        self._snapshots = Snapshots(own.device)
+    own: WorkerDevice
+    engines: dict[str, ModelEngine]
+    ledger: RequestLedger
+    residency: Residency
+    self_checks: SelfChecks
+    send: Send
+    abort: Callable[[str, list[str]], None]
+    last_used_s: dict[str, float] = field(default_factory=dict, init=False)
 
-    @property
-    def is_mapping(self) -> bool:
-        """True if ``finished`` will return further messages."""
-        return self._snapshots.is_busy
+    def __post_init__(self) -> None:
+        self.snapshots = Snapshots(self.own.device)
 
     def begin_load(self, order: LoadOrder, now_s: float) -> str:
         """Prepare the accounts for a load; return the name of the engine."""
         model = order.message.model
         # A loaded model's present engine serves until the new engine has been loaded.
-        name = f"{model.name}{_NEW}" if model.name in self._engines else model.name
+        name = f"{model.name}{_NEW}" if model.name in self.engines else model.name
         # The residency reads both as soon as the model is added.
         self.last_used_s[name] = now_s
-        self._ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
+        self.ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
         return name
 
     def end_load(self, order: LoadOrder, end: LoadEnd) -> None:
         """Let a loaded engine serve, and report the end of the load."""
         if isinstance(end, Exception) or order.is_cancelled:
             if not isinstance(end, Exception):
-                self._residency.remove(end.engine.name)
+                self.residency.remove(end.engine.name)
                 end.engine.close()
                 end = LoadCancelled(f"{order.model} was unloaded while being loaded")
             if order.engine_name:
-                self._ledger.remove_model(order.engine_name)
-            self._send(_failure(order.model, end), ())
+                self.ledger.remove_model(order.engine_name)
+            self.send(_failure(order.model, end), ())
             return
         engine, model = end.engine, order.message.model
         dropped = self._replace(engine, model) if order.engine_name != model.name else []
-        self._engines[model.name] = engine
-        self._self_checks.expect(model.name, end.self_check)
+        self.engines[model.name] = engine
+        self.self_checks.expect(model.name, end.self_check)
         answer = m.ModelLoaded(
             engine.info,
             engine.layout_digest,
@@ -111,52 +99,48 @@ class DeviceModels:
             dropped,
             order.memory,
         )
-        self._send(answer, (engine.weights.snapshot.fd,))
+        self.send(answer, (engine.weights.snapshot.fd,))
 
     def _replace(self, engine: ModelEngine, model: m.ModelToLoad) -> list[str]:
         """Close the model's present engine, whose place ``engine`` takes.
 
         Returns the requests that the present engine had.
         """
-        dropped = self._ledger.live_requests(model.name)
-        self._abort(model.name, dropped)
+        dropped = self.ledger.live_requests(model.name)
+        self.abort(model.name, dropped)
         self.close(model.name)
-        self._residency.remove(engine.name)
-        self._ledger.remove_model(engine.name)
+        self.residency.remove(engine.name)
+        self.ledger.remove_model(engine.name)
         del self.last_used_s[engine.name]
         engine.name = model.name
-        self._residency.add(engine)
-        self._ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
+        self.residency.add(engine)
+        self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
         return dropped
 
     def close(self, name: str) -> None:
         """Free the memory of a model without requests, if loaded."""
-        self._snapshots.forget(name)
-        engine = self._engines.pop(name, None)
+        self.snapshots.forget(name)
+        engine = self.engines.pop(name, None)
         if engine is not None:
-            self._ledger.remove_model(name)
-            self._self_checks.forget(name)
-            self._residency.remove(name)
+            self.ledger.remove_model(name)
+            self.self_checks.forget(name)
+            self.residency.remove(name)
             engine.close()
 
     def drop_snapshot(self, model: str) -> None:
         """Evict a model from the device and release its snapshot."""
-        engine = self._engines.get(model)
-        self._snapshots.drop(model, engine.weights if engine is not None else None)
+        engine = self.engines.get(model)
+        self.snapshots.drop(model, engine.weights if engine is not None else None)
 
     def take_snapshot(self, model: str, fd: int) -> None:
         """Attach the snapshot behind ``fd``, which this object owns from now on."""
-        engine = self._engines.get(model)
+        engine = self.engines.get(model)
         if engine is None:
             os.close(fd)
-            problem = f"{model} is not loaded on worker {self._device_number}"
-            self._send(m.SnapshotTaken(model, problem), ())
+            problem = f"{model} is not loaded on worker {self.own.number}"
+            self.send(m.SnapshotTaken(model, problem), ())
         else:
-            self._snapshots.take(model, engine.weights, fd)
-
-    def finished(self) -> list[m.SnapshotDropped | m.SnapshotTaken]:
-        """Return the messages to the daemon about snapshots since the last call."""
-        return self._snapshots.finished()
+            self.snapshots.take(model, engine.weights, fd)
 
 
 def _failure(name: str, error: Exception) -> m.ModelFailed:

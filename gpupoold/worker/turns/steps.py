@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from gpupoold.domain import FinalFailure
 from gpupoold.system.activity import WORKER
@@ -29,23 +30,21 @@ def may_come_between(message: m.ToWorker) -> bool:
     return isinstance(message, harmless)
 
 
+@dataclass(eq=False, slots=True)
 class TurnSteps:
     """The steps of the present model; ``send`` sends a message to the daemon."""
 
-    def __init__(
-        self,
-        ledger: RequestLedger,
-        send: Callable[[m.StepOutputs], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._ledger = ledger
-        self._send = send
-        self._engine: ModelEngine | None = None  # may have a launched step
-        self._since_s = 0.0  # start of the device's present step
-        self._last_s = 0.0  # duration of the step before
-        self.num_begun = 0
-        self._unsendable: list[m.RequestsFailed] = []
+    ledger: RequestLedger
+    send: Callable[[m.StepOutputs], None]
+    clock: Callable[[], float] = time.monotonic
+    num_begun: int = field(default=0, init=False)
+    _engine: ModelEngine | None = field(default=None, init=False)
+    """May have a launched step."""
+    _since_s: float = field(default=0.0, init=False)
+    """Start of the device's present step."""
+    _last_s: float = field(default=0.0, init=False)
+    """Duration of the step before."""
+    _unsendable: list[m.RequestsFailed] = field(default_factory=list, init=False)
 
     def begin(self, engine: ModelEngine, chunk_tokens: int | None) -> bool:
         """Start a step and report the previous one; return whether the engine still has
@@ -55,7 +54,7 @@ class TurnSteps:
         if not steps.are_under_way:
             if ended_elsewhere := steps.take():
                 self._report(engine, ended_elsewhere)
-            self._since_s = self._clock()
+            self._since_s = self.clock()
         self._engine = engine
         self.num_begun += 1
         made = steps.begin(chunk_tokens)
@@ -96,13 +95,13 @@ class TurnSteps:
         # The duration of a step that has waited for weights says nothing about other steps.
         has_waited = bool(steps) and engine.take_waited_s() > 0
         for step in steps:
-            ended_s = self._clock()
+            ended_s = self.clock()
             # Steps follow each other on the device: a step begins when the previous step ends.
             step_s = ended_s - self._since_s
             self._since_s = ended_s
             if not has_waited:
                 self._last_s = step_s
-            self._ledger.finish(engine.name, step.ended)
+            self.ledger.finish(engine.name, step.ended)
             if step.frames:
                 outputs = m.StepOutputs(
                     engine.name,
@@ -114,7 +113,7 @@ class TurnSteps:
                     step.drafts,
                 )
                 if sum(map(len, step.frames)) < _RECORDED_BYTES:
-                    self._send(outputs)
+                    self.send(outputs)
                 else:
                     self._send_long(outputs)
 
@@ -122,7 +121,7 @@ class TurnSteps:
         ids = [item.request_id for item in outputs.progress]
         WORKER.begin_report(outputs.model, ids)
         try:
-            self._send(outputs)
+            self.send(outputs)
         except FrameTooLong as error:
             self._unsendable.append(m.RequestsFailed(outputs.model, ids, str(error)))
         WORKER.end_report()

@@ -153,6 +153,6 @@ def test_the_bandwidth_is_that_of_the_bytes_that_arrived(
     arrived = record.weight_bytes - record.late_weight_bytes
     seconds = record.map_s + record.weights_s
     # The record counts the late bytes after the bandwidth: a copy may have ended in between.
-    assert 0 < box.residency.bandwidth_bytes_per_s <= 1.001 * arrived / seconds
+    assert 0 < box.residency.loads.bandwidth_bytes_per_s <= 1.001 * arrived / seconds
     assert arrived < record.weight_bytes
     box.gate.allow()

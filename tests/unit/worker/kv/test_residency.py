@@ -249,7 +249,7 @@ def test_a_full_host_makes_requests_start_anew_at_the_very_last(tight_box: Box) 
     assert box.models["a"].num_preempted == 0, "dropping weights made the room"
     box.ask("b", 3)
     assert box.models["a"].num_preempted == 1
-    assert box.residency.num_recomputed == 1
+    assert box.residency.eviction.num_recomputed == 1
     assert box.models["a"].kv.resident_bytes == 0
     box.residency.check_integrity()
     box.close()
@@ -293,11 +293,11 @@ def test_switches_tell_what_bandwidth_they_reach(monkeypatch: pytest.MonkeyPatch
     seconds = iter(float(second) for second in range(1_000))
     box = Box(60, clock=lambda: next(seconds))
     monkeypatch.setattr(Device, "piece_bytes", 1)
-    assert box.residency.bandwidth_bytes_per_s == 1e9
+    assert box.residency.loads.bandwidth_bytes_per_s == 1e9
     box.switch_in("a")
-    assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # a fifth of next to nothing
+    assert 0.79e9 < box.residency.loads.bandwidth_bytes_per_s < 0.81e9  # a fifth of next to nothing
     box.switch_in("a")
-    assert 0.79e9 < box.residency.bandwidth_bytes_per_s < 0.81e9  # nothing moved
+    assert 0.79e9 < box.residency.loads.bandwidth_bytes_per_s < 0.81e9  # nothing moved
     box.close()
 
 
@@ -307,7 +307,7 @@ def test_a_small_load_says_little_about_the_bandwidth(monkeypatch: pytest.Monkey
     num_bytes = box.models["a"].weights.num_bytes
     monkeypatch.setattr(Device, "piece_bytes", 50 * num_bytes)
     box.switch_in("a")
-    assert 0.997e9 < box.residency.bandwidth_bytes_per_s < 0.999e9  # a hundredth of a fifth
+    assert 0.997e9 < box.residency.loads.bandwidth_bytes_per_s < 0.999e9  # a hundredth of a fifth
     box.close()
 
 
@@ -355,7 +355,7 @@ class TestWithoutRoom:
         box.switch_in("a")
         model = box.models["a"]
         model.num_wanted = model.kv.geometry.num_blocks
-        evicting = box.residency._eviction
+        evicting = box.residency.eviction
         for _ in range(3):
             evicting.try_to_free(1000, {"a", "b"})
         plans.clear()
@@ -368,7 +368,7 @@ class TestWithoutRoom:
 def test_only_models_with_copies_are_settled(tight_box: Box) -> None:
     tight_box.switch_in("a")
     tight_box.ask("a", 3)
-    busy = tight_box.residency._eviction._busy
+    busy = tight_box.residency.eviction._busy
     assert not busy
     tight_box.switch_in("b")
     tight_box.ask("b", 3)
@@ -408,10 +408,10 @@ def test_running_requests_take_the_memory_of_prefixes(full: Box) -> None:
 
 def test_prefixes_are_given_up_before_kv_is_computed_anew(full: Box) -> None:
     model = full.models["a"]
-    full.residency._eviction.give_up(model)
-    assert full.residency.num_recomputed == 0
+    full.residency.eviction.give_up(model)
+    assert full.residency.eviction.num_recomputed == 0
     assert model.num_preempted == 0
-    full.residency._eviction.give_up(model)
-    assert full.residency.num_recomputed == 1
+    full.residency.eviction.give_up(model)
+    assert full.residency.eviction.num_recomputed == 1
     assert model.num_preempted == 1
     full.residency.check_integrity()

@@ -24,14 +24,10 @@ class AddressRange:
         self.address = device.reserve(num_pages)
         self._holders = [0] * num_pages
         self._physical = [-1] * num_pages
-        self._num_mapped = 0
+        self.num_mapped = 0
+        """Number of pool pages mapped into this address range."""
         self.last_use: Fence | None = None
         """The owner's last kernels, None while the owner may launch more."""
-
-    @property
-    def num_mapped(self) -> int:
-        """Number of pool pages mapped into this address range."""
-        return self._num_mapped
 
     @property
     def physical_pages(self) -> list[int]:
@@ -82,7 +78,7 @@ class AddressRange:
         for span, mine in mapped:
             physical = itertools.chain.from_iterable(range(run.first, run.end) for run in mine)
             self._physical[span.start : span.stop] = physical
-            self._num_mapped += len(span)
+            self.num_mapped += len(span)
         if missing == [pages]:  # the usual case
             self._holders[pages.start : pages.stop] = [1] * len(pages)
         else:
@@ -122,7 +118,7 @@ class AddressRange:
         for span, runs in gone:
             self._pool.free(runs)
             self._physical[span.start : span.stop] = [-1] * len(span)
-            self._num_mapped -= len(span)
+            self.num_mapped -= len(span)
 
     def close(self) -> None:
         """Unmap all pages and release the addresses."""
@@ -138,7 +134,7 @@ class AddressRange:
         """Raise AssertionError when holders, page table and counter disagree."""
         mapped = [page >= 0 for page in self._physical]
         assert mapped == [count > 0 for count in self._holders]
-        assert sum(mapped) == self._num_mapped
+        assert sum(mapped) == self.num_mapped
 
     def _page_address(self, page: int) -> int:
         return self.address + page * self._device.page_bytes

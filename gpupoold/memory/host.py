@@ -184,25 +184,21 @@ class KvHostCache:
         self.prefixes: Evictable | None = None
         self.shape = shape = CacheShape(self.budget_bytes, slab_bytes, num_ranks)
         self.table: PrefixTable | None = None
-        self._fd = _fd_of_shape(former_fd, shape)
+        self.fd = _fd_of_shape(former_fd, shape)
+        """The memfd, for other processes to map."""
         try:
             if self.budget_bytes:
-                is_new = self._fd != former_fd
-                self.table = PrefixTable(self._fd, shape, is_new=is_new)
+                is_new = self.fd != former_fd
+                self.table = PrefixTable(self.fd, shape, is_new=is_new)
             shared = libc.MAP_SHARED | libc.MAP_NORESERVE
             self._address = (
-                libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self._fd, 0)
+                libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self.fd, 0)
                 if self.budget_bytes
                 else 0
             )
         except OSError:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
-
-    @property
-    def fd(self) -> int:
-        """The memfd, for other processes to map."""
-        return self._fd
 
     def claim(self, record: Record) -> HostSlot | None:
         """Return the slot of a record of ``table``; None if its memory is in use."""
@@ -218,9 +214,9 @@ class KvHostCache:
         if not self.budget_bytes:
             return
         if not device.is_host_addressable:
-            touch_pages(self._fd, self.shape.data_bytes)
+            touch_pages(self.fd, self.shape.data_bytes)
         device.pin(self._address, self.budget_bytes)
-        device.share_host(self._address, self.budget_bytes, self._fd)
+        device.share_host(self._address, self.budget_bytes, self.fd)
 
     def unpin(self, device: Device) -> None:
         if self.budget_bytes:
@@ -303,7 +299,7 @@ class KvHostCache:
             self.table.close()
         if self.budget_bytes:
             libc.munmap(self._address, self.budget_bytes)
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def _fd_of_shape(former_fd: int | None, shape: CacheShape) -> int:

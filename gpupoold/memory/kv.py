@@ -310,11 +310,11 @@ class KvMemory(KvExtents):
         self._all_groups.clear()
         self._moving.clear()
         self._busy.pop(self, None)
-        self._address_range.close()
+        self.address_range.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when places, host slots and the address range disagree."""
-        self._address_range.check_integrity()
+        self.address_range.check_integrity()
         self._index.check(self._engine().live(self._real(range(self.geometry.num_blocks))))
         self._check_counters()
         assert (self in self._busy) == bool(self._moving or self._exports)
@@ -323,7 +323,7 @@ class KvMemory(KvExtents):
         }
         mapped = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
         extents = [extent for place in mapped for extent in self.extents(place)]
-        assert len(self.geometry.uses(extents)) == self._address_range.num_mapped
+        assert len(self.geometry.uses(extents)) == self.address_range.num_mapped
         for group in self._groups():
             [place] = {self.place(extent) for extent in group.extents}
             assert group.place is place
@@ -407,16 +407,16 @@ class KvMemory(KvExtents):
         fresh: list[range] = []
         try:
             for span in self.geometry.spans(extents):
-                fresh += self._address_range.retain(span, is_filled=is_filled)
+                fresh += self.address_range.retain(span, is_filled=is_filled)
                 held.append(span)
         except BaseException:
             for span in held:
-                self._address_range.drop(span)
+                self.address_range.drop(span)
             raise
         return fresh
 
     def _drop(self, extents: list[int]) -> None:
-        self._address_range.drop_each(self.geometry.spans(extents))
+        self.address_range.drop_each(self.geometry.spans(extents))
 
     def _pieces(self, group: Group) -> Iterator[tuple[int, int, int]]:
         """Yield ``(device address, host address, num_bytes)`` of a group's bytes, row by row."""

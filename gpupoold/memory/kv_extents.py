@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import BlockLedger, Device, Fence
+from gpupoold.memory.contracts import BlockLedger, Device
 from gpupoold.memory.extent_index import OFFLOADED, ExtentIndex, Place
 from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, Slot
@@ -45,24 +45,23 @@ class KvExtents:
 
     def __init__(self, geometry: KvGeometry, address_range: AddressRange, device: Device) -> None:
         self.geometry = geometry
-        self._address_range = address_range
+        self.address_range = address_range
         self._device = device
         self._index = ExtentIndex(geometry)
         self._offloaded: dict[int, Group] = {}  # by extent
         self._all_groups: dict[Group, None] = {}  # in the order of their offload
         self._moving: dict[Group, None] = {}  # groups in transfer, in order of start
-        self._host_bytes = self._missing_bytes = 0
+        self.host_bytes = 0
+        """Host bytes of the offloaded extents."""
+        self.missing_bytes = 0
+        """Bytes neither on the device nor being copied to the device."""
         self._pages_known: dict[str, tuple[int, int]] = {}  # index version and number
         self._ledger: BlockLedger | None = None
 
     @property
     def address(self) -> int:
         """Start of the KV buffer."""
-        return self._address_range.address
-
-    def set_last_use(self, last_use: Fence | None) -> None:
-        """Set the model's last kernels while paused; None while the model may launch more."""
-        self._address_range.last_use = last_use
+        return self.address_range.address
 
     @property
     def version(self) -> int:
@@ -70,30 +69,15 @@ class KvExtents:
         return self._index.version
 
     @property
-    def physical_pages(self) -> list[int]:
-        """Pages of the pool in use."""
-        return self._address_range.physical_pages
-
-    @property
     def resident_bytes(self) -> int:
         """Bytes of device memory mapped into this address range."""
-        return self._address_range.num_mapped * self._device.page_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Host bytes of the offloaded extents."""
-        return self._host_bytes
+        return self.address_range.num_mapped * self._device.page_bytes
 
     @property
     def peer_host_bytes(self) -> int:
         """Bytes of ``host_bytes`` that are in other workers' host memory."""
         slots = (group.slot for group in self._groups())
         return sum(slot.num_bytes for slot in slots if not isinstance(slot, HostSlot))
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes neither on the device nor being copied to the device."""
-        return self._missing_bytes
 
     @property
     def is_whole(self) -> bool:
@@ -139,7 +123,7 @@ class KvExtents:
         """
         size, seen = self.geometry.blocks_per_extent, set[Group]()
         wanted = (self._offloaded.get(block // size) for block in blocks)
-        for group in chain(wanted, self._groups(Place.HOST) if self._missing_bytes else ()):
+        for group in chain(wanted, self._groups(Place.HOST) if self.missing_bytes else ()):
             if group is not None and group.place is Place.HOST and group not in seen:
                 seen.add(group)
                 yield group.extents
@@ -170,9 +154,9 @@ class KvExtents:
     def num_missing_pages(self, extents: list[int]) -> int:
         """Return the number of pages that mapping ``extents`` would take from the pool."""
         if self.geometry.is_aligned:
-            return sum(map(self._address_range.num_missing, self.geometry.spans(extents)))
+            return sum(map(self.address_range.num_missing, self.geometry.spans(extents)))
         pages = self.geometry.uses(extents)
-        return sum(1 for page in pages if not self._address_range.num_holders(page))
+        return sum(1 for page in pages if not self.address_range.num_holders(page))
 
     def num_resident_pages(self, extents: list[int]) -> int:
         """Return the number of pages of ``extents`` that other extents do not share."""
@@ -180,7 +164,7 @@ class KvExtents:
             return sum(map(len, self.geometry.spans(extents)))
         uses = self.geometry.uses(extents)
         return sum(
-            1 for page, count in uses.items() if self._address_range.num_holders(page) == count
+            1 for page, count in uses.items() if self.address_range.num_holders(page) == count
         )
 
     @property
@@ -236,16 +220,16 @@ class KvExtents:
         """Record ``place`` for all extents of a group; update the counters."""
         size = group.slot.num_bytes
         if group.place is Place.HOST:
-            self._missing_bytes -= size
+            self.missing_bytes -= size
         if place is Place.HOST:
-            self._missing_bytes += size
+            self.missing_bytes += size
         if place in OFFLOADED and group not in self._all_groups:
             self._all_groups[group] = None
             self._offloaded |= dict.fromkeys(group.extents, group)
-            self._host_bytes += size
+            self.host_bytes += size
         elif place not in OFFLOADED:
             del self._all_groups[group]
-            self._host_bytes -= size
+            self.host_bytes -= size
             for extent in group.extents:
                 del self._offloaded[extent]
         self._moving.pop(group, None)
@@ -260,8 +244,8 @@ class KvExtents:
         assert set(groups) == set(self._all_groups)
         on_host = [group for group in groups if group.place is Place.HOST]
         assert set(self._moving) == set(groups) - set(on_host)
-        assert self._host_bytes == sum(group.slot.num_bytes for group in groups)
-        assert self._missing_bytes == sum(group.slot.num_bytes for group in on_host)
+        assert self.host_bytes == sum(group.slot.num_bytes for group in groups)
+        assert self.missing_bytes == sum(group.slot.num_bytes for group in on_host)
         assert self.num_leaving_pages == self.num_resident_pages(self.extents(Place.LEAVING))
         assert self.num_idle_pages == self.num_resident_pages(self.free_extents())
         assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))

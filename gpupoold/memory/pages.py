@@ -19,13 +19,9 @@ class PagePool:
         self.num_pages = num_pages
         self._table_pages = table_pages
         self._free: list[PageRun] = [PageRun(0, num_pages)] if num_pages else []
-        self._num_free = num_pages
+        self.num_free = num_pages
         self.version = 0
         """A number that changes with every allocated or freed run."""
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
 
     def allocate(self, num_pages: int, at: int = 0) -> list[PageRun]:
         """Allocate ``num_pages``, all or nothing.
@@ -36,9 +32,9 @@ class PagePool:
         Raises:
             OutOfPages: too few pages are free; nothing was allocated.
         """
-        if num_pages > self._num_free:
+        if num_pages > self.num_free:
             raise OutOfPages(
-                f"{num_pages} pages requested, {self._num_free} of {self.num_pages} free"
+                f"{num_pages} pages requested, {self.num_free} of {self.num_pages} free"
             )
         if num_pages >= self._table_pages > 1 and (alike := self._allocate_alike(num_pages, at)):
             return [alike]
@@ -94,7 +90,7 @@ class PagePool:
             assert run.num_pages > 0 and run.first > end, f"bad free run {run}"
             end = run.end  # strictly greater: adjacent runs must have been joined
         assert end <= self.num_pages
-        assert sum(run.num_pages for run in self._free) == self._num_free
+        assert sum(run.num_pages for run in self._free) == self.num_free
 
     def _allocate_alike(self, num_pages: int, at: int) -> PageRun | None:
         """Allocate a run whose first page is ``at`` modulo the pages of a table, or None."""
@@ -115,7 +111,7 @@ class PagePool:
         taken = PageRun(run.first + skip, num_pages)
         rest = (PageRun(run.first, skip), PageRun(taken.end, run.end - taken.end))
         self._free[index : index + 1] = [one for one in rest if one.num_pages]
-        self._num_free -= num_pages
+        self.num_free -= num_pages
         self.version += 1
         return taken
 
@@ -132,7 +128,7 @@ class PagePool:
         if after and after.first == run.end:
             end, high = after.end, index + 1
         self._free[low:high] = [PageRun(first, end - first)]
-        self._num_free += run.num_pages
+        self.num_free += run.num_pages
         self.version += 1
 
 

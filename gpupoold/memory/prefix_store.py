@@ -120,17 +120,12 @@ class PrefixStore:
         self._budget_bytes = host.budget_bytes if budget_bytes is None else budget_bytes
         self._places: dict[str, dict[bytes, _StoredBlock]] = {}
         self._segments: OrderedDict[_Segment, None] = OrderedDict()  # least recently used first
-        self._used_bytes = self._pinned_bytes = 0
+        self.used_bytes = self._pinned_bytes = 0
         self.keeps_unwritten = False
         """True if ``take_unwritten`` is called."""
         self._unwritten: dict[_Segment, None] = {}
         host.prefixes = self
         self._restore()
-
-    @property
-    def used_bytes(self) -> int:
-        """Host memory of all copies."""
-        return self._used_bytes
 
     @property
     def evictable_bytes(self) -> int:
@@ -288,7 +283,7 @@ class PrefixStore:
 
     def _enter(self, segment: _Segment) -> None:
         self._segments[segment] = None
-        self._used_bytes += segment.slot.num_bytes
+        self.used_bytes += segment.slot.num_bytes
         places = self._places.setdefault(segment.owner, {})
         places.update((key, _StoredBlock(segment, at)) for at, key in enumerate(segment.keys))
         if self.keeps_unwritten and segment.record is not None:
@@ -303,7 +298,7 @@ class PrefixStore:
 
     def _drop(self, segment: _Segment) -> None:
         del self._segments[segment]
-        self._used_bytes -= segment.slot.num_bytes
+        self.used_bytes -= segment.slot.num_bytes
         self._hide(segment)
         if segment.record is not None and self._host.table is not None:
             self._host.table.remove(segment.record)

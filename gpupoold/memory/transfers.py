@@ -58,17 +58,13 @@ class Transfer:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._progress = threading.Condition()
-        self._num_copied = 0
+        self.num_copied_bytes = 0
+        """Bytes from the start on that have arrived."""
 
     @property
     def has_ended(self) -> bool:
         """True if no copy is running; ``wait`` then returns at once."""
         return self._ended.is_set()
-
-    @property
-    def num_copied_bytes(self) -> int:
-        """Bytes from the start on that have arrived."""
-        return self._num_copied
 
     def wait_for(self, num_bytes: int) -> None:
         """Return when the first ``num_bytes`` have arrived, unlike ``wait`` without making copies.
@@ -77,8 +73,8 @@ class Transfer:
             Exception: the failure of a copy before.
         """
         with self._progress:
-            self._progress.wait_for(lambda: self._num_copied >= num_bytes or self.has_ended)
-        if self._num_copied < num_bytes:
+            self._progress.wait_for(lambda: self.num_copied_bytes >= num_bytes or self.has_ended)
+        if self.num_copied_bytes < num_bytes:
             self.wait()  # raises the failure
             raise AssertionError("a stopped transfer is waited for")
 
@@ -109,7 +105,7 @@ class Transfer:
         """
         self.cancel()
         self._ended.wait()
-        return self._num_copied
+        return self.num_copied_bytes
 
     def start(self) -> bool:
         """Return whether to make the copies: False if stopped before; for the queue's threads."""
@@ -127,7 +123,7 @@ class Transfer:
     def note_arrival(self, num_bytes: int) -> None:
         """Count a batch that has arrived; for the queue's threads."""
         with self._progress:
-            self._num_copied += num_bytes
+            self.num_copied_bytes += num_bytes
             self._progress.notify_all()
 
     def note_failure(self, error: BaseException) -> None:
@@ -138,7 +134,7 @@ class Transfer:
         """Say that no copy is running any more; for the queue's threads."""
         try:
             if self._on_end is not None:
-                self._on_end(self._error is None and self._num_copied == self.num_bytes)
+                self._on_end(self._error is None and self.num_copied_bytes == self.num_bytes)
         finally:  # last: after has_ended the owner may free what on_end uses
             with self._progress:
                 self._ended.set()

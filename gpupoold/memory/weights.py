@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gpupoold.errors import Failed
 from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import Copy, Device, Fence
+from gpupoold.memory.contracts import Copy, Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
@@ -35,20 +35,21 @@ class WeightMemory:
         snapshot: HostBuffer,
         own: HostBuffer | None = None,
     ) -> None:
-        self._address_range = address_range
+        self.address_range = address_range
         self._device = device
         self._num_loaded = 0
         self._arriving: deque[Transfer] = deque()
         self._start_bytes: int | None = None
         self._snapshot: HostBuffer | None = None
-        self._own: HostBuffer | None = None
+        self.own: HostBuffer | None = None
+        """The host copy of the slots."""
         self.own_bytes = own.num_bytes if own is not None else 0
         assert snapshot.num_bytes == self.snapshot_bytes
         device.pin(snapshot.address, snapshot.num_bytes)
         self._snapshot = snapshot
         if own is not None:
             device.pin(own.address, own.num_bytes)
-            self._own = own
+            self.own = own
 
     @property
     def has_snapshot(self) -> bool:
@@ -67,14 +68,9 @@ class WeightMemory:
         return self._snapshot
 
     @property
-    def own(self) -> HostBuffer | None:
-        """The host copy of the slots."""
-        return self._own
-
-    @property
     def num_pages(self) -> int:
         """Pages of the whole snapshot and of the slots."""
-        return self._address_range.num_pages
+        return self.address_range.num_pages
 
     @property
     def num_bytes(self) -> int:
@@ -89,11 +85,7 @@ class WeightMemory:
     @property
     def num_mapped_pages(self) -> int:
         """Number of mapped pages, filled or being filled."""
-        return self._address_range.num_mapped
-
-    @property
-    def physical_pages(self) -> list[int]:
-        return self._address_range.physical_pages
+        return self.address_range.num_mapped
 
     @property
     def mapped_bytes(self) -> int:
@@ -149,11 +141,6 @@ class WeightMemory:
         return max(0, self.mapped_bytes - self.present_bytes)
 
     @property
-    def is_arriving(self) -> bool:
-        """True if pages are still being filled."""
-        return self.num_arriving > 0
-
-    @property
     def num_arriving(self) -> int:
         """Number of loads in progress."""
         return sum(not transfer.has_ended for transfer in self._arriving)
@@ -161,11 +148,7 @@ class WeightMemory:
     @property
     def address(self) -> int:
         """The fixed address of the weights."""
-        return self._address_range.address
-
-    def set_last_use(self, last_use: Fence | None) -> None:
-        """Set the model's last kernels while paused; None while the model may launch more."""
-        self._address_range.last_use = last_use
+        return self.address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
         """Load the next ``num_pages``, or all missing pages; return the number of copied bytes.
@@ -180,7 +163,7 @@ class WeightMemory:
         end = self.num_pages if num_pages is None else self._num_loaded + num_pages
         missing = range(self._num_loaded, min(end, self.num_pages))
         for pages, source in self._sources(missing):
-            self._address_range.retain(pages, source)
+            self.address_range.retain(pages, source)
             self._device.synchronize()
             self._num_loaded = pages.stop
         return len(missing) * self._device.page_bytes
@@ -204,15 +187,15 @@ class WeightMemory:
             Copy(self.address + part.start * page_bytes, source, len(part) * page_bytes)
             for part, source in self._sources(pages)
         ]
-        self._address_range.retain(pages, is_filled=False)
+        self.address_range.retain(pages, is_filled=False)
         self._arriving.append(queue.begin(copies))
 
     def write_back(self) -> None:
         """Copy the resident slots to ``own``, after the engine has written to them."""
-        if self._own is None:
+        if self.own is None:
             return
         assert self.is_resident, "slots are written while the model is resident"
-        self._device.copy_out(self._own.address, self.address + self.snapshot_bytes, self.own_bytes)
+        self._device.copy_out(self.own.address, self.address + self.snapshot_bytes, self.own_bytes)
         self._device.synchronize()
 
     def settle(self) -> None:
@@ -303,13 +286,13 @@ class WeightMemory:
     def close(self) -> None:
         """Unmap, release the addresses and this process's view of the snapshot."""
         self.stop()
-        self._address_range.close()
+        self.address_range.close()
         if self._snapshot is not None:
             self._device.unpin(self._snapshot.address, self._snapshot.num_bytes)
             self._snapshot.close()
-        if self._own is not None:
-            self._device.unpin(self._own.address, self._own.num_bytes)
-            self._own.close()
+        if self.own is not None:
+            self._device.unpin(self.own.address, self.own.num_bytes)
+            self.own.close()
 
     def _sources(self, pages: range) -> Iterator[tuple[range, int]]:
         """Yield ``pages`` in parts, each with the host address of its bytes."""
@@ -319,10 +302,10 @@ class WeightMemory:
         if shared:
             yield shared, self.snapshot.address + shared.start * page_bytes
         own = range(max(pages.start, first_own), pages.stop)
-        if own and self._own is not None:
-            yield own, self._own.address + (own.start - first_own) * page_bytes
+        if own and self.own is not None:
+            yield own, self.own.address + (own.start - first_own) * page_bytes
 
     def _drop_from(self, first: int) -> None:
-        pages = range(first, self._address_range.num_mapped)
+        pages = range(first, self.address_range.num_mapped)
         if pages:
-            self._address_range.drop(pages)
+            self.address_range.drop(pages)

@@ -155,7 +155,7 @@ class MemoryMachine(RuleBasedStateMachine):
         weights = self.model(which).weights
         weights.stop()
         assert weights.loaded_bytes == weights.mapped_bytes
-        assert not weights.is_arriving
+        assert not weights.num_arriving
 
     @rule(which=WHICH, num_pages=st.none() | st.integers(0, 20))
     def evict(self, which: int, num_pages: int | None) -> None:
@@ -378,9 +378,11 @@ class MemoryMachine(RuleBasedStateMachine):
         owned: list[int] = []
         for model in self.models:
             model.kv.check_integrity()
-            assert len(model.kv.physical_pages) == model.kv.resident_bytes // PAGE
-            assert len(model.weights.physical_pages) == model.weights.num_mapped_pages
-            owned += model.kv.physical_pages + model.weights.physical_pages
+            assert len(model.kv.address_range.physical_pages) == model.kv.resident_bytes // PAGE
+            assert len(model.weights.address_range.physical_pages) == model.weights.num_mapped_pages
+            owned += (
+                model.kv.address_range.physical_pages + model.weights.address_range.physical_pages
+            )
             device = model.kv.extents(Place.DEVICE)
             usable = {block for extent in device for block in model.kv.geometry.blocks(extent)}
             free = {b for b, count in enumerate(model.ledger.refs) if not count}

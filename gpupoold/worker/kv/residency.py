@@ -301,7 +301,8 @@ class Residency:
         owned: list[int] = []
         for model in self._models.values():
             model.kv.check_integrity()
-            owned += model.kv.physical_pages + model.weights.physical_pages
+            owned += model.kv.address_range.physical_pages
+            owned += model.weights.address_range.physical_pages
         if not is_loading:
             self.pool.check_owned(owned)
         kvs = [model.kv for model in self._models.values()]
@@ -432,8 +433,7 @@ class LastUses:
 
 
 def _set(model: PooledModel, last_use: Fence | None) -> None:
-    model.kv.set_last_use(last_use)
-    model.weights.set_last_use(last_use)
+    model.kv.address_range.last_use = model.weights.address_range.last_use = last_use
 
 
 class KvBacking:

@@ -173,14 +173,19 @@ def test_pitfall_13_addresses_stay_while_pages_change(rig: Rig) -> None:
     weights.load()
     kv.map([1])
     written = fill_blocks(kv, ledger.allocate(2), "x")
-    addresses, pages = (weights.address, kv.address), weights.physical_pages + kv.physical_pages
+    addresses, pages = (
+        (weights.address, kv.address),
+        weights.address_range.physical_pages + kv.address_range.physical_pages,
+    )
     weights.evict()
     rig.page_out(kv, 1)
     rig.address_range(20).retain(range(20))
     weights.load()
     rig.page_in(kv, 1)
     assert (weights.address, kv.address) == addresses
-    assert not set(weights.physical_pages + kv.physical_pages) & set(pages)
+    assert not set(weights.address_range.physical_pages + kv.address_range.physical_pages) & set(
+        pages
+    )
     assert read(weights.address, len(snapshot)) == snapshot
     assert {block: read_block(kv, block) for block in written} == written
 

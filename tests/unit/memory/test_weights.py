@@ -229,7 +229,7 @@ def test_a_stop_keeps_nothing_behind_a_load_that_was_stopped(rig: Rig) -> None:
         weights.begin_load(queue, 5)
     threading.Timer(0.05, gate.allow).start()
     weights.stop()
-    assert not weights.is_arriving
+    assert not weights.num_arriving
     assert weights.num_mapped_pages * PAGE == weights.loaded_bytes
     assert weights.num_mapped_pages in (0, 5)
     weights.close()
@@ -284,7 +284,7 @@ def test_a_failed_copy_ends_the_wait_for_its_bytes(rig: Rig) -> None:
     gate.allow()
     with pytest.raises(OSError, match="broken"):
         weights.wait_for(3 * PAGE)
-    assert not weights.is_arriving
+    assert not weights.num_arriving
     assert weights.num_mapped_pages * PAGE == weights.loaded_bytes < 3 * PAGE
     weights.load()
     assert read(weights.address, 12 * PAGE) == data

@@ -142,11 +142,18 @@ def test_pitfall_08_waking_twice_or_by_halves_is_waking_once(tight_box: Box) -> 
     for _ in range(3):
         box.switch_in("a")
         box.residency.bring_all("a")
-        pages = box.weights("a").physical_pages + box.models["a"].kv.physical_pages
+        pages = (
+            box.weights("a").address_range.physical_pages
+            + box.models["a"].kv.address_range.physical_pages
+        )
         assert box.kv_bytes("a", written) == written
     assert box.residency.switch_in("a") is None
     assert box.weights("a").load() == 0
-    assert box.weights("a").physical_pages + box.models["a"].kv.physical_pages == pages
+    assert (
+        box.weights("a").address_range.physical_pages
+        + box.models["a"].kv.address_range.physical_pages
+        == pages
+    )
 
 
 def test_pitfall_20_kv_that_nothing_makes_room_for_is_computed_anew(tight_box: Box) -> None:
@@ -194,7 +201,7 @@ def test_pitfall_28_a_copy_that_hangs_stops_no_other_model() -> None:
     box.residency._in = TransferQueue([gate], "copy-in")
     taken = box.rig.pool.allocate(15)
     box.residency.prefetch("b", "a")
-    assert box.weights("b").is_arriving
+    assert box.weights("b").num_arriving
     box.rig.pool.free(taken)  # so that there would be more to prefetch
     for _ in range(3):
         box.residency.advance("a")

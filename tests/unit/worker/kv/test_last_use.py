@@ -23,10 +23,7 @@ def test_each_model_has_a_moment_of_its_own() -> None:
         ranges = [AddressRange(device, pool, 2) for _ in range(2)]
         for one in ranges:
             one.retain(range(2))
-        owners = [
-            SimpleNamespace(set_last_use=lambda use, one=one: setattr(one, "last_use", use))
-            for one in ranges
-        ]
+        owners = [SimpleNamespace(address_range=one) for one in ranges]
         models[name] = SimpleNamespace(name=name, kv=owners[0], weights=owners[1], ranges=ranges)
         uses.add(models[name])
     a, b = models["a"], models["b"]
@@ -66,8 +63,8 @@ def test_pages_of_a_model_that_is_paged_out_are_unmapped_beside_the_next_copies(
     pool = PagePool(device.num_pages)
     uses, pages = LastUses(device), AddressRange(device, pool, 2)
     pages.retain(range(2))
-    nothing = SimpleNamespace(set_last_use=lambda _: None)
-    owner = SimpleNamespace(set_last_use=lambda use: setattr(pages, "last_use", use))
+    nothing = SimpleNamespace(address_range=SimpleNamespace(last_use=None))
+    owner = SimpleNamespace(address_range=pages)
     model: Any = SimpleNamespace(name="a", kv=nothing, weights=owner)
     uses.add(model)
     uses.run(model)

@@ -113,7 +113,7 @@ def test_plans_change(box: Box) -> None:
     box.switch_in("a")
     box.residency.prefetch("b", "a")
     box.residency.prefetch("c", "a")
-    assert not box.weights("b").is_arriving
+    assert not box.weights("b").num_arriving
     assert box.switch_in("c") == 0
     box.switch_in("b")
 
@@ -135,7 +135,7 @@ def test_a_model_that_goes_is_prefetched_no_more(box: Box) -> None:
     box.switch_in("a")
     box.residency.prefetch("b", "a")
     box.residency.remove("b")
-    assert not box.weights("b").is_arriving
+    assert not box.weights("b").num_arriving
     box.weights("b").evict()
     box.models["b"].kv.unmap([0])
     box.residency.check_integrity()
@@ -152,7 +152,7 @@ def test_a_running_model_that_is_paged_out_waits_for_its_own_kernels_only(
     evict = weights.evict
 
     def note_and_evict() -> None:
-        moments.append(weights._address_range.last_use)
+        moments.append(weights.address_range.last_use)
         evict()
 
     monkeypatch.setattr(weights, "evict", note_and_evict)

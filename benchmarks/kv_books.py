@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.emulated import EmulatedDevice
@@ -82,7 +82,7 @@ def make(num_models: int, num_extents: int) -> tuple[Residency, list[BookModel]]
         kv.map(list(range(num_extents // _SHARE_ON_DEVICE)))
         ledger.allocate(ledger.num_free)
         models.append(BookModel(f"m{number}", weights, kv, ledger))
-        residency.add(models[-1])
+        residency.add(cast(Any, models[-1]))
     return residency, models
 
 

@@ -40,7 +40,6 @@ class CacheBytes:
         libc.munmap(self._address, self.shape.data_bytes)
 
     def _addresses(self, place: BlockPlace, num_bytes: int) -> list[int]:
-        """Return the address of a block on each rank."""
         shape = self.shape
         offset = place.slab * shape.slab_bytes + place.block * num_bytes
         if not 0 <= offset <= shape.budget_bytes - num_bytes:

@@ -38,7 +38,6 @@ class ExtentIndex:
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
-        """Begin with all extents unmapped and no block in use."""
         self._geometry = geometry
         self._size = geometry.blocks_per_extent
         self._places = bytearray(geometry.num_extents)

@@ -393,7 +393,6 @@ class KvMemory(KvExtents):
         return []
 
     def _release(self, group: Group) -> None:
-        """Free a group on the host that no request needs."""
         self._put(group, Place.UNMAPPED)
         group.slot.free()
 

@@ -251,7 +251,6 @@ class KvExtents:
         assert self.num_returning_pages == self.num_missing_pages(self.extents(Place.HOST))
 
     def _is_dead(self, group: Group) -> bool:
-        """Return whether no request needs any block of a group."""
         return len(group.held) == len(self._real_of(group.extents))
 
     def _real(self, blocks: range) -> range:

@@ -13,33 +13,20 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.geometry import KvRow
+from gpupoold.memory.prefix_files import PrefixFiles
+from gpupoold.memory.prefix_peers import PeerPrefixes
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
 from gpupoold.memory.slabs import BlockPlace
 
 _logger = logging.getLogger(__name__)
 
 
-class PrefixSource(Protocol):
-    """A place with KV of ended requests. Only ``copy`` may be called by another thread."""
-
-    tier: str
-    """``"peer"`` for the memory of another worker, ``"file"`` for files."""
-
-    def refresh(self, owner: str) -> None:
-        """Take note of what the source has got since the last call."""
-
-    def find(self, owner: str, key: bytes) -> Any:
-        """Return the place of a block for ``copy``, None if the source does not have the block."""
-
-    def copy(self, found: Any, to: CacheBytes, place: BlockPlace, num_bytes: int) -> bool:
-        """Copy a block of ``num_bytes`` on each rank; return False if it is not there any more."""
-
-    def close(self) -> None:
-        """Free the source; nothing is copied any more."""
+PrefixSource = PrefixFiles | PeerPrefixes
+"""A source; its ``copy`` may be called by another thread, the other methods by one only."""
 
 
 class Fetch:

@@ -34,6 +34,7 @@ from blake3 import blake3
 
 from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.prefix_names import NUM_DIGITS
+from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
 from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES
 from gpupoold.memory.slabs import BlockPlace
 
@@ -48,6 +49,8 @@ _HEADER = struct.Struct(
 # Files are deleted until so much of the budget is free.
 _FREE_SHARE = 1 / 16
 _NEW = ".new"
+# Copies that are kept from eviction at a time to be written: so many bytes, or this share.
+_BATCH_BYTES, _BATCH_SHARE = 256 << 20, 1 / 8
 
 
 class FileBlock(NamedTuple):
@@ -260,6 +263,37 @@ class PrefixFiles:
                 _trim(self._folder, self._budget_bytes)
         except OSError as error:
             _logger.warning("KV of an earlier request is not saved in %s: %s", folder, error)
+
+
+@dataclass(eq=False)
+class PrefixWriter:
+    """Writes the copies of a :class:`PrefixStore`, behind the requests; for one thread.
+
+    Copies are written in the order of their arrival, each once. ``cache`` has the bytes of the
+    store's cache.
+    """
+
+    store: PrefixStore
+    cache: CacheBytes
+    files: PrefixFiles
+
+    def __post_init__(self) -> None:
+        self._batch_bytes = min(_BATCH_BYTES, int(_BATCH_SHARE * self.cache.shape.budget_bytes))
+        self.store.keeps_unwritten = True
+        self._under_way: list[tuple[Future[None], StoredBlocks]] = []
+
+    def poll(self) -> None:
+        """Begin to write further copies if the ones before are written."""
+        if any(not written.done() for written, _ in self._under_way):
+            return
+        for written, copies in self._under_way:
+            copies.free()
+            if error := written.exception():
+                _logger.error("KV of an earlier request is not saved: %r", error)
+        self._under_way = [
+            (self.files.write(owner, keys, self.cache, copies.places, num_bytes), copies)
+            for owner, keys, num_bytes, copies in self.store.take_unwritten(self._batch_bytes)
+        ]
 
 
 def remove_files(folder: Path, model: str) -> None:

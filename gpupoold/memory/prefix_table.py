@@ -203,7 +203,6 @@ class PrefixTable:
         self._map.close()
 
     def _versions(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and the version of each record."""
         start = self._at(0)
         with memoryview(self._map) as view:
             records = view[start : start + self.shape.num_records * _RECORD.size]

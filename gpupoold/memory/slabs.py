@@ -48,17 +48,6 @@ class SlabLayout:
     """Blocks in a slab."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeUse:
-    """One shape's use of the buffer."""
-
-    block_bytes: int
-    num_slabs: int
-    num_blocks: int
-    """Blocks in the shape's slabs, used or not."""
-    num_used: int
-
-
 def slab_bytes_for(budget_bytes: int) -> int:
     """Return the bytes of a base slab: a power of two from 4 KiB to 1 GiB.
 
@@ -183,14 +172,6 @@ class SlabAllocator:
     def free_bytes(self) -> int:
         """Bytes in base slabs without a shape."""
         return self._base.num_free * self.slab_bytes
-
-    @property
-    def shapes(self) -> list[ShapeUse]:
-        """Shapes with slabs, smallest blocks first."""
-        return [
-            ShapeUse(size, len(one.slabs), one.num_blocks, one.num_used)
-            for size, one in sorted(self._shapes.items())
-        ]
 
     def num_free_blocks(self, block_bytes: int) -> int:
         """Return the largest number of blocks of this shape that could be allocated now."""

@@ -143,7 +143,6 @@ class PacedDevice:
     # Results of the device
 
     def _forward(self, event: e.Event) -> None:
-        """Send an event of the device to the daemon as a message."""
         match event:
             case e.Stepped():
                 batch = [self._lives[one] for one in event.request_ids]
@@ -207,7 +206,6 @@ class PacedDevice:
             os.close(fd)
 
     def _write_activity(self) -> None:
-        """Write the requests of the step under way to the activity page."""
         lives = self.sim.in_step
         if lives is self._in_step:
             return

@@ -76,7 +76,7 @@ def _follow(arguments: argparse.Namespace, rank: Rank) -> NoReturn:
     """Carry out the orders of the group's leader until the leader ends."""
     try:
         with importing():
-            from gpupoold.worker.follower.process import follow
+            from gpupoold.worker.follower import follow
         end_at_faults()
         follow(rank, _open_device(arguments, rank))
     except RankLost:
@@ -172,7 +172,6 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
 
 
 def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
-    """Open the device of this rank, and join the group."""
     from gpupoold.worker.device import open_device
 
     if arguments.device_kind == "emulated":

@@ -100,7 +100,6 @@ def _load_adapter(loop: TurnLoop, model: str, number: int, name: str, path: str)
 
 
 def _unload_adapter(loop: TurnLoop, model: str, number: int) -> dict[str, Any]:
-    """Remove an adapter without requests from its engine."""
     loop.engine(model).adapters.remove(number)
     return {}
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpupoold.checkpoints.files import read_json
 from gpupoold.errors import Failed, Refused
@@ -31,11 +31,13 @@ from gpupoold.latency.models import (
 from gpupoold.latency.shape import ModelShape, from_hf_config
 from gpupoold.latency.stored import Profile, StoredFit
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.pages import PagePool
-from gpupoold.wire.messages import LoadedModel, RequestProgress
+from gpupoold.wire.messages import RequestProgress
 from gpupoold.worker.engine.load_errors import failure
 from gpupoold.worker.fitting import fit_decode, fit_prefill
-from gpupoold.worker.kv.page_eviction import PooledModel
+
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
+    from gpupoold.worker.kv.residency import Residency
 
 _logger = logging.getLogger(__name__)
 
@@ -87,8 +89,8 @@ _SPARE_POINTS = 2
 
 
 def profile(
-    engine: ProfiledModel,
-    residency: Pages,
+    engine: ModelEngine,
+    residency: Residency,
     budget_s: float,
     path: str,
     clock: Callable[[], float] = time.perf_counter,
@@ -140,8 +142,8 @@ class _ProfilingRun:
     The run's time does not pass between two slices.
     """
 
-    engine: ProfiledModel
-    pages: Pages
+    engine: ModelEngine
+    residency: Residency
     budget_s: float
     clock: Callable[[], float]
     slice_limit_s: Callable[[], float]
@@ -312,7 +314,7 @@ class _ProfilingRun:
         """Begin a step or end the last one; return the requests of the step that has ended."""
         if is_last:
             return self._gained(self.engine.end_steps())
-        self.pages.ensure_kv(self.engine.name)
+        self.residency.ensure_kv(self.engine.name)
         return self._gained(self.engine.begin_step())
 
     def _decode_batch(self, context: int) -> DecodeBatch:
@@ -334,7 +336,7 @@ class _ProfilingRun:
     ) -> Generator[None, None, tuple[float, set[str]]]:
         """Return the seconds of one step in a new slice, and the requests that gained a token."""
         yield from self._new_slice()
-        self.pages.ensure_kv(self.engine.name)
+        self.residency.ensure_kv(self.engine.name)
         started_s = self.clock()
         progress = self.engine.step(chunk_tokens)
         return self.clock() - started_s, self._gained(progress)
@@ -351,7 +353,7 @@ class _ProfilingRun:
         left_s = self.clock()
         yield
         self._began_s += self.clock() - left_s
-        self.pages.make_resident(self.engine.name)
+        self.residency.make_resident(self.engine.name)
 
     def _clear(self) -> None:
         self.engine.abort(list(self._generated))
@@ -368,18 +370,18 @@ class _ProfilingRun:
             return _MAX_KV_TOKENS
         geometry = self.engine.kv.geometry
         pages_per_extent = max(1, sum(len(span) for span in geometry.pages(0)))
-        blocks = self.pages.pool.num_free // pages_per_extent * geometry.blocks_per_extent
+        blocks = self.residency.pool.num_free // pages_per_extent * geometry.blocks_per_extent
         free_tokens = blocks * self.engine.info.block_size
         return min(_MAX_KV_TOKENS, max(_MIN_KV_TOKENS, free_tokens))
 
 
-def _contexts(engine: ProfiledModel) -> list[int]:
+def _contexts(engine: ModelEngine) -> list[int]:
     limit = engine.info.max_model_len - _room(engine)
     chosen = [context for context in _CONTEXTS if 2 * context <= limit]
     return [*chosen, min(limit, _CONTEXTS[-1])] if len(chosen) < len(_CONTEXTS) else chosen
 
 
-def _room(engine: ProfiledModel) -> int:
+def _room(engine: ModelEngine) -> int:
     return min(_DECODE_ROOM * engine.max_tokens_each, engine.info.max_model_len // 2)
 
 
@@ -397,54 +399,6 @@ def _log(name: str, measured: Profile) -> None:
     if measured.problem:
         _logger.warning("%s: the latency model is incomplete: %s", name, measured.problem)
     _logger.info("%s: profiled in %.2f s", name, measured.duration_s)
-
-
-class ProfiledModel(PooledModel, Protocol):
-    """The part of a model's engine that profiling needs."""
-
-    info: LoadedModel
-
-    @property
-    def max_batched_tokens(self) -> int:
-        """Largest number of tokens in a step."""
-
-    @property
-    def max_sequences(self) -> int:
-        """Largest number of requests in a step."""
-
-    @property
-    def max_tokens_each(self) -> int:
-        """Largest number of tokens that an answer gains in a step."""
-
-    def add_synthetic(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Queue a request with synthetic tokens and no client."""
-
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests."""
-
-    def has_requests(self) -> bool:
-        """Return whether a step would do work."""
-
-    def step(self, chunk_tokens: int | None = None) -> list[RequestProgress]:
-        """Run one engine step of at most ``chunk_tokens``; return the requests' progress."""
-
-    def begin_step(self) -> list[RequestProgress]:
-        """Begin a step; return the progress of the step before, or without overlap of this step."""
-
-    def end_steps(self) -> list[RequestProgress]:
-        """Wait for the steps begun; return their progress since the last call."""
-
-
-class Pages(Protocol):
-    """The part of ``Residency`` that profiling needs."""
-
-    pool: PagePool
-
-    def make_resident(self, name: str) -> None:
-        """Make a model resident with all its weights."""
-
-    def ensure_kv(self, name: str) -> None:
-        """Map the blocks that the next step needs."""
 
 
 def model_shape(path: str) -> ModelShape | None:

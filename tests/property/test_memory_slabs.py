@@ -9,6 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gpupoold.memory.slabs import Allocation, SlabAllocator, slab_layout
+from tests.unit.memory.kv_mix import shapes_of
 
 SLAB = 64
 # Less than a base slab, about one, several, and more than the longest slab of small blocks.
@@ -26,12 +27,12 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(block_bytes=BLOCK_BYTES, num_blocks=st.integers(0, 30))
     def allocate(self, block_bytes: int, num_blocks: int) -> None:
-        before = (self.slabs.shapes, self.slabs.free_bytes)
+        before = (shapes_of(self.slabs), self.slabs.free_bytes)
         most = self.slabs.num_free_blocks(block_bytes)
         allocation = self.slabs.allocate(block_bytes, num_blocks)
         if allocation is None:
             assert num_blocks > most
-            assert (self.slabs.shapes, self.slabs.free_bytes) == before
+            assert (shapes_of(self.slabs), self.slabs.free_bytes) == before
             return
         assert num_blocks <= most
         assert (allocation.block_bytes, allocation.num_blocks) == (block_bytes, num_blocks)
@@ -61,7 +62,7 @@ class SlabMachine(RuleBasedStateMachine):
         while self.live:
             self.free(0)
         assert self.slabs.free_bytes == self.slabs.num_bytes
-        assert self.slabs.shapes == []
+        assert shapes_of(self.slabs) == []
 
     @invariant()
     def bytes_have_one_owner(self) -> None:
@@ -90,7 +91,7 @@ class SlabMachine(RuleBasedStateMachine):
         used: Counter[int] = Counter()
         for one in self.live:
             used[one.block_bytes] += one.num_blocks
-        shapes = {shape.block_bytes: shape for shape in self.slabs.shapes}
+        shapes = {shape.block_bytes: shape for shape in shapes_of(self.slabs)}
         assert set(shapes) == set(+used), "only shapes with blocks in use have slabs"
         reserved_bytes = 0
         for block_bytes, shape in shapes.items():

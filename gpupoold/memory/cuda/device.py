@@ -252,7 +252,6 @@ class CudaDevice(Device):
         self._driver.close()
 
     def _plan(self, granularity: int, device_bytes: int, reserve_bytes: int) -> int:
-        """Return the number of pages to create."""
         if self.page_bytes % granularity:
             raise Failed(
                 f"page_bytes is {format_bytes(self.page_bytes)}, not a multiple of "

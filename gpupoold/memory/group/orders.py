@@ -122,7 +122,6 @@ def run_files(link: Link, receivers: Sequence[object], done: OrderCount) -> None
 
 
 def _method_of(receivers: Sequence[object], name: str) -> Callable[..., None]:
-    """Return the method of the first receiver that has one of this name."""
     methods = (getattr(receiver, name, None) for receiver in receivers)
     method: Callable[..., None] = next(found for found in methods if found is not None)
     return method

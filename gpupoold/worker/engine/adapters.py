@@ -222,7 +222,6 @@ def forget_slots(address: int, num_bytes: int) -> None:
 
 
 def _parts(weights: Any) -> list[Any]:
-    """Return the weights of a layer's parts, which vLLM computes together."""
     return weights if isinstance(weights, list) else [weights]
 
 

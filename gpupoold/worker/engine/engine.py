@@ -107,7 +107,6 @@ class ModelEngine:
             ranks = RankAdapters(load.engine, load.group)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-        self._encoder_outputs = EncoderOutputs(core)
 
     def add(
         self,
@@ -337,18 +336,41 @@ class ModelEngine:
         return missing, max(0, (of_answers or 0) - num_free - missing)
 
     @property
+    def _encoder_outputs(self) -> dict[str, Any]:
+        """The image encoder's outputs, kept until the prompt's KV exists, and for equal images.
+
+        vLLM bounds the outputs of one model by the tokens of a step or of an image. Only the model
+        with the turn keeps outputs, so all models of a device together need the memory of one.
+        """
+        cache = self.runner.encoder_cache
+        # A dictionary by hash in vLLM's first model runner; the second has None or an object.
+        outputs: dict[str, Any] = getattr(cache, "encoder_outputs", cache or {})
+        return outputs
+
+    @property
     def encoder_bytes(self) -> int:
         """Size of the image encoder's outputs, which are outside the device's pages."""
-        return self._encoder_outputs.num_bytes
+        return sum(output.nbytes for output in self._encoder_outputs.values())
 
     def check_encoder_outputs(self) -> None:
-        """Check the outputs, see :meth:`EncoderOutputs.check`."""
-        self._encoder_outputs.check()
+        """Compare the outputs with the scheduler's account of them, between two steps.
+
+        Raises:
+            AssertionError: an output is of no known image, or there are too many.
+        """
+        manager = self._core.scheduler.encoder_cache_manager
+        unknown = self._encoder_outputs.keys() - {*manager.cached, *manager.freed}
+        assert not unknown, f"{len(unknown)} outputs of the encoder belong to no image"
+        num_kept = sum(manager.num_embeds_by_hash.values())
+        assert num_kept <= manager.cache_size, f"{num_kept} of {manager.cache_size} tokens"
 
     def drop_encoder_outputs(self) -> None:
         """Free the image encoder's outputs; what a request still needs is computed anew."""
         self.steps.wait()
-        self._encoder_outputs.drop()
+        if self._encoder_outputs:
+            # vLLM's own method also warns if there are requests.
+            self._core.scheduler.reset_encoder_cache()
+            self._core.model_executor.reset_encoder_cache()
 
     def preempt(self) -> None:
         """Drop the KV of all requests; the engine recomputes the KV when the requests run again."""
@@ -370,7 +392,6 @@ class ModelEngine:
             core.model_executor.close_engine()
         drop_runner(_runner(core))
         self._scheduler = self._core = None
-        del self._encoder_outputs
         self.steps.close()
         self.adapters.close()
         del core
@@ -486,50 +507,3 @@ def _block_pool(core: Any) -> Any:
 
 def _runner(core: Any) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
-
-
-class EncoderOutputs:
-    """The outputs that an engine keeps until the prompt's KV is computed, and for equal images.
-
-    vLLM bounds the outputs of one model by the tokens of a step or of an image. Only the model with
-    the turn keeps outputs, so all models of a device together need the memory of one.
-    """
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core: Any = core
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the outputs at present."""
-        return sum(output.nbytes for output in self._outputs.values())
-
-    def check(self) -> None:
-        """Compare the outputs with the scheduler's account of them, between two steps.
-
-        Raises:
-            AssertionError: an output is of no known image, or there are too many.
-        """
-        manager = self._core.scheduler.encoder_cache_manager
-        unknown = self._outputs.keys() - {*manager.cached, *manager.freed}
-        assert not unknown, f"{len(unknown)} outputs of the encoder belong to no image"
-        num_kept = sum(manager.num_embeds_by_hash.values())
-        assert num_kept <= manager.cache_size, f"{num_kept} of {manager.cache_size} tokens"
-
-    def drop(self) -> None:
-        """Free all outputs, between two steps.
-
-        The scheduler has the encoder run again for a request whose prompt still needs an output.
-        """
-        if self._outputs:
-            # vLLM's own method also warns if there are requests.
-            self._core.scheduler.reset_encoder_cache()
-            self._core.model_executor.reset_encoder_cache()
-
-    @property
-    def _outputs(self) -> dict[str, Any]:
-        runner = self._core.model_executor.driver_worker.worker.model_runner
-        # A dictionary by hash in vLLM's first model runner; the second has None or an object.
-        outputs: dict[str, Any] = getattr(
-            runner.encoder_cache, "encoder_outputs", runner.encoder_cache or {}
-        )
-        return outputs

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -46,28 +46,15 @@ The real memory is two to three times as large.
 """
 
 
-class GrammarCache(Protocol):
-    """The cache of compiled grammars of one engine's compiler."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the grammars by the compiler's count."""
-        ...
-
-    def renew(self) -> None:
-        """Empty the cache; requests keep the grammars in use."""
-        ...
-
-
 class GrammarCaches:
     """The caches of all engines of a process, within one limit in bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._caches: OrderedDict[GrammarCache, None] = OrderedDict()  # the latest used last
+        self._caches: OrderedDict[_BackendGrammars, None] = OrderedDict()  # the latest used last
         self._lock = threading.Lock()
 
-    def used(self, cache: GrammarCache) -> None:
+    def used(self, cache: _BackendGrammars) -> None:
         """Record a use; renew the least recently used caches while the total is over the limit."""
         with self._lock:
             self._caches[cache] = None
@@ -80,7 +67,7 @@ class GrammarCaches:
                 one.renew()
                 total -= num_bytes
 
-    def forget(self, cache: GrammarCache) -> None:
+    def forget(self, cache: _BackendGrammars) -> None:
         with self._lock:
             self._caches.pop(cache, None)
 
@@ -151,9 +138,11 @@ class _BackendGrammars(StructuredOutputManager):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the cached grammars by the compiler's count."""
         return compiled_bytes(self.backend)
 
     def renew(self) -> None:
+        """Empty the cache; requests keep the grammars in use."""
         renew_compilers(self.backend)
         trim_heap()
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gpupoold.errors import Failed, Refused
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 _MAX_CHARACTERS = 600
 _MAX_LINES = 4
@@ -125,14 +128,7 @@ _KNOWN = [
 ]
 
 
-class ModelKind(Protocol):
-    """The part of vLLM's ``ModelConfig`` that ``check_kind`` reads."""
-
-    runner_type: str
-    is_encoder_decoder: bool
-
-
-def check_kind(model: str, architecture: str, kind: ModelKind) -> None:
+def check_kind(model: str, architecture: str, kind: ModelConfig) -> None:
     """Check that gpupool can serve a model of the class ``architecture``.
 
     Raises:
@@ -181,7 +177,6 @@ def failure(model: str, when: str, error: BaseException) -> Failed:
 
 
 def _known(text: str) -> tuple[str, str] | None:
-    """Return the rewording of a known message and a hint."""
     for known in _KNOWN:
         if found := known.pattern.search(text):
             groups = (group for group in found.groups() if group is not None)

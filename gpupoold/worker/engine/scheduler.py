@@ -271,7 +271,6 @@ class PooledScheduler(Scheduler):
                 yield request, is_sure and request not in self.deferred_waiting
 
     def _step_tokens(self) -> int:
-        """Return the most tokens of the next step."""
         limit = self.max_num_scheduled_tokens
         # Models with attention in both directions prefill each prompt in one step.
         if not self.scheduler_config.enable_chunked_prefill:
@@ -384,7 +383,6 @@ class PooledScheduler(Scheduler):
         return not self._sits_out(request.request_id) and self._is_on_device(request)
 
     def _sits_out(self, request_id: str) -> bool:
-        """Return whether the next step excludes a request."""
         alone = self.alone or self._on_trial
         return request_id in self.isolated if alone is None else request_id != alone
 
@@ -393,7 +391,6 @@ class PooledScheduler(Scheduler):
 
     @property
     def _managers(self) -> Sequence[Any]:
-        """vLLM's managers of the KV cache groups."""
         managers: Sequence[Any] = self.kv_cache_manager.coordinator.single_type_managers
         return managers
 

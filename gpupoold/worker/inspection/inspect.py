@@ -90,7 +90,6 @@ def _check_adapter_support(name: str, config: ModelConfig, *, is_emulated: bool)
 
 
 def _build_parsers(model: ModelToLoad, config: ModelConfig, tokenizer: Any) -> None:
-    """Build the parsers for the tokenizer as the API does."""
     found = found_parsers(Path(model.path), model.engine)
     ParserManager.get_parser(
         found.tool.name,
@@ -223,7 +222,6 @@ def _problem(config: VllmConfig, degree: int, part: Part) -> str:
 
 
 def _create_groups() -> None:
-    """Create process groups of this process alone."""
     if parallel_state.model_parallel_is_initialized():
         return
     with set_current_vllm_config(VllmConfig()):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import KvHostCache
@@ -13,58 +13,10 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import Transfer, TransferQueue
-from gpupoold.memory.weights import WeightMemory
 from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
 
-
-class ModelPrefixes(Protocol):
-    """A model's KV of ended requests, for requests that begin with the same tokens."""
-
-    @property
-    def has_ended(self) -> bool:
-        """True if ``save`` has work."""
-
-    def save(self, queue: TransferQueue) -> None:
-        """Start to copy KV of ended requests to host memory."""
-
-    def attach_postponed(self) -> None:
-        """Find KV for waiting requests that had no room for KV before."""
-
-    def drop(self) -> bool:
-        """Give up the KV found for waiting requests; return False without any."""
-
-    def drop_if_short(self) -> None:
-        """Give up this KV if running requests may need its memory."""
-
-
-class PooledModel(Protocol):
-    """The part of a model's engine that residency needs."""
-
-    weights: WeightMemory
-    kv: KvMemory
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-
-    def is_ready(self) -> bool:
-        """Return whether a step would do work now."""
-
-    def wanted_blocks(self) -> Iterable[int]:
-        """Return the blocks of requests, in the order in which the requests need the blocks."""
-
-    def preempt(self) -> None:
-        """Drop the KV of all requests, which is recomputed later."""
-
-    @property
-    def prefixes(self) -> ModelPrefixes | None:
-        """The model's KV of ended requests in host memory, None if none is kept."""
-
-    def num_missing_blocks(self) -> tuple[int, int]:
-        """Return the number of blocks that the next step may need beyond free blocks.
-
-        The second number is how many more blocks the steps after may need soon.
-        """
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +39,13 @@ class PageEviction:
     out: TransferQueue
     use_of: Callable[[str], Use]
     clock: Callable[[], float]
-    models: dict[str, PooledModel] = field(default_factory=dict, init=False)
+    models: dict[str, ModelEngine] = field(default_factory=dict, init=False)
     num_recomputed: int = field(default=0, init=False)
     _busy: dict[KvMemory, None] = field(default_factory=dict, init=False)
     """With copies in progress."""
     _fruitless: tuple[set[str], int, int] | None = field(default=None, init=False)
 
-    def add(self, model: PooledModel) -> None:
+    def add(self, model: ModelEngine) -> None:
         """Add a model whose pages may be evicted."""
         self.models[model.name] = model
         model.kv.join(self._busy)
@@ -194,7 +146,7 @@ class PageEviction:
         held_bytes = sum(other.weights.mapped_bytes + other.kv.resident_bytes for other in others)
         return self.pool.num_free + held_bytes // self.device.page_bytes
 
-    def recompute_later(self, model: PooledModel) -> None:
+    def recompute_later(self, model: ModelEngine) -> None:
         """Drop the KV of a model's requests; the KV is recomputed from the requests' tokens."""
         self.num_recomputed += 1
         model.kv.stop_leaving()
@@ -203,7 +155,7 @@ class PageEviction:
         model.kv.discard_dead()
         model.kv.unmap(spare_extents(model.kv))
 
-    def give_up(self, model: PooledModel) -> None:
+    def give_up(self, model: ModelEngine) -> None:
         """Drop KV of the host that cannot arrive: that of waiting requests, or else all."""
         model.kv.stop_arriving()
         if model.prefixes is None or not model.prefixes.drop():
@@ -256,7 +208,7 @@ class PageEviction:
                 return self._page_out(model, short)
         return 0
 
-    def _page_out(self, model: PooledModel, short: int) -> int:
+    def _page_out(self, model: ModelEngine, short: int) -> int:
         model.kv.stop_arriving()
         before = model.kv.host_bytes
         # From the end of the order of need: the first requests after the next switch keep KV

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from gpupoold.memory.contracts import Device, Direction, Fence, OutOfPages
 from gpupoold.memory.geometry import KvGeometry
@@ -16,8 +17,11 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
-from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel, Use, spare_extents
+from gpupoold.worker.kv.page_eviction import PageEviction, Use, spare_extents
 from gpupoold.worker.kv.weight_loads import WeightLoads
+
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
 
 # A second piece of a prefetch is queued, so that the link is busy between two steps.
 _MAX_PREFETCH_PIECES = 2
@@ -67,7 +71,7 @@ class Residency:
             return 0
         return max(0, self._models[self._next].weights.mapped_bytes - self._had_before_bytes)
 
-    def add(self, model: PooledModel) -> None:
+    def add(self, model: ModelEngine) -> None:
         """Add a model, whose pages this object then manages."""
         self.eviction.add(model)
         self._last_uses.add(model)
@@ -312,11 +316,11 @@ class Residency:
         assert self._host.used_bytes == own_bytes + sent_bytes + self._host.prefix_bytes
         return len(owned)
 
-    def _find_prefixes(self, model: PooledModel) -> None:
+    def _find_prefixes(self, model: ModelEngine) -> None:
         if model.prefixes is not None:
             model.prefixes.attach_postponed()
 
-    def _bring(self, model: PooledModel, keep_free: int | None = None) -> None:
+    def _bring(self, model: ModelEngine, keep_free: int | None = None) -> None:
         """Start to restore KV in the order of need, until the queue is full.
 
         With ``keep_free``, that many pages stay free; without, other models are evicted.
@@ -340,13 +344,13 @@ class Residency:
                 num_pages, ready = 0, []
         model.kv.begin_page_in(ready, self._in)
 
-    def _is_coming(self, model: PooledModel) -> bool:
+    def _is_coming(self, model: ModelEngine) -> bool:
         """Return whether running copies will bring a model's KV, or free pages for the KV."""
         leaving = self.eviction.oldest_leaving()
         arriving = model.kv.oldest_transfer(Place.ARRIVING)
         return bool(arriving or leaving) or not self._in.has_room
 
-    def _wait_arrival(self, model: PooledModel) -> bool:
+    def _wait_arrival(self, model: ModelEngine) -> bool:
         """Wait for a copy of a model's KV, or for pages; return False if no copy is running."""
         transfer = model.kv.oldest_transfer(Place.ARRIVING) or self.eviction.oldest_leaving()
         if transfer is None:
@@ -374,11 +378,11 @@ class Residency:
         if count > 0 and (is_enough or self.eviction.oldest_leaving() is None):
             model.weights.begin_load(self._in, count)
 
-    def _first_extent(self, model: PooledModel) -> list[int]:
+    def _first_extent(self, model: ModelEngine) -> list[int]:
         """Return extent 0 if unmapped: kernels may access the null block, block 0, at any time."""
         return [0] if model.kv.place(0) is Place.UNMAPPED else []
 
-    def _num_wanted_pages(self, model: PooledModel) -> int:
+    def _num_wanted_pages(self, model: ModelEngine) -> int:
         first = model.kv.num_missing_pages(self._first_extent(model))
         return model.weights.num_missing_pages + model.kv.num_returning_pages + first
 
@@ -397,21 +401,21 @@ class LastUses:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._running: PooledModel | None = None
+        self._running: ModelEngine | None = None
         self._fences: dict[str, Fence] = {}
 
-    def add(self, model: PooledModel) -> None:
+    def add(self, model: ModelEngine) -> None:
         """Add a model, which may launch kernels until another model runs."""
         self._fences[model.name] = self._device.open_fence()
 
-    def remove(self, model: PooledModel) -> None:
+    def remove(self, model: ModelEngine) -> None:
         """Remove a model."""
         _set(model, None)
         self._fences.pop(model.name).close()
         if self._running is model:
             self._running = None
 
-    def run(self, model: PooledModel) -> None:
+    def run(self, model: ModelEngine) -> None:
         """Let ``model`` launch kernels; no other model launches any until its own ``run``."""
         before, self._running = self._running, model
         if before is model:
@@ -420,19 +424,19 @@ class LastUses:
             self._paused(before)
         _set(model, None)
 
-    def pause(self, model: PooledModel) -> None:
+    def pause(self, model: ModelEngine) -> None:
         """Record that ``model`` launches no kernels until its own ``run``."""
         if self._running is model:
             self._running = None
             self._paused(model)
 
-    def _paused(self, model: PooledModel) -> None:
+    def _paused(self, model: ModelEngine) -> None:
         fence = self._fences[model.name]
         fence.record()
         _set(model, fence)
 
 
-def _set(model: PooledModel, last_use: Fence | None) -> None:
+def _set(model: ModelEngine, last_use: Fence | None) -> None:
     model.kv.address_range.last_use = model.weights.address_range.last_use = last_use
 
 
@@ -443,7 +447,7 @@ class KvBacking:
         self.eviction = eviction
         self._pool = eviction.pool
 
-    def ensure(self, model: PooledModel, *, may_map_ahead: bool) -> None:
+    def ensure(self, model: ModelEngine, *, may_map_ahead: bool) -> None:
         """Map as many blocks as the next step may need, or as many as possible.
 
         With ``may_map_ahead``, also maps a few extents for later steps while pages are free.
@@ -473,7 +477,7 @@ class KvBacking:
             _make_way(model)
 
 
-def _make_way(model: PooledModel) -> None:
+def _make_way(model: ModelEngine) -> None:
     if model.prefixes is not None:
         model.prefixes.drop_if_short()
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
-from gpupoold.worker.kv.page_eviction import PageEviction, PooledModel
+from gpupoold.worker.kv.page_eviction import PageEviction
+
+if TYPE_CHECKING:
+    from gpupoold.worker.engine.engine import ModelEngine
 
 # Weight of a load in the mean: less for a load too small to overlap mapping and copying.
 _BANDWIDTH_SMOOTHING = 0.2
@@ -38,7 +42,7 @@ class WeightLoads:
         """The most pages that are mapped at a time beside copies or steps."""
         return max(1, _PIECE_BYTES // self.device.page_bytes)
 
-    def load(self, model: PooledModel, record: SwitchRecord) -> SwitchRecord:
+    def load(self, model: ModelEngine, record: SwitchRecord) -> SwitchRecord:
         """Return when all weights are present, with the times and bytes added to ``record``.
 
         Raises:
@@ -66,7 +70,7 @@ class WeightLoads:
             record, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
         )
 
-    def begin(self, model: PooledModel, record: SwitchRecord) -> SwitchRecord:
+    def begin(self, model: ModelEngine, record: SwitchRecord) -> SwitchRecord:
         """Return when the model may start, with the times and bytes added to ``record``.
 
         All pages are mapped then, each piece beside the copies of the piece before.
@@ -93,7 +97,7 @@ class WeightLoads:
             record, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
         )
 
-    def _wait_for_pages(self, model: PooledModel) -> int:
+    def _wait_for_pages(self, model: ModelEngine) -> int:
         """Wait for pages for the next weights; return how many pages the weights can have."""
         missing, pool = model.weights.num_missing_pages, self.eviction.pool
         if not self.eviction.wait_for(min(missing, self.pages_per_load)):

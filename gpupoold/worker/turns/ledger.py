@@ -80,7 +80,6 @@ class RequestLedger:
         return min(deadlines_s, default=math.inf)
 
     def _counted(self, model: str) -> Iterator[tuple[float, int]]:
-        """Yield arrival and number of tokens of the model's requests."""
         for request_id, arrival_s in self._pages[model].arrivals_s.items():
             if (num_tokens := self._num_tokens(model, request_id)) is not None:
                 yield arrival_s, num_tokens

@@ -113,7 +113,6 @@ class LoadQueue:
         return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting, is_held)
 
     def _run(self, order: LoadOrder) -> None:
-        """Carry out an order, on the thread of loads."""
         with WORKER.beside(ThreadPhase.LOAD, order.model):
             try:
                 end = self._load(order)

@@ -258,7 +258,6 @@ class TurnLoop:
         return math.inf if self.ledger.is_idle() else _SLICE_LIMIT_S
 
     def _model_on_turn(self) -> str | None:
-        """Return the model of the present turn, if loaded."""
         turn = self.orders.turn
         return turn.model if turn is not None and turn.model in self.engines else None
 
@@ -421,7 +420,6 @@ class TurnLoop:
         return model in self.engines and self.engines[model].weights.has_snapshot
 
     def _can_run_now(self, model: str) -> bool:
-        """Return whether a model can run, and has room beside the pages of a load."""
         return self._can_run(model) and self._has_room(model)
 
     def _use(self, name: str) -> Use:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 from statistics import mean
+from typing import NamedTuple
 
 from gpupoold.memory.slabs import Allocation, SlabAllocator
 from gpupoold.sim.lengths import sharegpt_lengths
@@ -51,6 +52,23 @@ class MixResult:
     num_extents: float
     """Of one allocation."""
     num_refused: int
+
+
+class ShapeUse(NamedTuple):
+    """One shape's use of the buffer."""
+
+    block_bytes: int
+    num_slabs: int
+    num_blocks: int  # in the shape's slabs, used or not
+    num_used: int
+
+
+def shapes_of(slabs: SlabAllocator) -> list[ShapeUse]:
+    """Shapes with slabs, smallest blocks first."""
+    return [
+        ShapeUse(size, len(one.slabs), one.num_blocks, one.num_used)
+        for size, one in sorted(slabs._shapes.items())
+    ]
 
 
 class KvMix:

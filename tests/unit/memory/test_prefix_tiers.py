@@ -13,11 +13,10 @@ from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.prefix_fetcher import PrefixFetcher
-from gpupoold.memory.prefix_files import PrefixFiles, remove_files
+from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter, remove_files
 from gpupoold.memory.prefix_names import owner_of, owners_of
 from gpupoold.memory.prefix_peers import PeerPrefixes
 from gpupoold.memory.prefix_store import PrefixStore
-from gpupoold.memory.prefix_writer import PrefixWriter
 from gpupoold.memory.slabs import BlockPlace
 from tests.unit.memory.test_prefix_store import content_of, fill, long_keys, write
 
@@ -214,7 +213,7 @@ class TestFiles:
         content = fill(far.store, OWNER, *range(20))
         folder.write_all()
         assert folder.names == {key.hex() for key in long_keys(0, 8, 16)}
-        folder.writer.close()
+        folder.files.close()
         return content
 
     def test_blocks_come_back(self, near: Tiers, written: bytes, tmp_path: Path) -> None:
@@ -228,7 +227,7 @@ class TestFiles:
         before = {path: path.stat().st_ino for path in (tmp_path / "kv").rglob("*")}
         folder.write_all()
         assert {path: path.stat().st_ino for path in (tmp_path / "kv").rglob("*")} == before
-        folder.writer.close()
+        folder.files.close()
 
     def test_another_owner_finds_nothing(self, near: Tiers, written: bytes, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "kv", near)
@@ -237,7 +236,7 @@ class TestFiles:
         assert not near.has(0, owner=other)
         time.sleep(0.05)
         assert not near.has(0, owner=other)
-        folder.writer.close()
+        folder.files.close()
 
     def test_files_of_other_workers_are_found_later(self, near: Tiers, tmp_path: Path) -> None:
         reader = Folder(tmp_path / "kv", near)
@@ -247,10 +246,10 @@ class TestFiles:
             folder = Folder(tmp_path / "kv", another)
             fill(another.store, OWNER, number)
             folder.write_all()
-            folder.writer.close()
+            folder.files.close()
             another.close()
             reader.wait_for(number)
-        reader.writer.close()
+        reader.files.close()
 
     @pytest.mark.parametrize("at", [0, 30, 100, 400, 610, 4096, 4096 + 8 * BLOCK_BYTES - 1])
     def test_damage_is_noticed(self, near: Tiers, written: bytes, tmp_path: Path, at: int) -> None:
@@ -264,7 +263,7 @@ class TestFiles:
         assert near.fetch(*range(8, 20)) == 12 * BLOCK_BYTES
         assert not near.has(0)
         assert not path.exists()
-        folder.writer.close()
+        folder.files.close()
 
     @pytest.mark.parametrize("num_bytes", [0, 100, 4095, 4096, 4096 + BLOCK_BYTES])
     def test_a_short_file_is_not_used(
@@ -275,7 +274,7 @@ class TestFiles:
         folder = Folder(tmp_path / "kv", near)
         folder.wait_for(8)
         assert near.fetch(*range(8)) == 0
-        folder.writer.close()
+        folder.files.close()
 
     def test_a_deleted_file_is_not_used(self, near: Tiers, written: bytes, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "kv", near)
@@ -287,7 +286,7 @@ class TestFiles:
         assert near.fetch(0) == 0
         folder.files.forget(owners_of("llama"))
         assert not near.has(0)
-        folder.writer.close()
+        folder.files.close()
 
     def test_a_damaged_file_is_written_again(
         self, near: Tiers, written: bytes, tmp_path: Path
@@ -310,7 +309,7 @@ class TestFiles:
         reader = Folder(tmp_path / "kv", another)
         reader.wait_for(*range(8))
         assert another.fetch(*range(8)) == 8 * BLOCK_BYTES
-        for one in (folder.writer, reader.writer, another):
+        for one in (folder.files, reader.files, another):
             one.close()
 
     def test_what_is_forgotten_is_not_written_any_more(self, near: Tiers, tmp_path: Path) -> None:
@@ -328,7 +327,7 @@ class TestFiles:
         fill(near.store, OWNER, *range(8))
         folder.write_all()
         folder.wait_for(*range(8))
-        folder.writer.close()
+        folder.files.close()
 
     def test_the_least_recently_used_go_first(self, near: Tiers, tmp_path: Path) -> None:
         file_bytes = 4096 + 8 * BLOCK_BYTES
@@ -344,7 +343,7 @@ class TestFiles:
             fill(near.store, OWNER, *range(first, first + 8))
             folder.write_all()
         assert folder.names == {key.hex() for key in long_keys(16, 24, 32)}
-        folder.writer.close()
+        folder.files.close()
 
     def test_a_use_counts(self, near: Tiers, written: bytes, tmp_path: Path) -> None:
         [path] = (tmp_path / "kv").rglob(long_keys(0)[0].hex())
@@ -353,7 +352,7 @@ class TestFiles:
         folder.wait_for(0)
         near.fetch(0)
         assert path.stat().st_mtime > 1
-        folder.writer.close()
+        folder.files.close()
 
     def test_a_full_disk_costs_nothing_but_the_files(
         self, near: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -368,4 +367,4 @@ class TestFiles:
         folder.write_all()
         assert not folder.names
         assert near.store.evictable_bytes == near.store.used_bytes > 0
-        folder.writer.close()
+        folder.files.close()

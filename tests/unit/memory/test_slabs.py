@@ -10,13 +10,18 @@ from gpupoold.memory.slabs import (
     Allocation,
     BlockPlace,
     Extent,
-    ShapeUse,
     SlabAllocator,
     SlabLayout,
     slab_bytes_for,
     slab_layout,
 )
-from tests.unit.memory.kv_mix import TABLE_1_TOKEN_BYTES, TWELVE_TOKEN_BYTES, KvMix
+from tests.unit.memory.kv_mix import (
+    TABLE_1_TOKEN_BYTES,
+    TWELVE_TOKEN_BYTES,
+    KvMix,
+    ShapeUse,
+    shapes_of,
+)
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLAB = 1000
@@ -91,7 +96,7 @@ class TestAllocate:
         taken = allocate(slabs, 300, 5)
         assert taken.extents == (Extent(0, 900), Extent(1000, 600))
         assert (taken.block_bytes, taken.num_blocks, taken.num_bytes) == (300, 5, 1500)
-        assert slabs.shapes == [ShapeUse(300, num_slabs=2, num_blocks=6, num_used=5)]
+        assert shapes_of(slabs) == [ShapeUse(300, num_slabs=2, num_blocks=6, num_used=5)]
         assert (slabs.used_bytes, slabs.reserved_bytes, slabs.free_bytes) == (1500, 2000, 8000)
         slabs.check_integrity()
 
@@ -100,7 +105,7 @@ class TestAllocate:
         allocate(slabs, 300, 2)
         allocate(slabs, 100, 1)
         assert allocate(slabs, 300, 2).extents == (Extent(600, 300), Extent(2000, 300))
-        assert [one.num_slabs for one in slabs.shapes] == [1, 2]
+        assert [one.num_slabs for one in shapes_of(slabs)] == [1, 2]
 
     def test_the_fullest_slab_comes_first(self) -> None:
         slabs = SlabAllocator(10 * SLAB, SLAB)
@@ -147,7 +152,7 @@ class TestAllocate:
     def test_nothing_asked_nothing_taken(self) -> None:
         slabs = SlabAllocator(0, SLAB)
         empty = allocate(slabs, 100, 0)
-        assert (empty.extents, empty.num_bytes, slabs.shapes) == ((), 0, [])
+        assert (empty.extents, empty.num_bytes, shapes_of(slabs)) == ((), 0, [])
         slabs.free(empty)
         assert slabs.num_free_blocks(100) == 0
         assert slabs.allocate(100, 1) is None
@@ -158,10 +163,10 @@ class TestAllocate:
         slabs = SlabAllocator(17 * SLAB, SLAB)
         allocate(slabs, 100, 11)
         allocate(slabs, 2500, 1)
-        before = (slabs.shapes, slabs.reserved_bytes)
+        before = (shapes_of(slabs), slabs.reserved_bytes)
         most = slabs.num_free_blocks(block_bytes)
         assert slabs.allocate(block_bytes, most + 1) is None
-        assert (slabs.shapes, slabs.reserved_bytes) == before
+        assert (shapes_of(slabs), slabs.reserved_bytes) == before
         assert allocate(slabs, block_bytes, most).num_blocks == most
         assert slabs.num_free_blocks(block_bytes) == 0
         slabs.check_integrity()
@@ -180,10 +185,10 @@ class TestFree:
         slabs = SlabAllocator(3 * SLAB, SLAB)
         first, second = allocate(slabs, 100, 12), allocate(slabs, 100, 3)
         slabs.free(first)  # its second slab has blocks of both
-        assert slabs.shapes == [ShapeUse(100, num_slabs=1, num_blocks=10, num_used=3)]
+        assert shapes_of(slabs) == [ShapeUse(100, num_slabs=1, num_blocks=10, num_used=3)]
         assert slabs.num_free_blocks(1000) == 2
         slabs.free(second)
-        assert (slabs.shapes, slabs.free_bytes) == ([], 3 * SLAB)
+        assert (shapes_of(slabs), slabs.free_bytes) == ([], 3 * SLAB)
         assert allocate(slabs, 1500, 2).extents == (Extent(0, 3000),)
 
     def test_neighbours_are_joined(self) -> None:
@@ -246,7 +251,7 @@ class TestPaperMix:
         assert result.num_refused > 100
         assert result.used_share > 0.9
         mix.stop()
-        assert (slabs.shapes, slabs.free_bytes) == ([], slabs.num_bytes)
+        assert (shapes_of(slabs), slabs.free_bytes) == ([], slabs.num_bytes)
         slabs.check_integrity()
 
 
@@ -293,10 +298,10 @@ class TestClaims:
     def test_what_cannot_be_claimed_changes_nothing(self, places: list[BlockPlace]) -> None:
         allocator = SlabAllocator(10 * SLAB, SLAB)
         assert allocator.allocate(300, 2) is not None
-        before = allocator.shapes, allocator.free_bytes
+        before = shapes_of(allocator), allocator.free_bytes
         assert allocator.claim(300, places) is None
         allocator.check_integrity()
-        assert (allocator.shapes, allocator.free_bytes) == before
+        assert (shapes_of(allocator), allocator.free_bytes) == before
 
     def test_a_place_in_the_middle_of_another_shapes_slab(self) -> None:
         allocator = SlabAllocator(40 * SLAB, SLAB)

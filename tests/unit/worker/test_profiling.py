@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -200,7 +201,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(residency: Residency, checkpoint: Path) -> Callable[[KnownEngine, float], Profile | None]:
-    def measure(engine: KnownEngine, budget_s: float = 3.0) -> Profile | None:
+    def measure(engine: Any, budget_s: float = 3.0) -> Profile | None:
         residency.add(engine)
         return finish(profile(engine, residency, budget_s, str(checkpoint), lambda: engine.now_s))
 
@@ -253,7 +254,8 @@ def test_a_step_lasts_as_long_as_the_host_needs_to_prepare_it(rig: Rig, run: Run
 
 
 def test_weights_stay_and_other_models_give_way(rig: Rig, residency: Residency, run: Run) -> None:
-    other, engine = KnownEngine(rig, weight_pages=490), KnownEngine(rig)
+    other: Any = KnownEngine(rig, weight_pages=490)
+    engine = KnownEngine(rig)
     other.info = replace(engine.info, name="other")
     residency.add(other)
     residency.switch_in("other")
@@ -365,7 +367,8 @@ def test_slices_beside_streams_leave_long_steps_out(
     residency: Residency, rig: Rig, checkpoint: Path
 ) -> None:
     """A slice is one step of at most the limit; time between two slices does not count."""
-    engine, limit_s = KnownEngine(rig), 0.006
+    engine: Any = KnownEngine(rig)
+    limit_s = 0.006
     residency.add(engine)
     slices = profile(
         engine, residency, 3.0, str(checkpoint), lambda: engine.now_s, slice_limit_s=lambda: limit_s

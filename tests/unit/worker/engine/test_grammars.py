@@ -55,7 +55,7 @@ def schema_of(number: int, num_fields: int) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_all_caches_together_are_bounded() -> None:
-    made = [Cache() for _ in range(4)]
+    made: list[Any] = [Cache() for _ in range(4)]
     caches = GrammarCaches(LIMIT_BYTES)
     totals = []
     for number in range(60):
@@ -71,7 +71,8 @@ def test_all_caches_together_are_bounded() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_ended_engine_is_forgotten() -> None:
-    ended, other = Cache(), Cache()
+    ended: Any = Cache()
+    other: Any = Cache()
     caches = GrammarCaches(1)
     ended.compile(0)
     caches.used(other)
@@ -180,7 +181,8 @@ def test_each_grammar_by_its_own_backend(caches: GrammarCaches, grammars: Engine
     grammars.clear_backend()
     assert grammars.backend is None
     wait_until_ended()
-    caches.used(Cache())  # asks all engines' for their sizes
+    other: Any = Cache()
+    caches.used(other)  # asks all engines' for their sizes
 
 
 @pytest.mark.filterwarnings("ignore")

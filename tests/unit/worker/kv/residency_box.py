@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.transfers import TransferQueue
@@ -94,7 +95,7 @@ class Box:
             self.models[name] = Model(name, weights, kv, ledger, snapshot)
             last_used_s = 9.0 if name == "a" else float(number)
             self.uses[name] = Use(0, last_used_s, 10.0, math.inf)
-            self.residency.add(self.models[name])
+            self.residency.add(cast(Any, self.models[name]))
 
     def ask(self, name: str, num_blocks: int) -> dict[int, bytes]:
         """A request of the model on its turn, that has filled so many blocks."""

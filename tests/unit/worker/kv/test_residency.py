@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -407,7 +408,7 @@ def test_running_requests_take_the_memory_of_prefixes(full: Box) -> None:
 
 
 def test_prefixes_are_given_up_before_kv_is_computed_anew(full: Box) -> None:
-    model = full.models["a"]
+    model: Any = full.models["a"]
     full.residency.eviction.give_up(model)
     assert full.residency.eviction.num_recomputed == 0
     assert model.num_preempted == 0

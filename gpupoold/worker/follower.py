@@ -1,4 +1,7 @@
-"""A follower's shards of engines: vLLM's workers, without a scheduler."""
+"""A follower: the process of a rank other than 0, which carries out the leader's orders.
+
+The follower's shards of engines are vLLM's workers, without a scheduler.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,14 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.group.follower import FollowerMemory
-from gpupoold.memory.group.link import Link
-from gpupoold.memory.group.orders import OrderCount
+from gpupoold.memory.group.link import Link, RankLost
+from gpupoold.memory.group.orders import OrderCount, run_files, run_orders
 from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
 from gpupoold.worker.engine.process_groups import distributed_init_method, seed_sampling
 from gpupoold.worker.engine.process_state import drop_runner, start_load
 from gpupoold.worker.heap import HEAP
+from gpupoold.worker.ranks import Rank
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import WeightSource
 from gpupoold.worker.weights.rank_loads import (
@@ -233,7 +237,6 @@ class FollowerEngines:
         self._link.send(Answer(AnswerKind.ENDED))
 
     def _answer(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Call, and send the result or the text of the error."""
         try:
             answer = Answer(AnswerKind.VALUE, call(*arguments))
         except Exception as error:
@@ -244,3 +247,32 @@ class FollowerEngines:
             method, given = self._loading.load.unexpected
             assert method == "end_load", f"the leader sent {method} in the middle of a call"
             self._end(*given)
+
+
+def follow(rank: Rank, device: Device) -> None:
+    """Carry out the leader's orders until the leader ends.
+
+    Raises:
+        RankLost: the leader has ended.
+        Exception: an order failed; the group cannot go on.
+    """
+    done = OrderCount()
+    [links] = rank.links
+    memory = FollowerMemory(device, rank.rank, done)
+    engines = FollowerEngines(device, memory, links.loads, rank.rank, done)
+    receivers = (memory, memory.regions, engines)
+    links.orders.send(device.num_pages)
+    for run in (engines.run_loads, lambda: run_files(links.files, receivers, done)):
+        threading.Thread(target=_until_lost, args=(run,), daemon=True).start()
+    run_orders(links.orders, receivers, done)
+
+
+def _until_lost(run: Callable[[], Any]) -> None:
+    try:
+        run()
+    except RankLost:
+        os._exit(0)
+    except BaseException:
+        _logger.exception("a thread of the follower ends")
+        logging.shutdown()
+        os._exit(1)

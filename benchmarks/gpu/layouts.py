@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.gpu.shapes import Shape
 from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import BlockWatcher, Device, Direction
+from gpupoold.memory.contracts import Device, Direction
+from gpupoold.memory.extent_index import ExtentIndex
 from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory
@@ -35,7 +36,7 @@ class CountedBlocks:
         self._num_blocks = num_blocks
         self._uses: Counter[int] = Counter()
 
-    def watch(self, watcher: BlockWatcher) -> None:
+    def watch(self, watcher: ExtentIndex) -> None:
         """Tell it of every change from now on."""
         self._watcher = watcher
 

@@ -16,7 +16,7 @@ from gpupoold.memory.bandwidth import Scratch, scratch_memory
 from gpupoold.memory.contracts import Direction
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
-from gpupoold.worker.kv.digests import kv_digest
+from gpupoold.worker.calls import kv_digest
 
 if TYPE_CHECKING:
     from gpupoold.worker.turns.loop import TurnLoop

@@ -36,7 +36,7 @@ class BenchmarkRequests:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the blocks in use, all of which must be on the device."""
-        return self.engine.kv.num_live_blocks * self.engine.kv.geometry.block_bytes
+        return self.engine.kv.index.num_used_on_device * self.engine.kv.geometry.block_bytes
 
     @property
     def can_step(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
+from gpupoold.memory.extent_index import ExtentIndex
 from gpupoold.memory.libc import memcpy
 
 
@@ -230,20 +231,10 @@ class Device(ABC):
         """Free all physical memory; every address range must have been released before."""
 
 
-class BlockWatcher(Protocol):
-    """An observer of the blocks that a request or a hold starts or stops using."""
-
-    def taken(self, block_ids: Iterable[int]) -> None:
-        """Handle free blocks that have become used."""
-
-    def freed(self, block_ids: Iterable[int]) -> None:
-        """Handle used blocks that have become free."""
-
-
 class BlockLedger(Protocol):
     """The engine's account of its blocks; never lists block 0, the engine's null block."""
 
-    def watch(self, watcher: BlockWatcher) -> None:
+    def watch(self, watcher: ExtentIndex) -> None:
         """Report every later change to ``watcher``; all blocks must be free."""
 
     def hold(self, block_ids: Sequence[int]) -> None:

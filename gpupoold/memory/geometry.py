@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from gpupoold.memory.ranges import as_ranges
 
@@ -105,7 +106,7 @@ class KvGeometry:
         else:
             ranges = [span for extent in extents for span in self.pages(extent)]
         spans: list[range] = []
-        for span in sorted(ranges, key=_start):
+        for span in sorted(ranges, key=attrgetter("start")):
             if spans and spans[-1].stop == span.start:
                 spans[-1] = range(spans[-1].start, span.stop)
             else:
@@ -132,7 +133,7 @@ class KvGeometry:
         covered = sorted(self.extents(blocks))
         gaps: list[tuple[int, int]] = []
         first = 0  # the first extent that may reach into this span
-        for span in sorted(pages, key=_start):
+        for span in sorted(pages, key=attrgetter("start")):
             at, end = span.start * self.page_bytes, span.stop * self.page_bytes
             for index in range(first, len(covered)):
                 offset, num_bytes = covered[index]
@@ -182,7 +183,3 @@ def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
     aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
     is_one_page = aligned * max(strides, default=0) <= page_bytes
     return aligned if is_one_page or aligned <= _MAX_ALIGNED_BLOCKS_PER_EXTENT else None
-
-
-def _start(span: range) -> int:
-    return span.start

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from gpupoold.memory import libc
@@ -180,7 +181,7 @@ class KvHostCache:
         """
         if slab_bytes is None:
             slab_bytes = slab_bytes_for(budget_bytes)
-        self._slabs = SlabAllocator(budget_bytes, slab_bytes)
+        self.slabs = SlabAllocator(budget_bytes, slab_bytes)
         self.prefixes: Evictable | None = None
         self.shape = shape = CacheShape(self.budget_bytes, slab_bytes, num_ranks)
         self.table: PrefixTable | None = None
@@ -191,7 +192,7 @@ class KvHostCache:
                 is_new = self.fd != former_fd
                 self.table = PrefixTable(self.fd, shape, is_new=is_new)
             shared = libc.MAP_SHARED | libc.MAP_NORESERVE
-            self._address = (
+            self.address = (
                 libc.mmap(None, self.budget_bytes, libc.PROT_READ_WRITE, shared, self.fd, 0)
                 if self.budget_bytes
                 else 0
@@ -202,12 +203,8 @@ class KvHostCache:
 
     def claim(self, record: Record) -> HostSlot | None:
         """Return the slot of a record of ``table``; None if its memory is in use."""
-        blocks = self._slabs.claim(record.block_bytes, record.places)
+        blocks = self.slabs.claim(record.block_bytes, record.places)
         return None if blocks is None else HostSlot(self, blocks)
-
-    def offsets(self, slot: HostSlot) -> list[tuple[int, int]]:
-        """Return a slot's pieces as ``pieces`` does, with offsets in the memfd for addresses."""
-        return [(at.offset, at.num_bytes) for at in slot.blocks.extents]
 
     def pin(self, device: Device) -> None:
         """Pin the whole buffer for copies of ``device``; allocates the memory."""
@@ -215,43 +212,33 @@ class KvHostCache:
             return
         if not device.is_host_addressable:
             touch_pages(self.fd, self.shape.data_bytes)
-        device.pin(self._address, self.budget_bytes)
-        device.share_host(self._address, self.budget_bytes, self.fd)
+        device.pin(self.address, self.budget_bytes)
+        device.share_host(self.address, self.budget_bytes, self.fd)
 
     def unpin(self, device: Device) -> None:
         if self.budget_bytes:
-            device.unpin(self._address, self.budget_bytes)
+            device.unpin(self.address, self.budget_bytes)
 
     @property
     def budget_bytes(self) -> int:
-        """The budget in whole base slabs: ``reserved_bytes + free_bytes``."""
-        return self._slabs.num_bytes
+        """The budget in whole base slabs."""
+        return self.slabs.num_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._slabs.used_bytes
+        return self.slabs.used_bytes
 
     @property
     def prefix_bytes(self) -> int:
         """The part of ``used_bytes`` with KV of ended requests."""
         return 0 if self.prefixes is None else self.prefixes.used_bytes
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes in slabs of some shape, used or not."""
-        return self._slabs.reserved_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in slabs of no shape; a new slot may also use free blocks of its shape's slabs."""
-        return self._slabs.free_bytes
-
     def num_free_blocks(self, block_bytes: int) -> int:
         """Return an estimate of the number of blocks of ``block_bytes`` for one new slot.
 
         Too high if evictions of prefixes with blocks of other sizes free no whole slabs.
         """
-        free = self._slabs.num_free_blocks(block_bytes)
+        free = self.slabs.num_free_blocks(block_bytes)
         if self.prefixes is None:
             return free
         return free + self.prefixes.evictable_bytes // block_bytes
@@ -261,7 +248,7 @@ class KvHostCache:
 
         Returns the number of blocks of ``block_bytes`` that have room.
         """
-        while (free := self._slabs.num_free_blocks(block_bytes)) < num_blocks:
+        while (free := self.slabs.num_free_blocks(block_bytes)) < num_blocks:
             if self.prefixes is None or not self.prefixes.evict_oldest():
                 break
         return free
@@ -275,30 +262,18 @@ class KvHostCache:
             ValueError: a block has no bytes, or the number of blocks is negative.
         """
         self.make_room(block_bytes, num_blocks)
-        blocks = self._slabs.allocate(block_bytes, num_blocks)
+        blocks = self.slabs.allocate(block_bytes, num_blocks)
         return None if blocks is None else HostSlot(self, blocks)
-
-    def free(self, slot: HostSlot) -> None:
-        """Free a slot.
-
-        Raises:
-            ValueError: the slot is free already, or belongs to another cache.
-        """
-        self._slabs.free(slot.blocks)
-
-    def pieces(self, slot: HostSlot) -> list[tuple[int, int]]:
-        """Return the slot's memory as ``(address, num_bytes)`` in order, whole blocks in each."""
-        return [(self._address + at.offset, at.num_bytes) for at in slot.blocks.extents]
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the slots' bookkeeping is inconsistent."""
-        self._slabs.check_integrity()
+        self.slabs.check_integrity()
 
     def close(self) -> None:
         if self.table is not None:
             self.table.close()
         if self.budget_bytes:
-            libc.munmap(self._address, self.budget_bytes)
+            libc.munmap(self.address, self.budget_bytes)
         os.close(self.fd)
 
 
@@ -319,24 +294,28 @@ def _fd_of_shape(former_fd: int | None, shape: CacheShape) -> int:
     return fd
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class HostSlot:
     """A slot with the KV of offloaded blocks of one model."""
 
-    __slots__ = ("_cache", "blocks")
-
-    def __init__(self, cache: KvHostCache, blocks: Allocation) -> None:
-        self._cache = cache
-        self.blocks = blocks
+    cache: KvHostCache
+    blocks: Allocation
 
     @property
     def num_bytes(self) -> int:
         return self.blocks.num_bytes
 
     def pieces(self) -> list[tuple[int, int]]:
-        return self._cache.pieces(self)
+        """Return the slot's memory as ``(address, num_bytes)`` in order, whole blocks in each."""
+        return [(self.cache.address + at.offset, at.num_bytes) for at in self.blocks.extents]
 
     def beside(self, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         return lay(extents, self.pieces())
 
     def free(self) -> None:
-        self._cache.free(self)
+        """Free the slot.
+
+        Raises:
+            ValueError: the slot is free already.
+        """
+        self.cache.slabs.free(self.blocks)

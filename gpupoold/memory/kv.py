@@ -57,7 +57,7 @@ class KvMemory(KvExtents):
     def attach(self, ledger: BlockLedger) -> None:
         """Hold every block of the engine; ``map`` gives blocks to the engine."""
         self._ledger = ledger
-        ledger.watch(self._index)
+        ledger.watch(self.index)
         ledger.hold(self._real(range(self.geometry.num_blocks)))
 
     def map(self, extents: list[int]) -> None:
@@ -68,7 +68,7 @@ class KvMemory(KvExtents):
         """
         assert all(self.place(extent) is Place.UNMAPPED for extent in extents)
         self._retain(extents, is_filled=True)
-        self._index.put(extents, Place.DEVICE)
+        self.index.put(extents, Place.DEVICE)
         for extent in extents:
             self._engine().give(self._real(self.geometry.blocks(extent)))
 
@@ -79,7 +79,7 @@ class KvMemory(KvExtents):
         assert all(self.place(extent) is Place.DEVICE for extent in extents)
         for extent in extents:
             self._engine().hold(self._real(self.geometry.blocks(extent)))
-        self._index.put(extents, Place.UNMAPPED)
+        self.index.put(extents, Place.UNMAPPED)
         self._drop(extents)
 
     @contextlib.contextmanager
@@ -106,12 +106,12 @@ class KvMemory(KvExtents):
         """
         assert all(self.place(extent) is Place.DEVICE for extent in extents)
         self.finish_exports()  # exports still read pages that are unmapped below
-        totals = list(itertools.accumulate(map(self._index.num_used, extents)))
+        totals = list(itertools.accumulate(map(self.index.num_used, extents)))
         room = self._host.make_room(self.geometry.block_bytes, totals[-1] if totals else 0)
         num_done = sum(1 for _ in itertools.takewhile(lambda total: total <= room, totals))
         done = extents[:num_done]
-        leaving = sorted(extent for extent in done if self._index.num_used(extent))
-        self.unmap([extent for extent in done if not self._index.num_used(extent)])
+        leaving = sorted(extent for extent in done if self.index.num_used(extent))
+        self.unmap([extent for extent in done if not self.index.num_used(extent)])
         if leaving:
             everything = self._real_of(leaving)
             blocks = self._engine().live(everything)
@@ -222,7 +222,7 @@ class KvMemory(KvExtents):
         """
         extents: list[int] = []
         blocks: list[int] = []
-        for extent in self._index.each(Place.UNMAPPED):
+        for extent in self.index.each(Place.UNMAPPED):
             if len(blocks) >= num_blocks:
                 break
             if extent:
@@ -286,7 +286,7 @@ class KvMemory(KvExtents):
         transfer.
         """
         groups = {
-            self._offloaded[extent]: None for extent in sorted(self._index.take_freed_offloaded())
+            self._offloaded[extent]: None for extent in sorted(self.index.take_freed_offloaded())
         }
         for group in groups:
             wanted = [block for block in group.blocks if block not in group.held]
@@ -315,7 +315,7 @@ class KvMemory(KvExtents):
     def check_integrity(self) -> None:
         """Raise AssertionError when places, host slots and the address range disagree."""
         self.address_range.check_integrity()
-        self._index.check(self._engine().live(self._real(range(self.geometry.num_blocks))))
+        self.index.check(self._engine().live(self._real(range(self.geometry.num_blocks))))
         self._check_counters()
         assert (self in self._busy) == bool(self._moving or self._exports)
         assert set(self._offloaded) == {

@@ -47,7 +47,7 @@ class KvExtents:
         self.geometry = geometry
         self.address_range = address_range
         self._device = device
-        self._index = ExtentIndex(geometry)
+        self.index = ExtentIndex(geometry)
         self._offloaded: dict[int, Group] = {}  # by extent
         self._all_groups: dict[Group, None] = {}  # in the order of their offload
         self._moving: dict[Group, None] = {}  # groups in transfer, in order of start
@@ -62,11 +62,6 @@ class KvExtents:
     def address(self) -> int:
         """Start of the KV buffer."""
         return self.address_range.address
-
-    @property
-    def version(self) -> int:
-        """A number that changes with the place or idleness of any extent."""
-        return self._index.version
 
     @property
     def resident_bytes(self) -> int:
@@ -90,19 +85,19 @@ class KvExtents:
         return not offloaded or not any(block // size in offloaded for block in blocks)
 
     def place(self, extent: int) -> Place:
-        return self._index.place(extent)
+        return self.index.place(extent)
 
     def extents(self, place: Place) -> list[int]:
         """Return the extents at ``place``, lowest first."""
-        return self._index.extents(place)
+        return self.index.extents(place)
 
     def first_extents(self, place: Place, count: int) -> list[int]:
         """Return the lowest ``count`` extents at ``place``, or all if fewer."""
-        return list(islice(self._index.each(place), count))
+        return list(islice(self.index.each(place), count))
 
     def extents_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
         """Return extents at ``place``; extents of ``blocks`` come first, in the given order."""
-        size, at = self.geometry.blocks_per_extent, self._index.place
+        size, at = self.geometry.blocks_per_extent, self.index.place
         wanted = dict.fromkeys(block // size for block in blocks)
         first = [extent for extent in wanted if at(extent) is place]
         return first + [extent for extent in self.extents(place) if extent not in wanted]
@@ -171,28 +166,28 @@ class KvExtents:
     def num_leaving_pages(self) -> int:
         """Number of pages that become free after the present offloads."""
         if self.geometry.is_aligned:
-            return self._index.num_pages(Place.LEAVING)
+            return self.index.num_pages(Place.LEAVING)
         return self._known("leaving", lambda: self.num_resident_pages(self.extents(Place.LEAVING)))
 
     @property
     def num_idle_pages(self) -> int:
         """Number of pages that unmapping all of ``free_extents`` would free."""
         if self.geometry.is_aligned:
-            return self._index.num_idle_pages
+            return self.index.num_idle_pages
         return self._known("idle", lambda: self.num_resident_pages(self.free_extents()))
 
     @property
     def num_returning_pages(self) -> int:
         """Number of pages that restoring all groups on the host would take from the pool."""
         if self.geometry.is_aligned:
-            return self._index.num_pages(Place.HOST)
+            return self.index.num_pages(Place.HOST)
         return self._known("host", lambda: self.num_missing_pages(self.extents(Place.HOST)))
 
     def _known(self, name: str, count: Callable[[], int]) -> int:
         """Return the cached result of ``count``, recomputed only after a change."""
         version, answer = self._pages_known.get(name, (-1, 0))
-        if version != self._index.version:
-            version, answer = self._index.version, count()
+        if version != self.index.version:
+            version, answer = self.index.version, count()
             self._pages_known[name] = version, answer
         return answer
 
@@ -202,14 +197,9 @@ class KvExtents:
         blocks = self._engine().live(self._real(self.geometry.blocks(extent)))
         return [b for b in blocks if b not in group.held] if group else blocks
 
-    @property
-    def num_live_blocks(self) -> int:
-        """Number of blocks in use by requests on the device."""
-        return self._index.num_used_on_device
-
     def free_extents(self) -> list[int]:
         """Return extents on the device without a live block, highest first."""
-        return self._index.idle()
+        return self.index.idle()
 
     def _groups(self, place: Place | None = None) -> list[Group]:
         """Return groups at ``place``, or all, in the order of their transfer's start."""
@@ -236,7 +226,7 @@ class KvExtents:
         if place in (Place.LEAVING, Place.ARRIVING):
             self._moving[group] = None
         group.place = place
-        self._index.put(group.extents, place)
+        self.index.put(group.extents, place)
 
     def _check_counters(self) -> None:
         """Raise AssertionError if the incremental counters differ from a scan."""

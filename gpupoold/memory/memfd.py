@@ -39,13 +39,9 @@ def available_bytes() -> int:
 
     A limit of the control group counts, as of a container or of ``MemoryMax=``.
     """
+    fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    if "MemAvailable" not in fields:
+        raise OSError(errno.ENOENT, f"no MemAvailable in {_MEMINFO}")
+    free = int(fields["MemAvailable"].split()[0]) << 10
     room = memory_room_bytes()
-    free = _free_bytes_of_machine()
     return free if room is None else min(free, room)
-
-
-def _free_bytes_of_machine() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise OSError(errno.ENOENT, f"no MemAvailable in {_MEMINFO}")

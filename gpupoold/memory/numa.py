@@ -58,31 +58,26 @@ def prefer_node(node: int) -> Iterator[None]:
     Includes pages of shared memory. No effect for ``NO_NODE``, on a machine with one node, or where
     the call is forbidden, as in many containers: copies are then slower, never wrong.
     """
-    before = None if node == NO_NODE or num_nodes() < 2 else _prefer(node)
+    before: tuple[int, int] | None = None
+    if node != NO_NODE and num_nodes() >= 2:
+        with _warned_once():
+            former = libc.get_mempolicy()
+            libc.set_mempolicy(libc.MPOL_PREFERRED, 1 << node)
+            before = former
     try:
         yield
     finally:
         if before is not None:
-            _set(*before)
+            with _warned_once():
+                libc.set_mempolicy(*before)
 
 
-def _prefer(node: int) -> tuple[int, int] | None:
-    """Set the thread's policy; return the former one, None if unchanged."""
+@contextmanager
+def _warned_once() -> Iterator[None]:
     try:
-        before = libc.get_mempolicy()
+        yield
     except OSError as error:
         _warn_once(str(error))
-        return None
-    return before if _set(libc.MPOL_PREFERRED, 1 << node) else None
-
-
-def _set(mode: int, nodes: int) -> bool:
-    try:
-        libc.set_mempolicy(mode, nodes)
-    except OSError as error:
-        _warn_once(str(error))
-        return False
-    return True
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from gpupoold.memory.cache_bytes import CacheBytes
@@ -29,28 +30,25 @@ PrefixSource = PrefixFiles | PeerPrefixes
 """A source; its ``copy`` may be called by another thread, the other methods by one only."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Fetch:
-    """Blocks on the way to the store."""
+    """Blocks on the way to the store; ``tiers`` are the tiers of the blocks."""
 
-    def __init__(
-        self, keys: Sequence[bytes], tiers: Sequence[str], copies: StoredBlocks, job: Future[bool]
-    ) -> None:
-        """``tiers`` are the tiers of the blocks."""
-        self.keys = frozenset(keys)
-        self._tiers = tiers
-        self._copies = copies
-        self._job = job
+    keys: frozenset[bytes]
+    tiers: Sequence[str]
+    copies: StoredBlocks
+    job: Future[bool]
 
     @property
     def has_ended(self) -> bool:
-        return self._job.done()
+        return self.job.done()
 
     def finish(self) -> Counter[str]:
         """Wait for the end; return the bytes that have arrived by tier."""
-        has_arrived = self._job.result()
-        self._copies.free()
-        block_bytes = self._copies.num_bytes // len(self._tiers) if has_arrived else 0
-        return Counter({tier: num * block_bytes for tier, num in Counter(self._tiers).items()})
+        has_arrived = self.job.result()
+        self.copies.free()
+        block_bytes = self.copies.num_bytes // len(self.tiers) if has_arrived else 0
+        return Counter({tier: num * block_bytes for tier, num in Counter(self.tiers).items()})
 
 
 class PrefixFetcher:
@@ -103,7 +101,7 @@ class PrefixFetcher:
         num_bytes = copies.num_bytes // len(chosen)
         job = self._thread.submit(self._run, found, copies, copies.places, num_bytes)
         tiers = [one[0].tier if one is not None else "" for one in found]
-        return Fetch(chosen, tiers, copies, job)
+        return Fetch(frozenset(chosen), tiers, copies, job)
 
     def clear(self) -> None:
         """Make ``wake_fd`` unreadable until the next end of a fetch."""

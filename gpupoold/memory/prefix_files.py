@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -249,7 +249,8 @@ class PrefixFiles:
             digests = [_digest_of(views) for views in blocks]
             header = _FileHeader(num_bytes, self._num_ranks, bytes.fromhex(owner), keys, digests)
             try:
-                with _create(temporary) as file:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
                     file.write(header.pack())
                     for view in itertools.chain.from_iterable(blocks):
                         file.write(view)
@@ -301,10 +302,6 @@ def remove_files(folder: Path, model: str) -> None:
     for path in _files(folder / model):
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _create(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 
 def _trim(folder: Path, budget_bytes: int) -> None:

@@ -116,7 +116,8 @@ class PrefixStore:
 
     def __init__(self, host: KvHostCache, budget_bytes: int | None = None) -> None:
         """Use at most ``budget_bytes`` of ``host``, or by default all that is free."""
-        self._host = host
+        assert host.table is not None, "a cache without memory keeps no prefixes"
+        self._host, self._table = host, host.table
         self._budget_bytes = host.budget_bytes if budget_bytes is None else budget_bytes
         self._places: dict[str, dict[bytes, _StoredBlock]] = {}
         self._segments: OrderedDict[_Segment, None] = OrderedDict()  # least recently used first
@@ -213,8 +214,8 @@ class PrefixStore:
     def note_arrival(self, segment: _Segment) -> None:
         """Make a segment in use usable for others; callable by any thread."""
         segment.has_arrived = True
-        if segment.record is not None and self._host.table is not None:
-            self._host.table.note_arrival(segment.record)
+        if segment.record is not None:
+            self._table.note_arrival(segment.record)
 
     def pin(self, segments: Iterable[_Segment]) -> None:
         """Keep segments from eviction."""
@@ -244,9 +245,8 @@ class PrefixStore:
         num_places = sum(map(len, self._places.values()))
         known = (one for one in self._segments if not one.is_forgotten)
         assert num_places == sum(len(segment.keys) for segment in known)
-        if self._host.table is not None:
-            recorded = {one.record for one in self._segments if one.record is not None}
-            assert self._host.table.numbers == recorded
+        recorded = {one.record for one in self._segments if one.record is not None}
+        assert self._table.numbers == recorded
 
     def _add(self, owner: str, keys: list[bytes], rows: Sequence[KvRow]) -> _Segment | None:
         """Return a new segment, for which older ones are evicted, or None without room."""
@@ -259,23 +259,21 @@ class PrefixStore:
         if slot is None:
             return None
         segment = _Segment(owner, keys, slot)
-        if self._host.table is not None and _is_lasting(owner, keys):
+        if _is_lasting(owner, keys):
             name, places = bytes.fromhex(owner), slot.blocks.places
-            segment.record = self._host.table.add(name, block_bytes, keys, places)
+            segment.record = self._table.add(name, block_bytes, keys, places)
         self._enter(segment)
         return segment
 
     def _restore(self) -> None:
         """Take over the copies of the cache's former process, least recently used first."""
-        table = self._host.table
-        for record in table.open_for_writing() if table is not None else ():
+        for record in self._table.open_for_writing():
             slot, owner = self._host.claim(record), record.owner.hex()
             known = self._places.get(owner, {})
             if slot is not None and known.keys().isdisjoint(record.keys):
                 self._enter(_Segment(owner, record.keys, slot, record.number, has_arrived=True))
                 continue
-            assert table is not None
-            table.remove(record.number)
+            self._table.remove(record.number)
             if slot is not None:
                 slot.free()
         while self.used_bytes > self._budget_bytes and self.evict_oldest():
@@ -293,15 +291,15 @@ class PrefixStore:
         """Count segments as used now, the last most recently."""
         for segment in dict.fromkeys(segments):
             self._segments.move_to_end(segment)
-            if segment.record is not None and self._host.table is not None:
-                self._host.table.note_use(segment.record)
+            if segment.record is not None:
+                self._table.note_use(segment.record)
 
     def _drop(self, segment: _Segment) -> None:
         del self._segments[segment]
         self.used_bytes -= segment.slot.num_bytes
         self._hide(segment)
-        if segment.record is not None and self._host.table is not None:
-            self._host.table.remove(segment.record)
+        if segment.record is not None:
+            self._table.remove(segment.record)
         segment.slot.free()
 
     def _hide(self, segment: _Segment) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction
@@ -31,6 +32,7 @@ _MAX_UNDER_WAY = 2
 _MAX_WAITING_BATCHES = 16
 
 
+@dataclass(eq=False, slots=True)
 class Transfer:
     """Copies in progress, for which the requesting thread waits, or which the thread stops.
 
@@ -38,28 +40,23 @@ class Transfer:
     ``has_ended``. There is no call for a transfer stopped before its start.
     """
 
-    def __init__(
-        self,
-        copies: Sequence[Copy],
-        batch_bytes: int,
-        after: int,
-        help_queue: Callable[[], bool],
-        on_end: Callable[[bool], None] | None = None,
-    ) -> None:
-        self.num_bytes = sum(copy.num_bytes for copy in copies)
-        self._copies = copies
-        self._batch_bytes = batch_bytes
-        self.after = after
-        self._on_end = on_end
-        self._help_queue = help_queue
-        self._lock = threading.Lock()
-        self._has_begun = False
-        self._is_stopped = False
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._progress = threading.Condition()
-        self.num_copied_bytes = 0
-        """Bytes from the start on that have arrived."""
+    copies: Sequence[Copy]
+    batch_bytes: int
+    after: int
+    help_queue: Callable[[], bool]
+    on_end: Callable[[bool], None] | None = None
+    num_bytes: int = field(init=False)
+    num_copied_bytes: int = field(default=0, init=False)
+    """Bytes from the start on that have arrived."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _has_begun: bool = field(default=False, init=False)
+    _is_stopped: bool = field(default=False, init=False)
+    _ended: threading.Event = field(default_factory=threading.Event, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+    _progress: threading.Condition = field(default_factory=threading.Condition, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(copy.num_bytes for copy in self.copies)
 
     @property
     def has_ended(self) -> bool:
@@ -85,7 +82,7 @@ class Transfer:
             Exception: the failure of a copy.
         """
         while not self.has_ended:
-            if not self._help_queue():
+            if not self.help_queue():
                 break
         self._ended.wait()
         if self._error is not None:
@@ -115,7 +112,7 @@ class Transfer:
 
     def batches(self) -> Iterator[list[Copy]]:
         """Yield the copies in batches until the transfer is stopped; for the queue's threads."""
-        for batch in cut(self._copies, self._batch_bytes):
+        for batch in cut(self.copies, self.batch_bytes):
             if self._is_stopped:
                 return
             yield batch
@@ -133,8 +130,8 @@ class Transfer:
     def end(self) -> None:
         """Say that no copy is running any more; for the queue's threads."""
         try:
-            if self._on_end is not None:
-                self._on_end(self._error is None and self.num_copied_bytes == self.num_bytes)
+            if self.on_end is not None:
+                self.on_end(self._error is None and self.num_copied_bytes == self.num_bytes)
         finally:  # last: after has_ended the owner may free what on_end uses
             with self._progress:
                 self._ended.set()

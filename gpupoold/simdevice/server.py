@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpupoold.domain import Targets
@@ -28,33 +29,29 @@ PAGE_BYTES = 2 << 20
 _STATUS_INTERVAL_S = 0.25
 
 
+@dataclass(eq=False)
 class SimServer:
-    """Receives the daemon's messages, drives the device in real time and sends the results."""
+    """Receives the daemon's messages, drives the device in real time and sends the results.
 
-    def __init__(
-        self,
-        device_number: int,
-        gpu: str,
-        device_bytes: int,
-        channel: BlockingChannel[m.ToWorker],
-        num_gpus: int = 1,
-        kv_host_bytes: int | None = None,
-    ) -> None:
-        """``device_bytes`` and ``kv_host_bytes`` are the memory of all ``num_gpus`` GPUs.
+    ``device_bytes`` and ``kv_host_bytes`` are the memory of all ``num_gpus`` GPUs.
+    ``kv_host_bytes`` is the host memory for KV, None for no limit.
+    """
 
-        ``kv_host_bytes`` is the host memory for KV, None for no limit.
-        """
-        self._worker = device_number
-        self._gpu = gpu
-        self._device_bytes = device_bytes
-        self._num_gpus = num_gpus
-        self._channel = channel
+    device_number: int
+    gpu: str
+    device_bytes: int
+    channel: BlockingChannel[m.ToWorker]
+    num_gpus: int = 1
+    kv_host_bytes: int | None = None
+    _known: dict[str, KnownModel] = field(default_factory=dict, init=False)
+    _status_at_s: float = field(default=0.0, init=False)
+    _stopping: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        number, send = self.device_number, self.channel.send
         self._device = PacedDevice(
-            device_number, device_bytes, channel.send, kv_host_bytes=kv_host_bytes
+            number, self.device_bytes, send, kv_host_bytes=self.kv_host_bytes
         )
-        self._known: dict[str, KnownModel] = {}
-        self._status_at_s = 0.0
-        self._stopping = False
 
     def run(self) -> None:
         """Serve until a ``Shutdown`` message.
@@ -63,13 +60,13 @@ class SimServer:
             ChannelClosed: the daemon is gone.
         """
         while not self._stopping:
-            message = self._channel.receive(self._idle_s(time.monotonic()))
+            message = self.channel.receive(self._idle_s(time.monotonic()))
             # Work due before the message arrived takes effect before the message does.
             self._device.advance(time.monotonic())
             while message is not None and not self._stopping:
                 self._handle(message)
                 WORKER.main.clear()
-                message = self._channel.receive(0.0)
+                message = self.channel.receive(0.0)
             self._device.advance(time.monotonic())
             self._maybe_report(time.monotonic())
 
@@ -90,7 +87,7 @@ class SimServer:
             case m.EndTurn():
                 self._device.end_turn()
             case m.PeerHost() | m.PrefixPeer():
-                os.close(self._channel.take_fd())  # no bytes are copied from the peer
+                os.close(self.channel.take_fd())  # no bytes are copied from the peer
             case m.MigrateOut():
                 self._device.migrate_out(message)
             case m.AbortRequests():
@@ -98,7 +95,7 @@ class SimServer:
             case m.LoadModel():
                 with WORKER.main.doing(ThreadPhase.LOAD, message.model.name):
                     answer = self._load(message)
-                self._channel.send(answer)
+                self.channel.send(answer)
             case m.UnloadModel():
                 self._unload(message.name)
             case m.SetTargets():
@@ -108,24 +105,24 @@ class SimServer:
             case m.Reconfigure():
                 set_log_level(message.log_level)
             case m.Call():
-                self._channel.send(self._answer(message))
+                self.channel.send(self._answer(message))
             case m.Shutdown():
                 self._stopping = True
 
     def _add_request(self, message: m.AddRequest) -> None:
         if message.kv_transfer is not None:
-            os.close(self._channel.take_fd())  # the source sends only after the simulated copy
+            os.close(self.channel.take_fd())  # the source sends only after the simulated copy
         known = self._known.get(message.model)
         num_prompt = message.num_prompt_tokens
         room = known.loaded.max_model_len - num_prompt if known else 0
         if known is None or room < 1:
             reason = (
-                f"{message.model} is not loaded on device {self._worker}"
+                f"{message.model} is not loaded on device {self.device_number}"
                 if known is None
                 else f"a prompt of {num_prompt} tokens leaves no room for an answer: the limit of "
                 f"{message.model} is {known.loaded.max_model_len} tokens for prompt and answer"
             )
-            self._channel.send(m.RequestsFailed(message.model, [message.request_id], reason))
+            self.channel.send(m.RequestsFailed(message.model, [message.request_id], reason))
             return
         # Output tokens from before (of a resumed request) are prefilled like the prompt.
         num_before = len(message.output_token_ids)
@@ -141,10 +138,10 @@ class SimServer:
 
     def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelFailed:
         if message.has_snapshot:
-            os.close(self._channel.take_fd())  # a simulated device has no weights to fill
+            os.close(self.channel.take_fd())  # a simulated device has no weights to fill
         model = message.model
         try:
-            known = know(model, self._gpu, self._device_bytes, self._num_gpus)
+            known = know(model, self.gpu, self.device_bytes, self.num_gpus)
         except (GpupoolError, OSError) as error:
             _logger.exception("loading %s failed", model.name)
             return _failure(model.name, error)
@@ -161,8 +158,8 @@ class SimServer:
         if self._known.pop(name, None) is not None:
             lost = self._device.remove_model(name)
             if lost:
-                self._channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
-        self._channel.send(m.ModelUnloaded(name, ENGINE_MEMORY))
+                self.channel.send(m.RequestsFailed(name, lost, f"{name} was unloaded"))
+        self.channel.send(m.ModelUnloaded(name, ENGINE_MEMORY))
 
     def _answer(self, call: m.Call) -> m.CallResult:
         try:
@@ -172,7 +169,8 @@ class SimServer:
                 return m.CallResult(call.call_id, {})  # no engine reads adapters here
             if call.method != "check_integrity":
                 raise Refused(
-                    f"device {self._worker} simulates a {self._gpu} and cannot do {call.method}",
+                    f"device {self.device_number} simulates a {self.gpu} and cannot do "
+                    f"{call.method}",
                     "a simulated device has no engine; use an emulated device or a GPU",
                 )
             return m.CallResult(call.call_id, self._check_integrity())
@@ -184,9 +182,9 @@ class SimServer:
     def _page_out(self, model: str) -> dict[str, Any]:
         """Page a model without requests out of the device."""
         if model not in self._known:
-            raise NoSuchModel(f"{model} is not loaded on device {self._worker}")
+            raise NoSuchModel(f"{model} is not loaded on device {self.device_number}")
         if self._device.sim.requests.all(model):
-            raise Refused(f"{model} has live requests on device {self._worker}")
+            raise Refused(f"{model} has live requests on device {self.device_number}")
         self._device.sim.page_out(model)
         return {"kv_out_bytes": 0}
 
@@ -194,7 +192,7 @@ class SimServer:
         """Compare the memory of models and requests; raise AssertionError on a mismatch."""
         self._device.sim.check_memory()
         free_bytes = self._device.sim.memory.free_bytes
-        return {"free_pages": free_bytes // PAGE_BYTES, "pages": self._device_bytes // PAGE_BYTES}
+        return {"free_pages": free_bytes // PAGE_BYTES, "pages": self.device_bytes // PAGE_BYTES}
 
     def _maybe_report(self, now_s: float) -> None:
         if now_s < self._status_at_s:
@@ -202,9 +200,9 @@ class SimServer:
         self._status_at_s = now_s + _STATUS_INTERVAL_S
         sim, turn = self._device.sim, self._device.sim.turn
         models = [self._memory_of(name) for name in self._known]
-        self._channel.send(
+        self.channel.send(
             m.WorkerStatus(
-                device=self._worker,
+                device=self.device_number,
                 at_s=now_s,
                 on_turn=turn.model if turn else None,
                 quota_s=turn.quota_s if turn else 0.0,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpupoold.errors import GpupoolError, UsageError
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.contracts import Device, OutOfPages
+from gpupoold.memory.kv_extents import Place
 from gpupoold.wire.messages import Call, CallResult
-from gpupoold.worker.kv.digests import kv_digest, live_blocks, weights_digest
+from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.turns.loop import TurnLoop
+from gpupoold.worker.weights import tensors
 
 
 def answer(loop: TurnLoop, call: Call) -> CallResult | None:
@@ -102,6 +105,30 @@ def _load_adapter(loop: TurnLoop, model: str, number: int, name: str, path: str)
 def _unload_adapter(loop: TurnLoop, model: str, number: int) -> dict[str, Any]:
     loop.engine(model).adapters.remove(number)
     return {}
+
+
+def weights_digest(device: Device, engine: ModelEngine) -> str:
+    """Return the SHA-256 of a resident model's weights without the tensors that steps write."""
+    weights = tensors.over(device, engine.weights.address, engine.info.weight_bytes)
+    digest, start = hashlib.sha256(), 0
+    for offset, num_bytes in (*engine.scratch, (engine.info.weight_bytes, 0)):
+        digest.update(weights[start:offset].cpu().numpy().tobytes())
+        start = offset + num_bytes
+    return digest.hexdigest()
+
+
+def live_blocks(engine: ModelEngine) -> list[int]:
+    """Return the blocks on the device with a reference, in ascending order."""
+    return [b for c in engine.kv.extents(Place.DEVICE) for b in engine.kv.live_blocks(c)]
+
+
+def kv_digest(device: Device, engine: ModelEngine) -> str:
+    """Return the SHA-256 of the live KV blocks, all of which must be on the device."""
+    digest = hashlib.sha256()
+    buffer = tensors.over(device, engine.kv.address, engine.kv.geometry.total_bytes)
+    for offset, num_bytes in engine.kv.geometry.extents(live_blocks(engine)):
+        digest.update(buffer[offset : offset + num_bytes].cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 _Operation = Callable[..., dict[str, Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +81,7 @@ class OutsidePages(NamedTuple):
         return None
 
 
+@dataclass(eq=False)
 class DriverMemory:
     """This process's device memory beside the pages, against torch's allocations.
 
@@ -88,18 +90,12 @@ class DriverMemory:
     another worker has the same GPU, and ``use_of`` returns the use of the GPU of a PCI address.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        torch_bytes: Callable[[], int] = torch.cuda.memory_reserved,
-        *,
-        has_gpu_alone: bool = True,
-        use_of: Callable[[str], GpuUse] = gpu_use,
-    ) -> None:
-        self._device = device
-        self._has_gpu_alone = has_gpu_alone
-        self._use_of = use_of
-        self._torch_bytes = torch_bytes
+    device: Device
+    torch_bytes: Callable[[], int] = torch.cuda.memory_reserved
+    has_gpu_alone: bool = field(default=True, kw_only=True)
+    use_of: Callable[[str], GpuUse] = field(default=gpu_use, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._before = self.outside_pages()
 
     def check(self) -> dict[str, int]:
@@ -110,7 +106,7 @@ class DriverMemory:
         Raises:
             AssertionError: the bytes exceed what kernels and libraries take.
         """
-        if self._device.free_bytes() is None:
+        if self.device.free_bytes() is None:
             return {}
         now = self.outside_pages()
         grown = now.device_bytes_since(self._before)
@@ -128,15 +124,15 @@ class DriverMemory:
 
         An emulated device's memory outside the pages is private memory of the process.
         """
-        free_bytes = self._device.free_bytes()
+        free_bytes = self.device.free_bytes()
         if free_bytes is None:
             trim_heap()  # free memory of the allocator does not count
             private_bytes = _private_bytes()
             return OutsidePages(private_bytes, None, 0, private_bytes)
-        use = self._use_of(self._device.pci_bus_id)
-        if not self._has_gpu_alone or use.num_processes > 1:
+        use = self.use_of(self.device.pci_bus_id)
+        if not self.has_gpu_alone or use.num_processes > 1:
             free_bytes = None
-        return OutsidePages(use.own_bytes, free_bytes, self._torch_bytes(), _private_bytes())
+        return OutsidePages(use.own_bytes, free_bytes, self.torch_bytes(), _private_bytes())
 
     def taken_since(self, before: OutsidePages) -> EngineMemory:
         """Return the memory taken since ``before``, for example by the load of an engine."""

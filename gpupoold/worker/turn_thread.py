@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 _HELD_POLL_S = 0.1
 
 
+@dataclass(eq=False)
 class TurnThread:
     """Runs jobs of other threads on the thread that has created the object.
 
@@ -35,19 +36,12 @@ class TurnThread:
     the turn thread.
     """
 
-    def __init__(
-        self,
-        slice_limit_s: Callable[[], float] = lambda: math.inf,
-        keep_alive: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.slice_limit_s = slice_limit_s
-        self._keep_alive = keep_alive
-        self._clock = clock
-        self._own = threading.get_ident()
-        self._holder = 0
-        self._jobs: deque[_TurnJob] = deque()
-        self._fatal: BaseException | None = None
+    slice_limit_s: Callable[[], float] = lambda: math.inf
+    keep_alive: Callable[[], None] = lambda: None
+    _own: int = field(default_factory=threading.get_ident, init=False)
+    _holder: int = field(default=0, init=False)
+    _jobs: deque[_TurnJob] = field(default_factory=deque, init=False)
+    _fatal: BaseException | None = field(default=None, init=False)
 
     @functools.cached_property
     def wake_fd(self) -> int:
@@ -115,7 +109,7 @@ class TurnThread:
             self._holder = holder
             begun.set()
             while not self._ended.wait(_HELD_POLL_S):
-                self._keep_alive()
+                self.keep_alive()
             self._holder = 0
 
         holder = threading.get_ident()
@@ -132,12 +126,12 @@ class TurnThread:
             os.eventfd_read(self.wake_fd)
         if self._fatal is not None:
             raise self._fatal
-        end_s = self._clock() + share_s
+        end_s = time.monotonic() + share_s
         while self._jobs:
             job = self._jobs.popleft()
             if not job.advance():
                 self._jobs.append(job)
-            if self._clock() >= end_s:
+            if time.monotonic() >= end_s:
                 break
 
     @property

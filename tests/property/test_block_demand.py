@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -116,7 +116,7 @@ class Engine:
         made._spec_token_placeholders = [-1] * num_drafted
         self.scheduler = made
         self.ledger = BlockPoolLedger(made.kv_cache_manager.block_pool)
-        self.ledger.watch(NoWatcher())
+        self.ledger.watch(cast(Any, NoWatcher()))
         self._unbacked = deque(range(1, NUM_BLOCKS))
         if has_all:
             self._unbacked.clear()

@@ -47,7 +47,6 @@ _PIECE_BYTES = 256 << 20
 _BATCH_BYTES = 32 << 20
 # During a load a layer at a time is in the checkpoint's format and in the kernels' format.
 _LOAD_SLACK_BYTES = 1 << 30
-_LEGACY_STREAM = 0
 
 # A registration holds driver locks, which all processes share, for 0.1 s per GB. Registering a KV
 # cache of 500 GB in one call would stop every kernel launch on the machine for a minute. Between
@@ -55,10 +54,6 @@ _LEGACY_STREAM = 0
 # (vllm#42632 and TensorRT-LLM#17773 register in pieces too. 512 GiB in one call fails with any
 # driver from R580 on, and more than 2 GiB with kernels 6.11 to 6.13.)
 _PIN_BYTES = 1 << 30
-
-
-def _legacy_stream() -> tuple[int, ...]:
-    return (_LEGACY_STREAM,)
 
 
 class CudaDevice(Device):
@@ -86,7 +81,7 @@ class CudaDevice(Device):
         reserve_bytes: int,
         page_bytes: int | None = None,
         driver: CudaDriver | None = None,
-        compute_streams: Callable[[], Iterable[int]] = _legacy_stream,
+        compute_streams: Callable[[], Iterable[int]] = lambda: (0,),  # the legacy default stream
     ) -> None:
         super().__init__()
         self._driver = CudaDriver() if driver is None else driver

@@ -22,6 +22,11 @@ from gpupoold.memory.group.regions import LeaderRegions, PlacedMapping
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
+# Attributes of the leader's own device that hold for the group.
+_OWN = (
+    *("page_bytes", "is_host_addressable", "piece_bytes", "load_slack_bytes", "has_link"),
+    *("table_pages", "copy_batch_bytes", "numa_node"),
+)
 # Parameters of a device's methods that are addresses.
 _ADDRESSES = ("address", "source", "target")
 
@@ -59,15 +64,9 @@ class GroupDevice(Device):
         self._copy_fences = Fences()
         self._streams = itertools.count(1)
         self.spent = own.spent
-        self.page_bytes = own.page_bytes
         self.num_pages = num_pages
-        self.is_host_addressable = own.is_host_addressable
-        self.piece_bytes = own.piece_bytes
-        self.load_slack_bytes = own.load_slack_bytes
-        self.has_link = own.has_link
-        self.table_pages = own.table_pages
-        self.copy_batch_bytes = own.copy_batch_bytes
-        self.numa_node = own.numa_node
+        for name in _OWN:
+            setattr(self, name, getattr(own, name))
         self.num_ranks = len(orders.links) + 1
 
     map = _on_all_ranks(Device.map)

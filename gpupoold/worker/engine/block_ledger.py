@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from gpupoold.memory.contracts import BlockWatcher
+from gpupoold.memory.extent_index import ExtentIndex
 
 
 class WatchedFreeQueue(FreeKVCacheBlockQueue):
@@ -20,7 +20,7 @@ class WatchedFreeQueue(FreeKVCacheBlockQueue):
     A block is in the list exactly while it has no reference.
     """
 
-    def __init__(self, blocks: list[KVCacheBlock], watcher: BlockWatcher) -> None:
+    def __init__(self, blocks: list[KVCacheBlock], watcher: ExtentIndex) -> None:
         super().__init__(blocks)
         self._watcher = watcher
 
@@ -52,36 +52,30 @@ class WatchedFreeQueue(FreeKVCacheBlockQueue):
 
 
 class BlockPoolLedger:
-    """vLLM's block pool for the KV memory, through its public methods."""
+    """vLLM's block pool as the KV memory's ``BlockLedger``, through the pool's public methods."""
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
 
-    def watch(self, watcher: BlockWatcher) -> None:
-        """Report every later change to ``watcher``."""
+    def watch(self, watcher: ExtentIndex) -> None:
         free = [block for block in self._pool.blocks if not block.is_null]
         assert self.num_free == len(free), "blocks are in use before there are requests"
         self._pool.free_block_queue = WatchedFreeQueue(free, watcher)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Remove free blocks from the engine's free list."""
         self._pool.evict_blocks(set(block_ids))
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Add a reference to a request's blocks, so that the blocks outlive the request."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def give(self, block_ids: Sequence[int]) -> None:
-        """Drop the reference of ``hold`` or ``keep``; blocks without another become free."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     def live(self, block_ids: Iterable[int]) -> list[int]:
-        """Return the blocks that have a reference."""
         blocks = self._pool.blocks
         return [block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0]
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that the engine could allocate now."""
         return int(self._pool.get_num_free_blocks())

@@ -61,7 +61,7 @@ def adapt_cpu_build() -> None:
     """
     correct_rotary_embedding()
     custom_ops._supports_onednn = False  # then vLLM uses ``F.linear``
-    utils.check_cpu_sgl_kernel = _never
+    utils.check_cpu_sgl_kernel = lambda *_: False
     kernels: dict[PlatformEnum, list[type[Any]]] = linear._POSSIBLE_INT8_KERNELS
     kernels[PlatformEnum.CPU] = [TensorInt8Kernel]
     # vLLM replaces Triton kernels at every engine, wraps the replacements again, and searches all
@@ -69,10 +69,6 @@ def adapt_cpu_build() -> None:
     # no plain objects.
     once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(once))  # noqa: B010
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 def correct_rotary_embedding() -> None:

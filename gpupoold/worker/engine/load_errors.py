@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpupoold.errors import Failed, Refused
@@ -33,17 +32,9 @@ _LIST = "see vLLM's list of supported models"
 _NO_TRITON = "serve the model on a GPU; a model with states: without speculative decoding"
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A known message of vLLM and its rewording, with the groups of ``pattern`` as ``{0}``..."""
-
-    pattern: re.Pattern[str]
-    says: str
-    hint: str
-
-
+# Known messages of vLLM, their rewording with the groups of the pattern as ``{0}``..., and a hint.
 _KNOWN = [
-    _Known(re.compile(pattern, re.S), says, hint)
+    (re.compile(pattern, re.S), says, hint)
     for pattern, says, hint in (
         (
             r"Model architectures \[(.+?)\] (?:are not supported|failed to be inspected)",
@@ -177,10 +168,10 @@ def failure(model: str, when: str, error: BaseException) -> Failed:
 
 
 def _known(text: str) -> tuple[str, str] | None:
-    for known in _KNOWN:
-        if found := known.pattern.search(text):
+    for pattern, says, hint in _KNOWN:
+        if found := pattern.search(text):
             groups = (group for group in found.groups() if group is not None)
-            return known.says.format(*map(_some, groups)), known.hint
+            return says.format(*map(_some, groups)), hint
     return None
 
 

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
@@ -82,49 +82,45 @@ class _WaitingRequest(NamedTuple):
     fetch: Fetch
 
 
+@dataclass(eq=False)
 class StoredPrefixes:
-    """Saves the blocks of an engine's ended requests, and finds blocks for new requests."""
+    """Saves the blocks of an engine's ended requests, and finds blocks for new requests.
 
-    def __init__(
-        self,
-        managers: Sequence[Any],
-        pool: Any,
-        ledger: BlockPoolLedger,
-        kv: KvMemory,
-        fetcher: PrefixFetcher,
-        lacks_blocks: Callable[[], bool],
-        owner: str | None = None,
-    ) -> None:
-        """``managers`` are vLLM's managers of the KV cache groups, ``pool`` its block pool.
+    ``managers`` are vLLM's managers of the KV cache groups, ``pool`` its block pool.
+    ``lacks_blocks`` returns whether running requests may need more blocks than are free.
+    ``owner`` names the KV in the store if other engines have the same, see :func:`shared_owner`;
+    None if the KV is of use for this engine only.
+    """
 
-        ``lacks_blocks`` returns whether running requests may need more blocks than are free.
-        ``owner`` names the KV in the store if other engines have the same, see
-        :func:`shared_owner`; None if the KV is of use for this engine only.
-        """
-        self.hit_bytes = 0
-        """Bytes found in the store so far."""
-        self.saved_bytes = 0
-        """Bytes saved so far."""
-        self.fetched_bytes: Counter[str] = Counter()
-        """Bytes copied from other workers' memory and from files so far, by tier."""
+    managers: Sequence[Any]
+    pool: Any
+    ledger: BlockPoolLedger
+    kv: KvMemory
+    fetcher: PrefixFetcher
+    lacks_blocks: Callable[[], bool]
+    owner: str | None
+    hit_bytes: int = field(default=0, init=False)
+    """Bytes found in the store so far."""
+    saved_bytes: int = field(default=0, init=False)
+    """Bytes saved so far."""
+    fetched_bytes: Counter[str] = field(default_factory=Counter, init=False)
+    """Bytes copied from other workers' memory and from files so far, by tier."""
+    _unkept: set[str] = field(default_factory=set, init=False)
+    _ended: list[_EndedPrefix] = field(default_factory=list, init=False)
+    _held: dict[str, _HeldPrefix] = field(default_factory=dict, init=False)
+    _postponed: dict[str, Request] = field(default_factory=dict, init=False)
+    """No room yet, in order of arrival."""
+    _fetches: list[Fetch] = field(default_factory=list, init=False)
+    """In the order of their beginning."""
+    _waiting: dict[str, _WaitingRequest] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         self._private_owner = f"engine {next(_owners)}"
-        self._owner = owner or self._private_owner
-        self._unkept: set[str] = set()
-        self._managers = managers
-        self._pool = pool
-        self._ledger = ledger
-        self._kv = kv
-        self._fetcher = fetcher
-        if owner is not None:
-            fetcher.refresh(owner)  # files are read in the background
-        self._store = fetcher.store
-        self._lacks_blocks = lacks_blocks
-        self._alignment = math.lcm(*(int(manager.block_size) for manager in managers))
-        self._ended: list[_EndedPrefix] = []
-        self._held: dict[str, _HeldPrefix] = {}
-        self._postponed: dict[str, Request] = {}  # no room yet, in order of arrival
-        self._fetches: list[Fetch] = []  # in the order of their beginning
-        self._waiting: dict[str, _WaitingRequest] = {}
+        self._owner = self.owner or self._private_owner
+        if self.owner is not None:
+            self.fetcher.refresh(self.owner)  # files are read in the background
+        self._store = self.fetcher.store
+        self._alignment = math.lcm(*(int(manager.block_size) for manager in self.managers))
 
     @property
     def has_ended(self) -> bool:
@@ -161,7 +157,7 @@ class StoredPrefixes:
 
     def _fetch(self, request: Request) -> Fetch | None:
         """Start to copy blocks for a request; return the fetch to wait for, None without any."""
-        fetcher, owner = self._fetcher, self._owner_of(request)
+        fetcher, owner = self.fetcher, self._owner_of(request)
         if not fetcher.has_sources or owner == self._private_owner:
             return None
         fetcher.refresh(owner)
@@ -214,7 +210,7 @@ class StoredPrefixes:
             return False
         held = self._held.get(request.request_id)
         if held is not None:
-            return self._kv.is_on_device(held.blocks)
+            return self.kv.is_on_device(held.blocks)
         # Without any request that holds blocks there will be no room later either.
         return request.request_id not in self._postponed or not self._held
 
@@ -247,9 +243,9 @@ class StoredPrefixes:
 
     def drop_if_short(self) -> None:
         """Let go of these blocks if running requests may need them."""
-        if self._held and self._lacks_blocks():
+        if self._held and self.lacks_blocks():
             self.drop()
-            self._kv.discard_dead()
+            self.kv.discard_dead()
 
     def end(self, request: Request) -> None:
         """Keep the blocks of a request that ends now, for ``save``."""
@@ -259,14 +255,14 @@ class StoredPrefixes:
             self._unkept.discard(request_id)
             return
         ends = sorted({request.num_computed_tokens, request.num_prompt_tokens - 1})
-        if not any(manager.get_num_skipped_tokens(ends[-1]) for manager in self._managers):
+        if not any(manager.get_num_skipped_tokens(ends[-1]) for manager in self.managers):
             # Without windows and states, the longer prefix has the blocks of a second answer too.
             ends = ends[-1:]
         prefixes = [self._longest(request, end, self._is_cached) for end in ends]
         found = {entry.key: self._cached(entry) for prefix in prefixes for entry in prefix}
         keys, blocks = list(found), [block.block_id for block in found.values()]
-        if blocks and self._kv.is_on_device(blocks):
-            self._ledger.keep(blocks)
+        if blocks and self.kv.is_on_device(blocks):
+            self.ledger.keep(blocks)
             self._ended.append(_EndedPrefix(self._owner_of(request), keys, blocks))
 
     def save(self, queue: TransferQueue) -> None:
@@ -274,19 +270,19 @@ class StoredPrefixes:
         ended, self._ended = self._ended, []
         for owner, keys, blocks in ended:
             room = None
-            if self._kv.is_on_device(blocks):
-                room = self._store.begin(owner, keys, self._kv.geometry.rows)
+            if self.kv.is_on_device(blocks):
+                room = self._store.begin(owner, keys, self.kv.geometry.rows)
             if room is not None:
                 indices, copies = room
-                self._kv.store([blocks[index] for index in indices], copies, queue)
+                self.kv.store([blocks[index] for index in indices], copies, queue)
                 self.saved_bytes += copies.num_bytes
-            self._ledger.give(blocks[::-1])
+            self.ledger.give(blocks[::-1])
 
     def drop_ended(self) -> None:
         """Let the blocks of ended requests go without copies."""
         ended, self._ended = self._ended, []
         for one in ended:
-            self._ledger.give(one.blocks[::-1])
+            self.ledger.give(one.blocks[::-1])
 
     def close(self) -> None:
         """Free the copies that are of no use without the engine; may be repeated."""
@@ -304,17 +300,17 @@ class StoredPrefixes:
         """Keep cached blocks and attach copies of ``stored``; return False without room."""
         cached = [block for entry in entries if (block := self._cached(entry)) is not None]
         blocks = [block.block_id for block in cached]
-        self._ledger.keep(blocks)  # first, because room is made with blocks of ended requests
+        self.ledger.keep(blocks)  # first, because room is made with blocks of ended requests
         owner = self._owner_of(request)
         copies = self._store.take(owner, [entry.key for entry in stored], self._rows)
-        attached = self._kv.attach_slot(copies, len(stored), may_unmap=may_unmap)
+        attached = self.kv.attach_slot(copies, len(stored), may_unmap=may_unmap)
         if attached is None:
             copies.free()
-            self._ledger.give(blocks[::-1])
+            self.ledger.give(blocks[::-1])
             return False
         for entry, block_id in zip(stored, attached, strict=True):
-            self._pool._insert_block_hash(
-                entry.key, self._pool.blocks[block_id], num_tokens=entry.num_tokens
+            self.pool._insert_block_hash(
+                entry.key, self.pool.blocks[block_id], num_tokens=entry.num_tokens
             )
         num_tokens = max(entry.num_tokens for entry in entries)
         self._held[request.request_id] = _HeldPrefix(request, blocks + attached, num_tokens)
@@ -324,7 +320,7 @@ class StoredPrefixes:
     def _has_room(self, num_blocks: int) -> bool:
         """Return whether waiting requests may hold so many more blocks."""
         num_held = sum(len(held.blocks) for held in self._held.values())
-        return not num_held or num_held + num_blocks <= _MAX_SHARE * self._kv.geometry.num_blocks
+        return not num_held or num_held + num_blocks <= _MAX_SHARE * self.kv.geometry.num_blocks
 
     def _settle_fetches(self) -> None:
         for fetch in [one for one in self._fetches if one.has_ended]:
@@ -340,7 +336,7 @@ class StoredPrefixes:
         self._waiting.pop(request_id, None)
         held = self._held.pop(request_id, None)
         if held is not None:
-            self._ledger.give(held.blocks[::-1])
+            self.ledger.give(held.blocks[::-1])
 
     def _longest(
         self, request: Request, max_tokens: int, is_known: Callable[[_PrefixBlock], bool]
@@ -348,7 +344,7 @@ class StoredPrefixes:
         """Return the needed blocks of the longest prefix whose needed blocks are all known."""
         limit = self._aligned(min(max_tokens, request.num_tokens))
         partial = []  # groups that do not need all blocks
-        for manager in self._managers:
+        for manager in self.managers:
             if manager.get_num_skipped_tokens(limit):
                 partial.append(manager)
                 continue
@@ -358,7 +354,7 @@ class StoredPrefixes:
         while limit > 0:
             needed = (self._entries(request, manager, limit) for manager in partial)
             if all(is_known(entry) for entries in needed for entry in entries):
-                each = (self._entries(request, manager, limit) for manager in self._managers)
+                each = (self._entries(request, manager, limit) for manager in self.managers)
                 return [entry for entries in each for entry in entries]
             limit -= self._alignment
         return []
@@ -366,7 +362,7 @@ class StoredPrefixes:
     def _entries(self, request: Request, manager: Any, num_tokens: int) -> Iterator[_PrefixBlock]:
         """Yield the blocks of one group that a request needs after ``num_tokens`` tokens."""
         size, group = int(manager.block_size), int(manager.kv_cache_group_id)
-        hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+        hashes = resolve_block_hashes(request.block_hashes, self.pool.hash_block_size, size)
         [span] = computed_kv.spans([manager], num_tokens)
         for index in span:
             if index >= len(hashes):
@@ -391,11 +387,11 @@ class StoredPrefixes:
 
     def _cached(self, entry: _PrefixBlock) -> Any:
         """Return the block of vLLM's prefix cache, None without any."""
-        return self._pool.cached_block_hash_to_block.get_one_block(entry.key)
+        return self.pool.cached_block_hash_to_block.get_one_block(entry.key)
 
     @property
     def _rows(self) -> Sequence[Any]:
-        return self._kv.geometry.rows
+        return self.kv.geometry.rows
 
     def _aligned(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._alignment

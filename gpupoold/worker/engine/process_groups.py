@@ -138,8 +138,4 @@ def keep_generators() -> None:
     # The CPU worker's module must not be imported for a GPU, see ``emulated_worker``.
     name = "gpu_worker" if current_platform.is_cuda() else "cpu_worker"
     module = importlib.import_module(f"vllm.v1.worker.{name}")
-    setattr(module, "set_random_seed", _do_nothing)  # noqa: B010
-
-
-def _do_nothing(*_: Any) -> None:
-    """Stand for a function that is not wanted."""
+    setattr(module, "set_random_seed", lambda *_: None)  # noqa: B010

@@ -162,25 +162,18 @@ def _problem(work: Callable[[], None], cpu_s: int) -> str:
 
 def _try(work: Callable[[], None], cpu_s: int, result_fd: int, parent_pid: int) -> None:
     """Be the child; does not return."""
+    reason = ""
     try:
         die_with_parent(parent_pid)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         limit_use(cpu_s, _MAX_MEMORY_BYTES)
-        _write(result_fd, _reason(work))
+        try:
+            work()
+        except MemoryError:
+            reason = f"takes more than {_MAX_MEMORY_BYTES >> 30} GiB of memory"
+        except _Failure as failure:
+            reason = str(failure)
+        with contextlib.suppress(OSError):
+            os.write(result_fd, reason.encode(errors="replace")[:_MAX_REASON_BYTES])
     finally:
         os._exit(0)
-
-
-def _reason(work: Callable[[], None]) -> str:
-    try:
-        work()
-    except MemoryError:
-        return f"takes more than {_MAX_MEMORY_BYTES >> 30} GiB of memory"
-    except _Failure as failure:
-        return str(failure)
-    return ""
-
-
-def _write(fd: int, text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(fd, text.encode(errors="replace")[:_MAX_REASON_BYTES])

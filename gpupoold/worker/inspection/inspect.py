@@ -181,17 +181,13 @@ def undivided(make_config: Callable[[], VllmConfig], degrees: Iterable[int]) -> 
         return {}
     _create_groups()
     problems: dict[int, str] = {}
-    for whose, part in (("", _target), ("the drafter: ", _drafter)):
+    for whose, part in (("", lambda config: config.model_config), ("the drafter: ", _drafter)):
         if _problem(make_config(), 1, part):
             continue
         for degree in degrees:
             if degree not in problems and (problem := _problem(make_config(), degree, part)):
                 problems[degree] = f"{whose}{problem}"
     return problems
-
-
-def _target(config: VllmConfig) -> ModelConfig | None:
-    return config.model_config
 
 
 def _drafter(config: VllmConfig) -> ModelConfig | None:

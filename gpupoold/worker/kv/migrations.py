@@ -90,9 +90,9 @@ class KvMigrations:
         slot, transfer = copied
         transfer_id = f"{os.getpid()}-{next(self._numbers)}"
         self._sent[transfer_id] = _Sent(slot, transfer, arrival)
-        offsets, num_blocks = self.host.offsets(slot), len(computed.blocks)
+        offsets = [(at.offset, at.num_bytes) for at in slot.blocks.extents]
         kv_transfer = m.KvTransfer(
-            transfer_id, self.device_number, num_blocks, offsets, computed.num_tokens
+            transfer_id, self.device_number, len(computed.blocks), offsets, computed.num_tokens
         )
         self.send(m.Migrated(engine.name, request_id, kv_transfer=kv_transfer), (arrival.fd,))
 

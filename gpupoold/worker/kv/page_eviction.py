@@ -89,7 +89,7 @@ class PageEviction:
     def _state(self, keep: set[str]) -> tuple[set[str], int, int]:
         """Return numbers that change whenever another plan may free more pages."""
         kvs = (model.kv for name, model in self.models.items() if name not in keep)
-        return keep, self.pool.version, sum(kv.version for kv in kvs)
+        return keep, self.pool.version, sum(kv.index.version for kv in kvs)
 
     def free_pages(self, num_pages: int, keep: set[str], *, untouched: str | None = None) -> int:
         """Free ``num_pages`` if possible, at once or after copies, except of models in ``keep``.
@@ -106,7 +106,8 @@ class PageEviction:
                 short = num_pages - self.num_coming_pages
                 if short <= 0:
                     break
-                if self._is_meant(eviction, untouched):
+                recomputes = eviction.victim is Victim.RECOMPUTE
+                if untouched is None or not (recomputes or eviction.model == untouched):
                     moved += self._evict(eviction, short)
             # Sizes are estimates, so repeat until no more pages become free.
             if self.num_coming_pages == before:
@@ -114,11 +115,6 @@ class PageEviction:
                     break
                 is_host_full = True
         return moved
-
-    def _is_meant(self, eviction: Eviction, untouched: str | None) -> bool:
-        if untouched is None:
-            return True
-        return eviction.model != untouched and eviction.victim is not Victim.RECOMPUTE
 
     def wait_for(self, num_pages: int) -> bool:
         """Wait for pages of running copies; return whether ``num_pages`` are free."""
@@ -182,7 +178,7 @@ class PageEviction:
 
     def _num_movable(self, kv: KvMemory, live_pages: int) -> int:
         """Return the number of live KV pages whose blocks fit into the host cache now."""
-        live_blocks = kv.num_live_blocks
+        live_blocks = kv.index.num_used_on_device
         room = self.host.num_free_blocks(kv.geometry.block_bytes)
         return live_pages if room >= live_blocks else live_pages * room // live_blocks
 

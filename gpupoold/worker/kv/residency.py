@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from gpupoold.memory.contracts import Device, Direction, Fence, OutOfPages
-from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
@@ -58,7 +57,6 @@ class Residency:
         self._out = TransferQueue.open(device, Direction.OUT, "copy-out")
         self.eviction = PageEviction(device, pool, host, self._out, use_of, clock)
         self._models = self.eviction.models
-        self._backing = KvBacking(self.eviction)
         self._next: str | None = None  # being prefetched
         self._last_uses = LastUses(device)
         self._had_before_bytes = 0  # weights mapped before
@@ -271,12 +269,37 @@ class Residency:
     def ensure_kv(self, name: str) -> None:
         """Map as many blocks as the next step may need, or as many as possible.
 
-        If pages are short, the engine delays or preempts requests, which is slower but never
-        wrong.
+        Without a prefetch, also maps a few extents for later steps while pages are free. Without
+        pages for more, prefixes of waiting requests give way to running requests, and the engine
+        delays or preempts requests, which is slower but never wrong.
         """
         model = self._models[name]
         self._last_uses.run(model)  # also for a step outside of a turn
-        self._backing.ensure(model, may_map_ahead=self._next is None)
+        missing, soon = model.num_missing_blocks()
+        if not missing and not soon:
+            return
+        kv = model.kv
+        # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
+        reserved = kv.num_returning_pages
+        count = -(-missing // kv.geometry.blocks_per_extent)
+        if missing and self.eviction.is_exhausted({model.name}):
+            count = min(count, self.pool.num_free)  # an extent takes a page or more
+            if not count:
+                _make_way(model)
+                return
+        num_ahead = 0
+        if self._next is None:  # few, as the step waits
+            most = max(1, _AHEAD_BYTES // kv.geometry.extent_bytes)
+            num_ahead = min(-(-soon // kv.geometry.blocks_per_extent), most)
+        unmapped = kv.first_extents(Place.UNMAPPED, count + num_ahead)
+        wanted = kv.num_missing_pages(unmapped[:count]) + reserved
+        if missing and wanted > self.pool.num_free:
+            self.eviction.try_to_free(wanted, {model.name})
+            unmapped = unmapped[:count]
+        if fitting := _fitting(kv, unmapped, self.pool.num_free - reserved):
+            kv.map(fitting)
+        elif missing:
+            _make_way(model)
 
     def export(
         self, name: str, blocks: Sequence[int], on_end: Callable[[bool], None]
@@ -440,52 +463,9 @@ def _set(model: ModelEngine, last_use: Fence | None) -> None:
     model.kv.address_range.last_use = model.weights.address_range.last_use = last_use
 
 
-class KvBacking:
-    """Maps KV extents; evicts other models only for what the next step may need."""
-
-    def __init__(self, eviction: PageEviction) -> None:
-        self.eviction = eviction
-        self._pool = eviction.pool
-
-    def ensure(self, model: ModelEngine, *, may_map_ahead: bool) -> None:
-        """Map as many blocks as the next step may need, or as many as possible.
-
-        With ``may_map_ahead``, also maps a few extents for later steps while pages are free.
-        Without pages for more, prefixes of waiting requests give way to running requests.
-        """
-        missing, soon = model.num_missing_blocks()
-        if not missing and not soon:
-            return
-        kv = model.kv
-        # Offloaded KV comes back first: running requests could otherwise keep it out for ever.
-        reserved = kv.num_returning_pages
-        count = -(-missing // kv.geometry.blocks_per_extent)
-        if missing and self.eviction.is_exhausted({model.name}):
-            count = min(count, self._pool.num_free)  # an extent takes a page or more
-            if not count:
-                _make_way(model)
-                return
-        num_ahead = _num_ahead(kv.geometry, soon) if may_map_ahead else 0
-        unmapped = kv.first_extents(Place.UNMAPPED, count + num_ahead)
-        wanted = kv.num_missing_pages(unmapped[:count]) + reserved
-        if missing and wanted > self._pool.num_free:
-            self.eviction.try_to_free(wanted, {model.name})
-            unmapped = unmapped[:count]
-        if fitting := _fitting(kv, unmapped, self._pool.num_free - reserved):
-            kv.map(fitting)
-        elif missing:
-            _make_way(model)
-
-
 def _make_way(model: ModelEngine) -> None:
     if model.prefixes is not None:
         model.prefixes.drop_if_short()
-
-
-def _num_ahead(geometry: KvGeometry, num_blocks: int) -> int:
-    """Return how many extents to map before ``num_blocks`` are needed: few, as the step waits."""
-    wanted = -(-num_blocks // geometry.blocks_per_extent)
-    return min(wanted, max(1, _AHEAD_BYTES // geometry.extent_bytes))
 
 
 def _fitting(kv: KvMemory, extents: list[int], num_pages: int) -> list[int]:

@@ -85,26 +85,11 @@ class RequestLedger:
                 yield arrival_s, num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class OrderedTurn:
-    """A turn: ``model`` runs for ``quota_s`` once resident, or longer while no other model
-    waits.
-
-    Its steps take at most ``chunk_tokens``, if set.
-    """
-
-    turn_id: int
-    model: str
-    quota_s: float
-    chunk_tokens: int | None = None
-
-
 class Orders:
     """The latest valid order of the daemon. Pure bookkeeping."""
 
     def __init__(self) -> None:
-        self.turn: OrderedTurn | None = None
-        self.then: str | None = None
+        self.turn: RunTurn | None = None
         self._began_s = math.inf
         self._last_ended = 0
 
@@ -114,12 +99,16 @@ class Orders:
             return
         if self.turn is None or order.turn_id != self.turn.turn_id:
             self._began_s = math.inf
-        self.turn = OrderedTurn(order.turn_id, order.model, order.quota_s, order.chunk_tokens)
-        self.then = order.then
+        self.turn = order
+
+    @property
+    def then(self) -> str | None:
+        """The model to prepare next, if another model waits."""
+        return None if self.turn is None else self.turn.then
 
     def drop(self) -> None:
         """Drop the present turn without a report."""
-        self.turn, self.then, self._began_s = None, None, math.inf
+        self.turn, self._began_s = None, math.inf
 
     def began(self, now_s: float) -> None:
         """Record that the turn's model is resident; only the first call of a turn counts."""

@@ -458,7 +458,7 @@ class TurnLoop:
                 free_bytes=self.own.pool.num_free * self.own.device.page_bytes,
                 kv_host_bytes=host.used_bytes - host.prefix_bytes,
                 prefix_bytes=host.prefix_bytes,
-                kv_host_slab_bytes=host.reserved_bytes,
+                kv_host_slab_bytes=host.slabs.reserved_bytes,
                 models=[self._memory_of(engine) for engine in self.engines.values()],
                 num_recomputed=self.residency.eviction.num_recomputed,
                 turn_began_s=self.orders.began_s,

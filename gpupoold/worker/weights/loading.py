@@ -52,10 +52,6 @@ def current_load() -> ModelLoad:
     return _current[-1]
 
 
-def _no_other_models(num_pages: int) -> None:
-    """Do nothing: no model has pages."""
-
-
 class StaleSnapshot(ServerError):
     """The snapshot does not belong to the model as loaded now."""
 
@@ -88,7 +84,7 @@ class ModelLoad:
         source: WeightSource = _NO_SNAPSHOT,
         num_released_pages: int = 0,
         *,
-        make_room: Callable[[int], None] = _no_other_models,
+        make_room: Callable[[int], None] = lambda num_pages: None,
         turns: TurnThread | None = None,
     ) -> None:
         """``turns`` is the owner of the pages; None if that is the calling thread.

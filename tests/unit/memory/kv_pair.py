@@ -90,7 +90,7 @@ class Pair:
         transfer.wait()
         self.sender.settle()
         self._sent.append(slot)
-        return self.cache.slot(self.source.host.offsets(slot), self._freed)
+        return self.cache.slot(list(slot.blocks.extents), self._freed)
 
     def attach_slot(self, blocks: Sequence[int]) -> list[int]:
         """Blocks of the second device that have the bytes of these of the first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from gpupoold.memory.contracts import BlockWatcher
+from gpupoold.memory.extent_index import ExtentIndex
 
 
 class MemoryLedger:
@@ -20,11 +20,11 @@ class MemoryLedger:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._key_of: dict[int, str] = {}
         self._block_of: dict[str, int] = {}
-        self._watcher: BlockWatcher | None = None
+        self._watcher: ExtentIndex | None = None
 
     # What the memory code asks for.
 
-    def watch(self, watcher: BlockWatcher) -> None:
+    def watch(self, watcher: ExtentIndex) -> None:
         assert not any(self.refs[1:])
         self._watcher = watcher
 

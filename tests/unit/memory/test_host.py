@@ -70,18 +70,22 @@ def test_only_what_a_gpu_copies_from_has_its_pages_before_they_are_used() -> Non
 
 def test_slots_within_the_budget() -> None:
     cache = KvHostCache(10 * PAGE + 5, slab_bytes=PAGE)
-    assert (cache.budget_bytes, cache.used_bytes, cache.free_bytes) == (10 * PAGE, 0, 10 * PAGE)
+    assert (cache.budget_bytes, cache.used_bytes, cache.slabs.free_bytes) == (
+        10 * PAGE,
+        0,
+        10 * PAGE,
+    )
     assert cache.num_free_blocks(1000) == 40
     slot = allocate(cache, 1000, 6)
     assert [size for _, size in slot.pieces()] == [4000, 2000]
     assert (slot.num_bytes, cache.used_bytes) == (6000, 6000)
-    assert (cache.reserved_bytes, cache.free_bytes) == (2 * PAGE, 8 * PAGE)
+    assert (cache.slabs.reserved_bytes, cache.slabs.free_bytes) == (2 * PAGE, 8 * PAGE)
     assert cache.num_free_blocks(1000) == 34
     assert cache.allocate(1000, 35) is None
     assert cache.used_bytes == 6000
     cache.check_integrity()
     slot.free()
-    assert (cache.used_bytes, cache.reserved_bytes) == (0, 0)
+    assert (cache.used_bytes, cache.slabs.reserved_bytes) == (0, 0)
     with pytest.raises(ValueError, match="double free"):
         slot.free()
     cache.close()
@@ -102,7 +106,7 @@ def test_slots_of_all_shapes_have_their_own_bytes() -> None:
         data = b"".join(read(address, size) for address, size in slot.pieces())
         assert data == bytes([number + 1]) * slot.num_bytes
         slot.free()
-    assert cache.free_bytes == cache.budget_bytes
+    assert cache.slabs.free_bytes == cache.budget_bytes
     cache.check_integrity()
     cache.close()
 
@@ -112,7 +116,7 @@ def test_the_whole_budget_is_mapped() -> None:
     blocks = cache.num_free_blocks(1 << 10)
     assert blocks == 1 << 10
     slot = allocate(cache, 1 << 10, blocks)
-    assert cache.free_bytes == 0
+    assert cache.slabs.free_bytes == 0
     for address, size in slot.pieces():
         write(address, b"x" * size)
     cache.close()
@@ -120,7 +124,7 @@ def test_the_whole_budget_is_mapped() -> None:
 
 def test_a_budget_of_nothing() -> None:
     cache = KvHostCache(0)
-    assert (cache.budget_bytes, cache.free_bytes, cache.num_free_blocks(1)) == (0, 0, 0)
+    assert (cache.budget_bytes, cache.slabs.free_bytes, cache.num_free_blocks(1)) == (0, 0, 0)
     slot = allocate(cache, 1000, 0)
     assert slot.pieces() == []
     slot.free()
@@ -164,7 +168,7 @@ def test_extents_lie_in_a_slot_one_behind_the_other() -> None:
         (first + 800, PAGE // 2 - 800),
         (second, PAGE // 2),
     ]
-    cache.free(filler)
-    cache.free(between)
+    filler.free()
+    between.free()
     slot.free()
     cache.close()

@@ -98,7 +98,7 @@ class TestPeerCache:
         (first, _), (slot, data), (last, _) = (filled(cache, n, n) for n in (1, 3, 2))
         peer = PeerCache(os.dup(cache.fd), cache.budget_bytes, device, thread)
         freed: list[str] = []
-        there = peer.slot(cache.offsets(slot), lambda: freed.append("once"))
+        there = peer.slot(list(slot.blocks.extents), lambda: freed.append("once"))
         assert there.num_bytes == 3 * PAGE
         laid = list(there.beside([(1000, PAGE), (9000, 2 * PAGE)]))
         assert sum(num_bytes for _, _, num_bytes in laid) == 3 * PAGE
@@ -120,7 +120,7 @@ class TestPeerCache:
         wait_for(thread)
         [(address, num_bytes)] = device.pinned
         assert num_bytes == cache.budget_bytes
-        there = [peer.slot(cache.offsets(slot), lambda: None) for slot, _ in slots]
+        there = [peer.slot(list(slot.blocks.extents), lambda: None) for slot, _ in slots]
         peer.leave()
         there[0].free()
         assert device.pinned == [(address, num_bytes)]
@@ -139,7 +139,7 @@ class TestPeerCache:
         cache = KvHostCache(4 * PAGE, slab_bytes=PAGE)
         slot, data = filled(cache, 2, "late")
         peer = PeerCache(os.dup(cache.fd), cache.budget_bytes, device, thread)
-        there = peer.slot(cache.offsets(slot), lambda: None)
+        there = peer.slot(list(slot.blocks.extents), lambda: None)
         cache.close()
         laid = there.beside([(0, 2 * PAGE)])
         assert b"".join(read(host, length) for _, host, length in laid) == data

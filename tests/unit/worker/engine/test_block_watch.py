@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any, cast
 
 from vllm.v1.core.block_pool import BlockPool
 
@@ -31,7 +32,7 @@ class Used:
 def test_whatever_happens_to_blocks() -> None:
     pool = BlockPool(num_gpu_blocks=NUM_BLOCKS, enable_caching=True, hash_block_size=16)
     ledger, used, rng = BlockPoolLedger(pool), Used(), random.Random(1)
-    ledger.watch(used)
+    ledger.watch(cast(Any, used))
     requests: list[list[int]] = []
     held: list[int] = []
     for _ in range(2_000):

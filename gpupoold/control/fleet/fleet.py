@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpupool_state import ModelRow
 from gpupoold.control.fleet.circuit_breaker import CircuitBreakers
 from gpupoold.control.fleet.device_snapshots import DeviceSnapshots
 from gpupoold.control.fleet.hosts import Hosts
-from gpupoold.control.fleet.shared_lock import SharedLock
 from gpupoold.control.fleet.transitions import MODEL_TRANSITIONS, Life, ModelEvent, ModelPhase
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState, Targets
@@ -109,7 +109,8 @@ class Fleet:
         self.breakers = CircuitBreakers()
         self._draining_devices: set[int] = set()
         self._records: dict[str, _Record] = {}
-        self._locks: defaultdict[str, SharedLock] = defaultdict(SharedLock)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._work: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         self._woken: set[str] = set()
         self._is_woken = asyncio.Event()
 
@@ -169,13 +170,31 @@ class Fleet:
         """Return the number of models that some device has."""
         return sum(bool(record.devices) for record in self._records.values())
 
-    def lock(self, model: str) -> SharedLock:
-        """Return the lock of a model.
+    # Changes of users, and the steps and additions that must end before.
 
-        Held shared by the steps of the model's controller and by an addition, alone by changes and
-        removals of users, by evictions, and by the end of a model in quarantine.
-        """
-        return self._locks[model]
+    @contextlib.asynccontextmanager
+    async def alone(self, model: str) -> AsyncIterator[None]:
+        """Change a model for a user: one change at a time, and no step meanwhile."""
+        async with self._locks[model]:
+            while work := self._work[model]:
+                await asyncio.wait(work)
+            try:
+                yield
+            finally:
+                self.wake(model)
+
+    def is_held(self, model: str) -> bool:
+        """Return whether a user changes the model, or waits for the end of its steps to do so."""
+        return self._locks[model].locked()
+
+    def began(self, model: str, work: asyncio.Task[Any]) -> None:
+        """Let changes of users wait for the end of a step or an addition."""
+        self._work[model].add(work)
+        work.add_done_callback(self._work[model].discard)
+
+    def is_changing(self, model: str) -> bool:
+        """Return whether a step, an addition or a change of a user is under way."""
+        return bool(self._work[model]) or self.is_held(model)
 
     def knows(self, model: str) -> bool:
         """Return whether the model is registered."""

@@ -133,7 +133,7 @@ class ModelAdapters(ModelPart):
         with self._mounts.hiding(name):
             if mode == "drain":
                 await self._drains.wait_idle(name)
-            async with self._fleet.lock(row.spec.name).alone():
+            async with self._fleet.alone(row.spec.name):
                 return await self._forget(name)
 
     async def stop(self) -> None:
@@ -148,7 +148,7 @@ class ModelAdapters(ModelPart):
         changes = options_for(row.spec.engine, adapter.rank)
         if changes:
             await self._set_model(row.spec.name, SetModelRequest(engine=dict(changes)))
-        async with self._fleet.lock(row.spec.name).alone():
+        async with self._fleet.alone(row.spec.name):
             adapter = await self._numbered(adapter)
             # A cancellation may come after the write, so the write is always waited for.
             writing = asyncio.create_task(self._registry.add_further(row.spec.name, adapter))

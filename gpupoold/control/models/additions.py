@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 
@@ -17,7 +16,6 @@ from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free
 from gpupoold.control.models.parts import ControlParts, ModelPart
-from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import Refused
@@ -30,7 +28,6 @@ class Additions(ModelPart):
         self,
         parts: ControlParts,
         snapshots: ModelSnapshots,
-        performer: Performer,
         controller: ModelController,
         mounts: ModelMounts,
         divisions: Divisions,
@@ -38,7 +35,6 @@ class Additions(ModelPart):
     ) -> None:
         super().__init__(parts)
         self._snapshots = snapshots
-        self._performer = performer
         self._controller = controller
         self._mounts = mounts
         self._divisions = divisions
@@ -83,6 +79,7 @@ class Additions(ModelPart):
         # A separate task, which undoes its steps when the reader leaves.
         task = asyncio.create_task(self._register_and_load(intake.spec, intake.weight_bytes))
         self._tasks[request.name] = task
+        self._fleet.began(request.name, task)
         task.add_done_callback(lambda _: self._tasks.pop(request.name, None))
         task.add_done_callback(lambda _: self._fleet.drop_proposal(proposal))
         try:
@@ -117,28 +114,22 @@ class Additions(ModelPart):
         )
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
-        lock = self._fleet.lock(spec.name)
-        async with contextlib.AsyncExitStack() as held:
-            await held.enter_async_context(lock.shared())
-            # A cancellation may come after the write, so the write is always waited for.
-            registering = asyncio.create_task(self._register(spec))
-            try:
-                await asyncio.shield(registering)
-                await self._divisions.keep(spec)
-                self._fleet.loading(spec.name)
-                await self._registry.set_state(spec.name, ModelState.LOADING)
-                await self._controller.load_first(spec.name, weight_bytes)
-                self._dispatcher.check_servable()
-                row = await self._mounts.open(spec)
-                self._controller.end_addition(spec.name)
-            except BaseException as error:
-                await held.aclose()
-                added = await registering
-                await self._controller.halt(spec.name, "was not added")
-                async with lock.alone():
-                    self._controller.end_addition(spec.name)
-                    await self._undo(added, str(error) or "the client disconnected")
-                raise
+        # A cancellation may come after the write, so the write is always waited for.
+        registering = asyncio.create_task(self._register(spec))
+        try:
+            await asyncio.shield(registering)
+            await self._divisions.keep(spec)
+            self._fleet.loading(spec.name)
+            await self._registry.set_state(spec.name, ModelState.LOADING)
+            await self._controller.load_first(spec.name, weight_bytes)
+            self._dispatcher.check_servable()
+            row = await self._mounts.open(spec)
+        except BaseException as error:
+            await registering
+            await self._undo(spec.name, str(error) or "the client disconnected")
+            raise
+        finally:
+            self._controller.end_addition(spec.name)
         self._snapshots.touch(spec.name)  # else a new engine would be the first to be evicted
         text = f"serving from {spec.path}"
         self._history.record_event("info", "model_added", spec.name, text)
@@ -149,15 +140,9 @@ class Additions(ModelPart):
         self._fleet.register(spec)
         return added
 
-    async def _undo(self, added: ModelRow, reason: str) -> None:
-        name = added.spec.name
-        now = await self._registry.get(name)
-        if now is None or now.created_at != added.created_at:
-            return  # removed meanwhile
+    async def _undo(self, name: str, reason: str) -> None:
         try:
-            await self._performer.unload(name)
+            await self._controller.remove(name, "was not added")
         finally:
-            await self._registry.remove(name)
-            self._fleet.remove(name)
             self._history.record_event("error", "model_refused", name, reason)
             await self._mounts.publish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,10 +14,9 @@ from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.parts import ControlParts, ModelPart
-from gpupoold.control.models.perform import Performer
 from gpupoold.domain import ModelSpec, RemoveMode, Targets
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
-from gpupoold.errors import GpupoolError, Refused
+from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 
 
 class Changes(ModelPart):
@@ -29,7 +27,6 @@ class Changes(ModelPart):
         parts: ControlParts,
         drains: Drains,
         controller: ModelController,
-        performer: Performer,
         room: EngineRoom,
         mounts: ModelMounts,
         engines: EngineChanges,
@@ -37,7 +34,6 @@ class Changes(ModelPart):
         super().__init__(parts)
         self._drains = drains
         self._controller = controller
-        self._performer = performer
         self._room = room
         self._mounts = mounts
         self._engines = engines
@@ -49,7 +45,7 @@ class Changes(ModelPart):
             GpupoolError: see ``Registry.update`` and ``EngineChanges.change``.
         """
         model = (await find_model(self._registry, name)).spec.name
-        async with self._fleet.lock(model).alone():
+        async with self._fleet.alone(model):
             old = (await find_model(self._registry, model)).spec
             engine = merged_options(old.engine, request.engine)
             if engine != old.engine:
@@ -100,7 +96,7 @@ class Changes(ModelPart):
         """
         self._supervisor.check_devices(devices)
         model = (await find_model(self._registry, name)).spec.name
-        async with self._fleet.lock(model).alone():
+        async with self._fleet.alone(model):
             now = await find_model(self._registry, model)
             chosen = sorted(set(devices))
             self._room.divisions.require_one(replace(now.spec, devices=tuple(chosen)))
@@ -126,34 +122,29 @@ class Changes(ModelPart):
             Refused: the model has live requests or adapters and ``mode`` is "refuse".
             TimedOut: requests were left after the drain timeout.
         """
-        model = (await find_model(self._registry, name)).spec.name
+        row = await find_model(self._registry, name)
+        model = row.spec.name
+        if not self._fleet.knows(model):
+            raise NoSuchModel(f"no model is named {name!r}", f"{model} is being added")
         try:
-            with contextlib.ExitStack() as drain:
-                async with self._fleet.lock(model).alone():
-                    row = await find_model(self._registry, model)
-                    if mode == "refuse":
-                        _check_without_adapters(row.spec)
-                        self._drains.check_idle(model)
-                    drain.enter_context(self._fleet.draining(model))
+            if mode == "refuse":
+                _check_without_adapters(row.spec)
+                self._drains.check_idle(model)
+            with self._fleet.draining(model):
                 if mode == "drain":
-                    await self._drains.wait_idle(model)  # other models can be changed meanwhile
-                async with self._fleet.lock(model).alone():
-                    await self._forget(row)
+                    await self._drains.wait_idle(model)
+                if not self._controller.is_added(model):
+                    self._controller.abandon(model, "was removed")
+                async with self._fleet.alone(model):
+                    now = await self._registry.get(model)
+                    if now is None or now.created_at != row.created_at:
+                        return row  # another removal was faster
+                    self._dispatcher.fail_model(model, f"{model} was removed")
+                    await self._controller.remove(model, "was removed")
+            self._history.record_event("info", "model_removed", model, "removed")
         finally:
             await self._mounts.publish()
         return row
-
-    async def _forget(self, row: ModelRow) -> None:
-        model = row.spec.name
-        now = await self._registry.get(model)
-        if now is None or now.created_at != row.created_at:
-            return  # another removal was faster
-        self._dispatcher.fail_model(model, f"{model} was removed")
-        await self._controller.halt(model, "was removed")
-        await self._performer.unload(model)
-        await self._registry.remove(model)
-        self._fleet.remove(model)
-        self._history.record_event("info", "model_removed", model, "removed")
 
 
 def _check_without_adapters(spec: ModelSpec) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
@@ -56,8 +56,8 @@ class _Lane:
     """What the controller knows of a model beyond the fleet's records.
 
     ``waits`` has the latest wait and the time of the next try by the key of a failed step.
-    ``blocked`` are the devices whose loads wait for other steps. ``added``, ``warm`` and
-    ``settled`` are the clients that wait.
+    ``blocked`` are the devices whose loads wait for other steps. ``added``, ``warm``, ``removed``
+    and ``settled`` are the clients that wait.
     """
 
     steps: dict[ModelStep, asyncio.Task[None]] = field(default_factory=dict)
@@ -66,15 +66,16 @@ class _Lane:
     blocked: frozenset[int] = frozenset()
     expected_bytes: int = 0
     is_added: bool = False
-    is_watched: bool = False
     added: list[asyncio.Future[None]] = field(default_factory=list)
     warm: list[asyncio.Future[None]] = field(default_factory=list)
+    removed: list[asyncio.Future[None]] = field(default_factory=list)
     settled: list[asyncio.Future[None]] = field(default_factory=list)
     errors: list[list[GpupoolError]] = field(default_factory=list)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.steps or self.is_added or self.added or self.warm or self.settled)
+        clients = (*self.added, *self.warm, *self.removed, *self.settled)
+        return not (self.steps or self.is_added or clients)
 
     def note(self, error: GpupoolError) -> None:
         """Keep a failure for the clients that wait until the model is settled."""
@@ -198,19 +199,26 @@ class ModelController(ModelPart):
             return self._snapshots.why_full(name, degree, row.weight_bytes)
         return self._room.refusal(row)
 
-    async def halt(self, name: str, reason: str) -> None:
-        """Abandon the steps of a model that is being removed."""
-        tasks = self._abandon(self._lane(name), Failed(f"{name} {reason}"))
-        if tasks:
-            await asyncio.wait(tasks)
+    async def remove(self, name: str, reason: str) -> None:
+        """Return when a model has left all devices, and is forgotten with its snapshots.
 
-    def _abandon(self, lane: _Lane, error: GpupoolError) -> list[asyncio.Task[None]]:
-        """Cancel all steps but a withdrawal; return the cancelled steps."""
-        self._raise(lane, error)
-        tasks = [task for step, task in lane.steps.items() if step.kind is not StepKind.WITHDRAW]
-        for task in tasks:
-            task.cancel()
-        return tasks
+        Raises:
+            TimedOut: a worker did not answer.
+        """
+        self.abandon(name, reason)
+        await self._wait(name, self._lane(name).removed)
+
+    def abandon(self, name: str, reason: str) -> None:
+        """Cancel all steps of a model but an eviction or a withdrawal."""
+        lane = self._lane(name)
+        self._raise(lane, Failed(f"{name} {reason}"))
+        for step, task in lane.steps.items():
+            if step.kind not in (StepKind.EVICT, StepKind.WITHDRAW):
+                task.cancel()
+
+    def is_added(self, name: str) -> bool:
+        """Return whether a client adds the model now."""
+        return self._lane(name).is_added
 
     async def stop(self) -> None:
         """Abandon all steps; the workers have stopped before."""
@@ -218,7 +226,7 @@ class ModelController(ModelPart):
         for task in (*self._tasks, *steps):
             task.cancel()
         for lane in self._lanes.values():
-            for waiter in (*lane.added, *lane.warm, *lane.settled):
+            for waiter in (*lane.added, *lane.warm, *lane.removed, *lane.settled):
                 waiter.cancel()
         await asyncio.gather(*self._tasks, *steps, return_exceptions=True)
 
@@ -307,15 +315,14 @@ class ModelController(ModelPart):
                 self._decide_on(known[name], now_s)
             except Exception:
                 _logger.exception("no steps of %s are begun now", name)
+        self._answer_claims(woken)
 
     def _decide_on(self, row: ModelRow, now_s: float) -> None:
         name = row.spec.name
         lane = self._lane(name)
         state = self._state(row, lane, now_s)
-        if state.is_held and not lane.is_watched:
-            self._keep(self._wake_when_free(name, lane))
-        if state.is_shut_out and not state.is_trial:
-            self._abandon(lane, Failed(f"{name} {self._fleet.breakers.reason(name)}"))
+        if state.is_shut_out and not (state.is_trial or state.is_removed):
+            self.abandon(name, self._fleet.breakers.reason(name) or "")
         limit_s = self._settings.limits.load_timeout_s
         decision = next_steps(state, self._plan(row, state, now_s), limit_s, now_s)
         for step in decision.steps:
@@ -324,22 +331,15 @@ class ModelController(ModelPart):
         self._note_wait(name, lane, decision, now_s)
         self._answer(name, lane, decision)
 
-    async def _wake_when_free(self, name: str, lane: _Lane) -> None:
-        lane.is_watched = True
-        try:
-            async with self._fleet.lock(name).shared():
-                pass
-        finally:
-            lane.is_watched = False
-        self._fleet.wake(name)
-
     def _note_wait(self, name: str, lane: _Lane, decision: Decision, now_s: float) -> None:
         is_trying = any(one.kind in (StepKind.LOAD, StepKind.BRING) for one in lane.steps)
         if decision.wait is None and not is_trying:
             lane.waits_since_s = None
         elif decision.wait is not None and lane.waits_since_s is None:
             lane.waits_since_s = now_s
-        self._fleet.set_wait(name, "" if decision.wait is None else decision.wait.cause)
+        is_claimant = any(one.claimant == name for one in self._room.claims.values())
+        cause = Cause.PLACE if is_claimant else "" if decision.wait is None else decision.wait.cause
+        self._fleet.set_wait(name, cause)
 
     def _answer(self, name: str, lane: _Lane, decision: Decision) -> None:
         """Let requests and clients go on that need wait no longer."""
@@ -378,9 +378,10 @@ class ModelController(ModelPart):
             is_shut_out=breakers.is_shut_out(name),
             is_failed=now.retry_at_s is not None,
             is_trial=is_trial,
-            is_held=self._fleet.lock(name).has_writer and not lane.added,
+            is_held=self._fleet.is_held(name) and not lane.is_added,
             is_added=lane.is_added,
             is_wished=bool(lane.warm),
+            is_removed=bool(lane.removed),
             num_waiting=live.num_waiting(name),
             num_live=live.num_of(name),
             under_way=frozenset(lane.steps),
@@ -411,7 +412,15 @@ class ModelController(ModelPart):
             model = replace(model, is_wanted=True)
         size = 0 if state.devices else max(row.weight_bytes, self._lane(model.name).expected_bytes)
         devices = self._devices(size) if absent else ()
-        return desired(model, state.devices, devices, self._starting())
+        claimed = [one for one in self._room.claims if self._room.may_leave(model.name, one)]
+        return desired(model, state.devices, devices, self._starting(), claimed)
+
+    def _answer_claims(self, woken: Collection[str]) -> None:
+        """Let loads go on whose claims were decided: the engine has left, or does not leave."""
+        for number, claim in self._room.claims.items():
+            step = ModelStep(StepKind.EVICT, number, is_alone=True)
+            if claim.holder in woken and step not in self._lane(claim.holder).steps:
+                claim.answered.set()
 
     def _devices(self, weight_bytes: int) -> Sequence[HostingDevice]:
         """Return the devices that can load, counted once for all models until a load begins."""
@@ -427,6 +436,7 @@ class ModelController(ModelPart):
             self._counted = None
         task = asyncio.create_task(self._carry_out(row, lane, step), name=f"{step.key} {name}")
         lane.steps[step] = task
+        self._fleet.began(name, task)
 
         def ended(task: asyncio.Task[None]) -> None:
             if worker is not None:
@@ -444,27 +454,26 @@ class ModelController(ModelPart):
 
     async def _carry_out(self, row: ModelRow, lane: _Lane, step: ModelStep) -> None:
         name = row.spec.name
-        # An addition holds the lock while waiting for the first device.
-        lock = contextlib.nullcontext() if lane.added else self._fleet.lock(name).shared()
-        async with lock:
-            now = await self._registry.get(name)  # a change may have ended after the list was read
-            if now is None:
-                return
-            try:
-                if step.kind is StepKind.FAIL:
-                    raise self._end_of_wait(now, lane, step)
-                if step.kind is StepKind.WITHDRAW:
-                    await self._failures.record(name, self._fleet.breakers.reason(name) or "")
-                size = max(now.weight_bytes, lane.expected_bytes)
-                await self._performer.perform(now, step, size)
-            except GpupoolError as error:
-                await self._failed(now, lane, step, error)
-            else:
-                lane.waits.pop(step.key, None)
-                if step.kind is StepKind.LOAD:
-                    lane.waits.pop(ModelStep(StepKind.OPEN).key, None)
-                elif step.kind is StepKind.RENEW:
-                    self._fleet.set_damaged(name, is_damaged=False)
+        now = await self._registry.get(name)  # a change may have ended after the list was read
+        if now is None:
+            return
+        try:
+            if step.kind is StepKind.FAIL:
+                raise self._end_of_wait(now, lane, step)
+            if step.kind is StepKind.WITHDRAW:
+                await self._failures.record(name, self._fleet.breakers.reason(name) or "")
+            size = max(now.weight_bytes, lane.expected_bytes)
+            await self._performer.perform(now, step, size)
+        except GpupoolError as error:
+            await self._failed(now, lane, step, error)
+        else:
+            lane.waits.pop(step.key, None)
+            if step.kind is StepKind.LOAD:
+                lane.waits.pop(ModelStep(StepKind.OPEN).key, None)
+            elif step.kind is StepKind.RENEW:
+                self._fleet.set_damaged(name, is_damaged=False)
+            elif step.kind is StepKind.REMOVE:
+                _resolve(lane.removed)
         if self._fleet.is_warm(name):
             self._dispatcher.go_on(name)
 
@@ -530,11 +539,11 @@ class ModelController(ModelPart):
     def _raise(self, lane: _Lane, error: GpupoolError) -> None:
         """Tell the clients that wait of a failure."""
         lane.note(error)
-        for waiter in (*lane.added, *lane.warm):
-            if not waiter.done():
-                waiter.set_exception(error)
-        lane.added.clear()
-        lane.warm.clear()
+        for waiters in (lane.added, lane.warm, lane.removed):
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(error)
+            waiters.clear()
 
     def _note_loaded(self, number: int) -> None:
         """Record that a new worker has loaded the models of its start, if no load is due."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
 from gpupoold.control.models.divisions import Divisions
@@ -25,13 +26,26 @@ from gpupoold.units import format_bytes
 from gpupoold.wire.messages import EngineMemory
 
 
+@dataclass(frozen=True, slots=True)
+class EngineClaim:
+    """A load's claim to the place of an idle model's engine on a device.
+
+    ``answered`` is done when the engine has left, or the model is no longer idle.
+    """
+
+    holder: str
+    claimant: str
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class EngineRoom(ModelPart):
-    """Counts the memory of engines, and evicts idle engines for others."""
+    """Counts the memory of engines; ``claims`` has by device which engine should make place."""
 
     def __init__(self, parts: ControlParts, cache: SnapshotCache, divisions: Divisions) -> None:
         super().__init__(parts)
         self._cache = cache
         self.divisions = divisions
+        self.claims: dict[int, EngineClaim] = {}
 
     def limit_bytes(self, worker: Worker) -> int | None:
         """Return the limit of a device's engines outside the pages, None for no limit."""
@@ -91,7 +105,7 @@ class EngineRoom(ModelPart):
     async def make(
         self, name: str, worker: Worker, reason: HostingReason, *, beside_itself: bool = False
     ) -> None:
-        """Evict engines until another engine fits; the caller holds the worker's load lock.
+        """Return when idle engines have made place; the caller holds the worker's load lock.
 
         With ``beside_itself`` the model's present engine stays until the other has been loaded.
 
@@ -103,16 +117,24 @@ class EngineRoom(ModelPart):
         if row is None:
             raise NoSuchModel(f"no model is named {name!r}")
         num_bytes = self._need_bytes(row, worker) * (2 if beside_itself else 1)
-        await self._evict_for(name, worker, num_bytes, reason)
+        await self._claim(name, worker, num_bytes, reason)
 
     async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
-        """Evict other engines if a loaded engine is larger than expected.
+        """Let other engines make place if a loaded engine is larger than expected.
 
         Raises:
             EnginesFull: the other engines may not leave; the caller unloads the engine.
         """
         memory = self._fleet.hosts.of(name, worker.number).memory
-        await self._evict_for(name, worker, memory.device_bytes, reason)
+        await self._claim(name, worker, memory.device_bytes, reason)
+
+    def may_leave(self, name: str, number: int) -> bool:
+        """Return whether another model claims the place of a model's idle engine on a device."""
+        claim, known = self.claims.get(number), self._dispatcher.state.devices.get(number)
+        if claim is None or claim.holder != name or (known and name in known.models_with_requests):
+            return False
+        is_asked = self._is_only(name, number) and bool(self._dispatcher.live.num_of(name))
+        return not is_asked and name in self._fleet.hosts.engines_on(number)
 
     def why_none(self, row: ModelRow) -> GpupoolError:
         """Return why no device can load the model: memory, with the arithmetic, or service.
@@ -152,14 +174,12 @@ class EngineRoom(ModelPart):
         if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
             usual_bytes = self._fleet.hosts.usual_bytes(number, besides=name)
             freed_bytes = None if usual_bytes is None else min(num_bytes, usual_bytes)
-        now = self._fleet.availability(name)
-        others = [one for one in now.devices if one != number]
-        is_only = all(self._fleet.is_device_draining(one) for one in others)
+        is_only = self._is_only(name, number)
         is_asked = is_only and bool(self._dispatcher.live.num_of(name))
         return HostedEngine(
             name,
             num_bytes,
-            is_busy=has_requests or is_asked or not self._fleet.lock(name).is_free,
+            is_busy=has_requests or is_asked or self._fleet.is_changing(name),
             is_only=is_only,
             is_fixed=number in self._fleet.fixed_devices(name),
             is_home=self._home(name) == number,
@@ -167,32 +187,40 @@ class EngineRoom(ModelPart):
             freed_bytes=freed_bytes,
         )
 
+    def _is_only(self, name: str, number: int) -> bool:
+        """Return whether no other device takes new requests of a model."""
+        others = [one for one in self._fleet.availability(name).devices if one != number]
+        return all(self._fleet.is_device_draining(one) for one in others)
+
     def _home(self, name: str) -> int | None:
         """Return the device that the policy plans for a model's requests."""
         model = self._dispatcher.state.models.get(name)
         return None if model is None or model.home is None else model.home.device
 
-    async def _evict_for(
+    async def _claim(
         self, name: str, worker: Worker, num_bytes: int, reason: HostingReason
     ) -> None:
+        """Claim the place of one idle engine after another, which their models' controllers give.
+
+        Each model is asked once.
+        """
+        asked: set[str] = set()
         while True:
             device = self.device(worker)
             others = {one: two for one, two in device.engines.items() if one != name}
             device = replace(device, engines=others)
             chosen = victims(device, num_bytes, reason)
-            if chosen is None:
+            if chosen is None or not asked.isdisjoint(chosen[:1]):
                 raise _full(name, _arithmetic(device, num_bytes))
             if not chosen:
                 return
-            await self._evict(chosen[0], worker, name)
-
-    async def _evict(self, name: str, worker: Worker, other: str) -> None:
-        """Unload an idle engine; its lock is free."""
-        async with self._fleet.lock(name).alone():
-            self._dispatcher.evict(name, worker)
-            await self._supervisor.unload(worker, name)
-        text = f"the engine on device {worker.number} made place for {other}"
-        self._history.record_event("info", "engine_evicted", name, text)
+            asked.add(chosen[0])
+            claim = self.claims[worker.number] = EngineClaim(chosen[0], name)
+            self._fleet.wake(*chosen[:1])
+            try:
+                await claim.answered.wait()
+            finally:
+                del self.claims[worker.number]
 
 
 def _full(name: str, text: str) -> EnginesFull:

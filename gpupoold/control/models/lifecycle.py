@@ -80,11 +80,9 @@ class ModelLifecycle(ModelPart, RequestListener):
         self.parking = Parking(parts)
         self.drains = Drains(parts)
         self.presets = Presets(parts, mounts, inspector)
-        self._additions = Additions(
-            parts, snapshots, performer, controller, mounts, divisions, inspector
-        )
+        self._additions = Additions(parts, snapshots, controller, mounts, divisions, inspector)
         engines = EngineChanges(parts, snapshots, facts, room, inspector)
-        self._changes = Changes(parts, self.drains, controller, performer, room, mounts, engines)
+        self._changes = Changes(parts, self.drains, controller, room, mounts, engines)
         self.place = self._changes.place
         self.adapters = ModelAdapters(parts, mounts, self.drains, self._changes.set, inspector)
 

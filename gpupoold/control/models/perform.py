@@ -57,8 +57,6 @@ class Performer(ModelPart):
     async def perform(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
         """Carry out a step; an engine's snapshot has about ``expected_bytes``.
 
-        The caller holds the model's lock.
-
         Raises:
             GpupoolError: the reason of the failure.
         """
@@ -73,26 +71,28 @@ class Performer(ModelPart):
                 await self._warm(row, lambda: self._renew(row))
             case StepKind.LEAVE:
                 await self._leave(row.spec.name, self._supervisor.workers[step.number])
+            case StepKind.EVICT:
+                await self._evict(row.spec.name, self._supervisor.workers[step.number])
             case StepKind.WITHDRAW:
                 await self._take_off(row.spec.name)
                 self._snapshots.drop(row.spec.name)
             case StepKind.REST:
                 self._rest(row, step.number)
+            case StepKind.REMOVE:
+                await self._remove(row.spec.name)
 
-    async def unload(self, name: str) -> None:
-        """Unload the model from all frontends and workers, and forget its snapshots.
-
-        The caller holds the model's lock.
-
-        Raises:
-            TimedOut: a worker did not answer.
-        """
+    async def _remove(self, name: str) -> None:
+        """Unload and forget a model; a worker that does not answer has the model no longer."""
         self._dispatcher.forget(name)
-        await self._take_off(name)
-        self._supervisor.forget_prefixes(name)
-        if self._settings.memory.kv_files_bytes:
-            await asyncio.to_thread(remove_files, self._settings.kv_folder, owners_of(name))
-        await self._snapshots.forget(name)
+        try:
+            await self._take_off(name)
+        finally:
+            self._supervisor.forget_prefixes(name)
+            if self._settings.memory.kv_files_bytes:
+                await asyncio.to_thread(remove_files, self._settings.kv_folder, owners_of(name))
+            await self._snapshots.forget(name)
+            await self._registry.remove(name)
+            self._fleet.remove(name)
 
     async def _load(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
         """Load on one worker, unless the worker has the model.
@@ -180,7 +180,7 @@ class Performer(ModelPart):
     async def _reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
         """Replace the model's engine on a worker, using the snapshot if present.
 
-        The caller holds the model and its lock.
+        The caller holds the model's snapshots.
 
         Raises:
             GpupoolError: the worker's reason; the worker no longer has the model.
@@ -288,6 +288,16 @@ class Performer(ModelPart):
                 await self._supervisor.unload(worker, name)
             finally:
                 self._dispatcher.go_elsewhere(requests, worker)
+
+    async def _evict(self, name: str, worker: Worker) -> None:
+        """Unload an idle engine; a request of a model without another device loads the model."""
+        if not self._room.may_leave(name, worker.number):
+            return  # a request has come, or the claim is over
+        claimant = self._room.claims[worker.number].claimant
+        self._dispatcher.evict(name, worker)
+        await self._supervisor.unload(worker, name)
+        text = f"the engine on device {worker.number} made place for {claimant}"
+        self._history.record_event("info", "engine_evicted", name, text)
 
     def _rest(self, row: ModelRow, degree: int) -> None:
         model = row.spec.name

@@ -131,7 +131,7 @@ class ModelSnapshots(ModelPart):
         """Read the model's snapshot for a worker from disk into the cache; return None if there is
         none.
 
-        The caller holds the snapshot and the model's lock.
+        The caller holds the snapshot.
 
         Raises:
             CacheFull: too few snapshots can be evicted now.

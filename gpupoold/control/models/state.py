@@ -34,8 +34,10 @@ class StepKind(StrEnum):
     BRING = "bring"  # the snapshot of a degree to host memory and to the devices of the degree
     REST = "rest"  # the devices of a degree serve no requests for lack of host memory
     LEAVE = "leave"  # unload the engine from a device
+    EVICT = "evict"  # unload an idle engine from a device, where another model claims the place
     RENEW = "renew"  # make damaged snapshots again
     WITHDRAW = "withdraw"  # take a model in quarantine off the frontends and all devices
+    REMOVE = "remove"  # unload a model everywhere, and forget the model and its snapshots
     FAIL = "fail"  # end a wait that has lasted too long, or that is in vain
 
 
@@ -45,6 +47,8 @@ class Cause(StrEnum):
     MEMORY = "host memory for the weights"
     ENGINES = "memory for the engine on a device"
     SERVICE = "a device in service"
+    PLACE = "an idle engine that leaves the device"
+    RETRY = "the next try of a load that has failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,8 @@ class ModelView:
     """A model now; times are seconds of the monotonic clock.
 
     ``devices`` serve the model. ``is_added``: a client adds the model, and undoes a failure.
-    ``is_wished``: a user waits until the model is warm. ``is_held``: another part changes the
+    ``is_wished``: a user waits until the model is warm. ``is_removed``: a client waits until the
+    model is gone. ``is_held``: another part changes the
     model. ``is_loaded``: loaded before, and not withdrawn since. ``is_recorded``: the registry has
     the state and its reason. ``is_shut_out``: in quarantine. ``is_trial``: the wait after a failure
     is over. ``num_waiting`` requests wait for the weights, of ``num_live``. ``retry_at_s`` has the
@@ -118,6 +123,7 @@ class ModelView:
     is_held: bool = False
     is_added: bool = False
     is_wished: bool = False
+    is_removed: bool = False
     num_waiting: int = 0
     num_live: int = 0
     under_way: frozenset[ModelStep] = frozenset()
@@ -129,12 +135,14 @@ class ModelView:
 class HostingPlan:
     """The devices that should load a model, the best first, and the devices to leave.
 
+    From a device in ``evict`` the engine, which is idle, makes place for another model's.
     ``may_start``: a worker that may host the model starts for the first time. ``has_devices``: a
     device in service may host the model.
     """
 
     loads: tuple[HostingChoice, ...] = ()
     leave: frozenset[int] = frozenset()
+    evict: frozenset[int] = frozenset()
     may_start: bool = False
     has_devices: bool = True
 
@@ -144,16 +152,19 @@ def desired(
     serving: Collection[int],
     devices: Sequence[HostingDevice],
     starting: Collection[int] = (),
+    claimed: Collection[int] = (),
 ) -> HostingPlan:
     """Return the plan of a model that the devices ``serving`` serve.
 
     Devices that were not chosen by hand are left when a chosen device serves. The numbers
-    ``starting`` are of workers that start for the first time.
+    ``starting`` are of workers that start for the first time, ``claimed`` of devices where the
+    model's idle engine makes place.
     """
     is_chosen = bool(model.fixed.intersection(serving))
     return HostingPlan(
         tuple(choose(model, devices)),
         frozenset(serving) - model.fixed if is_chosen else frozenset(),
+        frozenset(claimed),
         any(model.allows(number) for number in starting),
         any(model.allows(one.number) for one in devices),
     )

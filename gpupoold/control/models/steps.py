@@ -57,8 +57,12 @@ def next_steps(
     model: ModelView, plan: HostingPlan, load_timeout_s: float, now_s: float
 ) -> Decision:
     """Return the steps that a model should begin now beside the steps under way."""
+    if model.is_removed:
+        return Decision(() if model.under_way else (ModelStep(_K.REMOVE, is_alone=True),))
+    if plan.evict and not (model.is_held or model.under_way):
+        return Decision((ModelStep(_K.EVICT, min(plan.evict), is_alone=True),))
     is_awaited = model.phase is _P.DRAINING and model.num_waiting > 0  # the drain waits too
-    if model.is_held or not (model.phase in _ALIVE or is_awaited):
+    if model.is_held or not (model.phase in _ALIVE or is_awaited or model.is_added):
         return Decision()
     if model.is_shut_out and not model.is_trial:
         return _withdrawal(model, now_s)
@@ -219,7 +223,8 @@ def _no_device(
     too. A model that nobody asks for waits without a limit for memory of engines, or for a device.
     """
     since_s, degree = _since_s(model, now_s), next(iter(without_memory), 0)
-    cause = Cause.MEMORY if degree else Cause.ENGINES if plan.has_devices else Cause.SERVICE
+    cause = Cause.RETRY if plan.loads else Cause.ENGINES if plan.has_devices else Cause.SERVICE
+    cause = Cause.MEMORY if degree else cause
     start_s = STARTING_S if cause is Cause.SERVICE and plan.may_start else 0.0
     if model.is_added:
         until_s = since_s + start_s
@@ -262,7 +267,7 @@ def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVe
     """Return what the failure of a step means for a model whose state was ``model`` then."""
     is_ended = isinstance(error, WorkerEnded)
     match step.kind:
-        case _K.LEAVE | _K.REST | _K.WITHDRAW:
+        case _K.LEAVE | _K.EVICT | _K.REST | _K.WITHDRAW:
             return FailureVerdict.LATER
         case _K.BRING | _K.RENEW:
             # Another worker can do the work, or the requests wait for the next worker.
@@ -270,6 +275,8 @@ def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVe
             return FailureVerdict.LATER if is_ended or is_full else FailureVerdict.NOT_WARMED
         case _K.OPEN:
             return FailureVerdict.FAILED_AGAIN if model.is_trial else FailureVerdict.NOTED
+        case _K.REMOVE:
+            return FailureVerdict.RAISED
         case _K.FAIL:
             return _end_of_wait(model, error)
     is_full = isinstance(error, EnginesFull)

@@ -50,7 +50,12 @@ class SavedSnapshots:
         key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return None
-        return await asyncio.to_thread(self._files.load, key)
+        reading = asyncio.ensure_future(asyncio.to_thread(self._files.load, key))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reading.add_done_callback(_close)  # nobody takes the memory
+            raise
 
     async def sizes(self) -> dict[SnapshotId, int]:
         """Return the bytes of saved snapshots that were passed to ``look_up`` before."""
@@ -174,3 +179,8 @@ def _copy(snapshot: CachedSnapshot) -> CachedSnapshot:
     return CachedSnapshot(
         os.dup(snapshot.fd), snapshot.num_bytes, snapshot.digest, snapshot.self_check
     )
+
+
+def _close(reading: asyncio.Future[SavedSnapshot | None]) -> None:
+    if not reading.cancelled() and (saved := reading.result()) is not None:
+        os.close(saved.fd)

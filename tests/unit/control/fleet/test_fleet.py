@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -207,3 +208,32 @@ def test_targets_are_those_of_the_latest_change(box: FleetBox) -> None:
     box.fleet.changed(changed)
     assert box.fleet.targets(NAME) == Targets(1.0, 0.2)
     assert box.fleet.targets(NAME, "quick") == Targets(0.5, 0.2)
+
+
+async def test_a_change_of_a_user_waits_for_work_and_for_other_changes() -> None:
+    fleet, seen, may_end = Fleet(SnapshotCache(0)), list[str](), asyncio.Event()
+
+    async def work() -> None:
+        await may_end.wait()
+        seen.append("work")
+
+    async def change(name: str) -> None:
+        async with fleet.alone("a"):
+            seen.append(name)
+            await asyncio.sleep(0)
+            seen.append(name)
+
+    fleet.began("a", asyncio.create_task(work()))
+    assert fleet.is_changing("a")
+    assert not fleet.is_held("a")
+    changes = [asyncio.create_task(change(name)) for name in ("first", "gives up", "second")]
+    await asyncio.sleep(0)
+    assert fleet.is_held("a")
+    assert not seen
+    changes[1].cancel()
+    async with asyncio.timeout(1), fleet.alone("another"):
+        may_end.set()
+    await asyncio.gather(*changes, return_exceptions=True)
+    assert seen == ["work", "first", "first", "second", "second"]
+    assert not fleet.is_changing("a")
+    assert await fleet.woken() == {"a", "another"}

@@ -221,6 +221,17 @@ class TestScarcity:
         await full.until(lambda: any("r1" in ids for ids in full.requests.values()))
         assert full.frontends.states()[evicted] == "ready"
 
+    async def test_a_claim_to_an_engine_that_is_used_again_is_refused(
+        self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        room = full.lifecycle.room
+        monkeypatch.setattr(room, "may_leave", lambda name, number: False)
+        with pytest.raises(Refused, match="too little memory for another engine"):
+            await added(full, "c")
+        assert not room.claims
+        assert all(full.hosts_of(name) == [0, 1] for name in "ab")
+        assert "engine_evicted" not in await full.events()
+
     async def test_engines_in_use_stay_and_the_addition_is_refused(self, full: ModelsBox) -> None:
         await full.lifecycle.place("a", [0, 1])
         await full.lifecycle.place("b", [0, 1])

@@ -12,7 +12,8 @@ import pytest_asyncio
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.control.models import lifecycle
-from gpupoold.errors import Refused
+from gpupoold.control.weights.cache import SnapshotId
+from gpupoold.errors import Failed, Refused
 from gpupoold.system.activity import ThreadPhase
 from tests.unit.checkpoints import samples
 from tests.unit.control.models.models_box import ModelsBox, running
@@ -59,6 +60,27 @@ async def test_the_load_of_an_addition_ends_with_its_worker(
     assert not box.fleet.knows("new")
     await box.until(lambda: box.processes[number] is not stuck)
     await box.until_ready("a")
+
+
+async def test_a_removal_does_not_wait_for_a_snapshot_that_is_being_read(
+    box: ModelsBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = asyncio.Event()
+
+    async def read_for_ever(_: SnapshotId) -> None:
+        reads.set()
+        await asyncio.sleep(FOR_EVER_S)
+
+    await box.snapshots.host_budget.drop("a")
+    monkeypatch.setattr(box.saved, "read", read_for_ever)
+    warming = asyncio.create_task(box.lifecycle.warm("a"))
+    async with asyncio.timeout(20):
+        await reads.wait()
+        await box.lifecycle.remove("a", "refuse")
+        with pytest.raises(Failed, match="a was removed"):
+            await warming
+    assert not box.fleet.knows("a")
+    assert box.cache.used_bytes == 0
 
 
 async def test_a_load_that_stops_costs_no_worker(

@@ -39,6 +39,7 @@ from gpupoold.scheduling.hosting import HostingChoice, HostingReason
 LOAD_TIMEOUT_S = 600.0
 ABSENT, LOADED, ATTACHED = HostPhase.ABSENT, HostPhase.LOADED, HostPhase.ATTACHED
 NEEDED, SPARE = HostingReason.NEEDED, HostingReason.SPARE
+EVICTED = HostingPlan(evict=frozenset({0}))
 CACHED, FULL = WeightsState(is_cached=True), WeightsState(space=Space.LATER)
 K = StepKind
 
@@ -109,6 +110,14 @@ def kinds(state: ModelView, plan: HostingPlan, now_s: float = 0.0) -> list[str]:
         (serving(is_open=False, under_way=frozenset({ModelStep(K.OPEN)})), plan_of(), []),
         (serving(phase=ModelPhase.FAILED, is_failed=True), plan_of(), ["open 0"]),
         (serving(), HostingPlan(leave=frozenset({0})), ["leave 0"]),
+        (serving(), EVICTED, ["evict 0"]),
+        (serving(phase=ModelPhase.DRAINING), EVICTED, ["evict 0"]),
+        (serving(is_held=True), EVICTED, []),
+        (serving(under_way=frozenset({ModelStep(K.LOAD, 1)})), EVICTED, []),
+        (serving(is_removed=True, is_held=True), plan_of(1), ["remove 0"]),
+        (serving(is_removed=True, under_way=frozenset({ModelStep(K.LOAD, 1)})), EVICTED, []),
+        (nowhere(is_removed=True, is_added=True), plan_of(0), ["remove 0"]),
+        (nowhere(is_added=True, phase=ModelPhase.DRAINING), plan_of(0), ["load 0"]),
         (serving(is_damaged=True), plan_of(1), ["renew 0"]),
         (serving(is_damaged=True, under_way=frozenset({ModelStep(K.LOAD, 1)})), plan_of(), []),
         (serving(LOADED), plan_of(), []),  # nobody asks
@@ -163,6 +172,10 @@ def test_waits_are_facts() -> None:
     decision = next_steps(nowhere(), plan_of(), LOAD_TIMEOUT_S, 5.0)
     assert decision.wait is not None
     assert (decision.wait.cause, decision.wait.until_s) == (Cause.ENGINES, math.inf)
+    late = nowhere(retry_at_s={"load 0": 9.0})
+    decision = next_steps(late, plan_of(0), LOAD_TIMEOUT_S, 5.0)
+    assert decision.wait is not None
+    assert decision.wait.cause is Cause.RETRY
     plan = HostingPlan(has_devices=False, may_start=True)
     decision = next_steps(nowhere(is_added=True), plan, LOAD_TIMEOUT_S, 5.0)
     assert decision.wait is not None
@@ -220,6 +233,8 @@ LOAD, BRING, OPEN, FAIL = (
         (serving(), OPEN, Failed("no parser"), FailureVerdict.NOTED),
         (serving(is_trial=True), OPEN, Failed("no parser"), FailureVerdict.FAILED_AGAIN),
         (serving(), ModelStep(K.LEAVE), TimedOut("no answer"), FailureVerdict.LATER),
+        (serving(), ModelStep(K.EVICT), TimedOut("no answer"), FailureVerdict.LATER),
+        (serving(), ModelStep(K.REMOVE), TimedOut("no answer"), FailureVerdict.RAISED),
     ],
 )
 def test_verdicts(
@@ -254,6 +269,8 @@ class Played(RuleBasedStateMachine):
         self.cached: set[int] = set()
         self.devices: list[int] = []
         self.resting: set[int] = set()
+        self.claims: set[int] = set()
+        self.is_removed = False
         self.is_open = self.is_evicted = self.is_damaged = self.is_wished = False
         self.num_requests = 0
 
@@ -289,6 +306,7 @@ class Played(RuleBasedStateMachine):
             is_failed=is_failed,
             is_trial=is_failed and self.now_s >= (self.failed_until_s or 0.0),
             is_wished=self.is_wished,
+            is_removed=self.is_removed,
             num_waiting=0 if self.is_warm else self.num_requests,
             num_live=self.num_requests,
             under_way=frozenset(self.steps),
@@ -308,7 +326,9 @@ class Played(RuleBasedStateMachine):
         absent = [one for one in sorted(self.up) if self.lives[one].phase is ABSENT]
         is_wanted = not self.is_evicted or self.num_requests or self.is_wished
         loads = [HostingChoice(one, NEEDED) for one in absent if is_wanted]
-        return HostingPlan(tuple(loads), has_devices=bool(self.up))
+        is_idle = not self.num_requests
+        evict = self.claims.intersection(self.devices if is_idle else ())
+        return HostingPlan(tuple(loads), evict=frozenset(evict), has_devices=bool(self.up))
 
     def decide(self) -> None:
         """Begin all due steps."""
@@ -325,12 +345,14 @@ class Played(RuleBasedStateMachine):
                 break
         if self.is_warm and self.devices:
             self.is_wished = False
+        self.claims &= {one.number for one in self.steps if one.kind is K.EVICT}  # answered
 
     def begin(self, step: ModelStep) -> None:
         assert step not in self.steps
         beside = [one for one in self.steps if OPEN not in (one, step)]
         assert not (beside and step.is_alone), (step, beside)
         assert not any(one.is_alone for one in beside), (step, beside)
+        assert step.kind is K.REMOVE or not self.is_removed
         if step.kind is K.LOAD:
             assert step.number in self.up
             assert all(one.number != step.number for one in beside)
@@ -353,7 +375,7 @@ class Played(RuleBasedStateMachine):
         if not isinstance(error, WorkerEnded):
             self.waits[step.key] = self.now_s + 10.0
         says = verdict(state, step, error)
-        assert says is not FailureVerdict.RAISED or self.is_wished
+        assert says is not FailureVerdict.RAISED or self.is_wished or step.kind is K.REMOVE
         if says not in (FailureVerdict.LATER, FailureVerdict.NOTED):
             self.num_requests, self.is_wished = 0, False
         if says in (
@@ -362,6 +384,25 @@ class Played(RuleBasedStateMachine):
             FailureVerdict.POSTPONED,
         ) or (says is FailureVerdict.NOT_WARMED and not self.devices):
             self.failed_until_s, self.is_evicted = self.now_s + 30.0, False
+
+    def leave(self, number: int) -> None:
+        """The engine leaves a device, also if the worker does not answer."""
+        if self.lives[number].phase in (LOADED, ATTACHED):
+            self.lives[number].move(HostEvent.UNLOAD)
+            self.lives[number].move(HostEvent.UNLOADED)
+        if number in self.devices:
+            self.devices.remove(number)
+            self.is_evicted = self.is_open and not self.devices
+        self.resting.discard(number)
+
+    def forget(self) -> None:
+        """The model is removed, and added anew."""
+        for number in DEGREES:
+            self.leave(number)
+        self.cached, self.num_requests, self.failed_until_s = set(), 0, None
+        self.is_open = self.is_evicted = self.is_damaged = self.is_wished = False
+        self.is_removed, self.waits_since_s = False, None
+        self.waits.clear()
 
     def attach(self, number: int) -> None:
         life = self.lives[number]
@@ -388,6 +429,10 @@ class Played(RuleBasedStateMachine):
                 for one in self.devices:
                     if DEGREES[one] == step.number:
                         self.attach(one)
+            case K.EVICT:
+                self.leave(step.number)
+            case K.REMOVE:
+                self.forget()
             case K.RENEW:
                 self.is_damaged = False
                 for one in self.devices:
@@ -405,6 +450,10 @@ class Played(RuleBasedStateMachine):
             if step.kind is K.LOAD:
                 self.lives[step.number].move(HostEvent.FAIL)
             self.failed(step, error)
+            if step.kind is K.EVICT:
+                self.leave(step.number)
+            elif step.kind is K.REMOVE:
+                self.forget()
         self.decide()
 
     @rule(number=st.sampled_from(sorted(DEGREES)))
@@ -438,24 +487,30 @@ class Played(RuleBasedStateMachine):
                     self.lives[one].move(HostEvent.DETACH)
         self.decide()
 
-    @precondition(lambda self: not self.steps and self.devices and not self.num_requests)
+    @rule(numbers=st.sets(st.sampled_from(sorted(DEGREES)), min_size=1))
+    def claim(self, numbers: set[int]) -> None:
+        """Loads of other models claim the places of engines."""
+        self.claims |= numbers
+        self.decide()
+
     @rule()
-    def evict(self) -> None:
-        """Other engines take the place of all engines of the model."""
-        for one in self.devices:
-            self.lives[one].move(HostEvent.UNLOAD)
-            self.lives[one].move(HostEvent.UNLOADED)
-        self.devices, self.is_evicted, self.resting = [], self.is_open, set()
+    def remove(self) -> None:
+        """A user removes the model: steps are cancelled, and requests end."""
+        self.is_removed, self.num_requests, self.is_wished = True, 0, False
+        for step in [one for one in self.steps if one.kind not in (K.EVICT, K.REMOVE)]:
+            if step.kind is K.LOAD:
+                self.lives[step.number].move(HostEvent.FAIL)
+            self.steps.discard(step)
         self.decide()
 
     @rule()
     def ask(self) -> None:
-        self.num_requests += self.failed_until_s is None
+        self.num_requests += self.failed_until_s is None and not self.is_removed
         self.decide()
 
     @rule()
     def wish(self) -> None:
-        self.is_wished, self.failed_until_s = True, None
+        self.is_wished, self.failed_until_s = not self.is_removed, None
         self.waits.clear()
         self.decide()
 
@@ -478,7 +533,7 @@ class Played(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """In peace all devices serve at last."""
-        self.up = set(DEGREES)
+        self.up, self.claims = set(DEGREES), set()
         self.spaces = dict.fromkeys(DEGREES.values(), Space.FITS)
         self.num_requests = max(1, self.num_requests)
         for _ in range(50):
@@ -494,6 +549,7 @@ class Played(RuleBasedStateMachine):
         assert not self.resting
         assert self.failed_until_s is None
         assert self.waits_since_s is None
+        assert not self.is_removed
 
 
 Played.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

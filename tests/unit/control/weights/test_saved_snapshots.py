@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,22 @@ async def test_what_is_kept_is_found(
     assert (found.num_bytes, found.layout_digest, found.self_check) == (SIZE, "layout", (1, 2, 3))
     assert os.pread(found.fd, 7, 0) == b"weights"
     os.close(found.fd)
+
+
+async def test_a_reader_that_leaves_leaves_no_memory(
+    tmp_path: Path, checkpoint: Path, snapshot: CachedSnapshot
+) -> None:
+    snapshots = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
+    await keep(snapshots, "a", checkpoint, snapshot)
+    before = open_descriptors()
+    reading = asyncio.create_task(snapshots.read(A))
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert reading.cancelled()
+    async with asyncio.timeout(20):
+        while opened_since(before) or len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0.005)
 
 
 async def test_nothing_is_kept_without_a_budget(

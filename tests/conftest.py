@@ -12,6 +12,7 @@ from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -61,9 +62,25 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_configure() -> None:
     """Let tests interrupt what they start, even where this was started with SIGINT ignored, as
-    shells start what runs in the background."""
+    shells start what runs in the background; and trust one certificate."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _trust_one_certificate()
+
+
+def _trust_one_certificate() -> None:
+    """Let HTTP clients here and in child processes read one certificate instead of all.
+
+    Each client reads what the machine trusts, 25 ms of a core, and no test needs that.
+    """
+    kept = ROOT / "build" / "one-certificate.pem"
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        written = kept.with_suffix(f".{os.getpid()}")
+        one, end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
+        written.write_text(one + end)
+        written.replace(kept)
+    os.environ["SSL_CERT_FILE"] = str(kept)
 
 
 @pytest.fixture(autouse=True)

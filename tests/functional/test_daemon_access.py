@@ -52,7 +52,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     folder = tmp_path_factory.mktemp("access")
     certificate, key = make_certificate(folder)
     server = f'tls_cert = "{certificate}"\ntls_key = "{key}"'
-    with sim_daemon(CONFIG, folder, MODELS, max_model_len=2048, server=server) as daemon:
+    with sim_daemon(
+        CONFIG, folder, MODELS, max_model_len=2048, frontends=2, server=server
+    ) as daemon:
         yield Box(daemon, folder / "daemon", certificate, [])
 
 

@@ -50,7 +50,7 @@ def config_with(device_bytes: int, **limits: str) -> str:
 
 
 def daemon_with(config: str, folder: Path, tiny_models: dict[str, Path]) -> Iterator[PrivateDaemon]:
-    with private_daemon(config, folder) as daemon:
+    with private_daemon(config, folder, frontends=2) as daemon:
         for name in (LLAMA, QWEN2):
             daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
         yield daemon

@@ -32,7 +32,8 @@ NUM_TOKENS = 100
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
-    with sim_daemon(DEVICE + LIMITS, tmp_path_factory.mktemp("overload"), (ONE, TWO)) as daemon:
+    folder = tmp_path_factory.mktemp("overload")
+    with sim_daemon(DEVICE + LIMITS, folder, (ONE, TWO), frontends=2) as daemon:
         yield daemon
 
 

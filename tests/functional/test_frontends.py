@@ -46,7 +46,8 @@ def pool(
     tiny_models: dict[str, Path], device_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrivateDaemon]:
     """A daemon with the defaults, and two models."""
-    with private_daemon(emulated_config(device_bytes), tmp_path_factory.mktemp("pool")) as daemon:
+    folder = tmp_path_factory.mktemp("pool")
+    with private_daemon(emulated_config(device_bytes), folder, frontends=2) as daemon:
         for name in (LLAMA, QWEN2):
             daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
         until(lambda: are_frontends_ready(daemon), BACK_S)

@@ -122,7 +122,7 @@ def box(
 ) -> Iterator[PrivateDaemon]:
     folder = tmp_path_factory.mktemp("hostile")
     # One frontend: each has its share of the bytes in flight.
-    with private_daemon(CONFIG, folder / "daemon", server="frontends = 1") as daemon:
+    with private_daemon(CONFIG, folder / "daemon") as daemon:
         daemon.add_model(MODEL, tiny_models["tiny-llama"], max_model_len=2048)
         yield daemon
 

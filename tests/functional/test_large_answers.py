@@ -35,7 +35,7 @@ def box(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[PrivateDaemon]:
     folder = tmp_path_factory.mktemp("answers")
-    with private_daemon(emulated_config(256 << 20), folder, server="frontends = 1") as daemon:
+    with private_daemon(emulated_config(256 << 20), folder) as daemon:
         daemon.add_model(LLAMA, tiny_models[LLAMA], max_model_len=1024, dtype="float32")
         daemon.add_model(EMBEDDER, tiny_pooling_models[EMBEDDER])
         yield daemon

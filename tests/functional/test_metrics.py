@@ -58,7 +58,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
-    with sim_daemon(CONFIG, tmp_path_factory.mktemp("box"), MODELS) as daemon:
+    with sim_daemon(CONFIG, tmp_path_factory.mktemp("box"), MODELS, frontends=2) as daemon:
         yield daemon
 
 

@@ -48,7 +48,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
         pytest.skip(f"needs {2 * NUM_IDLE} open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     folder = tmp_path_factory.mktemp("slow")
-    with sim_daemon(CONFIG, folder, ["one"], server="frontends = 1") as running:
+    with sim_daemon(CONFIG, folder, ["one"]) as running:
         yield running
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 

@@ -43,7 +43,7 @@ def daemon(
     """Two devices, each with room for one model and a half, and short turns."""
     num_bytes = int(1.6 * max(weight_bytes(vision_models[name]) for name in (QWEN2_5, QWEN3)))
     config = emulated_config(num_bytes, num_devices=2) + '[scheduling]\nquota_max = "30ms"\n'
-    with private_daemon(config, tmp_path_factory.mktemp("vision")) as daemon:
+    with private_daemon(config, tmp_path_factory.mktemp("vision"), frontends=2) as daemon:
         for name in (QWEN2_5, QWEN3):
             daemon.add_model(name, vision_models[name], **LOAD_OPTIONS)
         until(lambda: all(one.state == "ready" for one in ps(daemon).models), 60)

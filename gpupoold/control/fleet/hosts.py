@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from statistics import median_low
 
 from gpupoold.control.fleet.transitions import HOST_TRANSITIONS, HostEvent, HostPhase, Life
@@ -19,7 +20,7 @@ class Host:
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
     ``memory`` is the memory of the model's engine outside the pages, ``why`` the reason for the
-    engine on this worker.
+    engine on this worker, and ``options`` are the engine's options.
     """
 
     def __init__(self, model: str, number: int) -> None:
@@ -27,6 +28,7 @@ class Host:
         self.layout_digest = ""
         self.memory = NOTHING
         self.why = ""
+        self.options: Mapping[str, str] = {}
 
     @property
     def phase(self) -> HostPhase:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.drains import Drains
-from gpupoold.control.models.engine_changes import EngineChanges, merged_options
 from gpupoold.control.models.engine_room import EngineRoom
+from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import find_model
 from gpupoold.control.models.parts import ControlParts, ModelPart
+from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.domain import ModelSpec, RemoveMode, Targets
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
+from gpupoold.engine_options.names import check_options, engine_part
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
+
+_logger = logging.getLogger(__name__)
+
+
+def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the options after ``changes``, in which None removes an option.
+
+    Raises:
+        UsageError: see :func:`check_options`.
+    """
+    names = check_options({name: value or "" for name, value in changes.items()})
+    merged = {**present, **dict(zip(names, changes.values(), strict=True))}
+    return check_options({name: value for name, value in merged.items() if value is not None})
 
 
 class Changes(ModelPart):
@@ -29,20 +45,22 @@ class Changes(ModelPart):
         controller: ModelController,
         room: EngineRoom,
         mounts: ModelMounts,
-        engines: EngineChanges,
+        snapshots: ModelSnapshots,
+        inspector: Inspector,
     ) -> None:
         super().__init__(parts)
         self._drains = drains
         self._controller = controller
         self._room = room
         self._mounts = mounts
-        self._engines = engines
+        self._snapshots = snapshots
+        self._inspector = inspector
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
         """Change targets, aliases and options of a model while the model serves.
 
         Raises:
-            GpupoolError: see ``Registry.update`` and ``EngineChanges.change``.
+            GpupoolError: see ``Registry.update``, or why the options are not changed.
         """
         model = (await find_model(self._registry, name)).spec.name
         async with self._fleet.alone(model):
@@ -69,18 +87,52 @@ class Changes(ModelPart):
             return row
 
     async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
-        """Change the options, and remount the API; undo both if the API cannot be mounted."""
+        """Change the options of the model's engines and API; after a failure the earlier hold.
+
+        Raises:
+            Refused: a device of the model cannot divide the model with these options.
+            GpupoolError: the reason of a worker or of the frontends.
+        """
         _check_takes_adapters(old, engine)
-        await self._engines.change(old, engine)
-        new = replace(old, engine=engine)
-        if self._fleet.loaded(old.name) is not None:
+        new, divisions = replace(old, engine=engine), self._room.divisions
+        known = divisions.said(old)
+        await divisions.check(new)
+        lacking = divisions.lacking(new).intersection(self._fleet.availability(old.name).devices)
+        if lacking:
+            raise divisions.refusal(new, sorted(lacking))
+        has_same_engine = await self._have_same_engine(old, new)
+        try:
+            await self._apply(old, new, has_same_engine=has_same_engine)
+        except BaseException:
             try:
-                await self._mounts.mount(new)
-            except GpupoolError:
-                await self._engines.change(new, old.engine)
-                await self._mounts.mount(old)
-                raise
+                await self._apply(new, old, has_same_engine=has_same_engine)
+            except GpupoolError as error:
+                _logger.error("%s has the earlier options again: %s", old.name, error)
+            await divisions.keep(old, known)
+            raise
+        await divisions.keep(new)
+        self._snapshots.drop_outdated(old.name)
         return new
+
+    async def _apply(self, old: ModelSpec, new: ModelSpec, *, has_same_engine: bool) -> None:
+        name = new.name
+        self._fleet.changed((await self._registry.set_engine(name, new.engine)).spec)
+        for number in self._fleet.availability(name).devices if has_same_engine else ():
+            host = self._fleet.hosts.of(name, number)
+            host.options = new.engine if host.options == old.engine else host.options
+        await self._controller.replace(name)
+        if self._fleet.loaded(name) is not None:
+            await self._mounts.mount(new)
+
+    async def _have_same_engine(self, old: ModelSpec, new: ModelSpec) -> bool:
+        """Return whether the options that differ concern only the API.
+
+        Engines have the parser of reasoning too, which may be found in another chat template.
+        """
+        if engine_part(old.engine) != engine_part(new.engine):
+            return False
+        before, after = [await self._inspector.parsers(spec) for spec in (old, new)]
+        return before.reasoning.name == after.reasoning.name
 
     async def place(self, name: str, devices: Sequence[int]) -> ModelRow:
         """Choose the devices of a model by hand, or give the choice back with no devices.

@@ -56,8 +56,8 @@ class _Lane:
     """What the controller knows of a model beyond the fleet's records.
 
     ``waits`` has the latest wait and the time of the next try by the key of a failed step.
-    ``blocked`` are the devices whose loads wait for other steps. ``added``, ``warm``, ``removed``
-    and ``settled`` are the clients that wait.
+    ``blocked`` are the devices whose loads wait for other steps. ``added``, ``warm``, ``replaced``,
+    ``removed`` and ``settled`` are the clients that wait.
     """
 
     steps: dict[ModelStep, asyncio.Task[None]] = field(default_factory=dict)
@@ -68,14 +68,19 @@ class _Lane:
     is_added: bool = False
     added: list[asyncio.Future[None]] = field(default_factory=list)
     warm: list[asyncio.Future[None]] = field(default_factory=list)
+    replaced: list[asyncio.Future[None]] = field(default_factory=list)
     removed: list[asyncio.Future[None]] = field(default_factory=list)
     settled: list[asyncio.Future[None]] = field(default_factory=list)
     errors: list[list[GpupoolError]] = field(default_factory=list)
 
     @property
     def is_idle(self) -> bool:
-        clients = (*self.added, *self.warm, *self.removed, *self.settled)
-        return not (self.steps or self.is_added or clients)
+        return not (self.steps or self.is_added or any(self.clients) or self.settled)
+
+    @property
+    def clients(self) -> tuple[list[asyncio.Future[None]], ...]:
+        """The clients that are told of a failure."""
+        return self.added, self.warm, self.replaced, self.removed
 
     def note(self, error: GpupoolError) -> None:
         """Keep a failure for the clients that wait until the model is settled."""
@@ -208,6 +213,19 @@ class ModelController(ModelPart):
         self.abandon(name, reason)
         await self._wait(name, self._lane(name).removed)
 
+    async def replace(self, name: str) -> None:
+        """Return when all engines of a model have the model's options.
+
+        The caller changes the model for a user.
+
+        Raises:
+            GpupoolError: an engine was not replaced; the next try follows.
+        """
+        waits = self._lane(name).waits
+        for key in [one for one in waits if one.startswith(StepKind.REPLACE)]:
+            del waits[key]
+        await self._wait(name, self._lane(name).replaced)
+
     def abandon(self, name: str, reason: str) -> None:
         """Cancel all steps of a model but an eviction or a withdrawal."""
         lane = self._lane(name)
@@ -226,8 +244,9 @@ class ModelController(ModelPart):
         for task in (*self._tasks, *steps):
             task.cancel()
         for lane in self._lanes.values():
-            for waiter in (*lane.added, *lane.warm, *lane.removed, *lane.settled):
-                waiter.cancel()
+            for waiters in (*lane.clients, lane.settled):
+                for waiter in waiters:
+                    waiter.cancel()
         await asyncio.gather(*self._tasks, *steps, return_exceptions=True)
 
     def wanted(self, model: str) -> None:
@@ -323,6 +342,8 @@ class ModelController(ModelPart):
         state = self._state(row, lane, now_s)
         if state.is_shut_out and not (state.is_trial or state.is_removed):
             self.abandon(name, self._fleet.breakers.reason(name) or "")
+        if not any(state.hosts[one].is_outdated for one in state.devices):
+            _resolve(lane.replaced)
         limit_s = self._settings.limits.load_timeout_s
         decision = next_steps(state, self._plan(row, state, now_s), limit_s, now_s)
         for step in decision.steps:
@@ -378,7 +399,7 @@ class ModelController(ModelPart):
             is_shut_out=breakers.is_shut_out(name),
             is_failed=now.retry_at_s is not None,
             is_trial=is_trial,
-            is_held=self._fleet.is_held(name) and not lane.is_added,
+            is_held=self._fleet.is_held(name) and not (lane.is_added or lane.replaced),
             is_added=lane.is_added,
             is_wished=bool(lane.warm),
             is_removed=bool(lane.removed),
@@ -393,12 +414,14 @@ class ModelController(ModelPart):
         snapshots, number = self._fleet.snapshots, worker.number
         is_new, has_client = number in self._new, bool(lane.added or lane.warm or lane.settled)
         can_load = worker.has_loaded or is_new or has_client
+        host = self._fleet.hosts.of(row.spec.name, number)
         return HostState(
-            phase=self._fleet.hosts.of(row.spec.name, number).phase,
+            phase=host.phase,
             degree=snapshots.degree(number) if snapshots.needing([number]) else 0,
             is_idle=worker.is_ready and not worker.num_loads and can_load,
             is_new=is_new or bool(lane.settled),
             is_resting=number in snapshots.resting(row.spec.name),
+            is_outdated=host.options != row.spec.engine,
         )
 
     def _weights(self, row: ModelRow, lane: _Lane, degree: int) -> WeightsState:
@@ -509,7 +532,7 @@ class ModelController(ModelPart):
                 await self._not_warmed(name, error)
             case FailureVerdict.NOT_LOADED:
                 await self._failures.not_loaded(name, error)
-        self._raise(lane, error)
+        self._raise(lane, error, step)
 
     async def _note(self, name: str, error: GpupoolError) -> None:
         if self._fleet.availability(name).devices:
@@ -536,10 +559,11 @@ class ModelController(ModelPart):
         except Refused as error:
             return error
 
-    def _raise(self, lane: _Lane, error: GpupoolError) -> None:
-        """Tell the clients that wait of a failure."""
+    def _raise(self, lane: _Lane, error: GpupoolError, step: ModelStep | None = None) -> None:
+        """Tell the clients that wait of a failure, perhaps of a step."""
         lane.note(error)
-        for waiters in (lane.added, lane.warm, lane.removed):
+        is_replacement = step is not None and step.kind is StepKind.REPLACE
+        for waiters in [lane.replaced] if is_replacement else lane.clients:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(error)

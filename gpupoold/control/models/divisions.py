@@ -61,12 +61,16 @@ class Divisions:
         if self._known is not None:
             self._earlier = await self._known.of_version(self._engine_version)
 
-    async def keep(self, spec: ModelSpec) -> None:
-        """Store what vLLM said of a registered model with these options."""
+    def said(self, spec: ModelSpec) -> dict[int, str]:
+        """Return what vLLM said of a model with these options, by degree."""
         judged = self._judgement(spec)
+        return {degree: judged.reasons[degree] for degree in judged.by_vllm}
+
+    async def keep(self, spec: ModelSpec, said: Mapping[int, str] | None = None) -> None:
+        """Store what vLLM said of a registered model with these options, now or earlier."""
+        self._judgement(spec).add(said or {})
         if self._known is not None:
-            said = {degree: judged.reasons[degree] for degree in judged.by_vllm}
-            await self._known.replace(spec.name, self._engine_version, said)
+            await self._known.replace(spec.name, self._engine_version, self.said(spec))
 
     def why_not(self, spec: ModelSpec, device: int) -> str:
         """Return why a device cannot divide a model; empty if the device can."""

@@ -19,7 +19,6 @@ from gpupoold.control.models.changes import Changes
 from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.drains import Drains
-from gpupoold.control.models.engine_changes import EngineChanges
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
@@ -81,8 +80,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         self.drains = Drains(parts)
         self.presets = Presets(parts, mounts, inspector)
         self._additions = Additions(parts, snapshots, controller, mounts, divisions, inspector)
-        engines = EngineChanges(parts, snapshots, facts, room, inspector)
-        self._changes = Changes(parts, self.drains, controller, room, mounts, engines)
+        self._changes = Changes(parts, self.drains, controller, room, mounts, snapshots, inspector)
         self.place = self._changes.place
         self.adapters = ModelAdapters(parts, mounts, self.drains, self._changes.set, inspector)
 

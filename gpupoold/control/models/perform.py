@@ -67,6 +67,8 @@ class Performer(ModelPart):
                 await self._mounts.open(row.spec)
             case StepKind.BRING:
                 await self._warm(row, lambda: self._bring(row, step.number))
+            case StepKind.REPLACE:
+                await self._replace(row, self._supervisor.workers[step.number])
             case StepKind.RENEW:
                 await self._warm(row, lambda: self._renew(row))
             case StepKind.LEAVE:
@@ -140,6 +142,7 @@ class Performer(ModelPart):
                     self._snapshots.kv_identity(spec, worker),
                 )
                 with _closing(fd) as kept:
+                    self._fleet.hosts.of(name, worker.number).options = spec.engine
                     await self._facts.keep_engine_bytes(name, worker, loaded)
                     self._fleet.check_quarantine(name)  # it may have crashed another worker
                     await self._room.settle(name, worker, reason)
@@ -191,6 +194,36 @@ class Performer(ModelPart):
         except BaseException:
             self._dispatcher.unhost(spec.name, worker)
             raise
+
+    async def _replace(self, row: ModelRow, worker: Worker) -> None:
+        """Build an engine with the model's options beside the present engine, which serves
+        meanwhile.
+
+        Then the worker's requests go on in the new engine, after the tokens that their clients
+        have.
+        """
+        spec, name = row.spec, row.spec.name
+        given = self._snapshots.cached(name, worker)
+        budget_s = self._facts.full_budget_s(worker)
+        with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(name)):
+            async with worker.load_lock:
+                # Both engines exist for a moment.
+                await self._room.make(name, worker, HostingReason.NEEDED, beside_itself=True)
+                loaded, fd = await self._supervisor.load(
+                    worker, to_load(spec, self._settings), given, budget_s
+                )
+            self._fleet.hosts.of(name, worker.number).options = spec.engine
+            try:
+                if fd is not None:
+                    await self._snapshots.keep_changed(fd, spec, worker, loaded)
+            except BaseException:
+                self._dispatcher.restart_dropped(worker, loaded.dropped)
+                raise
+        await self._facts.keep_engine_bytes(name, worker, loaded)
+        await self._facts.keep(spec, worker, loaded)
+        costs = await self._facts.costs(name, worker)
+        self._dispatcher.host(spec.targets, loaded.model, costs, worker)
+        self._dispatcher.restart_dropped(worker, loaded.dropped)
 
     async def _warm(self, row: ModelRow, work: Callable[[], Awaitable[None]]) -> None:
         """Do ``work`` on the model's snapshots, which stay meanwhile."""

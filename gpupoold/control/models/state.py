@@ -35,6 +35,7 @@ class StepKind(StrEnum):
     REST = "rest"  # the devices of a degree serve no requests for lack of host memory
     LEAVE = "leave"  # unload the engine from a device
     EVICT = "evict"  # unload an idle engine from a device, where another model claims the place
+    REPLACE = "replace"  # build an engine with the model's options beside the engine on a device
     RENEW = "renew"  # make damaged snapshots again
     WITHDRAW = "withdraw"  # take a model in quarantine off the frontends and all devices
     REMOVE = "remove"  # unload a model everywhere, and forget the model and its snapshots
@@ -75,7 +76,8 @@ class ModelStep:
 class HostState:
     """A device, as seen by a model.
 
-    ``degree`` is 0 for a device that needs no snapshot. A device that ``is_idle`` can begin a load
+    The engine of a device that ``is_outdated`` has other options than the model. ``degree`` is 0
+    for a device that needs no snapshot. A device that ``is_idle`` can begin a load
     of this model now, and a device that ``is_new`` tries all models, also those that have failed.
     """
 
@@ -84,6 +86,7 @@ class HostState:
     is_idle: bool = True
     is_new: bool = False
     is_resting: bool = False
+    is_outdated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

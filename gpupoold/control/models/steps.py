@@ -62,11 +62,13 @@ def next_steps(
     if plan.evict and not (model.is_held or model.under_way):
         return Decision((ModelStep(_K.EVICT, min(plan.evict), is_alone=True),))
     is_awaited = model.phase is _P.DRAINING and model.num_waiting > 0  # the drain waits too
-    if model.is_held or not (model.phase in _ALIVE or is_awaited or model.is_added):
+    is_alive = model.phase in _ALIVE or is_awaited or model.is_added
+    outdated = [one for one in model.devices if model.hosts[one].is_outdated]
+    if model.is_held or not (is_alive or outdated):
         return Decision()
     if model.is_shut_out and not model.is_trial:
         return _withdrawal(model, now_s)
-    loads = [one for one in model.under_way if one.kind is _K.LOAD]
+    loads = [one for one in model.under_way if one.kind in (_K.LOAD, _K.REPLACE)]
     if any(one.is_alone for one in model.under_way):
         return Decision(blocked=frozenset(one.device for one in plan.loads))
     if model.is_damaged:
@@ -74,6 +76,12 @@ def next_steps(
         is_due = not loads and now_s >= model.retry_at_s.get(step.key, 0.0)
         return Decision((step,) if is_due else ())
     opens = _opens(model, now_s)
+    replacements = _replacements(model, outdated, now_s) if outdated else None
+    if replacements is not None:
+        blocked = frozenset(one.device for one in plan.loads)
+        return Decision((*opens, *replacements), blocked)
+    if not is_alive:
+        return Decision()
     weights = _weights(model, load_timeout_s, now_s)
     if weights is not None:
         return Decision((*opens, *(() if loads else weights.steps)), wait=weights.wait)
@@ -97,6 +105,29 @@ def _withdrawal(model: ModelView, now_s: float) -> Decision:
     is_gone = is_gone and model.is_recorded
     is_due = now_s >= model.retry_at_s.get(step.key, 0.0) and not model.under_way
     return Decision((step,) if is_due and not is_gone else ())
+
+
+def _replacements(
+    model: ModelView, outdated: Sequence[int], now_s: float
+) -> tuple[ModelStep, ...] | None:
+    """Return the steps towards engines with the model's options, None if no step is due.
+
+    Resting engines leave, for whose snapshots there is no memory. One engine of each degree makes
+    the snapshot, then the other engines are replaced side by side.
+    """
+    hosts = model.hosts
+    done = {hosts[one].degree for one in model.devices if not hosts[one].is_outdated}
+    resting = [one for one in outdated if hosts[one].is_resting]
+    firsts = [one for one in outdated if hosts[one].degree not in done]
+    steps = [ModelStep(_K.REPLACE, one) for one in outdated]
+    if resting or firsts:
+        kind = _K.LEAVE if resting else _K.REPLACE
+        steps = [ModelStep(kind, (*resting, *firsts)[0], is_alone=True)]
+    due = [one for one in steps if now_s >= model.retry_at_s.get(one.key, 0.0)]
+    if not (due or model.under_way.intersection(steps)):
+        return None
+    is_free = model.under_way <= {ModelStep(_K.OPEN), *(one for one in steps if not one.is_alone)}
+    return tuple(one for one in due if is_free and one not in model.under_way)
 
 
 def _opens(model: ModelView, now_s: float) -> tuple[ModelStep, ...]:
@@ -275,7 +306,7 @@ def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVe
             return FailureVerdict.LATER if is_ended or is_full else FailureVerdict.NOT_WARMED
         case _K.OPEN:
             return FailureVerdict.FAILED_AGAIN if model.is_trial else FailureVerdict.NOTED
-        case _K.REMOVE:
+        case _K.REMOVE | _K.REPLACE:
             return FailureVerdict.RAISED
         case _K.FAIL:
             return _end_of_wait(model, error)

@@ -40,6 +40,7 @@ LOAD_TIMEOUT_S = 600.0
 ABSENT, LOADED, ATTACHED = HostPhase.ABSENT, HostPhase.LOADED, HostPhase.ATTACHED
 NEEDED, SPARE = HostingReason.NEEDED, HostingReason.SPARE
 EVICTED = HostingPlan(evict=frozenset({0}))
+OUTDATED = {0: HostState(ATTACHED, is_outdated=True), 1: HostState()}
 CACHED, FULL = WeightsState(is_cached=True), WeightsState(space=Space.LATER)
 K = StepKind
 
@@ -118,6 +119,16 @@ def kinds(state: ModelView, plan: HostingPlan, now_s: float = 0.0) -> list[str]:
         (serving(is_removed=True, under_way=frozenset({ModelStep(K.LOAD, 1)})), EVICTED, []),
         (nowhere(is_removed=True, is_added=True), plan_of(0), ["remove 0"]),
         (nowhere(is_added=True, phase=ModelPhase.DRAINING), plan_of(0), ["load 0"]),
+        (serving(hosts=OUTDATED), plan_of(1), ["replace 0"]),
+        (serving(hosts=OUTDATED, phase=ModelPhase.DRAINING), plan_of(1), ["replace 0"]),
+        (serving(hosts=OUTDATED, is_held=True), plan_of(1), []),
+        (serving(hosts=OUTDATED, retry_at_s={"replace 0": 9.0}), plan_of(1), ["load 1"]),
+        (serving(hosts=OUTDATED, under_way=frozenset({ModelStep(K.LOAD, 1)})), plan_of(), []),
+        (
+            serving(hosts={0: HostState(LOADED, is_resting=True, is_outdated=True)}),
+            plan_of(),
+            ["leave 0"],
+        ),
         (serving(is_damaged=True), plan_of(1), ["renew 0"]),
         (serving(is_damaged=True, under_way=frozenset({ModelStep(K.LOAD, 1)})), plan_of(), []),
         (serving(LOADED), plan_of(), []),  # nobody asks
@@ -139,6 +150,21 @@ def kinds(state: ModelView, plan: HostingPlan, now_s: float = 0.0) -> list[str]:
 )
 def test_steps_that_begin(state: ModelView, plan: HostingPlan, expected: list[str]) -> None:
     assert kinds(state, plan) == expected
+
+
+def test_one_engine_of_each_degree_is_replaced_first() -> None:
+    old = HostState(ATTACHED, is_outdated=True)
+    hosts = {0: old, 1: replace(old, degree=2), 2: old, 3: replace(old, degree=2)}
+    model = ModelView(hosts=hosts, weights={1: CACHED, 2: CACHED}, devices=(0, 1, 2, 3))
+    assert kinds(model, plan_of()) == ["replace 0"]
+    under_way = frozenset({ModelStep(K.REPLACE, 0, is_alone=True)})
+    assert kinds(replace(model, under_way=under_way), plan_of()) == []
+    model = replace(model, hosts={**hosts, 0: HostState(ATTACHED)})
+    assert kinds(model, plan_of()) == ["replace 1"]
+    model = replace(model, hosts={**model.hosts, 1: HostState(ATTACHED, degree=2)})
+    assert kinds(model, plan_of()) == ["replace 2", "replace 3"]
+    one = replace(model, under_way=frozenset({ModelStep(K.REPLACE, 2)}))
+    assert kinds(one, plan_of()) == ["replace 3"]
 
 
 def of_degrees(single: WeightsState, group: WeightsState, **changes: object) -> ModelView:
@@ -235,6 +261,7 @@ LOAD, BRING, OPEN, FAIL = (
         (serving(), ModelStep(K.LEAVE), TimedOut("no answer"), FailureVerdict.LATER),
         (serving(), ModelStep(K.EVICT), TimedOut("no answer"), FailureVerdict.LATER),
         (serving(), ModelStep(K.REMOVE), TimedOut("no answer"), FailureVerdict.RAISED),
+        (serving(), ModelStep(K.REPLACE), WorkerEnded("killed"), FailureVerdict.RAISED),
     ],
 )
 def test_verdicts(
@@ -271,6 +298,9 @@ class Played(RuleBasedStateMachine):
         self.resting: set[int] = set()
         self.claims: set[int] = set()
         self.is_removed = False
+        self.options = self.earlier = 0
+        self.options_of: dict[int, int] = {}  # of each engine
+        self.options_by_step: dict[ModelStep, int] = {}
         self.is_open = self.is_evicted = self.is_damaged = self.is_wished = False
         self.num_requests = 0
 
@@ -289,6 +319,7 @@ class Played(RuleBasedStateMachine):
                 DEGREES[one],
                 is_idle=one in self.up and one not in loading,
                 is_resting=one in self.resting,
+                is_outdated=self.options_of.get(one, self.options) != self.options,
             )
             for one, life in self.lives.items()
         }
@@ -321,6 +352,11 @@ class Played(RuleBasedStateMachine):
         cached = all(DEGREES[one] in self.cached for one in awake)
         has_any = bool(awake) or not self.devices
         return attached and cached and has_any and not (self.is_evicted or self.is_damaged)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a change of options has ended."""
+        return all(self.options_of.get(one) == self.options for one in self.devices)
 
     def plan(self) -> HostingPlan:
         absent = [one for one in sorted(self.up) if self.lives[one].phase is ABSENT]
@@ -363,6 +399,7 @@ class Played(RuleBasedStateMachine):
             self.failed(step, TimedOut("in vain"))
         else:
             self.steps.add(step)
+            self.options_by_step[step] = self.options
 
     def rest(self, degree: int) -> None:
         numbers = {one for one in self.devices if DEGREES[one] == degree}
@@ -375,7 +412,11 @@ class Played(RuleBasedStateMachine):
         if not isinstance(error, WorkerEnded):
             self.waits[step.key] = self.now_s + 10.0
         says = verdict(state, step, error)
-        assert says is not FailureVerdict.RAISED or self.is_wished or step.kind is K.REMOVE
+        is_user = self.is_wished or step.kind in (K.REMOVE, K.REPLACE)
+        assert says is not FailureVerdict.RAISED or is_user
+        if step.kind is K.REPLACE:
+            self.options = self.earlier
+            return
         if says not in (FailureVerdict.LATER, FailureVerdict.NOTED):
             self.num_requests, self.is_wished = 0, False
         if says in (
@@ -394,6 +435,7 @@ class Played(RuleBasedStateMachine):
             self.devices.remove(number)
             self.is_evicted = self.is_open and not self.devices
         self.resting.discard(number)
+        self.options_of.pop(number, None)
 
     def forget(self) -> None:
         """The model is removed, and added anew."""
@@ -421,6 +463,7 @@ class Played(RuleBasedStateMachine):
                 self.cached.add(DEGREES[step.number])
                 self.attach(step.number)
                 self.devices.append(step.number)
+                self.options_of[step.number] = self.options_by_step[step]
                 self.is_evicted = False
             case K.OPEN:
                 self.is_open, self.failed_until_s = bool(self.devices), None
@@ -429,14 +472,19 @@ class Played(RuleBasedStateMachine):
                 for one in self.devices:
                     if DEGREES[one] == step.number:
                         self.attach(one)
-            case K.EVICT:
+            case K.EVICT | K.LEAVE:
                 self.leave(step.number)
+            case K.REPLACE:
+                self.cached.add(DEGREES[step.number])
+                self.attach(step.number)
+                self.options_of[step.number] = self.options_by_step[step]
             case K.REMOVE:
                 self.forget()
             case K.RENEW:
                 self.is_damaged = False
                 for one in self.devices:
                     if one not in self.resting:
+                        self.options_of[one] = self.options_by_step[step]
                         self.cached.add(DEGREES[one])
                         self.attach(one)
 
@@ -468,7 +516,10 @@ class Played(RuleBasedStateMachine):
         if number in self.devices:
             self.devices.remove(number)
         self.resting.discard(number)
-        for step in [one for one in self.steps if one == ModelStep(K.LOAD, number, one.is_alone)]:
+        self.options_of.pop(number, None)
+        for step in [
+            one for one in self.steps if one.key in (f"load {number}", f"replace {number}")
+        ]:
             self.failed(step, WorkerEnded("killed"))
         self.decide()
 
@@ -485,6 +536,13 @@ class Played(RuleBasedStateMachine):
             for one in self.devices:
                 if DEGREES[one] == degree and self.lives[one].phase is ATTACHED:
                     self.lives[one].move(HostEvent.DETACH)
+        self.decide()
+
+    @precondition(lambda self: self.options == self.earlier or self.is_settled)
+    @rule(options=st.integers(0, 3))
+    def change(self, options: int) -> None:
+        """A user changes the options; the earlier hold after a failure."""
+        self.earlier, self.options = self.options, options
         self.decide()
 
     @rule(numbers=st.sets(st.sampled_from(sorted(DEGREES)), min_size=1))
@@ -550,6 +608,7 @@ class Played(RuleBasedStateMachine):
         assert self.failed_until_s is None
         assert self.waits_since_s is None
         assert not self.is_removed
+        assert self.is_settled
 
 
 Played.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

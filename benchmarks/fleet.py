@@ -37,7 +37,7 @@ from benchmarks.stream_client import stream_apart
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
-from gpupoold.fleet.nodes import FleetSpec
+from gpupoold.fleet.cluster import FleetSpec
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload

@@ -12,7 +12,7 @@ import psutil
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.errors import GpupoolError
 from gpupoold.fleet import cluster, operations
-from gpupoold.fleet.nodes import FleetSpec
+from gpupoold.fleet.cluster import FleetSpec
 
 _RAY_PORT, _HTTP_PORT = 6395, 8195
 _PLACED_S = 600.0

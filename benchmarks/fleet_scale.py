@@ -15,7 +15,7 @@ from random import Random
 
 from gpupoold.api.schemas_fleet import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
-from gpupoold.fleet.nodes import FleetSpec, FleetTable, Node
+from gpupoold.fleet.cluster import FleetSpec, FleetTable, Node
 from gpupoold.fleet.placement import changes
 from gpupoold.fleet.routing import order
 

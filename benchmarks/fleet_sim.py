@@ -24,7 +24,7 @@ from benchmarks.sim_devices import CappedLengths
 from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.domain import Targets
-from gpupoold.fleet.nodes import FleetSpec, Node
+from gpupoold.fleet.cluster import FleetSpec, Node
 from gpupoold.fleet.placement import changes
 from gpupoold.scheduling.policies.planned_turns import Tuning
 from gpupoold.scheduling.policies.rebalancing import expected_work

@@ -20,8 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gpupoold.errors import UsageError  # noqa: E402
-from gpupoold.sim.csv_table import SCENARIO, CsvTable, read_table  # noqa: E402
-from gpupoold.sim.lengths import OUTPUT, PROMPT, QUANTILE, SHAREGPT_TABLE, length_pairs  # noqa: E402
+from gpupoold.sim.lengths import (  # noqa: E402  # noqa: E402
+    OUTPUT,
+    PROMPT,
+    QUANTILE,
+    SCENARIO,
+    SHAREGPT_TABLE,
+    CsvTable,
+    length_pairs,
+    read_table,
+)
 
 DATA = ROOT / "gpupoold" / "sim" / "data"
 UNSCALED = "_in1_out1"

@@ -18,7 +18,7 @@ from gpupool_tui.run import ask_once
 from gpupool_tui.view import Panel, View
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.other_presets import SMALL_BOX
+from gpupoold.sim.presets import SMALL_BOX
 from gpupoold.sim.workloads import poisson_workload
 
 SIZE = (148, 40)

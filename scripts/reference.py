@@ -32,8 +32,7 @@ from gpupool_cli.main import app
 from gpupoold.api.admin_api import OPERATIONS, AdminApi
 from gpupoold.config.schema import sections
 from gpupoold.config.values import Effect, Section, effect_of
-from gpupoold.metrics.daemon_families import daemon_families
-from gpupoold.metrics.device_families import device_families
+from gpupoold.metrics.device_families import daemon_families, device_families
 from gpupoold.metrics.exposition import picker_families
 from gpupoold.metrics.families import Family, Numbers
 from gpupoold.metrics.model_families import model_families

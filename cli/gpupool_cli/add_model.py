@@ -12,7 +12,6 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.engine_options import EngineOption, read_options
-from gpupool_cli.lists import numbers
 from gpupool_cli.models import print_model
 from gpupool_cli.options import (
     BaseOption,
@@ -25,6 +24,7 @@ from gpupool_cli.options import (
     read_pairs,
     set_once,
 )
+from gpupool_cli.output import numbers
 from gpupool_cli.progress import ProgressView
 from gpupool_cli.session import open_client, socket_path_of
 from gpupoold.api.schemas_models import (
@@ -131,7 +131,7 @@ def _add_to_fleet(ctx: typer.Context, request: AddModelRequest, least_replicas: 
         UsageError: an option is for one daemon alone.
     """
     from gpupoold.fleet import operations
-    from gpupoold.fleet.nodes import FleetSpec
+    from gpupoold.fleet.cluster import FleetSpec
 
     if request.devices or request.check_only:
         raise UsageError("--devices and --check are for one daemon", "leave them out with --fleet")

@@ -19,7 +19,7 @@ from gpupoold.errors import UsageError
 from gpupoold.units import format_bytes
 
 if TYPE_CHECKING:
-    from gpupoold.fleet.nodes import Node
+    from gpupoold.fleet.cluster import Node
     from gpupoold.fleet.operations import FleetState
 
 app = typer.Typer(no_args_is_help=True, help="Several boxes: one entrance for their models.")

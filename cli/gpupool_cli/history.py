@@ -1,21 +1,25 @@
-"""``history``, ``switches``, ``events`` and ``logs``: the past, from the daemon's database."""
+"""``history``, ``switches``, ``usage``, ``batches``, ``events``, ``logs``: the daemon's past."""
 
 from __future__ import annotations
 
+import csv
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from gpupool_cli import output
+from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, columns, duration_text, size_text
 from gpupool_cli.session import open_client
-from gpupool_cli.usage import print_fragmentation
+from gpupoold.api.schemas_batches import BatchInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
+from gpupoold.api.schemas_usage import UseInfo
 from gpupoold.domain import SWITCH_STAGES, DeviceUse, Event, RequestRecord, RequestStages, Switch
 from gpupoold.errors import UsageError
-from gpupoold.units import format_duration
+from gpupoold.units import format_duration, format_energy
 
 _HOUR_S = 3600.0
 # The longest period that the daemon accepts.
@@ -50,6 +54,15 @@ FollowOption = Annotated[
 JsonLinesOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document; with --follow one per line.")
 ]
+
+_COLUMNS = columns(
+    "BATCH, KEY, MODELS, STATE*, REQUESTS>, ANSWERED>, FAILED>, ADDED, WAITS-BECAUSE"
+)
+
+_DAY_S = 86_400.0
+_USE_COLUMNS = columns("MODEL, KEY, REQUESTS>, PROMPT>, TOKENS>, GPU-TIME>, ENERGY>")
+_DEVICE_COLUMNS = columns("DEVICE>, TIME>, COMPUTING>, SWITCHING>, ENERGY>")
+_FRAGMENTATION_COLUMNS = columns("DEVICE>, KV-HOST>, SLABS>, FRAGMENTATION>")
 
 
 def history(
@@ -280,3 +293,115 @@ def _print_event(event: Event, as_json: bool) -> None:
         return
     parts = [output.time_text(event.at), f"{event.level:<7}", event.kind, event.subject]
     output.print_styled([*filter(None, parts), event.message], style_of=event.level)
+
+
+def batches(
+    ctx: typer.Context,
+    with_ended: Annotated[bool, typer.Option("--all", help="Include ended batches.")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many batches at most.")
+    ] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the batches of clients, and why one stands still; the latest first."""
+    with open_client(ctx) as client:
+        found = client.batches(limit, ended=with_ended)
+    if as_json:
+        output.print_json(found)
+        return
+    output.print_table(_COLUMNS, [_row(one) for one in found])
+    if not found:
+        say("no batches" if with_ended else "no batches under way: --all shows ended batches too")
+
+
+def _row(batch: BatchInfo) -> list[str]:
+    return [
+        batch.id,
+        batch.key or output.NOTHING,
+        ",".join(batch.models) or output.NOTHING,
+        batch.state,
+        str(batch.num_requests),
+        str(batch.num_completed),
+        str(batch.num_failed),
+        output.time_text(batch.created_at),
+        batch.reason or output.NOTHING,
+    ]
+
+
+def usage(
+    ctx: typer.Context,
+    since_s: Annotated[
+        float | None,
+        typer.Option(
+            "--since",
+            metavar="DURATION",
+            parser=duration_s,
+            help="Length of the period, such as 1h or 30d, in whole hours.  [default: 1d]",
+        ),
+    ] = None,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Comma-separated values, one row per model and key.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show tokens, GPU time and energy by model and API key, and the devices' work."""
+    if as_csv and as_json:
+        raise UsageError("--csv and --json exclude each other", "give one of the two")
+    with open_client(ctx) as client:
+        found = client.usage(_DAY_S if since_s is None else since_s)
+    if as_json:
+        output.print_json(found)
+    elif as_csv:
+        _print_csv(found.uses)
+    else:
+        output.print_table(_USE_COLUMNS, [_use_row(use) for use in found.uses])
+        output.print_line("")
+        output.print_table(_DEVICE_COLUMNS, [_device_row(device) for device in found.devices])
+
+
+def print_fragmentation(devices: Sequence[DeviceUse]) -> None:
+    """Print the use of the devices' host KV caches, nothing without host KV."""
+    rows = [_fragmentation_row(device) for device in devices if device.kv_host_slab_bytes]
+    if rows:
+        output.print_line("")
+        output.print_table(_FRAGMENTATION_COLUMNS, rows)
+
+
+def _print_csv(uses: Sequence[UseInfo]) -> None:
+    writer = csv.DictWriter(sys.stdout, list(UseInfo.model_fields), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(use.model_dump() for use in uses)
+
+
+def _use_row(use: UseInfo) -> list[str]:
+    return [
+        use.model,
+        use.key_name or use.api_key or output.NOTHING,
+        str(use.num_requests),
+        str(use.num_prompt_tokens),
+        str(use.num_output_tokens),
+        format_duration(use.gpu_s),
+        format_energy(use.energy_j) if use.energy_j else output.NOTHING,
+    ]
+
+
+def _device_row(use: DeviceUse) -> list[str]:
+    return [
+        str(use.device),
+        format_duration(use.seconds),
+        *(
+            f"{format_duration(one)} ({100 * one / use.seconds:.0f}%)" if use.seconds else ""
+            for one in (use.computing_s, use.switching_s)
+        ),
+        output.NOTHING if use.energy_j is None else format_energy(use.energy_j),
+    ]
+
+
+def _fragmentation_row(use: DeviceUse) -> list[str]:
+    share = use.kv_host_fragmentation or 0.0
+    return [
+        str(use.device),
+        size_text(use.kv_host_bytes),
+        size_text(use.kv_host_slab_bytes),
+        f"{100 * share:.1f}%",
+    ]

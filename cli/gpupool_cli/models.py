@@ -1,4 +1,4 @@
-"""``list``, ``show``, ``set``, ``rm``, ``unload`` and ``cancel``: models and their requests."""
+"""``list``, ``show``, ``set``, ``host``, ``rm``, ``unload``, ``cancel``: models, and requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import report, say
 from gpupool_cli.engine_options import EngineOption, read_options
-from gpupool_cli.hosting import hosting_text
 from gpupool_cli.options import (
     JsonOption,
     NameArgument,
@@ -23,7 +22,7 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import ModelUsage
+from gpupoold.api.schemas import DeviceInfo, ModelUsage
 from gpupoold.api.schemas_models import ModelInfo, SetModelRequest
 from gpupoold.domain import AdapterInfo, Preset, RemoveMode
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
@@ -354,3 +353,52 @@ def cancel(
         f"{ended.request_id}{others}: cancelled after {ended.num_output_tokens} tokens of "
         f"{ended.model}"
     )
+
+
+def host(
+    ctx: typer.Context,
+    name: NameArgument,
+    devices: Annotated[
+        list[int] | None,
+        typer.Argument(metavar="[DEVICE]...", min=0, help="Numbers of devices in `gpupool ps`."),
+    ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Leave the choice to the scheduler again.")
+    ] = False,
+) -> None:
+    """Choose the devices that have a model's engine.
+
+    The engine is loaded on these devices, then unloaded from all others, whose answers continue
+    on these devices. The choice lasts until another choice or `--auto`.
+    """
+    if auto == bool(devices):
+        raise UsageError(f"{name}: give numbers of devices, or --auto", "see `gpupool ps`")
+    with open_client(ctx) as client:
+        model = client.host(name, devices or ())
+        info = client.model(model.name)
+    say(f"{info.name}: {hosting_text(info)}")
+
+
+def hosting_text(model: ModelInfo) -> str:
+    """Return the devices of a model's engines with their memory, and the origin of the choice."""
+    engines = [] if model.usage is None else model.usage.engines
+    places = ", ".join(
+        f"device {engine.device} ({format_bytes(engine.device_bytes)})" for engine in engines
+    )
+    chosen = ", ".join(map(str, model.devices))
+    how = f"by hand: {chosen}" if chosen else "chosen by the scheduler"
+    return f"{places or 'on no device'}; {how}"
+
+
+def engines_text(device: DeviceInfo) -> str:
+    """Return the number of a device's engines and their memory outside the pages."""
+    if not device.num_engines:
+        return "0"
+    text = f"{device.num_engines}, {format_bytes(device.engine_bytes)}"
+    limit_bytes = device.engine_limit_bytes
+    return text if limit_bytes is None else f"{text} of {format_bytes(limit_bytes)}"
+
+
+def devices_text(model: ModelUsage) -> str:
+    """Return the numbers of the devices that host a model."""
+    return ",".join(str(engine.device) for engine in model.engines)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeVar
 
 from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
@@ -23,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpupoold.domain import Lateness
+from gpupoold.errors import UsageError
 from gpupoold.printable import clean, without_controls
 from gpupoold.units import format_bytes, format_duration
 
@@ -43,6 +45,8 @@ _STYLES = {
     "warning": "yellow",
     "error": "red",
 }
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +187,22 @@ def _as_json(value: object, indent: int | None = None) -> str:
     """Return JSON safe for a terminal: JSON escapes C0 itself, but neither DEL nor C1."""
     text = json.dumps(to_jsonable_python(value), ensure_ascii=False, indent=indent)
     return _UNESCAPED_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names without surrounding space."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def numbers(option: str, text: str, kind: type[N], example: str) -> tuple[N, ...]:
+    """Return the numbers in ``text``, the value of ``option``; ``example`` shows the form.
+
+    Raises:
+        UsageError: the message names the option.
+    """
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        problem = f"{option}: {text!r} is not a list of {what}"
+        raise UsageError(problem, f"write for example {example}") from None

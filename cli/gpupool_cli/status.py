@@ -8,7 +8,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode
-from gpupool_cli.hosting import devices_text, engines_text
+from gpupool_cli.models import devices_text, engines_text
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import columns, duration_text, size_text
 from gpupool_cli.session import open_client

@@ -23,10 +23,16 @@ from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import Failed
 from gpupoold.fleet.agent import Agent, AgentReport, Moment, Order
 from gpupoold.fleet.asgi import Receive, Scope, Send
-from gpupoold.fleet.cluster import CONTROLLER, NAMESPACE, EntranceOptions, agent_name
+from gpupoold.fleet.cluster import (
+    CONTROLLER,
+    NAMESPACE,
+    EntranceOptions,
+    FleetSpec,
+    FleetTable,
+    agent_name,
+)
 from gpupoold.fleet.controller import Controller
 from gpupoold.fleet.entrance import Entrance
-from gpupoold.fleet.nodes import FleetSpec, FleetTable
 
 APPLICATION = "gpupool"
 _PUBLISHES_EVERY_S = 0.25

@@ -16,7 +16,7 @@ from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_fleet import FleetReport
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import GpupoolError, NoSuchKey, NoSuchModel, Refused
-from gpupoold.fleet.rate_use import RateGrowth
+from gpupoold.fleet.routing import RateGrowth
 
 _logger = logging.getLogger(__name__)
 

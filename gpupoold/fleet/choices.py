@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gpupoold.fleet.asgi import error_body
-from gpupoold.fleet.relay import DATA, Relay
+from gpupoold.fleet.asgi import DATA, Relay, error_body
 
 _DONE = b"[DONE]"
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")

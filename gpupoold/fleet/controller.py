@@ -19,9 +19,9 @@ from gpupoold.api.schemas_models import MAX_PEERS, SetModelRequest
 from gpupoold.domain import Priority
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet.agent import AgentReport, Moment, Order
-from gpupoold.fleet.nodes import FleetSpec, FleetTable, Node
+from gpupoold.fleet.cluster import FleetSpec, FleetTable, Node
 from gpupoold.fleet.placement import Change, changes
-from gpupoold.fleet.rate_use import RateSums
+from gpupoold.fleet.routing import RateSums
 from gpupoold.system import durable
 
 _logger = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from gpupoold.domain import Priority
 from gpupoold.fleet.asgi import (
     ClientGone,
     Receive,
+    Relay,
     Scope,
     Send,
     as_text,
@@ -44,8 +45,7 @@ from gpupoold.fleet.asgi import (
     until_gone,
 )
 from gpupoold.fleet.choices import ChoicesRelay
-from gpupoold.fleet.nodes import FleetTable, Node
-from gpupoold.fleet.relay import Relay
+from gpupoold.fleet.cluster import FleetTable, Node
 from gpupoold.fleet.routing import CHOICES_PATHS, RESPONSES, Wanted, conversation_of, order
 from gpupoold.fleet.typed_events import TypedRelay
 from gpupoold.wire.continuation import CONTINUES_HEADER

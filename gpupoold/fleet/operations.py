@@ -18,8 +18,12 @@ from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 from gpupoold.fleet import cluster
-from gpupoold.fleet.cluster import EntranceOptions as EntranceOptions, NodeMembership
-from gpupoold.fleet.nodes import FleetSpec, FleetTable
+from gpupoold.fleet.cluster import (
+    EntranceOptions as EntranceOptions,
+    FleetSpec,
+    FleetTable,
+    NodeMembership,
+)
 
 _TIMEOUT_S = 30.0
 _WILDCARDS = ("0.0.0.0", "::")  # compared with, not listened on

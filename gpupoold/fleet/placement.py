@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpupoold.api.schemas_fleet import FleetModel
-from gpupoold.fleet.nodes import LEAST_LOAD, FleetSpec, Node, demand_of, shared
+from gpupoold.fleet.cluster import LEAST_LOAD, FleetSpec, Node, demand_of, shared
 from gpupoold.scheduling.pressure import HomeDevice, ModelDemand, pressure
 
 # Share of a node's time for a model; a model with more work gets a further replica.

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gpupoold.fleet.relay import DATA, Relay
+from gpupoold.fleet.asgi import DATA, Relay
 
 _LAST = frozenset(
     {"message_stop", "response.completed", "response.incomplete", "response.failed", "error"}

@@ -151,7 +151,7 @@ class Callers:
         """Add the present caller and preset to a message for the daemon."""
         caller = _current.get()
         if caller is not None and caller.key is not None:
-            message.key_id, message.priority = caller.key.id, Priority(caller.key.priority)
+            message.key_id, message.priority = caller.key.id, caller.key.priority
         if caller is not None and caller.is_batch:
             message.priority = Priority.BACKGROUND
         message.served_name = message.served_name or _preset_name.get()

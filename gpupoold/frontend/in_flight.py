@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-from gpupoold.api_keys import KEY_BYTES_SHARE
+from gpupoold.domain import KEY_BYTES_SHARE
 from gpupoold.frontend.errors import ApiError, needs_too_much, no_room
 from gpupoold.frontend.gates import refuse
 

@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 from gpupool_state import ModelRow
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.domain import ModelState
-from gpupoold.metrics.daemon_families import daemon_families
-from gpupoold.metrics.device_families import device_families
+from gpupoold.metrics.device_families import daemon_families, device_families
 from gpupoold.metrics.families import Family, Numbers, gauge
 from gpupoold.metrics.model_families import model_families
 from gpupoold.metrics.scrape import Scrape, memories

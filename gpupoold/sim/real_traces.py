@@ -13,8 +13,7 @@ from random import Random
 from typing import Self
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import CsvTable, read_table, select_scenario
-from gpupoold.sim.lengths import sharegpt_lengths
+from gpupoold.sim.lengths import CsvTable, read_table, select_scenario, sharegpt_lengths
 from gpupoold.sim.scenario import Draw, DrawnWorkload
 from gpupoold.sim.traces import MODEL, fold_models, scale_time, trace_requests
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, model_names, zipf_rates

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import CsvTable
-from gpupoold.sim.lengths import OUTPUT, PROMPT
+from gpupoold.sim.lengths import OUTPUT, PROMPT, CsvTable
 from gpupoold.sim.workloads import SimRequest, model_names
 
 ARRIVAL, MODEL, CONVERSATION = "arrival_s", "model", "conversation"

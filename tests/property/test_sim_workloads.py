@@ -9,8 +9,7 @@ from itertools import chain
 from hypothesis import given, settings, strategies as st
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import parse_table
-from gpupoold.sim.lengths import LengthSampler
+from gpupoold.sim.lengths import LengthSampler, parse_table
 from gpupoold.sim.traces import fold_models, trace_requests
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, poisson_workload
 

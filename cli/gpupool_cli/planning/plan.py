@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gpupool_cli import lists
+from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode
 from gpupool_cli.options import (
     EngineLoadOption,
@@ -105,7 +105,7 @@ def plan(
     fits, 1 if not, 2 if the question has no answer, as for a model larger than a device.
     """
     started_s = time.monotonic()
-    names = lists.names(policies)
+    names = output.names(policies)
     check_question(target, names)
     box = parse_box(devices)
     if groups not in (None, AUTO):
@@ -152,7 +152,7 @@ def _inputs(
     if trace is not None and rps is not None:
         raise UsageError("both --trace and --rps: give one of the two")
     example = "0.1, or 0.1,0.2,0.5 for three models"
-    rates = None if rps is None else lists.numbers("--rps", rps, float, example)
+    rates = None if rps is None else output.numbers("--rps", rps, float, example)
     given = None if models == REGISTERED else models_of_file(Path(models))
     if given is not None and trace != RECORDED:
         return make_inputs(given, trace, rates, duration)

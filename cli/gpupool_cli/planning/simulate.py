@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gpupool_cli import lists
+from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import (
     EngineLoadOption,
@@ -124,9 +124,9 @@ def simulate(
         kv_host, model_cache, engine_memory, engines_limit, engine_load, prefix_cache
     )
     wanted = Overrides(
-        policies=None if policies is None else lists.names(policies),
-        models=None if models is None else lists.numbers("--models", models, int, "40,70,100"),
-        rps=None if rps is None else lists.numbers("--rps", rps, float, "0.1,0.2"),
+        policies=None if policies is None else output.names(policies),
+        models=None if models is None else output.numbers("--models", models, int, "40,70,100"),
+        rps=None if rps is None else output.numbers("--rps", rps, float, "0.1,0.2"),
         box=None if devices is None else parse_box(devices),
         tensor_parallel_size=tensor_parallel,
         num_prefill=prefill,

@@ -16,6 +16,7 @@ from gpupool_cli.output import NOTHING, columns, duration_text, print_line, prin
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.metrics import Summary
+from gpupoold.sim.planner.changes import names_text
 from gpupoold.sim.planner.groups import GroupChoice, GroupingTried
 from gpupoold.sim.planner.models import Basis, PlannedModel
 from gpupoold.sim.planner.notes import notes_on
@@ -29,7 +30,6 @@ from gpupoold.sim.planner.plan import (
 )
 from gpupoold.sim.planner.roles import FixedRoles, RolesTried
 from gpupoold.sim.planner.run import Attained
-from gpupoold.sim.planner.text import names_text
 from gpupoold.units import format_duration
 
 _MAX_ROWS = 20

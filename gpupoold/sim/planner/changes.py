@@ -16,7 +16,6 @@ from gpupoold.latency.models import SwitchModel
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.run import Setup
-from gpupoold.sim.planner.text import names_text
 from gpupoold.units import format_duration
 
 ModelsOn = Callable[[Box], Mapping[str, SimModel]]
@@ -24,6 +23,8 @@ _ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
 _NUM_STEPS = 3
 _LOAD_SHARES = (0.9, 0.75, 0.5)
 _FASTER_LINK = 2.0
+
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +172,12 @@ def _faster_gpu(setup: Setup, models_on: ModelsOn | None) -> Iterator[tuple[Plan
             " (step times scaled)" if is_scaled else ""
         )
         yield (PlanChange("gpu", text, replace(setup, box=box, models=models)),)
+
+
+def names_text(names: Sequence[str], num_models: int) -> str:
+    """Return ``a, b``; the number and the first two names if more than three; or "all models"."""
+    if len(names) == num_models > 1:
+        return "all models"
+    if len(names) > _MAX_NAMED:
+        return f"{len(names)} models ({', '.join(names[:2])}, ...)"
+    return ", ".join(names)

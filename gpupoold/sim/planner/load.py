@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import read_table, select_scenario
-from gpupoold.sim.lengths import sharegpt_lengths
+from gpupoold.sim.lengths import read_table, select_scenario, sharegpt_lengths
 from gpupoold.sim.real_traces import spread
 from gpupoold.sim.traces import MODEL, scale_time, trace_requests
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, poisson_workload

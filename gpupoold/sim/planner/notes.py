@@ -8,9 +8,9 @@ from gpupoold.latency.hardware import hardware
 from gpupoold.latency.shape import group_name
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.host_defaults import engine_costs, host_memory
+from gpupoold.sim.planner.changes import names_text
 from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion
-from gpupoold.sim.planner.text import names_text
 from gpupoold.units import format_bytes, format_duration
 
 _FEW_REQUESTS = 100

@@ -6,7 +6,7 @@ from typing import Any
 
 from gpupoold.api.schemas_fleet import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
-from gpupoold.fleet.nodes import FleetSpec, Node
+from gpupoold.fleet.cluster import FleetSpec, Node
 
 GIB = 1 << 30
 

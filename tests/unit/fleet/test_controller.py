@@ -13,8 +13,8 @@ from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
 from gpupoold.fleet import controller
 from gpupoold.fleet.agent import AgentReport, Moment, Order
+from gpupoold.fleet.cluster import FleetSpec
 from gpupoold.fleet.controller import LOST_S, Controller
-from gpupoold.fleet.nodes import FleetSpec
 from gpupoold.fleet.routing import order
 from tests.unit.fleet.fleets import model, report, spec
 

@@ -17,8 +17,8 @@ from gpupoold.access.fleet import HEADER, verified
 from gpupoold.access.secret import make_key
 from gpupoold.domain import Priority
 from gpupoold.fleet import asgi, entrance as entrance_module
+from gpupoold.fleet.cluster import FleetTable, Node
 from gpupoold.fleet.entrance import Entrance
-from gpupoold.fleet.nodes import FleetTable, Node
 from gpupoold.wire.continuation import CONTINUES_HEADER
 from tests.unit.fleet.fleets import model, report
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gpupoold.fleet import placement
-from gpupoold.fleet.nodes import FleetSpec, Node
+from gpupoold.fleet.cluster import FleetSpec, Node
 from gpupoold.fleet.placement import Change, changes
 from gpupoold.scheduling.pressure import pressure
 from tests.unit.fleet.fleets import GIB, model, node, nodes, report, spec, specs

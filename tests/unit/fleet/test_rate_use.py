@@ -1,11 +1,11 @@
-"""Tests of ``fleet/rate_use.py``."""
+"""Tests of ``fleet/routing.py``."""
 
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
 from gpupoold.access.rate_use import RateUse
-from gpupoold.fleet.rate_use import RateGrowth, RateSums
+from gpupoold.fleet.routing import RateGrowth, RateSums
 
 NODES = ("a", "b", "c")
 

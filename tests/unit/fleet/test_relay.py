@@ -1,4 +1,4 @@
-"""Tests of ``fleet/relay.py``; with a real node in ``tests/functional/test_continuation.py``."""
+"""Tests of ``fleet/asgi.py``; with a real node in ``tests/functional/test_continuation.py``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.fleet import relay as relay_module
+from gpupoold.fleet import asgi as relay_module
+from gpupoold.fleet.asgi import Relay
 from gpupoold.fleet.entrance import make_relay
-from gpupoold.fleet.relay import Relay
 from gpupoold.fleet.routing import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Wanted
 from gpupoold.wire.continuation import Continuation, OutputSoFar
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from gpupoold.domain import Priority
-from gpupoold.fleet.nodes import FleetTable, Node
+from gpupoold.fleet.cluster import FleetTable, Node
 from gpupoold.fleet.routing import Wanted, conversation_of, order
 from tests.unit.fleet.fleets import model, node
 

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 from gpupool_state import ApiKeys, Database, History, KeyUse, Registry
-from gpupoold.api_keys import KeyPowers
-from gpupoold.domain import ModelName, ModelSpec, Targets
+from gpupoold.domain import KeyPowers, ModelName, ModelSpec, Targets
 
 SPEC = ModelSpec(
     name=ModelName("llama"),

@@ -11,11 +11,11 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
-from gpupoold.sim.csv_table import parse_table
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, SimPrefixes, Simulation
-from gpupoold.sim.other_presets import Conversations
+from gpupoold.sim.lengths import parse_table
 from gpupoold.sim.policies import PolicyOptions, make_policy
+from gpupoold.sim.presets import Conversations
 from gpupoold.sim.scenario import Draw
 from gpupoold.sim.traces import trace_requests
 from gpupoold.sim.workloads import SimRequest

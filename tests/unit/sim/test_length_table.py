@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpupoold.sim.csv_table import read_package_table, read_table
-from gpupoold.sim.lengths import SHAREGPT_TABLE
+from gpupoold.sim.lengths import SHAREGPT_TABLE, read_package_table, read_table
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "make_length_table.py"

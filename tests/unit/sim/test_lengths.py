@@ -10,7 +10,6 @@ from random import Random
 import pytest
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import read_table, select_scenario
 from gpupoold.sim.lengths import (
     Lengths,
     LengthSampler,
@@ -18,6 +17,8 @@ from gpupoold.sim.lengths import (
     QuantileSampler,
     length_pairs,
     length_variant,
+    read_table,
+    select_scenario,
     sharegpt_lengths,
 )
 

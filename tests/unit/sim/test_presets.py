@@ -11,8 +11,8 @@ import pytest
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box, parse_box
-from gpupoold.sim.other_presets import SMALL_BOX
 from gpupoold.sim.presets import (
+    SMALL_BOX,
     SYNTH_SCENARIOS,
     poisson_panel,
     preset_names,

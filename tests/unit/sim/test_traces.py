@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.csv_table import read_table, select_scenario
-from gpupoold.sim.lengths import LengthSampler
+from gpupoold.sim.lengths import LengthSampler, read_table, select_scenario
 from gpupoold.sim.traces import (
     DEFAULT_MODEL,
     fold_models,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import types
 from argparse import Namespace
@@ -26,15 +25,13 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
-from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.media import media_limits
@@ -50,7 +47,7 @@ from gpupoold.frontend.logprobs import PromptLogprobs, has_logprobs, limit_beams
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
 from gpupoold.frontend.model_names import name_as_requested
 from gpupoold.frontend.mounts import AsgiApp
-from gpupoold.frontend.pool_client import EngineCodec, EngineLimits, PoolClient
+from gpupoold.frontend.pool_client import EngineLimits, PoolClient, RequestLost
 from gpupoold.frontend.pooling_bounds import bound_pooling
 from gpupoold.frontend.pooling_inputs import input_slot
 from gpupoold.frontend.prompt_bounds import (
@@ -59,14 +56,7 @@ from gpupoold.frontend.prompt_bounds import (
     why_words_are_too_long,
 )
 from gpupoold.frontend.request_ids import make_engine_id, name_responses
-from gpupoold.frontend.step_outputs import (
-    join_steps,
-    keep_steps_apart,
-    make_outputs,
-    put_in_a_row,
-    reads_joined_steps,
-    repeat_outputs,
-)
+from gpupoold.frontend.step_outputs import keep_steps_apart, reads_joined_steps
 from gpupoold.frontend.template_bounds import bound_rendering
 from gpupoold.frontend.token_work import why_too_much_work
 from gpupoold.frontend.vocabulary import decode_tokens_once, num_embeddings, prepare_texts
@@ -91,22 +81,6 @@ _NO_BACKGROUND = (
     "Responses are not stored here, so `background` is not supported: leave the field out. For "
     "work without a waiting client there are batches, `/v1/batches`."
 )
-
-
-class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
-    """The pool cannot answer a request; clients see the message and the status, by default 503.
-
-    ``AsyncLLM.generate`` passes the first base on unchanged, the streaming
-    endpoints turn the second into an error event. ``code`` is the error's code if different from
-    the status.
-    """
-
-    def __init__(
-        self, message: str, status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE, code: str = ""
-    ) -> None:
-        super().__init__(message, status)
-        self.status_code = status
-        self.code = code
 
 
 class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
@@ -203,7 +177,10 @@ class VllmModelApi:
         vetting: GrammarVetting,
         on_prefilled: Callable[[str, int], None],
     ) -> None:
-        """May take some 100 ms and is meant for a worker thread."""
+        """May take some 100 ms; one call at a time, in a thread.
+
+        ``on_prefilled`` gets each request's id and its cached prompt tokens.
+        """
         keep_grammars_off_the_loop()
         bound_rendering()
         self._args = _arguments(model, loaded)
@@ -219,7 +196,7 @@ class VllmModelApi:
             config.model_config.get_vocab_size(),
             num_embeddings(config.model_config),
         )
-        self._client = PoolClient(limits, _codec(joins), send, on_unreadable, on_prefilled)
+        self._client = PoolClient(limits, send, on_unreadable, on_prefilled, joins=joins)
         grammars = ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)
         self._client.slow_outputs = PromptLogprobs(self._llm.output_processor.request_states)
@@ -234,7 +211,8 @@ class VllmModelApi:
         self._app.add_exception_handler(RequestLost, _on_lost)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
-        self._paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
+        self.paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
+        self.app: AsgiApp = functools.partial(serve_completed, self._app)
         self._init_state()
 
     def _init_state(self) -> None:
@@ -260,18 +238,7 @@ class VllmModelApi:
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
 
-    @property
-    def app(self) -> AsgiApp:
-        """The ASGI application for the model."""
-        return functools.partial(serve_completed, self._app)
-
-    @property
-    def paths(self) -> frozenset[str]:
-        """The paths of the application, which depend on the model's tasks."""
-        return self._paths
-
     def push(self, outputs: StepOutputs) -> None:
-        """Pass on the outputs of one engine step."""
         if not outputs.frames:
             self._refuse_probabilities(outputs.progress)
         errors = [one.request_id for one in outputs.progress if one.finish_reason == _ERROR]
@@ -310,13 +277,10 @@ class VllmModelApi:
         status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
         code: str = "",
     ) -> None:
-        """End these requests' streams with an error; ignore unknown ids.
-
-        With ``n > 1`` the ids are those of single samples: the whole request fails and its other
-        samples are aborted in the pool.
-        """
+        # With ``n > 1`` the ids are those of single samples: the whole request fails and its other
+        # samples are aborted in the pool.
         failed = set(request_ids)
-        self._client.forget(failed)
+        self._client.pacer.end(failed)
         processor = self._llm.output_processor
         for request_id in failed:
             state = processor.request_states.get(request_id)
@@ -329,30 +293,23 @@ class VllmModelApi:
             self._client.abort([sample for sample in gone if sample not in failed])
 
     def stop(self, message: str) -> None:
-        """End every open and every later request with an error."""
         self._client.stop(message)
         open_ids = list(self._llm.output_processor.request_states)
         self.fail(open_ids, message)
         self._client.abort(open_ids)
 
     def openapi(self) -> dict[str, Any]:
-        """Return vLLM's description of its whole API; the first call takes most of a second."""
         described: dict[str, Any] = self._app.openapi()
         return described
 
     def owns_response(self, response_id: str) -> bool:
-        """Return whether the Responses API stored that response (vLLM's store is off by
-        default).
-        """
-        serving = getattr(self._app.state, "openai_serving_responses", None)
+        serving = getattr(self._app.state, "openai_serving_responses", None)  # off by default
         return serving is not None and response_id in serving.response_store
 
     def take_paced_gaps(self) -> Histogram:
-        """Return the times between tokens of paced streams since the last call."""
-        return self._client.take_paced_gaps()
+        return self._client.pacer.take_gaps()
 
     def close(self) -> None:
-        """Release the tokenizer's threads; may block."""
         self._client.stop("the model is no longer served")
         self._llm.shutdown()
 
@@ -379,36 +336,9 @@ def _assign_request_id(request: EngineCoreRequest) -> None:
     request.request_id = make_engine_id()
 
 
-def _encode_request(encoder: MsgpackEncoder, request: EngineCoreRequest) -> Any:
-    """Encode a request without the client's texts that engines do not use.
-
-    The left-out texts are its id, its session, and parameters of absent extensions.
-    """
-    sent = copy.copy(request)
-    sent.external_req_id = sent.session_id = sent.trace_headers = sent.kv_hints = None
-    if sent.sampling_params is not None and sent.sampling_params.extra_args:
-        sent.sampling_params = copy.copy(sent.sampling_params)
-        sent.sampling_params.extra_args = None
-    return encoder.encode(sent)
-
-
 _GARBLED = "the engine's output for this request could not be read"
 _NO_GRAMMAR = "no grammar can be made of the requested format"
 _NO_PROBABILITIES = "logprobs are not available: the tokens of a simulated device are synthetic"
-
-
-async def build_model_api(
-    model: ModelToLoad,
-    loaded: LoadedModel,
-    send: Callable[[msgspec.Struct], None],
-    vetting: GrammarVetting,
-    on_prefilled: Callable[[str, int], None],
-) -> VllmModelApi:
-    """Build a model's API in a thread; one call at a time.
-
-    ``on_prefilled`` gets each request's id and its cached prompt tokens.
-    """
-    return await asyncio.to_thread(VllmModelApi, model, loaded, send, vetting, on_prefilled)
 
 
 def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
@@ -451,34 +381,6 @@ def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
     args._api_process_count = 2
     args.mm_processor_cache_gb = _PROCESSED_IMAGES_GIB
     return args
-
-
-@functools.cache
-def _codec(joins: bool) -> EngineCodec:
-    """Return vLLM's serialiser for the event loop; it is not thread-safe."""
-    return EngineCodec(
-        encode=functools.partial(_encode_request, MsgpackEncoder()),
-        decode=MsgpackDecoder(EngineCoreOutputs).decode,
-        make_outputs=make_outputs,
-        repeat=repeat_outputs,
-        join=join_steps if joins else put_in_a_row,
-        cached_tokens=_cached_tokens,
-        put_in_step=lambda outputs: EngineCoreOutputs(outputs=outputs),
-        is_streamed=_is_streamed,
-        unavailable=RequestLost,
-        unsupported=VLLMValidationError,
-    )
-
-
-def _cached_tokens(outputs: EngineCoreOutputs) -> Iterator[tuple[str, int]]:
-    for output in outputs.outputs:
-        if output.prefill_stats is not None:
-            yield output.request_id, output.prefill_stats.num_cached_tokens
-
-
-def _is_streamed(request: EngineCoreRequest) -> bool:
-    params = request.sampling_params
-    return params is not None and params.output_kind is RequestOutputKind.DELTA
 
 
 _ERROR = str(FinishReason.ERROR)

@@ -1,70 +1,59 @@
 """vLLM's engine client over the daemon: requests go to the daemon, outputs come back.
 
-One per model, on the event loop. ``AsyncLLM`` calls the client by duck typing; the module uses only
-names of vLLM's methods and of a few request fields.
+One per model, on the event loop. ``AsyncLLM`` calls the client by duck typing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import NamedTuple, NoReturn
 
 import msgspec
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.frontend.callers import cache_salt
 from gpupoold.frontend.fleet_calls import take_output_so_far, why_impossible
+from gpupoold.frontend.logprobs import PromptLogprobs
 from gpupoold.frontend.pacing import Pacer
 from gpupoold.frontend.request_ids import sample_number
+from gpupoold.frontend.step_outputs import join_steps, make_outputs, put_in_a_row, repeat_outputs
 from gpupoold.frontend.vocabulary import counts_prompt, drop_beyond, take_rows
-from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.channel import MAX_FRAME_BYTES
 from gpupoold.wire.continuation import OutputSoFar
-from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
+from gpupoold.wire.messages import AbortRequests, AddRequest, StepOutputs
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 4
 """Limit of an encoded request in bytes: a message has room for the request and all its tokens."""
 
+# For the event loop: vLLM's serialisers are not thread-safe.
+_encoder = MsgpackEncoder()
+_decode = MsgpackDecoder(EngineCoreOutputs).decode
 
-@dataclass(frozen=True, slots=True)
-class EngineCodec:
-    """The engine's serialiser, and errors of its API layer.
 
-    ``encode`` takes a request, ``decode`` returns an engine's outputs, ``make_outputs`` those of a
-    device without an engine, and ``repeat`` those of a request whose tokens are known; ``join``
-    merges several in order. ``cached_tokens`` returns the prompt tokens that were in the prefix
-    cache, of requests with a first output; ``put_in_step`` makes outputs of the outputs of single
-    requests. ``is_streamed`` returns whether the client of a request gets its tokens one by one.
-    ``unavailable`` makes an error that clients see as 503, ``unsupported`` as 400.
+class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
+    """The pool cannot answer a request; clients see the message and the status, by default 503.
+
+    ``AsyncLLM.generate`` passes the first base on unchanged, the streaming
+    endpoints turn the second into an error event. ``code`` is the error's code if different from
+    the status.
     """
 
-    encode: Callable[[Any], Sequence[bytes | bytearray | memoryview]]
-    decode: Callable[[Sequence[bytes]], Any]
-    make_outputs: Callable[[Sequence[RequestProgress]], Any]
-    repeat: Callable[[Any, OutputSoFar], list[Any]]
-    join: Callable[[Sequence[Any]], Any]
-    cached_tokens: Callable[[Any], Iterable[tuple[str, int]]]
-    put_in_step: Callable[[list[Any]], Any]
-    is_streamed: Callable[[Any], bool]
-    unavailable: Callable[[str], Exception]
-    unsupported: Callable[[str], Exception]
-
-
-class SlowOutputs(Protocol):
-    """Outputs that take the event loop long, and are prepared in slices; true while it has some."""
-
-    def __bool__(self) -> bool: ...
-
-    def hold(self, outputs: list[Any]) -> list[Any]:
-        """Take slow outputs and what must follow them; return the others."""
-
-    def advance(self) -> list[Any]:
-        """Do a slice of work; return the outputs that are due after it."""
+    def __init__(
+        self, message: str, status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE, code: str = ""
+    ) -> None:
+        super().__init__(message, status)
+        self.status_code = status
+        self.code = code
 
 
 class EngineResources:
@@ -92,24 +81,26 @@ class PoolClient:
     def __init__(
         self,
         limits: EngineLimits,
-        codec: EngineCodec,
         send: Callable[[msgspec.Struct], None],
         on_unreadable: Callable[[list[str]], None],
         on_prefilled: Callable[[str, int], None],
+        *,
+        joins: bool,
     ) -> None:
         """``on_unreadable`` gets the ids whose outputs could not be decoded, ``on_prefilled`` a
-        request's id and its cached tokens. ``slow_outputs`` may be set before the first request.
+        request's id and its cached tokens. ``slow_outputs`` may be set before the first request;
+        with ``joins`` waiting steps become one.
         """
-        self.slow_outputs: SlowOutputs | None = None
+        self.slow_outputs: PromptLogprobs | None = None
         self.resources = EngineResources()
         self.engine_ranks_managed = [0]
         self._limits = limits
-        self._codec = codec
         self._send = send
         self._on_unreadable = on_unreadable
         self._on_prefilled = on_prefilled
-        self._steps: asyncio.Queue[StepOutputs | list[Any]] = asyncio.Queue()
-        self._pacer = Pacer(self._steps.put_nowait, limits.tbt_s)
+        self._join = join_steps if joins else put_in_a_row
+        self._steps: asyncio.Queue[StepOutputs | list[EngineCoreOutput]] = asyncio.Queue()
+        self.pacer = Pacer(self._steps.put_nowait, limits.tbt_s)
         self._stopped_because: str | None = None
 
     def push(self, outputs: StepOutputs) -> None:
@@ -124,21 +115,21 @@ class PoolClient:
     def stopped(self) -> bool:
         return self._stopped_because is not None
 
-    async def add_request_async(self, request: Any) -> None:
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Send a request to the daemon.
 
         Raises:
-            Exception: ``codec.unavailable`` after ``stop``,
-                ``codec.unsupported`` for requests without token ids, with ids that the model does
-                not have, and for too large ones.
+            RequestLost: after ``stop``.
+            VLLMValidationError: the request has no token ids, ids that the model does not have, or
+                is too large.
         """
         if self._stopped_because is not None:
-            raise self._codec.unavailable(self._stopped_because)
+            raise RequestLost(self._stopped_because)
         params, limits = request.sampling_params, self._limits
         if request.prompt_token_ids is None:
-            raise self._codec.unsupported("gpupool serves requests with token ids only")
+            raise VLLMValidationError("gpupool serves requests with token ids only")
         if (token_id := take_rows(request, limits.num_embeddings)) is not None:
-            raise self._codec.unsupported(
+            raise VLLMValidationError(
                 f"Token id {token_id} of the prompt is beyond the model's vocabulary of "
                 f"{limits.num_embeddings:,} tokens; the tokenizer of {limits.model} has more "
                 "tokens than its weights."
@@ -148,16 +139,16 @@ class PoolClient:
             drop_beyond(params, limits.vocab_size)
             may_be_beyond = limits.num_embeddings > limits.vocab_size and counts_prompt(params)
             if may_be_beyond and (largest := max(prompt, default=0)) >= limits.vocab_size:
-                raise self._codec.unsupported(
+                raise VLLMValidationError(
                     "Penalties and prompt_logprobs count the tokens of the prompt, and token id "
                     f"{largest} is beyond the {limits.vocab_size:,} that an answer of "
                     f"{limits.model} can have. Leave them out."
                 )
         request.cache_salt = cache_salt(request.cache_salt)
-        frames = [bytes(frame) for frame in self._codec.encode(request)]
+        frames = _encoded(request)
         num_bytes = sum(map(len, frames))
         if num_bytes > MAX_REQUEST_BYTES:
-            raise self._codec.unsupported(
+            raise VLLMValidationError(
                 f"The request takes {num_bytes:,} bytes for the engine, more than the limit of "
                 f"{MAX_REQUEST_BYTES:,}. Send fewer or smaller images, or a shorter prompt."
             )
@@ -173,21 +164,23 @@ class PoolClient:
         so_far = take_output_so_far(sample_number(request.request_id))
         if so_far is not None and not self._continue(request, message, so_far):
             return
-        if self._codec.is_streamed(request):
-            self._pacer.begin(request.request_id)
+        if params is not None and params.output_kind is RequestOutputKind.DELTA:
+            self.pacer.begin(request.request_id)
         self._send(message)
 
-    def _continue(self, request: Any, message: AddRequest, so_far: OutputSoFar) -> bool:
+    def _continue(
+        self, request: EngineCoreRequest, message: AddRequest, so_far: OutputSoFar
+    ) -> bool:
         """Put the tokens of an earlier answer before those of the engine.
 
         Returns whether the engine has tokens to make.
 
         Raises:
-            Exception: ``codec.unsupported``, the answer cannot be continued.
+            VLLMValidationError: the answer cannot be continued.
         """
         if reason := why_impossible(so_far, message.max_tokens, self._limits.vocab_size):
-            raise self._codec.unsupported(f"gpupool: {reason}")
-        self._steps.put_nowait(self._codec.repeat(request, so_far))
+            raise VLLMValidationError(f"gpupool: {reason}")
+        self._steps.put_nowait(repeat_outputs(request, so_far))
         message.output_token_ids = list(so_far.token_ids)
         return so_far.finish_reason is None
 
@@ -197,18 +190,10 @@ class PoolClient:
 
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:
-            self._pacer.end(request_ids)
+            self.pacer.end(request_ids)
             self._send(AbortRequests(model=self._limits.model, request_ids=request_ids))
 
-    def take_paced_gaps(self) -> Histogram:
-        """Return the times between tokens of paced streams since the last call."""
-        return self._pacer.take_gaps()
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the waiting outputs of failed requests."""
-        self._pacer.end(request_ids)
-
-    async def get_output_async(self) -> Any:
+    async def get_output_async(self) -> EngineCoreOutputs:
         """Return the outputs of the next step; of all waiting steps merged.
 
         Outputs that ``slow_outputs`` holds back follow later.
@@ -217,7 +202,7 @@ class PoolClient:
             if self.slow_outputs:
                 await asyncio.sleep(0)
                 if due := self.slow_outputs.advance():
-                    return self._codec.put_in_step(due)
+                    return EngineCoreOutputs(outputs=due)
                 if self._steps.empty():
                     continue
             steps = [await self._steps.get()]
@@ -226,28 +211,29 @@ class PoolClient:
             read = [outputs for outputs in map(self._read, steps) if outputs is not None]
             if not read:
                 continue
-            outputs = self._codec.join(read) if len(read) > 1 else read[0]
+            outputs = self._join(read) if len(read) > 1 else read[0]
             if self.slow_outputs is None:
                 return outputs
             if due := self.slow_outputs.hold(outputs.outputs):
                 outputs.outputs = due
                 return outputs
 
-    def _read(self, step: StepOutputs | list[Any]) -> Any | None:
+    def _read(self, step: StepOutputs | list[EngineCoreOutput]) -> EngineCoreOutputs | None:
         """Return a step's outputs due now, or outputs released by the pacer."""
         if isinstance(step, list):
-            return self._codec.put_in_step(step)
+            return EngineCoreOutputs(outputs=step)
         try:
             if step.frames:
-                outputs = self._codec.decode(step.frames)
-                for request_id, num_cached in self._codec.cached_tokens(outputs):
-                    self._on_prefilled(request_id, num_cached)
+                outputs = _decode(step.frames)
+                for output in outputs.outputs:
+                    if (prefilled := output.prefill_stats) is not None:
+                        self._on_prefilled(output.request_id, prefilled.num_cached_tokens)
             else:
-                outputs = self._codec.make_outputs(step.progress)
-            if not self._pacer.is_active:
+                outputs = make_outputs(step.progress)
+            if not self.pacer.is_active:
                 return outputs
-            due = self._pacer.hold(outputs.outputs)
-            return self._codec.put_in_step(due) if due else None
+            due = self.pacer.hold(outputs.outputs)
+            return EngineCoreOutputs(outputs=due) if due else None
         except Exception:
             logger.exception("unreadable outputs of %s", self._limits.model)
             self._on_unreadable([progress.request_id for progress in step.progress])
@@ -267,3 +253,16 @@ class PoolClient:
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an error for an engine operation that the pool does not offer."""
         raise AttributeError(f"{name} is not available through gpupool")
+
+
+def _encoded(request: EngineCoreRequest) -> list[bytes]:
+    """Encode a request without the client's texts that engines do not use.
+
+    The left-out texts are its id, its session, and parameters of absent extensions.
+    """
+    sent = copy.copy(request)
+    sent.external_req_id = sent.session_id = sent.trace_headers = sent.kv_hints = None
+    if sent.sampling_params is not None and sent.sampling_params.extra_args:
+        sent.sampling_params = copy.copy(sent.sampling_params)
+        sent.sampling_params.extra_args = None
+    return [bytes(frame) for frame in _encoder.encode(sent)]

@@ -350,8 +350,13 @@ class FrontendServer:
         try:
             if isinstance(adapter, GpupoolError):
                 raise adapter
-            api = await adapter.build_model_api(
-                message.model, message.loaded, self._send, self._vetting, self._gates.prefilled
+            api = await asyncio.to_thread(
+                adapter.VllmModelApi,
+                message.model,
+                message.loaded,
+                self._send,
+                self._vetting,
+                self._gates.prefilled,
             )
         except Exception as error:
             return _failure(message, error)

@@ -20,7 +20,7 @@ PACKAGES = ("gpupoold", "cli/gpupool_cli", "tui/gpupool_tui", "state/gpupool_sta
 TOOLS = ("benchmarks", "scripts", "examples")
 
 # Functions of modules that are imported by name.
-CALLED_BY_NAME = {"main", "preload", "build_model_api", "try_grammar"}
+CALLED_BY_NAME = {"main", "preload", "VllmModelApi", "try_grammar"}
 
 
 @dataclass

@@ -115,7 +115,4 @@ def test_other_outputs_overtake_slow_ones(monkeypatch: pytest.MonkeyPatch) -> No
         found.append([one.request_id for one in (await client.get_output_async()).outputs])
         return found
 
-    plane.client._codec = SimpleNamespace(
-        join=lambda steps: steps[0], put_in_step=lambda outputs: EngineCoreOutputs(outputs=outputs)
-    )
     assert asyncio.run(read()) == [["b"], ["a"]]

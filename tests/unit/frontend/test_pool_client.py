@@ -4,82 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    PrefillStats,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.frontend import pool_client
-from gpupoold.frontend.pool_client import EngineCodec, EngineLimits, PoolClient
+from gpupoold.frontend.pool_client import EngineLimits, PoolClient, RequestLost
 from gpupoold.wire.messages import AbortRequests, AddRequest, RequestProgress, StepOutputs
 
 
-class Unavailable(Exception):
-    pass
-
-
-class Unsupported(Exception):
-    pass
-
-
 class ControlPlane:
-    """A client whose messages are collected; frames are the text itself."""
+    """A client whose messages are collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, joins: bool = True) -> None:
         self.sent: list[msgspec.Struct] = []
         self.unreadable: list[list[str]] = []
-        codec = EngineCodec(
-            encode=lambda request: [request.request_id.encode(), memoryview(b"tensor")],
-            decode=lambda frames: frames[0].decode("ascii"),
-            make_outputs=lambda progress: [one.new_token_ids for one in progress],
-            repeat=lambda request, so_far: so_far.token_ids,
-            join=list,
-            cached_tokens=lambda outputs: [("r1", 3)] if "cached" in outputs else [],
-            put_in_step=lambda outputs: SimpleNamespace(outputs=outputs),
-            is_streamed=lambda request: True,
-            unavailable=Unavailable,
-            unsupported=Unsupported,
-        )
         self.cached: list[tuple[str, int]] = []
         self.client = PoolClient(
             EngineLimits("m", ("generate",), 0.1, vocab_size=1000, num_embeddings=1010),
-            codec,
             self.sent.append,
             self.unreadable.append,
             lambda *one: self.cached.append(one),
+            joins=joins,
         )
 
 
-def engine_request(**changes: Any) -> SimpleNamespace:
+def engine_request(**changes: Any) -> EngineCoreRequest:
     fields: dict[str, Any] = {
         "request_id": "r1",
         "prompt_token_ids": [1, 2],
-        "sampling_params": SimpleNamespace(
-            max_tokens=9,
-            all_stop_token_ids=set(),
-            bad_words_token_ids=None,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            prompt_logprobs=None,
-        ),
+        "sampling_params": SamplingParams(max_tokens=9),
         "mm_features": None,
+        "pooling_params": None,
+        "arrival_time": 0.0,
         "lora_request": None,
         "cache_salt": None,
+        "data_parallel_rank": None,
     }
-    return SimpleNamespace(**fields | changes)
+    return EngineCoreRequest(**fields | changes)
 
 
-def step(frame: bytes) -> StepOutputs:
-    progress = [RequestProgress("r1", [5])]
-    return StepOutputs(model="m", at_s=0.0, frames=[frame], progress=progress)
+def step(*token_ids: int, num_cached: int | None = None) -> StepOutputs:
+    """Return a step of request r1; without tokens one that cannot be read."""
+    output = EngineCoreOutput("r1", list(token_ids))
+    if num_cached is not None:
+        output.prefill_stats = PrefillStats(num_cached_tokens=num_cached)
+    frames = [bytes(one) for one in MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))]
+    progress = [RequestProgress("r1", list(token_ids))]
+    return StepOutputs("m", 0.0, frames=frames if token_ids else [b"\xff"], progress=progress)
+
+
+def tokens_of(outputs: EngineCoreOutputs) -> list[list[int]]:
+    return [one.new_token_ids for one in outputs.outputs]
 
 
 def test_cached_tokens_are_told_when_outputs_are_read() -> None:
     plane = ControlPlane()
-    plane.client.push(step(b"plain"))
-    plane.client.push(step(b"cached"))
+    plane.client.push(step(5))
+    plane.client.push(step(6, num_cached=3))
     asyncio.run(plane.client.get_output_async())
     assert plane.cached == [("r1", 3)]
 
@@ -90,20 +83,22 @@ def test_request_is_sent_with_its_frames() -> None:
     asyncio.run(pool.client.add_request_async(engine_request()))
     (message,) = pool.sent
     assert isinstance(message, AddRequest)
+    received = MsgpackDecoder(EngineCoreRequest).decode(message.frames)
+    assert (received.request_id, received.prompt_token_ids) == ("r1", [1, 2])
     assert before_s <= message.arrival_s <= time.monotonic()
-    assert msgspec.structs.replace(message, arrival_s=0.0) == AddRequest(
+    assert msgspec.structs.replace(message, arrival_s=0.0, frames=[]) == AddRequest(
         model="m",
         request_id="r1",
         arrival_s=0.0,
         num_prompt_tokens=2,
         max_tokens=9,
-        frames=[b"r1", b"tensor"],
+        frames=[],
     )
 
 
 def test_a_request_of_an_adapter_has_the_name_of_the_adapter() -> None:
     pool = ControlPlane()
-    request = engine_request(lora_request=SimpleNamespace(lora_name="adapter"))
+    request = engine_request(lora_request=LoRARequest("adapter", 1, "/adapter"))
     asyncio.run(pool.client.add_request_async(request))
     (message,) = pool.sent
     assert isinstance(message, AddRequest)
@@ -112,7 +107,7 @@ def test_a_request_of_an_adapter_has_the_name_of_the_adapter() -> None:
 
 def test_only_requests_with_tokens() -> None:
     pool = ControlPlane()
-    with pytest.raises(Unsupported):
+    with pytest.raises(VLLMValidationError):
         asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=None)))
     assert pool.sent == []
 
@@ -121,11 +116,13 @@ def test_tokens_with_a_row_that_no_answer_can_have() -> None:
     """Such tokens are part of a prompt, but nothing counts them."""
     pool = ControlPlane()
     asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=[1, 1005])))
-    with pytest.raises(Unsupported, match="Token id 1010 of the prompt is beyond"):
+    with pytest.raises(VLLMValidationError, match="Token id 1010 of the prompt is beyond"):
         asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=[1, 1010])))
     counting = engine_request(prompt_token_ids=[1, 1005])
-    counting.sampling_params.repetition_penalty = 1.1
-    with pytest.raises(Unsupported, match="token id 1005 is beyond the 1,000 that an answer"):
+    counting.sampling_params = SamplingParams(max_tokens=9, repetition_penalty=1.1)
+    with pytest.raises(
+        VLLMValidationError, match="1005 is beyond the 1,000 that an answer"
+    ):
         asyncio.run(pool.client.add_request_async(counting))
     assert len(pool.sent) == 1
 
@@ -141,7 +138,7 @@ def test_a_pooling_request_is_due_one_result() -> None:
 def test_what_no_message_should_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_client, "MAX_REQUEST_BYTES", 7)
     pool = ControlPlane()
-    with pytest.raises(Unsupported, match=r"takes 8 bytes .* limit of 7"):
+    with pytest.raises(VLLMValidationError, match=r"takes [0-9]+ bytes .* limit of 7"):
         asyncio.run(pool.client.add_request_async(engine_request()))
     assert pool.sent == []
 
@@ -150,7 +147,7 @@ def test_stopped_client_refuses_with_the_reason() -> None:
     pool = ControlPlane()
     pool.client.stop("gone")
     assert pool.client.stopped
-    with pytest.raises(Unavailable, match="gone"):
+    with pytest.raises(RequestLost, match="gone"):
         asyncio.run(pool.client.add_request_async(engine_request()))
 
 
@@ -161,7 +158,7 @@ def test_outputs_without_frames_are_made_from_progress() -> None:
         pool.client.push(StepOutputs(model="m", at_s=0.0, frames=[], progress=progress))
         return await pool.client.get_output_async()
 
-    assert asyncio.run(run()) == [[5, 6], [7]]
+    assert tokens_of(asyncio.run(run())) == [[5, 6], [7]]
 
 
 def test_aborts_are_sent_unless_empty() -> None:
@@ -173,22 +170,25 @@ def test_aborts_are_sent_unless_empty() -> None:
 
 def test_unreadable_outputs_are_reported_and_skipped() -> None:
     pool = ControlPlane()
-    pool.client.push(step(b"\xff"))
-    pool.client.push(step(b"fine"))
-    assert asyncio.run(pool.client.get_output_async()) == "fine"
+    pool.client.push(step())
+    pool.client.push(step(5))
+    assert tokens_of(asyncio.run(pool.client.get_output_async())) == [[5]]
     assert pool.unreadable == [["r1"]]
 
 
-def test_steps_that_wait_are_read_as_one_without_those_that_are_unreadable() -> None:
+@pytest.mark.parametrize(("joins", "together"), [(True, [[1, 2]]), (False, [[1], [2]])])
+def test_steps_that_wait_are_read_as_one_without_those_that_are_unreadable(
+    joins: bool, together: list[list[int]]
+) -> None:
     async def run() -> list[Any]:
-        pool = ControlPlane()
-        for frame in (b"one", b"\xff", b"two"):
-            pool.client.push(step(frame))
-        together = await pool.client.get_output_async()
-        pool.client.push(step(b"three"))
-        return [together, await pool.client.get_output_async(), pool.unreadable]
+        pool = ControlPlane(joins=joins)
+        for one in (step(1), step(), step(2)):
+            pool.client.push(one)
+        found = tokens_of(await pool.client.get_output_async())
+        pool.client.push(step(3))
+        return [found, tokens_of(await pool.client.get_output_async()), pool.unreadable]
 
-    assert asyncio.run(run()) == [["one", "two"], "three", [["r1"]]]
+    assert asyncio.run(run()) == [together, [[3]], [["r1"]]]
 
 
 def test_other_engine_operations_are_named() -> None:

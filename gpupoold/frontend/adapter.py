@@ -43,22 +43,22 @@ from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars.request_grammars import ModelGrammars, keep_grammars_off_the_loop
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.large_answers import make_large_answers_apart
-from gpupoold.frontend.logprobs import PromptLogprobs, has_logprobs, limit_beams, limit_logprobs
+from gpupoold.frontend.logprobs import PromptLogprobs, has_logprobs
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
-from gpupoold.frontend.model_names import name_as_requested
 from gpupoold.frontend.mounts import AsgiApp
 from gpupoold.frontend.pool_client import EngineLimits, PoolClient, RequestLost
-from gpupoold.frontend.pooling_bounds import bound_pooling
-from gpupoold.frontend.pooling_inputs import input_slot
-from gpupoold.frontend.prompt_bounds import (
-    bound_renderer,
-    num_prompts_at_once,
-    why_words_are_too_long,
-)
-from gpupoold.frontend.request_ids import make_engine_id, name_responses
+from gpupoold.frontend.request_ids import make_engine_id, name_as_requested, name_responses
 from gpupoold.frontend.step_outputs import keep_steps_apart, reads_joined_steps
 from gpupoold.frontend.template_bounds import bound_rendering
-from gpupoold.frontend.token_work import why_too_much_work
+from gpupoold.frontend.vllm_bounds import (
+    bound_pooling,
+    bound_renderer,
+    check_words,
+    check_work,
+    input_slot,
+    limit_beams,
+    limit_logprobs,
+)
 from gpupoold.frontend.vocabulary import decode_tokens_once, num_embeddings, prepare_texts
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
@@ -101,8 +101,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             super().__init__(
                 config, Executor.get_class(config), log_stats=False, log_requests=False
             )
-        max_model_len = config.model_config.max_model_len
-        bound_renderer(self.renderer, max_model_len, VLLMValidationError)
+        bound_renderer(self.renderer, config.model_config.max_model_len)
         bound_media(self.renderer)
         self.input_processor.assign_request_id = _assign_request_id
         decode_tokens_once()
@@ -123,8 +122,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
 
         The API makes the generators of all prompts before it begins with the first.
         """
-        if costly := why_too_much_work(sampling_params, num_prompts_at_once()):
-            raise VLLMValidationError(costly[1], parameter=costly[0])
+        check_work(sampling_params)
         limit_logprobs(prompt, sampling_params, self.model_config)
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(
             prompt, sampling_params, request_id, **kwargs
@@ -141,10 +139,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Add a request to the pool; vLLM's errors before that become 400."""
-        for name in ("stop", "bad_words"):
-            reason = why_words_are_too_long(name, getattr(params, name, None))
-            if reason:
-                raise VLLMValidationError(reason, parameter=name)
+        check_words(params)
         count_features(prompt, getattr(params, "n", 1))
         if has_logprobs(params):
             await prepare_texts(self.renderer.tokenizer)
@@ -415,7 +410,7 @@ def change_handlers(state: Any, model_config: Any) -> None:
     if (responses := getattr(state, "openai_serving_responses", None)) is not None:
         name_responses(responses)
         explain_background(responses)
-    bound_pooling(state, model_config.max_model_len, VLLMValidationError)
+    bound_pooling(state, model_config.max_model_len)
     make_large_answers_apart(state)
     limit_beams(state)
     name_as_requested(state.openai_serving_models)

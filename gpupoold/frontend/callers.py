@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from gpupoold.frontend.errors import (
     starting,
     unauthorised,
 )
+from gpupoold.frontend.request_local import RequestLocal
 from gpupoold.units import format_duration
 from gpupoold.wire.messages import (
     AccessReport,
@@ -149,12 +149,12 @@ class Callers:
 
     def asked(self, message: AddRequest) -> None:
         """Add the present caller and preset to a message for the daemon."""
-        caller = _current.get()
-        if caller is not None and caller.key is not None:
+        caller, preset = _current.get() or (self._anybody, "")
+        if caller.key is not None:
             message.key_id, message.priority = caller.key.id, caller.key.priority
-        if caller is not None and caller.is_batch:
+        if caller.is_batch:
             message.priority = Priority.BACKGROUND
-        message.served_name = message.served_name or _preset_name.get()
+        message.served_name = message.served_name or preset
 
     def report(self) -> AccessReport | None:
         """Return the changes since the last report, None without any."""
@@ -182,26 +182,19 @@ class Callers:
         return unauthorised(message)
 
 
-_current: ContextVar[Caller | None] = ContextVar("caller", default=None)
-_preset_name: ContextVar[str] = ContextVar("preset_name", default="")
+# The caller, and the name of the preset, empty without one.
+_current: RequestLocal[tuple[Caller, str]] = RequestLocal("caller")
 
 
-@contextlib.contextmanager
-def serving(caller: Caller, model: ServedModel) -> Iterator[None]:
+def serving(caller: Caller, model: ServedModel) -> contextlib.AbstractContextManager[None]:
     """Attribute work inside the context, including new tasks, to a caller and a preset, if any."""
-    token = _current.set(caller)
-    name_token = _preset_name.set("" if model.preset is None else model.preset.name)
-    try:
-        yield
-    finally:
-        _preset_name.reset(name_token)
-        _current.reset(token)
+    return _current.holding((caller, "" if model.preset is None else model.preset.name))
 
 
 def current_key_id() -> str:
     """Return the key's id of the present request; empty without one."""
-    caller = _current.get()
-    return "" if caller is None or caller.key is None else caller.key.id
+    current = _current.get()
+    return "" if current is None else current[0].key_id
 
 
 def cache_salt(of_client: str | None) -> str | None:
@@ -209,8 +202,8 @@ def cache_salt(of_client: str | None) -> str | None:
 
     The owner is a part of the salt: a client's own salt finds no KV of other owners.
     """
-    caller = _current.get()
-    owner = "" if caller is None else caller.prefix_owner
+    current = _current.get()
+    owner = "" if current is None else current[0].prefix_owner
     return f"{owner}:{of_client or ''}" if owner or of_client else None
 
 

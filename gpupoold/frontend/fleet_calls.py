@@ -8,15 +8,12 @@ the text that the client has.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-
 import msgspec
 
 from gpupoold.access.fleet import HEADER, Signature, verified
 from gpupoold.frontend.errors import bad_request, unauthorised
 from gpupoold.frontend.mounts import Scope
+from gpupoold.frontend.request_local import RequestLocal
 from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation, OutputSoFar
 
 MAX_TOKENS = 1 << 20
@@ -26,6 +23,9 @@ _BAD_SIGNATURE = (
     f"The header `{HEADER}` is not a valid signature: the daemon is in no fleet or in another one, "
     "or the clocks of the machines differ by more than a minute."
 )
+
+AnswerSoFar = dict[int, OutputSoFar]
+"""The samples of a different daemon's answer by number, for one engine request each."""
 
 
 class FleetCall:
@@ -56,7 +56,9 @@ class FleetCall:
             raise bad_request(f"The continuation cannot be read: {error}") from error
         if not 0 < sum(len(output.token_ids) for output in found.outputs) <= MAX_TOKENS:
             raise bad_request(f"A continuation has 1 to {MAX_TOKENS:,} tokens.")
-        return bytes(found.request), AnswerSoFar(found.outputs)
+        return bytes(found.request), {
+            n: one for n, one in enumerate(found.outputs) if one.token_ids
+        }
 
 
 class FleetCalls:
@@ -89,17 +91,6 @@ class FleetCalls:
 _NAMES = frozenset((HEADER.encode(), CONTINUES_HEADER.encode()))
 
 
-class AnswerSoFar:
-    """The samples of a different daemon's answer, for one engine request each."""
-
-    def __init__(self, outputs: Sequence[OutputSoFar]) -> None:
-        self._outputs = {n: one for n, one in enumerate(outputs) if one.token_ids}
-
-    def take(self, number: int) -> OutputSoFar | None:
-        """Return a sample, None for a sample without tokens or taken before."""
-        return self._outputs.pop(number, None)
-
-
 def why_impossible(so_far: OutputSoFar, max_tokens: int, vocab_size: int) -> str:
     """Return the reason against the continuation of a sample, empty without one.
 
@@ -113,20 +104,10 @@ def why_impossible(so_far: OutputSoFar, max_tokens: int, vocab_size: int) -> str
     return ""
 
 
-_current: ContextVar[AnswerSoFar | None] = ContextVar("answer_so_far", default=None)
-
-
-@contextlib.contextmanager
-def continuing(so_far: AnswerSoFar | None) -> Iterator[None]:
-    """Continue an answer by the engine requests inside the context and its tasks."""
-    token = _current.set(so_far)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+continued: RequestLocal[AnswerSoFar] = RequestLocal("answer_so_far")
 
 
 def take_output_so_far(number: int) -> OutputSoFar | None:
-    """Return the sample of this number to be continued, None for a new sample."""
-    answer = _current.get()
-    return None if answer is None else answer.take(number)
+    """Return the sample of this number to be continued, None for a new sample or the next time."""
+    answer = continued.get()
+    return None if answer is None else answer.pop(number, None)

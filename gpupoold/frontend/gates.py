@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
-from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
@@ -22,6 +21,7 @@ from gpupoold.frontend.client_answer import ClientAnswer
 from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
 from gpupoold.frontend.mounts import Send
 from gpupoold.frontend.request_ids import sample_number
+from gpupoold.frontend.request_local import RequestLocal
 from gpupoold.frontend.waiting import WaitComments
 from gpupoold.wire.messages import AdmissionAnswer, FirstTokens, RequestProgress
 
@@ -29,7 +29,6 @@ _logger = logging.getLogger(__name__)
 # Seconds after which a client may repeat a request that a stopping server has ended. Connections
 # wait in the socket until the server has started again.
 _RETRY_AFTER = b"1"
-_current: ContextVar[Gate | None] = ContextVar("gate", default=None)
 
 
 class Gate:
@@ -124,6 +123,9 @@ class Gate:
             self._is_passing = True
 
 
+_current: RequestLocal[Gate] = RequestLocal("gate")
+
+
 def refuse(error: ApiError) -> None:
     """Answer with ``error`` instead of the API's output, unless the answer has begun."""
     gate = _current.get()
@@ -175,9 +177,9 @@ class Gates:
             wants_comments=wants_comments,
             tells_tokens=tells_tokens,
         )
-        token = _current.set(gate)
         try:
-            yield gate
+            with _current.holding(gate):
+                yield gate
         except Exception as error:
             if gate.is_untouched:
                 _logger.info("an API failed before adding a request", exc_info=error)
@@ -185,7 +187,6 @@ class Gates:
             if gate.refusal is None:
                 raise
         finally:
-            _current.reset(token)
             self._waits.end(gate.request_ids)
             for request_id in gate.request_ids:
                 self._admitted.pop(request_id, None)

@@ -7,10 +7,9 @@ import contextlib
 import io
 import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 from gpupoold.frontend.client_texts import for_clients
-from gpupoold.frontend.in_flight import BodyHolding
+from gpupoold.frontend.request_local import RequestLocal
 
 MAX_IMAGE_BYTES = 20_000_000
 """Limit of an encoded image; a ``data:`` URL is also part of a bounded body."""
@@ -63,24 +62,19 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 class RequestImages:
-    """The images of one HTTP request: their pixels, their bytes, and the slot for decoding.
+    """The images of one HTTP request: their pixels, and the slot for decoding.
 
     A request waits for a slot at its first image and releases the slot when no conversation is
     rendered any more. ``slots`` are those of the process. For the event loop, except
     ``add_pixels``.
     """
 
-    def __init__(self, holding: BodyHolding, slots: asyncio.Semaphore) -> None:
-        self._holding = holding
+    def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots
         self._lock = threading.Lock()
         self._num_pixels = 0
         self._num_rendering = 0
         self._beginning: asyncio.Task[bool] | None = None
-
-    def add_bytes(self, num_bytes: int) -> None:
-        """Count fetched images, or processed images, as bytes in flight."""
-        self._holding.add(num_bytes)
 
     def add_pixels(self, size: tuple[int, int], max_pixels: int) -> None:
         """Count an image of ``size``, from any thread.
@@ -127,21 +121,15 @@ class RequestImages:
             self._slots.release()
 
 
-_current: ContextVar[RequestImages | None] = ContextVar("request_images", default=None)
+request_images: RequestLocal[RequestImages] = RequestLocal("request_images")
 
 
 @contextlib.contextmanager
-def bounding_images(holding: BodyHolding, slots: asyncio.Semaphore) -> Iterator[None]:
+def bounding_images(slots: asyncio.Semaphore) -> Iterator[None]:
     """Bound the images of the context, and of its tasks, as those of one HTTP request."""
-    images = RequestImages(holding, slots)
-    token = _current.set(images)
+    images = RequestImages(slots)
     try:
-        yield
+        with request_images.holding(images):
+            yield
     finally:
-        _current.reset(token)
         images.end()
-
-
-def request_images() -> RequestImages | None:
-    """Return the images of the HTTP request being served."""
-    return _current.get()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 
 from gpupoold.domain import KEY_BYTES_SHARE
-from gpupoold.frontend.errors import ApiError, needs_too_much, no_room
-from gpupoold.frontend.gates import refuse
+from gpupoold.frontend.errors import needs_too_much, no_room
+from gpupoold.frontend.request_local import RequestLocal
 
 
 class BytesInFlight:
@@ -30,11 +29,10 @@ class BytesInFlight:
     def holding(self, key_id: str) -> Iterator[BodyHolding]:
         """Hold bytes for one request of a key ("" without one) during the context."""
         holding = BodyHolding(self, key_id)
-        token = _current.set(holding)
         try:
-            yield holding
+            with body_holding.holding(holding):
+                yield holding
         finally:
-            _current.reset(token)
             self._of_keys[key_id] -= holding.num_bytes
             if not self._of_keys[key_id]:
                 del self._of_keys[key_id]
@@ -73,20 +71,4 @@ class BodyHolding:
         self._room.take(self, num_bytes)
 
 
-_current: ContextVar[BodyHolding | None] = ContextVar("body_holding", default=None)
-
-
-def charge(num_bytes: int, refused: Callable[[str], Exception]) -> None:
-    """Add bytes to the share of the request being served, from inside of a model's API.
-
-    Raises:
-        Exception: an error from ``refused``, in place of which the client gets 413 or 429.
-    """
-    holding = _current.get()
-    if holding is None:
-        return
-    try:
-        holding.add(num_bytes)
-    except ApiError as error:
-        refuse(error)
-        raise refused(error.message) from error
+body_holding: RequestLocal[BodyHolding] = RequestLocal("body_holding")

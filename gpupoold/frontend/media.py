@@ -17,8 +17,6 @@ from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, ImageMediaIO, MediaConnector, MediaIO
 
 from gpupoold.frontend.client_texts import for_clients
-from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.gates import refuse
 from gpupoold.frontend.image_bounds import (
     MAX_IMAGE_BYTES,
     NUM_DECODING,
@@ -26,6 +24,7 @@ from gpupoold.frontend.image_bounds import (
     image_size,
     request_images,
 )
+from gpupoold.frontend.vllm_bounds import charge
 from gpupoold.system.process import lower_priority
 
 MAX_PIXELS = "max_pixels"
@@ -82,9 +81,6 @@ class AllowListConnector(MediaConnector):  # type: ignore[misc, unused-ignore]
         try:
             data = await self._fetch(image_url)
             return await self._decode(data, image_mode)
-        except ApiError as error:
-            refuse(error)
-            raise VLLMValidationError(error.message, parameter="image_url") from error
         except Exception as error:
             # Subclasses of vLLM's error have other statuses, or name other parameters.
             if type(error) is VLLMValidationError:
@@ -103,15 +99,14 @@ class AllowListConnector(MediaConnector):  # type: ignore[misc, unused-ignore]
             raise BadImage(f"The image {_shown(url)} is neither a data: URL nor on a web server.")
         timeout_s = envs.VLLM_IMAGE_FETCH_TIMEOUT
         data: bytes = await self.load_from_url_async(url, _Encoded(), fetch_timeout=timeout_s)
-        images = request_images()
-        if images is not None and not is_data:
-            images.add_bytes(len(data))
+        if not is_data:
+            charge(len(data), "image_url")
         return data
 
     async def _decode(self, data: bytes, image_mode: str | None) -> Any:
         options = {"image_mode": image_mode} | self.media_io_kwargs.get("image", {})
         max_pixels = options.pop(MAX_PIXELS, envs.VLLM_MAX_IMAGE_PIXELS)
-        loop, images = asyncio.get_running_loop(), request_images()
+        loop, images = asyncio.get_running_loop(), request_images.get()
         size = await loop.run_in_executor(_decoders, image_size, data)
         if images is not None:
             images.add_pixels(size, max_pixels)
@@ -133,7 +128,7 @@ def bound_media(renderer: Any) -> None:
         return await process(*args, mm_uuids=None, **kwargs)
 
     async def render_bounded(*args: Any, **kwargs: Any) -> Any:
-        images = request_images()
+        images = request_images.get()
         with contextlib.nullcontext() if images is None else images.rendering():
             try:
                 return await render(*args, **kwargs)
@@ -156,15 +151,8 @@ def count_features(prompt: Any, num_samples: int) -> None:
     Raises:
         VLLMValidationError: too many bytes are in flight; the client gets 413 or 429.
     """
-    images = request_images()
-    items = prompt.get("mm_kwargs") if isinstance(prompt, dict) else None
-    if images is None or not items:
-        return
-    try:
-        images.add_bytes(num_samples * MultiModalCache.get_item_size(items))
-    except ApiError as error:
-        refuse(error)
-        raise VLLMValidationError(error.message, parameter="image_url") from error
+    if items := prompt.get("mm_kwargs") if isinstance(prompt, dict) else None:
+        charge(num_samples * MultiModalCache.get_item_size(items), "image_url")
 
 
 def _not_served(modality: str) -> VLLMValidationError:

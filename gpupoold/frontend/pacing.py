@@ -9,21 +9,21 @@ that a token made in time is released in time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.mounts import Scope
+from gpupoold.frontend.request_local import RequestLocal
 from gpupoold.stats.histogram import Histogram
 from gpupoold.units import OFF, gap_s_of
 
 _HEADER = b"x-gpupool-pace"
-_current: ContextVar[float | None] = ContextVar("pace", default=None)
+wanted_pace: RequestLocal[float] = RequestLocal("pace")
+"""The gap between two tokens of a request's streams in seconds, None for no pace."""
 
 
 class Output(Protocol):
@@ -51,16 +51,6 @@ def wanted_gap_s(scope: Scope, *defaults: str) -> float | None:
     except ValueError as error:
         message = f"X-Gpupool-Pace: {error}."
         raise ApiError(400, "invalid_request_error", message, param="X-Gpupool-Pace") from None
-
-
-@contextlib.contextmanager
-def pacing(gap_s: float | None) -> Iterator[None]:
-    """Pace the streams of requests made inside the context, including new tasks."""
-    token = _current.set(gap_s)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 @dataclass(slots=True)
@@ -98,7 +88,7 @@ class Pacer:
 
     def begin(self, request_id: str) -> None:
         """Pace a request before its departure, if the context wants a pace."""
-        gap_s = _current.get()
+        gap_s = wanted_pace.get()
         if gap_s is not None:
             self._paced[request_id] = _Paced(min(gap_s, self._max_gap_s))
 

@@ -20,10 +20,10 @@ from gpupoold.frontend.pooling_bodies import (
     num_inputs,
     num_items,
     num_prompts,
+    read_token_ids,
 )
-from gpupoold.frontend.pooling_inputs import read_token_ids
+from gpupoold.frontend.request_bounds import why_too_much_work
 from gpupoold.frontend.request_ids import check_client_id
-from gpupoold.frontend.token_work import why_too_much_work
 
 MAX_SAMPLES = 128
 """Limit of ``n``, as OpenAI's."""

@@ -1,4 +1,6 @@
-"""Ids of requests: the server creates its own ids; a client's id is only returned to the client.
+"""Ids of requests, and the name of the model in an answer.
+
+The server creates its own ids; a client's id is only returned to the client.
 
 Each HTTP request gets an id of 16 random bytes, sent as ``x-request-id``. Its engine requests use
 that id, the second and later ones with a number appended. A client's own id appears only in the
@@ -7,15 +9,14 @@ client's answer.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
-from collections.abc import Iterator, MutableMapping
-from contextvars import ContextVar
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from gpupoold.frontend.errors import bad_request
 from gpupoold.frontend.mounts import Scope, Send
+from gpupoold.frontend.request_local import RequestLocal
 
 MAX_CLIENT_ID_CHARS = 128
 
@@ -36,22 +37,16 @@ class RequestIds:
         return self.http_id if self._num_made == 1 else f"{self.http_id}-{self._num_made}"
 
 
-_current: ContextVar[RequestIds | None] = ContextVar("request_ids", default=None)
-
-
-@contextlib.contextmanager
-def naming(ids: RequestIds) -> Iterator[None]:
-    """Take the ids of engine requests from ``ids`` in the context and its tasks."""
-    token = _current.set(ids)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+request_ids: RequestLocal[RequestIds] = RequestLocal("request_ids")
+answer_name: RequestLocal[str] = RequestLocal("answer_name")
+"""The name of the model in the answer: the name in the request, of a model, an alias, a preset or
+an adapter.
+"""
 
 
 def make_engine_id() -> str:
     """Return an id for an engine request of the present HTTP request."""
-    return (_current.get() or RequestIds()).make()
+    return (request_ids.get() or RequestIds()).make()
 
 
 def name_responses(serving: Any) -> None:
@@ -59,12 +54,21 @@ def name_responses(serving: Any) -> None:
     create = serving.create_responses
 
     async def create_named(request: Any, *args: Any, **kwargs: Any) -> Any:
-        ids = _current.get()
+        ids = request_ids.get()
         if ids is not None and "request_id" not in request.model_fields_set:
             request.request_id = f"resp_{ids.http_id}"
         return await create(request, *args, **kwargs)
 
     serving.create_responses = create_named
+
+
+def name_as_requested(models: Any) -> None:
+    """Make vLLM's list of served names return the name in the request.
+
+    vLLM names an alias's model, of which a preset is one here.
+    """
+    name_of: Callable[..., str] = models.model_name
+    models.model_name = lambda lora_request=None: answer_name.get() or name_of(lora_request)
 
 
 def sample_number(engine_id: str) -> int:

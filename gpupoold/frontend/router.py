@@ -41,21 +41,24 @@ from gpupoold.frontend.errors import (
     unauthorised,
     unread_encoding,
 )
-from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continuing
+from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continued
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
-from gpupoold.frontend.logprob_bounds import counting_logprobs
 from gpupoold.frontend.metrics import MetricsCalls
-from gpupoold.frontend.model_names import answering_as
 from gpupoold.frontend.mounts import Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
-from gpupoold.frontend.pacing import pacing, wanted_gap_s
-from gpupoold.frontend.pooling_bodies import POOLING_PATHS
-from gpupoold.frontend.pooling_inputs import INPUTS_AT_ONCE, pooling_inputs, without_token_ids
-from gpupoold.frontend.prompt_bounds import counting_prompts
+from gpupoold.frontend.pacing import wanted_gap_s, wanted_pace
+from gpupoold.frontend.pooling_bodies import POOLING_PATHS, without_token_ids
+from gpupoold.frontend.request_bounds import (
+    INPUTS_AT_ONCE,
+    MAX_ENTRIES,
+    MAX_ENTRIES_AT_ONCE,
+    RequestCounts,
+    counts,
+)
 from gpupoold.frontend.request_head import check_num_requests, read_head
-from gpupoold.frontend.request_ids import RequestIds, naming, sending_id, with_id
+from gpupoold.frontend.request_ids import RequestIds, answer_name, request_ids, sending_id, with_id
 from gpupoold.frontend.traces import TracedRequest, Traces
 from gpupoold.frontend.waiting import wants_comments
 from gpupoold.system.content_coding import unread_coding
@@ -303,16 +306,22 @@ class Router:
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
+            count = RequestCounts(
+                head.num_prompts,
+                head.num_samples,
+                asyncio.Semaphore(min(INPUTS_AT_ONCE, max_live)),
+                head.has_limit,
+                MAX_ENTRIES_AT_ONCE if path.startswith("/v1/responses") else MAX_ENTRIES,
+                token_ids,
+            )
             with (
                 serving(caller, model),
-                naming(ids),
-                answering_as(head.model or model.name),
-                counting_prompts(head.num_prompts, head.num_samples),
-                counting_logprobs(head.has_limit, path),
-                pooling_inputs(token_ids, min(INPUTS_AT_ONCE, max_live)),
-                bounding_images(holding, self._decoding),
-                pacing(wanted_gap_s(scope, caller.pace, model.pace)),
-                continuing(so_far),
+                request_ids.holding(ids),
+                answer_name.holding(head.model or model.name),
+                counts.holding(count),
+                bounding_images(self._decoding),
+                wanted_pace.holding(wanted_gap_s(scope, caller.pace, model.pace)),
+                continued.holding(so_far),
             ):
                 wants = self._gates.may_comment and wants_comments(scope)
                 async with self._gates.holding(

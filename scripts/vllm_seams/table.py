@@ -26,7 +26,7 @@ _DIVISION = "gpupoold/worker/inspection/inspect.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
 _ADAPTER = "gpupoold/frontend/adapter.py"
 _CLIENT = "gpupoold/frontend/pool_client.py"
-_BOUNDS = "gpupoold/frontend/prompt_bounds.py"
+_BOUNDS = "gpupoold/frontend/vllm_bounds.py"
 _REQUEST_GRAMMARS = "gpupoold/frontend/grammars/request_grammars.py"
 _TRIAL = "gpupoold/frontend/grammar_checker/trial.py"
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -20,11 +20,11 @@ from vllm.v1.structured_output.utils import choice_as_grammar
 
 from gpupoold.frontend.callers import current_key_id
 from gpupoold.frontend.client_texts import for_clients
-from gpupoold.frontend.errors import ApiError, bad_request, grammar_unchecked, too_many_grammars
-from gpupoold.frontend.gates import refuse
+from gpupoold.frontend.errors import bad_request, grammar_unchecked, too_many_grammars
 from gpupoold.frontend.grammars.bounds import OverBound, check_constraint
 from gpupoold.frontend.grammars.messages import GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting, TooManyGrammars
+from gpupoold.frontend.vllm_bounds import refused
 from gpupoold.grammar_backends import grammar_digest
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
@@ -58,14 +58,14 @@ class ModelGrammars:
                 self._mount_id, self._model, self._loaded, constraint, current_key_id()
             )
         except OverBound as error:
-            _refuse(bad_request(f"{error}.", param=error.field))
-        except TooManyGrammars:
-            _refuse(too_many_grammars())
+            raise refused(bad_request(f"{error}.", param=error.field)) from error
+        except TooManyGrammars as error:
+            raise refused(too_many_grammars()) from error
         if verdict.outcome == "unknown":
-            _refuse(grammar_unchecked(verdict.reason))
+            raise refused(grammar_unchecked(verdict.reason))
         if verdict.outcome == "refused":
             reason = for_clients(verdict.reason)
-            _refuse(bad_request(f"The grammar cannot be used: {reason}", param=_FIELD))
+            raise refused(bad_request(f"The grammar cannot be used: {reason}", param=_FIELD))
         params = copy.copy(params)
         params.structured_outputs = _validated(structured, verdict)
         self._check_convictions(params.structured_outputs)
@@ -76,7 +76,7 @@ class ModelGrammars:
             digest = grammar_digest(structured)
             reason = self._vetting.conviction(self._model.name, current_key_id(), digest)
             if reason:
-                _refuse(bad_request(reason, param=_FIELD))
+                raise refused(bad_request(reason, param=_FIELD))
 
 
 def _parts(structured: StructuredOutputsParams) -> dict[str, Any]:
@@ -100,11 +100,6 @@ def _validated(
     validated._backend = verdict.backend
     validated._backend_was_auto = True
     return validated
-
-
-def _refuse(error: ApiError) -> NoReturn:
-    refuse(error)
-    raise VLLMValidationError(error.message, parameter=error.param)
 
 
 def keep_grammars_off_the_loop() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from vllm.exceptions import VLLMValidationError
 
 from gpupoold.frontend import image_bounds
-from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.image_bounds import (
     FORMATS,
     BadImage,
@@ -22,6 +22,7 @@ from gpupoold.frontend.image_bounds import (
     request_images,
 )
 from gpupoold.frontend.in_flight import BytesInFlight
+from gpupoold.frontend.vllm_bounds import charge
 
 
 def file_of(kind: str, size: tuple[int, int] = (30, 20), **options: Any) -> bytes:
@@ -76,13 +77,8 @@ def test_bad_images(data: bytes, said: str) -> None:
         image_size(data)
 
 
-def images_of(room: BytesInFlight, slots: asyncio.Semaphore) -> RequestImages:
-    with room.holding("key") as holding:
-        return RequestImages(holding, slots)
-
-
 def test_pixels_of_all_images_count() -> None:
-    images = images_of(BytesInFlight(100), asyncio.Semaphore(1))
+    images = RequestImages(asyncio.Semaphore(1))
     images.add_pixels((30, 20), 1_000)
     with pytest.raises(BadImage, match="30 x 20, the images of the request have 1,200 pixels"):
         images.add_pixels((30, 20), 1_000)
@@ -90,21 +86,19 @@ def test_pixels_of_all_images_count() -> None:
 
 def test_bytes_are_in_flight_until_the_answer_has_ended() -> None:
     room = BytesInFlight(100)
-    with room.holding("") as holding, bounding_images(holding, asyncio.Semaphore(1)):
-        images = request_images()
-        assert images is not None
-        images.add_bytes(60)
+    with room.holding(""), bounding_images(asyncio.Semaphore(1)):
+        assert request_images.get() is not None
+        charge(60)
         assert room.num_bytes == 60
-        with pytest.raises(ApiError) as caught:
-            images.add_bytes(60)
-        assert caught.value.status == 413
+        with pytest.raises(VLLMValidationError, match="larger than the 100 bytes"):
+            charge(60)
     assert room.num_bytes == 0
-    assert request_images() is None
+    assert request_images.get() is None
 
 
 async def test_only_some_requests_decode_at_once() -> None:
-    room, slots = BytesInFlight(100), asyncio.Semaphore(image_bounds.NUM_DECODING)
-    first, second, third = (images_of(room, slots) for _ in range(3))
+    slots = asyncio.Semaphore(image_bounds.NUM_DECODING)
+    first, second, third = (RequestImages(slots) for _ in range(3))
     with first.rendering():
         await first.begin()
         await first.begin()  # for its second image
@@ -125,8 +119,8 @@ async def test_only_some_requests_decode_at_once() -> None:
 
 
 async def test_a_client_that_leaves_while_waiting() -> None:
-    room, slots = BytesInFlight(100), asyncio.Semaphore(1)
-    first, second, third = (images_of(room, slots) for _ in range(3))
+    slots = asyncio.Semaphore(1)
+    first, second, third = (RequestImages(slots) for _ in range(3))
     await first.begin()
     waiting = asyncio.create_task(second.begin())
     await asyncio.sleep(0)

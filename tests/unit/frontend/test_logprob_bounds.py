@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.logprob_bounds import (
-    BYTES_PER_ENTRY,
+from gpupoold.frontend.request_bounds import (
     MAX_ENTRIES,
     MAX_ENTRIES_AT_ONCE,
+    RequestCounts,
+    counts,
+)
+from gpupoold.frontend.vllm_bounds import (
+    BYTES_PER_ENTRY,
     WantedEntries,
     count_entries,
-    counting_logprobs,
-    wanted_by_beams,
+    limit_beams,
     wanted_entries,
 )
 
-COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 
-
-class Refused(Exception):
-    pass
+def counting_logprobs(
+    has_limit: bool, max_entries: int = MAX_ENTRIES
+) -> AbstractContextManager[None]:
+    return counts.holding(RequestCounts(1, 1, asyncio.Semaphore(), has_limit, max_entries))
 
 
 def params(**fields: Any) -> Any:
@@ -51,55 +57,62 @@ def test_entries_of_a_request(fields: dict[str, Any], wanted: WantedEntries) -> 
 
 
 def test_a_beam_search_gets_twice_its_width() -> None:
-    assert wanted_by_beams(4) == WantedEntries(0, 36)
+    serving = SimpleNamespace(beam_search=lambda prompt, request_id, params: params.max_tokens)
+    limit_beams(SimpleNamespace(openai_serving_chat=serving))
+    with counting_logprobs(False):
+        beams = SimpleNamespace(beam_width=4, max_tokens=131_072)
+        assert serving.beam_search(None, "r", beams) == MAX_ENTRIES // 36
 
 
 def test_prompts_of_one_request_count_together() -> None:
     each = wanted_entries(params(prompt_logprobs=20), 1000, 32_000)
-    with counting_logprobs(True, COMPLETIONS):
+    with counting_logprobs(True):
         for _ in range(MAX_ENTRIES // 21_000):
-            assert count_entries(each, 1, Refused, is_stream=False) == 1
-        with pytest.raises(Refused, match="105,000 log-probabilities or more, more than 100,000"):
-            count_entries(each, 1, Refused, is_stream=False)
+            assert count_entries(each, 1, is_stream=False) == 1
+        with pytest.raises(VLLMValidationError, match=r"105,000 log-prob.* more than 100,000"):
+            count_entries(each, 1, is_stream=False)
 
 
 @pytest.mark.parametrize("named", ["`logprobs`", "`prompt_logprobs`", "`logprob_token_ids`"])
 def test_the_refusal_names_the_fields(named: str) -> None:
-    with counting_logprobs(True, COMPLETIONS), pytest.raises(Refused, match=named):
-        count_entries(WantedEntries(0, 21), 5_000, Refused, is_stream=False)
+    with counting_logprobs(True), pytest.raises(VLLMValidationError, match=named):
+        count_entries(WantedEntries(0, 21), 5_000, is_stream=False)
 
 
 def test_the_largest_request_and_one_more() -> None:
-    with counting_logprobs(True, COMPLETIONS):
-        assert count_entries(WantedEntries(0, 10), 10_000, Refused, is_stream=False) == 10_000
-    with counting_logprobs(True, COMPLETIONS), pytest.raises(Refused):
-        count_entries(WantedEntries(0, 10), 10_001, Refused, is_stream=False)
+    with counting_logprobs(True):
+        assert count_entries(WantedEntries(0, 10), 10_000, is_stream=False) == 10_000
+    with counting_logprobs(True), pytest.raises(VLLMValidationError):
+        count_entries(WantedEntries(0, 10), 10_001, is_stream=False)
 
 
 def test_without_a_limit_of_its_own_an_answer_is_as_long_as_fits() -> None:
-    with counting_logprobs(False, COMPLETIONS):
-        assert count_entries(WantedEntries(10_000, 20), 131_072, Refused, is_stream=False) == 4_500
-        with pytest.raises(Refused):
-            count_entries(WantedEntries(0, 20), 131_072, Refused, is_stream=False)
-    with counting_logprobs(False, COMPLETIONS):
-        assert count_entries(WantedEntries(0, 0), 131_072, Refused, is_stream=False) == 131_072
+    with counting_logprobs(False):
+        assert count_entries(WantedEntries(10_000, 20), 131_072, is_stream=False) == 4_500
+        with pytest.raises(VLLMValidationError):
+            count_entries(WantedEntries(0, 20), 131_072, is_stream=False)
+    with counting_logprobs(False):
+        assert count_entries(WantedEntries(0, 0), 131_072, is_stream=False) == 131_072
 
 
 def test_what_is_made_at_once_is_bounded_lower() -> None:
-    with counting_logprobs(True, RESPONSES), pytest.raises(Refused, match="25,000"):
-        count_entries(WantedEntries(0, 21), 2_000, Refused, is_stream=True)
+    with (
+        counting_logprobs(True, MAX_ENTRIES_AT_ONCE),
+        pytest.raises(VLLMValidationError, match="25,000"),
+    ):
+        count_entries(WantedEntries(0, 21), 2_000, is_stream=True)
     prompt = WantedEntries(MAX_ENTRIES_AT_ONCE + 1, 1)
-    with counting_logprobs(True, COMPLETIONS):
-        assert count_entries(prompt, 1, Refused, is_stream=False) == 1
-    with counting_logprobs(True, COMPLETIONS), pytest.raises(Refused, match="25,000"):
-        count_entries(prompt, 1, Refused, is_stream=True)
+    with counting_logprobs(True):
+        assert count_entries(prompt, 1, is_stream=False) == 1
+    with counting_logprobs(True), pytest.raises(VLLMValidationError, match="25,000"):
+        count_entries(prompt, 1, is_stream=True)
 
 
 def test_entries_are_charged_before_work_begins() -> None:
     room = BytesInFlight(10_000 * BYTES_PER_ENTRY)
-    with room.holding(""), counting_logprobs(True, COMPLETIONS):
-        count_entries(WantedEntries(0, 20), 400, Refused, is_stream=False)
+    with room.holding(""), counting_logprobs(True):
+        count_entries(WantedEntries(0, 20), 400, is_stream=False)
         assert room.num_bytes == 8_000 * BYTES_PER_ENTRY
-        with room.holding(""), counting_logprobs(True, COMPLETIONS), pytest.raises(Refused):
-            count_entries(WantedEntries(0, 20), 400, Refused, is_stream=False)
+        with room.holding(""), counting_logprobs(True), pytest.raises(VLLMValidationError):
+            count_entries(WantedEntries(0, 20), 400, is_stream=False)
     assert room.num_bytes == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.pacing import Pacer, pacing, wanted_gap_s
+from gpupoold.frontend.pacing import Pacer, wanted_gap_s, wanted_pace
 
 GAP_S = 0.1
 
@@ -49,7 +49,7 @@ class Stream:
         self.loop = asyncio.get_running_loop()
         self.times_s: list[float] = []
         self.pacer = Pacer(self._released, max_gap_s)
-        with pacing(gap_s):
+        with wanted_pace.holding(gap_s):
             self.pacer.begin("r")
 
     def made(self, num_tokens: int = 1, finish_reason: Any = None) -> None:

@@ -120,9 +120,7 @@ def test_tokens_with_a_row_that_no_answer_can_have() -> None:
         asyncio.run(pool.client.add_request_async(engine_request(prompt_token_ids=[1, 1010])))
     counting = engine_request(prompt_token_ids=[1, 1005])
     counting.sampling_params = SamplingParams(max_tokens=9, repetition_penalty=1.1)
-    with pytest.raises(
-        VLLMValidationError, match="1005 is beyond the 1,000 that an answer"
-    ):
+    with pytest.raises(VLLMValidationError, match="1005 is beyond the 1,000 that an answer"):
         asyncio.run(pool.client.add_request_async(counting))
     assert len(pool.sent) == 1
 

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.pooling_bounds import MAX_NUMBERS, bound_pooling, why_too_long
-from gpupoold.frontend.pooling_inputs import input_slot, pooling_inputs, without_token_ids
-from gpupoold.frontend.prompt_bounds import MAX_PROMPT_TOKENS
-
-
-class Refused(Exception):
-    pass
-
+from gpupoold.frontend.pooling_bodies import without_token_ids
+from gpupoold.frontend.request_bounds import RequestCounts, counts
+from gpupoold.frontend.vllm_bounds import (
+    MAX_NUMBERS,
+    MAX_PROMPT_TOKENS,
+    bound_pooling,
+    input_slot,
+    why_too_long,
+)
 
 HIDDEN_SIZE = 16
 
@@ -81,25 +83,25 @@ def handlers(inputs: list[dict[str, Any]]) -> tuple[Any, list[Any]]:
 def test_handlers_check_texts_before_tokenisation(length: int) -> None:
     inputs = [{"prompts": {"prompt": "x" * length}}]
     state, _ = handlers(inputs)
-    bound_pooling(state, 512, Refused)
+    bound_pooling(state, 512)
     for one in (state.serving_scores.io_processor, state.serving_pooling.io_processors["embed"]):
         if length == 65_536:
             assert one.get_request_factory_online(None) == inputs
         else:
-            with pytest.raises(Refused, match="65,537 characters"):
+            with pytest.raises(VLLMValidationError, match="65,537 characters"):
                 one.get_request_factory_online(None)
 
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_handlers_count_tokens_before_the_first_request(extra: int) -> None:
     state, prepared = handlers([])
-    bound_pooling(state, 512, Refused)
+    bound_pooling(state, 512)
     half = [0] * (MAX_PROMPT_TOKENS // 2)
     lengths = [half, half, [0] * extra]
     inputs = [{"prompts": {"prompt_token_ids": one}} for one in lengths]
     context = context_of(inputs)
     if extra:
-        with pytest.raises(Refused, match="1,048,577 tokens in all"):
+        with pytest.raises(VLLMValidationError, match="1,048,577 tokens in all"):
             asyncio.run(state.serving_scores._prepare_generators(context))
         assert prepared == []
     else:
@@ -122,7 +124,7 @@ def test_results_are_counted_and_charged(
 ) -> None:
     """Each input has two tokens, and tasks by token have a result for each token."""
     state, prepared = handlers([])
-    bound_pooling(state, 512, Refused)
+    bound_pooling(state, 512)
     inputs: list[Any] = [{"prompts": {"prompt_token_ids": []}}] * num_inputs
     if task.startswith("token"):
         inputs = [{"prompts": {"prompt_token_ids": [1, 2]}}] * num_inputs
@@ -130,7 +132,7 @@ def test_results_are_counted_and_charged(
     room = BytesInFlight(1 << 40)
     with room.holding(""):
         if is_refused:
-            with pytest.raises(Refused, match="more than 8,388,608"):
+            with pytest.raises(VLLMValidationError, match="more than 8,388,608"):
                 asyncio.run(state.serving_scores._prepare_generators(context))
         else:
             asyncio.run(state.serving_scores._prepare_generators(context))
@@ -141,10 +143,10 @@ def test_results_are_counted_and_charged(
 @pytest.mark.parametrize("ids", [[5] * 3000, [[5] * 60] * 1000])
 def test_token_ids_pass_vllm_s_validator_by(ids: Any) -> None:
     state, _ = handlers([])
-    bound_pooling(state, 512, Refused)
+    bound_pooling(state, 512)
     body, token_ids = without_token_ids(json.dumps({"model": "m", "input": ids}).encode())
     assert json.loads(body) == {"model": "m", "input": [0]}
-    with pooling_inputs(token_ids, 4):
+    with counts.holding(RequestCounts(1, 1, asyncio.Semaphore(4), token_ids=token_ids)):
         request = SimpleNamespace(input=[0])
         made = asyncio.run(state.serving_pooling._init_ctx(None, request))
     assert made.request.input == ids
@@ -168,7 +170,7 @@ def test_some_inputs_at_a_time_are_in_the_engine() -> None:
             now -= 1
 
     async def run() -> None:
-        with pooling_inputs(None, 4):
+        with counts.holding(RequestCounts(1, 1, asyncio.Semaphore(4))):
             await asyncio.gather(*(one() for _ in range(20)))
 
     asyncio.run(run())

@@ -10,17 +10,10 @@ import pytest
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from vllm.exceptions import VLLMValidationError
 
-from gpupoold.frontend.prompt_bounds import (
-    MAX_PROMPT_TOKENS,
-    bound_renderer,
-    counting_prompts,
-    why_words_are_too_long,
-)
-
-
-class Refused(Exception):
-    pass
+from gpupoold.frontend.request_bounds import RequestCounts, counts
+from gpupoold.frontend.vllm_bounds import MAX_PROMPT_TOKENS, bound_renderer, check_words
 
 
 def renderer(max_model_len: int) -> Any:
@@ -37,7 +30,7 @@ def renderer(max_model_len: int) -> Any:
         _tokenize_prompt=lambda prompt, params: {"prompt_token_ids": [1]},
         process_for_engine_async=process,
     )
-    bound_renderer(made, max_model_len, Refused)
+    bound_renderer(made, max_model_len)
     return made
 
 
@@ -45,10 +38,10 @@ def test_long_texts_are_not_tokenised() -> None:
     made = renderer(100_000)
     prompt = {"prompt": "x" * 800_000}
     assert asyncio.run(made._tokenize_prompt_async(prompt, None))
-    with pytest.raises(Refused, match="800,001 characters, more than the 800,000"):
+    with pytest.raises(VLLMValidationError, match="800,001 characters, more than the 800,000"):
         asyncio.run(made._tokenize_prompt_async({"prompt": "x" * 800_001}, None))
     assert made._tokenize_prompt(prompt, None)
-    with pytest.raises(Refused, match="800,001 characters, more than the 800,000"):
+    with pytest.raises(VLLMValidationError, match="800,001 characters, more than the 800,000"):
         made._tokenize_prompt({"prompt": "x" * 800_001}, None)
     short = renderer(16)
     assert asyncio.run(short._tokenize_prompt_async({"prompt": "x" * 65_536}, None))
@@ -71,13 +64,13 @@ def test_all_prompts_of_a_request_count(
     made = renderer(131_072)
 
     async def render() -> None:
-        with counting_prompts(1, num_samples):
+        with counts.holding(RequestCounts(1, num_samples, asyncio.Semaphore())):
             for length in lengths:
                 prompt = {"prompt_token_ids": [1] * length}
                 await asyncio.create_task(made.process_for_engine_async(prompt, 0.0))
 
     if is_refused:
-        with pytest.raises(Refused, match="1,048,576 tokens in all"):
+        with pytest.raises(VLLMValidationError, match="1,048,576 tokens in all"):
             asyncio.run(render())
     else:
         asyncio.run(render())
@@ -85,15 +78,16 @@ def test_all_prompts_of_a_request_count(
 
 def test_a_long_context_takes_one_such_prompt() -> None:
     made = renderer(2 * MAX_PROMPT_TOKENS)
-    with counting_prompts(1, 1):
+    with counts.holding(RequestCounts(1, 1, asyncio.Semaphore())):
         prompt = {"prompt_token_ids": [1] * (2 * MAX_PROMPT_TOKENS)}
         assert asyncio.run(made.process_for_engine_async(prompt, 0.0)) is prompt
 
 
 def test_words() -> None:
-    assert why_words_are_too_long("stop", None) == why_words_are_too_long("stop", []) == ""
-    assert why_words_are_too_long("stop", ["x" * 8192] * 2) == ""
-    assert "`stop` has 16,385 characters" in why_words_are_too_long("stop", ["x" * 16_385])
+    for words in (None, [], ["x" * 8192] * 2):
+        check_words(SimpleNamespace(stop=words))
+    with pytest.raises(VLLMValidationError, match="`stop` has 16,385 characters"):
+        check_words(SimpleNamespace(stop=["x" * 16_385]))
 
 
 def exponential() -> Any:
@@ -112,15 +106,15 @@ def exponential() -> Any:
         _tokenize_prompt=tokenize,
         process_for_engine_async=None,
     )
-    bound_renderer(made, 100_000, Refused)
+    bound_renderer(made, 100_000)
     return made
 
 
 def test_texts_at_which_the_tokenizer_fails_are_refused() -> None:
     made = exponential()
-    with pytest.raises(Refused, match="The tokenizer of this model fails at this text"):
+    with pytest.raises(VLLMValidationError, match="The tokenizer of this model fails at this text"):
         asyncio.run(made._tokenize_prompt_async({"prompt": "x" * 3000}))
-    with pytest.raises(Refused, match="The tokenizer of this model fails at this text"):
+    with pytest.raises(VLLMValidationError, match="The tokenizer of this model fails at this text"):
         made._tokenize_prompt({"prompt": "x" * 3000})
     assert made._tokenize_prompt({"prompt": "x"})
 
@@ -132,6 +126,6 @@ def test_other_errors_of_the_tokenizer_pass() -> None:
     made = SimpleNamespace(
         _tokenize_prompt_async=None, _tokenize_prompt=fail, process_for_engine_async=None
     )
-    bound_renderer(made, 100, Refused)
+    bound_renderer(made, 100)
     with pytest.raises(KeyError, match="text"):
         made._tokenize_prompt({"prompt": "text"})

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.request_ids import RequestIds, make_engine_id, naming, sending_id, with_id
+from gpupoold.frontend.request_ids import (
+    RequestIds,
+    make_engine_id,
+    request_ids,
+    sending_id,
+    with_id,
+)
 
 
 def test_engine_requests_are_called_by_their_http_request() -> None:
@@ -17,7 +23,7 @@ def test_engine_requests_are_called_by_their_http_request() -> None:
     assert re.fullmatch("[0-9a-f]{32}", ids.http_id)
 
     async def ask() -> list[str]:
-        with naming(ids):
+        with request_ids.holding(ids):
             tasks = [asyncio.create_task(asyncio.to_thread(make_engine_id)) for _ in range(3)]
             return list(await asyncio.gather(*tasks))
 

@@ -7,7 +7,7 @@ import codecs
 from collections.abc import MutableMapping
 from typing import Any
 
-from gpupoold.frontend.errors import bad_request, too_large, too_slow
+from gpupoold.frontend.errors import ApiError, bad_request, too_large
 from gpupoold.frontend.in_flight import BodyHolding
 from gpupoold.frontend.mounts import Receive, Scope
 
@@ -48,7 +48,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, holding: Bod
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _join(receive, max_bytes, holding)
     except TimeoutError:
-        raise too_slow(BODY_TIMEOUT_S) from None
+        text = f"The request body has not come within {BODY_TIMEOUT_S:g} s."
+        raise ApiError(408, text) from None
     except TooMuchJson as error:
         raise bad_request(str(error)) from None
 

@@ -18,14 +18,7 @@ import msgspec
 from gpupoold.access import secret
 from gpupoold.domain import Priority
 from gpupoold.frontend.catalog import Scope as ModelScope
-from gpupoold.frontend.errors import (
-    ApiError,
-    not_permitted,
-    over_rate,
-    rates_unavailable,
-    starting,
-    unauthorised,
-)
+from gpupoold.frontend.errors import RETRY_STARTING_S, ApiError, over_rate, starting
 from gpupoold.frontend.request_local import RequestLocal
 from gpupoold.units import format_duration
 from gpupoold.wire.messages import (
@@ -77,7 +70,12 @@ class Caller:
     def check_metrics(self) -> None:
         """Check that the caller may read the metrics, which cover all models."""
         if self.models:
-            raise not_permitted("This API key is for some models, and the metrics are of all.")
+            raise ApiError(
+                403,
+                "This API key is for some models, and the metrics are of all.",
+                kind="invalid_request_error",
+                code="insufficient_permissions",
+            )
 
 
 class Callers:
@@ -179,7 +177,7 @@ class Callers:
 
     def _unauthorised(self, message: str) -> ApiError:
         self._num_unauthorised += 1
-        return unauthorised(message)
+        return ApiError(401, message)
 
 
 # The caller, and the name of the preset, empty without one.
@@ -263,6 +261,7 @@ class RateCalls:
             async with asyncio.timeout(self._timeout_s):
                 return await asked
         except TimeoutError:
-            raise rates_unavailable() from None
+            text = "The daemon has not confirmed the limits of this API key in time."
+            raise ApiError(503, text, retry_after_s=RETRY_STARTING_S) from None
         finally:
             del self._asked[call_id]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from gpupoold.frontend.mounts import Send
@@ -42,7 +42,8 @@ class ClientAnswer:
         self._is_event_stream = False  # and has not ended
         self.tells_tokens = tells_tokens
         self._untold: dict[int, OutputSoFar] = {}
-        self._facts: dict[str, int] = {}
+        self.facts: dict[str, int] = {}
+        """How the answer's request waited, by the names of the headers; empty before a token."""
         self._are_facts_told = False
         self._lock = asyncio.Lock()
         self._commenting: asyncio.Task[None] | None = None
@@ -57,20 +58,15 @@ class ClientAnswer:
         """True from the headers of a stream of events to its end."""
         return self._waits and self._is_event_stream
 
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """How the answer's request waited, by the names of the headers; empty before a token."""
-        return self._facts
-
     def note(self, first: FirstToken) -> None:
         """A request of the answer has its first token; the first such request counts."""
-        if "device" not in self._facts:
+        if "device" not in self.facts:
             self.first_token_ns = time.time_ns()
-            self._facts |= facts_of(first)
+            self.facts |= facts_of(first)
 
     def note_cached(self, num_tokens: int) -> None:
         """So many tokens of a request's prompt were in the prefix cache."""
-        self._facts.setdefault("cached-tokens", num_tokens)
+        self.facts.setdefault("cached-tokens", num_tokens)
 
     def note_tokens(self, number: int, token_ids: Iterable[int], finish_reason: str | None) -> None:
         """An engine has made these tokens of a sample of the answer, and perhaps ended it."""
@@ -114,9 +110,9 @@ class ClientAnswer:
 
     async def _tell_facts(self) -> None:
         """Send facts that the headers did not have."""
-        if self._is_event_stream and self._facts and not self._are_facts_told:
+        if self._is_event_stream and self.facts and not self._are_facts_told:
             self._are_facts_told = True
-            shown = (f"{name.replace('-', '_')}={value}" for name, value in self._facts.items())
+            shown = (f"{name.replace('-', '_')}={value}" for name, value in self.facts.items())
             await self._send_comment(f"gpupool {' '.join(shown)}")
 
     async def _send_comment(self, text: str) -> None:
@@ -147,10 +143,10 @@ class ClientAnswer:
         return "".join(lines).encode()
 
     def _with_facts(self, start: Message) -> Message:
-        if not self._facts:
+        if not self.facts:
             return start
         self._are_facts_told = True
-        facts = self._facts.items()
+        facts = self.facts.items()
         added = [(b"x-gpupool-" + name.encode(), b"%d" % value) for name, value in facts]
         return {**start, "headers": [*start.get("headers", ()), *added]}
 

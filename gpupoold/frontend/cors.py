@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.middleware.cors import CORSMiddleware
 
 from gpupoold.frontend.client_answer import FACT_HEADERS
-from gpupoold.frontend.errors import foreign_origin, misdirected
+from gpupoold.frontend.errors import ApiError, short
 from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
@@ -87,7 +87,11 @@ def check_host(headers: Headers, permitted: Permitted) -> None:
     for name, value in headers:
         text = value.decode("latin-1").strip()
         if name == b"host" and not _is_ours(f"//{text}", permitted.host_names):
-            raise misdirected(text)
+            raise ApiError(
+                421,
+                f"The Host header is {short(text)!r}, which this server does not answer without an "
+                "API key. Use localhost or 127.0.0.1, or name the host in access.host_names.",
+            )
 
 
 def check_origin(headers: Headers, permitted: Permitted) -> None:
@@ -102,7 +106,12 @@ def check_origin(headers: Headers, permitted: Permitted) -> None:
         if name != b"origin" or not _is_of_a_page(text) or is_allowed(text, permitted):
             continue
         if not _is_ours(text, permitted.host_names):
-            raise foreign_origin(text)
+            raise ApiError(
+                403,
+                f"The Origin header is {short(text)!r}: pages of other sites have no access "
+                "without an API key. To give the pages of an origin access, add it to "
+                "access.allowed_origins.",
+            )
 
 
 def is_allowed(origin: str, permitted: Permitted) -> bool:

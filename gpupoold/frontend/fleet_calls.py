@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from gpupoold.access.fleet import HEADER, Signature, verified
-from gpupoold.frontend.errors import bad_request, unauthorised
+from gpupoold.frontend.errors import ApiError, bad_request
 from gpupoold.frontend.mounts import Scope
 from gpupoold.frontend.request_local import RequestLocal
 from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation, OutputSoFar
@@ -47,7 +47,7 @@ class FleetCall:
             ApiError: 401, the body is not the signed body; 400, the body is no continuation.
         """
         if not self._signature.covers(body):
-            raise unauthorised(_BAD_SIGNATURE)
+            raise ApiError(401, _BAD_SIGNATURE)
         if not self._continues:
             return body, None
         try:
@@ -84,7 +84,7 @@ class FleetCalls:
         text = value.decode("latin-1")
         signature = verified(self.secret, scope["method"], scope["path"], text)
         if signature is None:
-            raise unauthorised(_BAD_SIGNATURE)
+            raise ApiError(401, _BAD_SIGNATURE)
         return FleetCall(signature, continues=CONTINUES_HEADER.encode() in headers)
 
 

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from gpupoold.frontend.client_answer import ClientAnswer
-from gpupoold.frontend.errors import ApiError, not_admitted, not_understood
+from gpupoold.frontend.errors import ApiError, not_understood
 from gpupoold.frontend.mounts import Send
 from gpupoold.frontend.request_ids import sample_number
 from gpupoold.frontend.request_local import RequestLocal
@@ -45,7 +45,7 @@ class Gate:
         self.wants_comments = wants_comments
         self.answer = ClientAnswer(send, waits=wants_comments, tells_tokens=tells_tokens)
         self._is_stopping = is_stopping
-        self._request_ids: list[str] = []
+        self.request_ids: list[str] = []  # of the answer
         self._num_unanswered = 0
         self._is_open = False
         self._is_passing = False
@@ -57,12 +57,7 @@ class Gate:
     @property
     def is_untouched(self) -> bool:
         """True if the daemon got no request and the client no output."""
-        return not self._request_ids and not self._is_open
-
-    @property
-    def request_ids(self) -> list[str]:
-        """The ids of the answer's requests."""
-        return self._request_ids
+        return not self.request_ids and not self._is_open
 
     @property
     def has_begun(self) -> bool:
@@ -98,7 +93,7 @@ class Gate:
 
     def asked(self, request_id: str) -> None:
         """The daemon is asked to take a request for this answer."""
-        self._request_ids.append(request_id)
+        self.request_ids.append(request_id)
         self._num_unanswered += 1
 
     def answered(self, message: AdmissionAnswer) -> list[str]:
@@ -112,8 +107,10 @@ class Gate:
                 return []
             if self.has_begun:
                 return [message.request_id]
-            self.refusal = not_admitted(message)
-        return self._request_ids
+            self.refusal = ApiError(
+                message.status, message.message, retry_after_s=message.retry_after_s
+            )
+        return self.request_ids
 
     async def _flush(self) -> None:
         async with self._sending:

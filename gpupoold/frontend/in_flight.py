@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gpupoold.domain import KEY_BYTES_SHARE
-from gpupoold.frontend.errors import needs_too_much, no_room
+from gpupoold.frontend.errors import ApiError, over_rate
 from gpupoold.frontend.request_local import RequestLocal
+
+_RETRY_NO_ROOM_S = 1.0
 
 
 class BytesInFlight:
@@ -46,10 +48,19 @@ class BytesInFlight:
         key_id = holding.key_id
         bound = self.bound_of(key_id)
         if holding.num_bytes + num_bytes > bound:
-            raise needs_too_much(bound)
+            raise ApiError(
+                413,
+                "The request body, counted `n` times, with what its answer needs, is larger than "
+                f"the {bound:,} bytes that may be in flight at once.",
+            )
         of_key = self._of_keys[key_id] + num_bytes
         if of_key > bound or self.num_bytes + num_bytes > self.max_bytes:
-            raise no_room(bound if of_key > bound else self.max_bytes)
+            full_bytes = bound if of_key > bound else self.max_bytes
+            raise over_rate(
+                f"The requests in flight have nearly {full_bytes:,} bytes already: there is no "
+                "room for this one now.",
+                _RETRY_NO_ROOM_S,
+            )
         self._of_keys[key_id] = of_key
         holding.num_bytes += num_bytes
 

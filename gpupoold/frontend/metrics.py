@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from gpupoold.frontend.errors import Send, metrics_unavailable
+from gpupoold.frontend.errors import RETRY_STARTING_S, ApiError, Send
 from gpupoold.wire.messages import AskMetrics, MetricsText
 
 _CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -40,7 +40,8 @@ class MetricsCalls:
             self._asked = self._ask()
         text = await asyncio.shield(self._asked)
         if text is None:
-            raise metrics_unavailable()
+            late = "The daemon has not sent its metrics in time."
+            raise ApiError(503, late, retry_after_s=RETRY_STARTING_S)
         return text
 
     def _ask(self) -> asyncio.Future[bytes | None]:

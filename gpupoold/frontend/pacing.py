@@ -50,7 +50,8 @@ def wanted_gap_s(scope: Scope, *defaults: str) -> float | None:
         return gap_s_of(values[-1].decode("latin-1"))
     except ValueError as error:
         message = f"X-Gpupool-Pace: {error}."
-        raise ApiError(400, "invalid_request_error", message, param="X-Gpupool-Pace") from None
+        kind = "invalid_request_error"
+        raise ApiError(400, message, kind=kind, param="X-Gpupool-Pace") from None
 
 
 @dataclass(slots=True)

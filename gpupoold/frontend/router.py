@@ -31,15 +31,13 @@ from gpupoold.frontend.cors import Cors, check_host, check_origin
 from gpupoold.frontend.errors import (
     ApiError,
     allow_header,
+    bad_request,
     method_not_allowed,
     no_such_path,
-    no_such_response,
-    not_of_this_kind,
     send_empty,
     send_error,
     send_json,
-    unauthorised,
-    unread_encoding,
+    short,
 )
 from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continued
 from gpupoold.frontend.gates import Gates
@@ -203,7 +201,12 @@ class Router:
         if method not in methods:
             raise method_not_allowed(method, path, methods)
         if (coding := unread_coding(scope["headers"])) is not None:
-            raise unread_encoding(coding)
+            raise ApiError(
+                415,
+                f"Content-Encoding {coding} is not supported: send the body as it is, without "
+                "compression.",
+                more_headers=[(b"accept-encoding", b"identity")],
+            )
         with_body = method != "HEAD"
         if path in ROUTED_PATHS:
             fleet_call = self._fleet_calls.find(scope)
@@ -297,7 +300,11 @@ class Router:
             traced.model = model.name
             served = mount.api.paths & ROUTED_PATHS
             if path not in served:
-                raise not_of_this_kind(mount.name, path, sorted(served))
+                raise bad_request(
+                    f"The model `{mount.name}` does not serve {path}; the model serves "
+                    f"{', '.join(sorted(served))}.",
+                    param="model",
+                )
             if model.preset is not None:
                 body = _with_defaults(body, model.preset, path, holding)
             max_live = caller.max_requests(bounds.max_live_requests)
@@ -336,7 +343,8 @@ class Router:
         response_id = scope["path"].removeprefix(RESPONSES_PREFIX).partition("/")[0]
         mount = self._mounts.find_response(response_id)
         if mount is None or not (caller.models is None or mount.name in caller.models):
-            raise no_such_response(response_id)
+            text = f"Response with id '{short(response_id)}' not found."
+            raise ApiError(404, text, param="id")
         await self._mounts.serve(mount, scope, receive, send)
 
 
@@ -379,7 +387,7 @@ class CheckpointFiles:
             raise method_not_allowed(method, path, ("GET",))
         call = self._calls.find(scope)
         if call is None:
-            raise unauthorised("Checkpoints are served to nodes of the fleet only.")
+            raise ApiError(401, "Checkpoints are served to nodes of the fleet only.")
         call.opened(b"")
         org, _, rest = path.removeprefix(PATH).partition("/")
         name, _, rest = rest.partition("/")

@@ -30,7 +30,7 @@ from gpupoold.frontend.callers import Callers, RateCalls
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.client_texts import fit_for_clients
 from gpupoold.frontend.cors import Cors
-from gpupoold.frontend.errors import STOPPING, ApiError, send_error, stopping
+from gpupoold.frontend.errors import STOPPING, ApiError, send_error
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker
@@ -90,12 +90,7 @@ _WITH_FEW_AFTER_S = 60.0
 _ALWAYS_AFTER_S = 600.0
 
 _BODY_TIMEOUT_S = 5.0
-
-_KINDS = {
-    HTTPStatus.BAD_REQUEST: "BadRequestError",
-    HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
-    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "RequestTooLargeError",
-}
+_RETRY_STOPPING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,14 +483,16 @@ async def refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
             # A connection closed before the body was read would be reset, without the answer.
             while (await receive()).get("more_body"):
                 pass
-    await send_error(with_errors_of(scope["path"], send), stopping())
+    close = [(b"connection", b"close")]
+    error = ApiError(503, STOPPING, retry_after_s=_RETRY_STOPPING_S, more_headers=close)
+    await send_error(with_errors_of(scope["path"], send), error)
 
 
 class PublicHttp(BoundedHttp):
     """A connection of the public API."""
 
     def refusal(self, status: HTTPStatus, message: str) -> dict[str, object]:
-        return ApiError(status.value, _KINDS[status], message).body()
+        return ApiError(status.value, message).body()
 
     def move(self, config: Config, state: ServerState) -> None:
         """Let the server of ``config`` and ``state`` have the connection, if it has no request."""

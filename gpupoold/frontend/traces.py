@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
+from gpupoold.frontend.client_answer import ClientAnswer
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.mounts import Scope
 
@@ -21,24 +22,12 @@ _NS_PER_MS = 1_000_000
 _SERVER_ERROR = 500
 
 
-class TracedAnswer(Protocol):
-    """The answer to a request, see :class:`.client_answer.ClientAnswer`."""
-
-    status: int
-    first_token_ns: int
-    """Wall-clock time of the first token, 0 without any."""
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """The device, the stages in milliseconds, the cached tokens."""
-
-
 class TracedRequest:
     """A request under way; ``answer`` is set when there is one."""
 
     def __init__(self) -> None:
         self.model = ""
-        self.answer: TracedAnswer | None = None
+        self.answer: ClientAnswer | None = None
         self.status = 0
         """The status of a refusal, 0 without."""
 
@@ -118,7 +107,7 @@ class Traces:
             self._add_stages(span, answer, end_ns)
         span.end(end_ns)
 
-    def _add_stages(self, span: Any, answer: TracedAnswer, end_ns: int) -> None:
+    def _add_stages(self, span: Any, answer: ClientAnswer, end_ns: int) -> None:
         """Add spans of the stages, which end with the first token, and of the rest."""
         from opentelemetry.trace import set_span_in_context
 

@@ -236,7 +236,7 @@ class BatchApi:
     async def _delete(self, row: FileRow) -> dict[str, Any]:
         if await self._store.is_in_use(row.id):
             text = f"The file {row.id} is the input of a batch under way: cancel the batch first."
-            raise ApiError(409, "ConflictError", text)
+            raise ApiError(409, text)
         await self._store.remove_file(row.id)
         await asyncio.to_thread(self._files.remove, row.id)
         return {"id": row.id, "object": "file", "deleted": True}
@@ -286,7 +286,7 @@ class BatchApi:
                 return await self._cancel(caller, batch_id)  # the status has just changed
         elif row.status not in ("cancelling", "cancelled"):
             text = f"The batch {batch_id} is {row.status}, and cannot be cancelled."
-            raise ApiError(409, "ConflictError", text)
+            raise ApiError(409, text)
         return batch_object(await self._batch(caller, batch_id))
 
 
@@ -326,7 +326,7 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 def _not_found(kind: str, item_id: str) -> ApiError:
-    return ApiError(404, "NotFoundError", f"There is no {kind} {item_id[:100]!r}.")
+    return ApiError(404, f"There is no {kind} {item_id[:100]!r}.")
 
 
 def file_object(row: FileRow) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class BatchService:
         except (GpupoolError, OSError) as error:
             _logger.warning("%s %s: %s", scope["method"], scope["path"], error)
             text = "Files and batches cannot be read or written now; the daemon's log says why."
-            raise ApiError(503, "ServiceUnavailableError", text, retry_after_s=_RETRY_S) from error
+            raise ApiError(503, text, retry_after_s=_RETRY_S) from error
 
     async def _open(self) -> BatchStore:
         """Open the database as soon as possible."""

@@ -123,7 +123,7 @@ def _bounded(receive: Receive, max_bytes: int, clock: Callable[[], float]) -> Re
                 f"The file arrives too slowly: {num_bytes:,} bytes. An upload may take "
                 f"{BODY_TIMEOUT_S:g} s and a second for each {_MIN_BYTES_PER_S:,} bytes."
             )
-            raise ApiError(408, "RequestTimeoutError", text) from None
+            raise ApiError(408, text) from None
         if message["type"] == "http.disconnect":
             raise Disconnected
         num_bytes += len(message.get("body", b""))

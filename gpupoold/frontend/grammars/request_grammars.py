@@ -20,7 +20,7 @@ from vllm.v1.structured_output.utils import choice_as_grammar
 
 from gpupoold.frontend.callers import current_key_id
 from gpupoold.frontend.client_texts import for_clients
-from gpupoold.frontend.errors import bad_request, grammar_unchecked, too_many_grammars
+from gpupoold.frontend.errors import ApiError, bad_request, over_rate
 from gpupoold.frontend.grammars.bounds import OverBound, check_constraint
 from gpupoold.frontend.grammars.messages import GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting, TooManyGrammars
@@ -29,6 +29,7 @@ from gpupoold.grammar_backends import grammar_digest
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
 _FIELD = "structured_outputs"
+_RETRY_S = 2.0
 _mount_ids = itertools.count(1)
 
 
@@ -60,9 +61,12 @@ class ModelGrammars:
         except OverBound as error:
             raise refused(bad_request(f"{error}.", param=error.field)) from error
         except TooManyGrammars as error:
-            raise refused(too_many_grammars()) from error
+            text = "Too many new grammars (schemas, patterns, choices, tools) wait to be checked."
+            raise refused(over_rate(text, _RETRY_S)) from error
         if verdict.outcome == "unknown":
-            raise refused(grammar_unchecked(verdict.reason))
+            reason = for_clients(verdict.reason) or "the checker has ended"
+            text = f"The grammar cannot be checked now: {reason}."
+            raise refused(ApiError(503, text, retry_after_s=_RETRY_S))
         if verdict.outcome == "refused":
             reason = for_clients(verdict.reason)
             raise refused(bad_request(f"The grammar cannot be used: {reason}", param=_FIELD))

@@ -22,7 +22,7 @@ async def test_an_answer() -> None:
 
 async def test_a_refusal_has_its_reason_and_the_time_of_the_next_try() -> None:
     exchange = Exchange("/v1/completions", b"{}")
-    await send_error(exchange.send, ApiError(503, "kind", "x" * 5000, retry_after_s=12.2))
+    await send_error(exchange.send, ApiError(503, "x" * 5000, retry_after_s=12.2))
     answer = exchange.answer("id")
     assert (answer.status, answer.retry_after_s, answer.reason) == (503, 13.0, "x" * 400)
 

@@ -34,9 +34,11 @@ from tests.support.command_server import run_command
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
 MAX_LEN = 1024
-# About 2 s of streaming: long enough to do things meanwhile.
-LONG = 900
+# About 1.4 s of streaming: long enough to do things meanwhile.
+LONG = 600
 SIM_SHAPE = "Qwen2.5-7B"
+# Most conditions ask the daemon, which takes 10 ms of a core.
+_POLL_S = 0.05
 LOAD_OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_LEN}
 
 
@@ -185,7 +187,7 @@ async def eventually(
         if holds:
             return
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(_POLL_S)
 
 
 def set_roles(daemon: PrivateDaemon, *roles: RoleName) -> None:
@@ -200,7 +202,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s"
-        time.sleep(0.02)
+        time.sleep(_POLL_S)
 
 
 def free_port() -> int:

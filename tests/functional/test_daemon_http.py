@@ -262,8 +262,8 @@ class TestBadInput:
     async def background(self, api: AsyncOpenAI, undisturbed: list[Answer]) -> AsyncIterator[None]:
         """While the test runs so does a stream on the same model, and it must not notice."""
         if not undisturbed:
-            undisturbed.append(await ask(api, LLAMA, "go on", 120))
-        stream = Background(api, LLAMA, "go on", 120)
+            undisturbed.append(await ask(api, LLAMA, "go on", 60))
+        stream = Background(api, LLAMA, "go on", 60)
         await stream.started()
         yield
         assert await stream.finished() == undisturbed[0]

@@ -7,12 +7,14 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from examples.demo import act_two
 from tests.functional.daemon_tools import sim_daemon
 
 MODELS = ("one", "two")
+NUM_TOKENS = 160
 CONFIG = """
 devices = ["sim:2xA10"]
 
@@ -21,7 +23,11 @@ model_cache = 0
 """
 
 
-def test_the_kill_hits_answers_that_continue_elsewhere(tmp_path: Path) -> None:
+def test_the_kill_hits_answers_that_continue_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(act_two, "NUM_TOKENS", NUM_TOKENS)
+    monkeypatch.setattr(act_two, "KILL_AFTER_TOKENS", act_two.NUM_REQUESTS * NUM_TOKENS // 4)
     printed = io.StringIO()
     console = Console(file=printed, width=100)
     with sim_daemon(CONFIG, tmp_path, MODELS, ttft_s=8.0, tbt_s=0.2) as daemon:

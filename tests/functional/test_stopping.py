@@ -22,6 +22,7 @@ stop_grace = "20s"
 [access]
 allowed_origins = ["{PAGE["origin"]}"]
 """
+NUM_TOKENS = 120
 BODY = {"model": "one", "prompt": "x", "max_tokens": 2}
 
 
@@ -37,6 +38,7 @@ async def _refusals(url: str) -> list[httpx.Response]:
                 return refusals
             if answer.status_code != 200:
                 refusals.append(answer)
+            await asyncio.sleep(0.05)
 
 
 async def test_new_connections_get_503_while_a_stream_ends(tmp_path: Path) -> None:
@@ -49,11 +51,11 @@ async def test_new_connections_get_503_while_a_stream_ends(tmp_path: Path) -> No
             assert answer.status_code == 200
             assert answer.headers["access-control-allow-origin"] == PAGE["origin"]
         async with api_client(daemon.http_url) as api:
-            stream = Background(api, "one", "goes on", 300)
+            stream = Background(api, "one", "goes on", NUM_TOKENS)
             await stream.started()
             daemon.process.send_signal(signal.SIGTERM)
             refusals = await _refusals(daemon.http_url)
-            assert len((await stream.finished()).token_ids) == 300
+            assert len((await stream.finished()).token_ids) == NUM_TOKENS
         await asyncio.to_thread(daemon.process.wait, 60)
     assert refusals
     assert {answer.status_code for answer in refusals} == {503}

@@ -114,7 +114,7 @@ class Handlers:
         return self._present(await self._control.lifecycle.place(name, body.devices))
 
     async def unload(self, name: str, mode: RemoveMode, keep_host: bool) -> Unloaded:
-        return await self._control.unloader.unload(name, mode, keep_host=keep_host)
+        return await self._control.cache_control.unload(name, mode, keep_host=keep_host)
 
     async def cache(self) -> CacheInfo:
         return await self._control.cache_control.info()

@@ -18,7 +18,6 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.reload import Reloader
 from gpupoold.control.requests.dispatcher import Dispatcher
@@ -71,11 +70,8 @@ async def build_control_plane(
     lifecycle = ModelLifecycle(parts, frontends, snapshots, cache, Inspector(settings, forks))
     dispatcher.listener = lifecycle
     await lifecycle.room.divisions.restore()
-    host_budget = snapshots.host_budget
     operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
-    cache_control = CacheControl(
-        registry, lifecycle, fleet, dispatcher.live, cache, host_budget, saved
-    )
+    cache_control = CacheControl(parts, lifecycle, cache, snapshots.host_budget, saved)
     return ControlPlane(
         settings=settings,
         registry=registry,
@@ -90,7 +86,6 @@ async def build_control_plane(
         saved=saved,
         cache_control=cache_control,
         workers=operations,
-        unloader=ModelUnloader(parts, cache, host_budget, lifecycle.drains),
         configuration=configuration,
         reloader=Reloader(
             configuration, history, dispatcher, supervisor, frontends, operations, cache_control

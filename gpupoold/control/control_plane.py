@@ -28,7 +28,6 @@ from gpupoold.control.frontends.frontends import Frontend, Frontends
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.info import chat_fields, model_info
 from gpupoold.control.models.lifecycle import ModelLifecycle
-from gpupoold.control.models.unloading import ModelUnloader
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.supervised import ProcessHandlers, Supervised, Watchdog
@@ -128,7 +127,6 @@ class ControlPlane:
     reloader: Reloader
     policy: Header
     health: Health
-    unloader: ModelUnloader
     minutes: Minutes
     explainer: Explainer
     wait_reports: WaitReports

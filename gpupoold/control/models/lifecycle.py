@@ -20,7 +20,6 @@ from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_room import EngineRoom
-from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
@@ -67,11 +66,10 @@ class ModelLifecycle(ModelPart, RequestListener):
         self._snapshots = snapshots
         self._frontends = frontends
         mounts = ModelMounts(parts, frontends, inspector)
-        facts = LoadFacts(parts.registry, parts.history)
         divisions = Divisions(parts.settings, inspector, parts.registry.divisions)
         self.room = room = EngineRoom(parts, cache, divisions)
         self._failures = failures = Failures(parts)
-        performer = Performer(parts, snapshots, mounts, facts, room)
+        performer = Performer(parts, snapshots, mounts, room)
         self.controller = controller = ModelController(
             parts, snapshots, room, mounts, failures, performer
         )

@@ -8,12 +8,13 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 
 from gpupool_state import ModelRow
 from gpupoold.control.models.engine_room import EngineRoom
-from gpupoold.control.models.facts import LoadFacts
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.parts import ControlParts, ModelPart
+from gpupoold.control.models.profiles import is_profiled, latency_model_of, profile_rows
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.models.specs import to_load
 from gpupoold.control.models.state import ModelStep, StepKind
@@ -21,14 +22,20 @@ from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, Refused
+from gpupoold.latency.errors import LatencyError
 from gpupoold.memory.prefix_files import remove_files
 from gpupoold.memory.prefix_names import owners_of
+from gpupoold.scheduling.costs import ModelCosts, costs_of
 from gpupoold.scheduling.hosting import HostingReason
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.1
+# The longest time for profiling a model; the device serves no other model meanwhile. On emulated
+# devices, which are for trials with small models, additions must be quick. A simulated device
+# reports its latency model at once.
+_PROFILING_BUDGET_S = {"cuda": 3.0, "emulated": 1.0, "sim": 1.0}
 # The longest wait for the end of migrations from a device that a model leaves.
 _MIGRATIONS_S = 10.0
 
@@ -44,13 +51,11 @@ class Performer(ModelPart):
         parts: ControlParts,
         snapshots: ModelSnapshots,
         mounts: ModelMounts,
-        facts: LoadFacts,
         room: EngineRoom,
     ) -> None:
         super().__init__(parts)
         self._snapshots = snapshots
         self._mounts = mounts
-        self._facts = facts
         self._room = room
         self._cleaning: set[asyncio.Task[None]] = set()
 
@@ -124,7 +129,9 @@ class Performer(ModelPart):
     ) -> None:
         name = spec.name
         self._fleet.check_quarantine(name)
-        spec = await self._facts.with_adapters(spec)
+        row = await self._registry.get(name)
+        if row is not None:
+            spec = replace(spec, adapters=row.spec.adapters)  # added while the load waited
         snapshot = await self._snapshots.for_load(spec, worker, expected_bytes)
         loop = asyncio.get_running_loop()
         async with worker.load_lock:
@@ -132,7 +139,7 @@ class Performer(ModelPart):
                 return
             started_s = loop.time()
             await self._room.make(name, worker, reason)
-            budget_s = await self._facts.profiling_budget_s(name, worker)
+            budget_s = await self._profiling_budget_s(name, worker)
             try:
                 loaded, fd = await self._supervisor.load(
                     worker,
@@ -143,7 +150,7 @@ class Performer(ModelPart):
                 )
                 with _closing(fd) as kept:
                     self._fleet.hosts.of(name, worker.number).options = spec.engine
-                    await self._facts.keep_engine_bytes(name, worker, loaded)
+                    await self._keep_engine_bytes(name, worker, loaded)
                     self._fleet.check_quarantine(name)  # it may have crashed another worker
                     await self._room.settle(name, worker, reason)
                     if fd is not None:
@@ -152,21 +159,72 @@ class Performer(ModelPart):
             except BaseException:
                 self._clean_up(worker, name)  # the worker may still finish the load
                 raise
-        await self._facts.keep(spec, worker, loaded)
-        await self._serve(spec, worker, loaded, reason)
+        self._fleet.hosts.of(name, worker.number).why = reason.why
+        await self._serve(spec, worker, loaded)
         size, took_s = format_bytes(loaded.model.weight_bytes), loop.time() - started_s
         text = "%s loaded on worker %d in %.2f s: %s of weights, %s for the engine (%s)"
         engine = format_bytes(loaded.memory.device_bytes)
         _logger.info(text, name, worker.number, took_s, size, engine, reason.why)
 
-    async def _serve(
-        self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded, reason: HostingReason
-    ) -> None:
-        costs = await self._facts.costs(spec.name, worker)
+    async def _serve(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
+        """Store the facts of an engine, and let the engine serve."""
+        await self._keep_facts(spec, worker, loaded)
+        costs = await self._costs(spec.name, worker)
         if not self._has(worker, spec):
             raise WorkerEnded(f"worker {worker.number} ended", "see `gpupool logs`")
-        self._fleet.hosts.of(spec.name, worker.number).why = reason.why
         self._dispatcher.host(spec.targets, loaded.model, costs, worker)
+
+    async def _profiling_budget_s(self, name: str, worker: Worker) -> float:
+        """Return the time for profiling: models are profiled once per kind of device."""
+        row = await self._registry.get(name)
+        known = row is None or worker.ready is None or is_profiled(row, worker.ready)
+        return 0.0 if known else _PROFILING_BUDGET_S[worker.device.kind]
+
+    async def _keep_facts(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
+        """Store the facts of a load and the measured profile, if there is one."""
+        for name, problem in loaded.model.adapter_problems.items():
+            text = f"adapter {name} was not loaded: {problem}"
+            self._history.record_event("error", "adapter_failed", spec.name, text)
+        await self._registry.set_loaded(
+            spec.name,
+            architecture=loaded.model.architecture,
+            weight_bytes=loaded.model.weight_bytes,
+            kv_bytes_per_token=loaded.model.kv_bytes_per_token,
+            max_model_len=loaded.model.max_model_len,
+        )
+        if loaded.profile is None or worker.ready is None:
+            return
+        problem = loaded.profile.problem
+        try:
+            rows = profile_rows(
+                loaded.profile, loaded.model, spec.revision, worker.ready, time.time()
+            )
+            await self._registry.set_profiles(spec.name, rows)
+        except GpupoolError as error:  # a model without a profile can serve too
+            problem = f"{problem}; {error}" if problem else str(error)
+        if problem:
+            text = (
+                f"{problem}; the model serves, and its steps are timed again with its next engine"
+            )
+            self._history.record_event("warning", "profile_incomplete", spec.name, text)
+
+    async def _keep_engine_bytes(self, name: str, worker: Worker, loaded: m.ModelLoaded) -> None:
+        """Store the memory of an engine outside the pages, the estimate for later loads."""
+        if worker.ready is not None:
+            kind, num_bytes = worker.ready.device_name, loaded.memory.device_bytes
+            await self._registry.set_engine_bytes(name, kind, num_bytes)
+
+    async def _costs(self, name: str, worker: Worker) -> ModelCosts | None:
+        """Return the model's costs for the scheduling core, None while unknown."""
+        row = await self._registry.get(name)
+        if row is None or worker.ready is None:
+            return None
+        try:
+            latency = latency_model_of(row, worker.ready.device_name)
+        except LatencyError as error:
+            _logger.warning("%s: the stored latency is unusable: %s", name, error)
+            return None
+        return costs_of(latency) if latency is not None else None
 
     def _clean_up(self, worker: Worker, name: str) -> None:
         """Unload a partly loaded model in the background; a later load waits for the end."""
@@ -204,7 +262,7 @@ class Performer(ModelPart):
         """
         spec, name = row.spec, row.spec.name
         given = self._snapshots.cached(name, worker)
-        budget_s = self._facts.full_budget_s(worker)
+        budget_s = _PROFILING_BUDGET_S[worker.device.kind]
         with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(name)):
             async with worker.load_lock:
                 # Both engines exist for a moment.
@@ -219,10 +277,8 @@ class Performer(ModelPart):
             except BaseException:
                 self._dispatcher.restart_dropped(worker, loaded.dropped)
                 raise
-        await self._facts.keep_engine_bytes(name, worker, loaded)
-        await self._facts.keep(spec, worker, loaded)
-        costs = await self._facts.costs(name, worker)
-        self._dispatcher.host(spec.targets, loaded.model, costs, worker)
+        await self._keep_engine_bytes(name, worker, loaded)
+        await self._serve(spec, worker, loaded)
         self._dispatcher.restart_dropped(worker, loaded.dropped)
 
     async def _warm(self, row: ModelRow, work: Callable[[], Awaitable[None]]) -> None:

@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
-from gpupool_state import ModelRow, Registry
+from gpupool_state import History, ModelRow, Registry
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.specs import to_load
-from gpupoold.control.models.startup import rows_in_start_order
 from gpupoold.control.models.state import WeightsState
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.host_budget import CacheSetting, HostMemoryBudget
 from gpupoold.control.weights.keys import kv_identity
+from gpupoold.control.weights.lru import Candidate, start_order
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import ModelSpec
@@ -298,3 +298,46 @@ def _whole_pages(num_bytes: int, worker: Worker) -> int:
     """Return the host memory of a snapshot of ``num_bytes``, in whole pages."""
     page_bytes = worker.ready.page_bytes if worker.ready is not None else 1
     return -(-num_bytes // page_bytes) * page_bytes
+
+
+async def rows_in_start_order(
+    registry: Registry,
+    history: History,
+    cache: SnapshotCache,
+    num_snapshots: Callable[[ModelRow], int] = lambda _: 1,
+) -> list[ModelRow]:
+    """Return all models, ordered to fill the cache with pinned, then recently used snapshots.
+
+    Also records pins and earlier uses in the cache. ``num_snapshots`` returns for how many degrees
+    a model has snapshots.
+
+    Raises:
+        Failed: the registry cannot be read.
+    """
+    rows = {str(row.spec.name): row for row in await registry.list()}
+    cache.pinned = {name for name, row in rows.items() if row.is_pinned}
+    await _recall_use(rows, history, cache)
+    candidates = [
+        Candidate(
+            name,
+            num_snapshots(row) * row.weight_bytes,
+            cache.last_used_at(name) or 0.0,
+            row.is_pinned,
+        )
+        for name, row in rows.items()
+    ]
+    return [rows[name] for name in start_order(candidates, cache.budget_bytes)]
+
+
+async def _recall_use(rows: dict[str, ModelRow], history: History, cache: SnapshotCache) -> None:
+    """Set the last use of each model from the history, or else from the registration."""
+    unknown = [name for name in rows if cache.last_used_at(name) is None]
+    if not unknown:
+        return
+    try:
+        last_requests = await history.last_requests()
+    except GpupoolError as error:
+        _logger.warning("the last use of each model is unknown: %s", error)
+        last_requests = {}
+    for name in unknown:
+        cache.touch(name, last_requests.get(name, rows[name].created_at))

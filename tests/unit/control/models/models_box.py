@@ -248,7 +248,7 @@ class ModelsBox:
         self.dispatcher = Dispatcher(
             settings, history, policy, self.fleet, lambda _, message: self.replies.append(message)
         )
-        parts = ControlParts(
+        self.parts = parts = ControlParts(
             settings, registry, history, self.fleet, self.dispatcher, self.supervisor
         )
         self.snapshots = snapshots = ModelSnapshots(parts, self.cache, self.saved, stored)

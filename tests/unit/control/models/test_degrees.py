@@ -35,15 +35,8 @@ def files(box: ModelsBox) -> list[str]:
 
 
 async def cached(box: ModelsBox, name: str) -> CachedModel:
-    control = CacheControl(
-        box.registry,
-        box.lifecycle,
-        box.fleet,
-        box.dispatcher.live,
-        box.cache,
-        box.snapshots.host_budget,
-        box.saved,
-    )
+    parts = box.parts
+    control = CacheControl(parts, box.lifecycle, box.cache, box.snapshots.host_budget, box.saved)
     [found] = [one for one in (await control.info()).models if one.name == name]
     return found
 

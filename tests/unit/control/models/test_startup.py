@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupool_state import Database, History, Registry, RequestRow
-from gpupoold.control.models.startup import rows_in_start_order
+from gpupoold.control.models.snapshots import rows_in_start_order
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.domain import FinishReason, ModelName, ModelSpec
 
